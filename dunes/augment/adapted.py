@@ -1,4 +1,4 @@
-"""Low-rank adapters, and wrappers for linear layers and embeddings that have several, of which one may be active.
+"""Low-rank adapters, and wrappers that give a linear layer or an embedding several adapters by name.
 
 LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732,
 DoRA https://arxiv.org/abs/2402.09353, PiSSA https://arxiv.org/abs/2404.02948
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from dunes.ops import low_rank
 
 TINY = 1e-30
-"""Least squared norm of a row, for rows of zeros as in untrained output projections."""
+"""Minimum for the squared norm of a row: untrained output projections have rows of zeros."""
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Settings of an adapter at one place; `scale` is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
+    """Settings of the adapter of one module; `scale` is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
 
     rank: int
     alpha: float
@@ -38,11 +38,12 @@ class LoraConfig:
 
 
 class Adapter(nn.Module):
-    """A LoRA update of a linear layer: scale * B(A(dropout(x))), with A (R, I) and B (O, R).
+    """A LoRA update of a linear layer: scale * B(A(dropout(x))), with matrices `A` (R, I) and `B` (O, R).
 
-    DoRA adds a `magnitude` (O,) for the rows of the updated matrix. PiSSA initialises A and B from the base weight
-    and subtracts the product of their initial values A0 and B0. (The paper subtracts it from the base. Here the
-    base is shared with other adapters and never changes, and an untrained adapter changes no bit of the output.)
+    With DoRA, each row of the updated matrix has a trained norm, in `magnitude` (O,). With PiSSA, `A` and `B` are
+    initialised from the base weight, and the update is scale * (B A - B0 A0), where `A0` and `B0` are their
+    initial values. (The paper subtracts B0 A0 from the base instead. Here adapters share the base, so it never
+    changes, and an untrained adapter changes no bit of the output.)
     """
 
     A0: Tensor | None
@@ -64,7 +65,7 @@ class Adapter(nn.Module):
         self.register_buffer("B0", torch.empty(outputs, config.rank, **factory) if config.pissa else None)
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
-        """The input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
+        """Add the update: input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
         if keeps_zeros(base) and not self.depends_on_input:  # only the matrix can be masked
             x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
             change = self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype)
@@ -79,11 +80,11 @@ class Adapter(nn.Module):
         return (y + (ratio - 1) * product + ratio * update).to(y.dtype)
 
     def base_input(self, x: Tensor) -> Tensor:
-        """Input of the base layer."""
+        """The input that the base layer gets for the adapted layer's input x."""
         return x
 
     def update(self, x: Tensor) -> Tensor:
-        """(..., I) -> (..., O), in the adapter's dtype or autocast's."""
+        """The update of the output: (..., I) -> (..., O), in the adapter's dtype or autocast's."""
         x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
         y = F.linear(F.linear(x, self.A), self.B)
         if self.A0 is not None and self.B0 is not None:
@@ -91,20 +92,20 @@ class Adapter(nn.Module):
         return y * self.config.scale
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A (R, I) and B (O, R) such that scale * B A is the matrix's update; with PiSSA the rank is 2 R."""
+        """Factors A (R, I) and B (O, R): scale * B A is the update of the matrix. With PiSSA their rank is 2 R."""
         if self.A0 is None or self.B0 is None:
             return self.A, self.B
         return torch.cat([self.A, self.A0]), torch.cat([self.B, -self.B0], 1)
 
     def products(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of each matrix product per token."""
+        """The (inputs, outputs) of each matrix product that the update computes for a token."""
         return [(factor.shape[1], factor.shape[0]) for factor in self.factors()]
 
     @torch.no_grad()
     def norms(self, base: nn.Module) -> Tensor:
-        """Norm of each row of the updated matrix (O,), without gradient (DoRA, section 4.3).
+        """The norm of each row of the updated matrix (O,), without gradient (DoRA, section 4.3).
 
-        Computed from products with A and B, without materialising the updated matrix.
+        It is computed from the factors; the updated matrix is not materialised.
         """
         a, b = self.factors()
         s = self.config.scale
@@ -115,7 +116,7 @@ class Adapter(nn.Module):
         return squares.clamp(min=TINY).sqrt()
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The base's weight plus the update, (O, I) for a linear layer; zeros of a pruned base stay zero."""
+        """The base's weight plus the update: (O, I) for a linear layer. Zeros of a pruned base stay zero."""
         a, b = self.factors()
         with _without_autocast(a):
             weight = dense(base).to(dtype) + self.config.scale * (b.to(dtype) @ a.to(dtype))
@@ -128,31 +129,34 @@ class Adapter(nn.Module):
 
 
 class EmbeddingAdapter(Adapter):
-    """A LoRA update of an embedding (I, O): A (R, I) has a column for each id. Dropout is not applied."""
+    """A LoRA update of an embedding (I, O). Its `A` (R, I) has one column per token id; dropout is not applied."""
 
     def update(self, x: Tensor) -> Tensor:
-        """Ids (...) int64 -> (..., O)."""
+        """The update of the output: ids (...) int64 -> (..., O)."""
         return F.linear(F.embedding(x, self.A.T), self.B) * self.config.scale
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The table (I, O) plus the update."""
+        """The embedding's weight (I, O) plus the update."""
         with _without_autocast(self.A):
             return dense(base).to(dtype) + self.config.scale * (self.B.to(dtype) @ self.A.to(dtype)).T
 
 
 def keeps_zeros(module: nn.Module) -> bool:
-    """True if zeros of this linear layer must stay zero, as in a pruned one."""
+    """True if zeros in the weight of this linear layer must stay zero, because the layer is pruned."""
     return bool(getattr(module, "keeps_zeros", False))
 
 
 def _without_autocast(like: Tensor) -> AbstractContextManager[object]:
-    """Disable autocast, which would round weights, if it is enabled: exported graphs cannot have contexts."""
+    """A context that disables autocast, which would round weights.
+
+    If autocast is off, it is a null context, since exported graphs cannot contain autocast contexts.
+    """
     device = like.device.type
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class Adapted(nn.Module):
-    """A linear layer or an embedding with adapters by name; `active` is the name of the active one, or None."""
+    """A linear layer or an embedding with named adapters; `active` is the name of the active adapter, or None."""
 
     supports_packing = True
 
@@ -177,12 +181,12 @@ class Adapted(nn.Module):
 
     @property
     def active_adapter(self) -> Adapter | None:
-        """The active adapter, or None if this place has no adapter of that name."""
+        """The active adapter; None if none is active, or if this module has no adapter of the active name."""
         return self[self.active] if self.active is not None and self.active in self.adapters else None
 
     @property
     def added_products(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of each matrix product per token that the active adapter adds."""
+        """The (inputs, outputs) of each matrix product that the active adapter adds for a token."""
         products = self.active_adapter.products() if self.active_adapter else []
         return products[int(is_embedding(self)) :]  # ids are looked up
 
@@ -207,7 +211,7 @@ class Adapted(nn.Module):
         return y
 
     def dense(self) -> Tensor:
-        """The weight with the active adapter merged, in the base's dtype."""
+        """The base's weight with the active adapter merged into it, in the base's dtype."""
         weight, adapter = dense(self.base), self.active_adapter
         return weight if adapter is None else adapter.updated(self.base, torch.float32).to(weight.dtype)
 
@@ -227,7 +231,7 @@ class AdaptedEmbedding(Adapted):
 
 
 def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
-    """True if the fused form applies: a frozen base and a plain LoRA adapter of one dtype."""
+    """True if `low_rank.fused` can compute this forward: plain LoRA, a frozen base, and one dtype for all."""
     if type(adapter) is not Adapter or adapter.magnitude is not None or adapter.A0 is not None:
         return False
     if (adapter.config.dropout and adapter.training) or torch.compiler.is_compiling():
@@ -240,7 +244,7 @@ def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
 
 
 def how_to_make_dense(module: nn.Module | None) -> str:
-    """Advice, for the end of an error message, on how to get a plain linear layer."""
+    """Advice on how to get a plain linear layer; error messages end with it."""
     if isinstance(module, Adapted) and any(a.depends_on_input for a in module.adapters.values()):
         return "a mixture of LoRA experts cannot be merged: make this change before that one"
     return (
@@ -250,7 +254,7 @@ def how_to_make_dense(module: nn.Module | None) -> str:
 
 
 def dense(module: nn.Module) -> Tensor:
-    """The dense weight (O, I) of a linear layer, dequantized if necessary, or an embedding's weight (I, O)."""
+    """The dense weight of a linear layer (O, I) or of an embedding (I, O), dequantized if necessary."""
     make = getattr(module, "dense", None)
     return cast(Tensor, module.weight if make is None else make())
 
@@ -258,7 +262,7 @@ def dense(module: nn.Module) -> Tensor:
 def linear_of(
     weight: nn.Parameter, bias: nn.Parameter | None, training: bool, cls: type[nn.Linear] = nn.Linear
 ) -> nn.Linear:
-    """A linear layer of this class with these parameters."""
+    """A linear layer of class `cls` with these parameters, without a copy."""
     rows, columns = weight.shape
     with torch.device("meta"):
         linear = cls(columns, rows, False)
@@ -268,7 +272,7 @@ def linear_of(
 
 
 def sides(module: nn.Module) -> tuple[int, int]:
-    """Numbers of inputs and outputs; for an embedding, vocabulary size and width."""
+    """The numbers of inputs and of outputs of a linear layer; vocabulary size and width of an embedding."""
     if is_embedding(module):
         return cast(int, module.num_embeddings), cast(int, module.embedding_dim)
     return cast(int, module.in_features), cast(int, module.out_features)

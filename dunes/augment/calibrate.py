@@ -1,7 +1,7 @@
-"""Calibration: collect the Gram matrix of each linear layer's inputs, block by block, and let a solver change it.
+"""Calibration: compute the Gram matrix of each linear layer's inputs, and let a solver change the layer's weight.
 
-Each block reads the outputs of the changed blocks before it, as in GPTQ https://arxiv.org/abs/2210.17323 and
-SparseGPT https://arxiv.org/abs/2301.00774
+Blocks are changed one after another: each block reads the outputs of the changed blocks before it, as in GPTQ
+https://arxiv.org/abs/2210.17323 and SparseGPT https://arxiv.org/abs/2301.00774
 """
 
 # Shapes: S sequences, T tokens, D width, I inputs and O outputs of a linear layer.
@@ -28,17 +28,17 @@ from dunes.progress import each
 from dunes.units import plural
 
 TOKENS = 4096
-"""Tokens in one forward of a block."""
+"""Maximum number of calibration tokens in one forward of a block."""
 SMALL = 20_000_000
-"""Parameters up to which four times the calibration tokens take little time and improve 2:4 pruning
-(docs/log/quantization.md, "Pruning: SparseGPT, Wanda, magnitude")."""
+"""Models with up to this many parameters are calibrated on four times as many tokens, which takes little time and
+improves 2:4 pruning (docs/log/quantization.md, "Pruning: SparseGPT, Wanda, magnitude")."""
 
 
 @dataclass
 class Gram:
-    """Gram matrix of a linear layer's inputs: `matrix` (I, I) float32 is the sum of x xT over `tokens` tokens.
+    """Gram matrix of a linear layer's inputs x: `matrix` (I, I) float32 is the sum of x xT over `tokens` tokens.
 
-    `factors` is free for solvers, to share work among layers with the same input.
+    A solver may store any value in `factors`, to share work among layers with the same input.
     """
 
     matrix: Tensor
@@ -47,11 +47,11 @@ class Gram:
 
     @classmethod
     def zeros(cls, inputs: int, device: torch.device) -> "Gram":
-        """A Gram matrix of no tokens."""
+        """The Gram matrix of zero tokens."""
         return cls(torch.zeros(inputs, inputs, device=device))
 
     def add(self, x: Tensor) -> None:
-        """Add inputs (..., I) to the lower triangle; `dunes.ops.float32_products.mirror` completes the matrix."""
+        """Add inputs (..., I) to the upper triangle; `dunes.ops.float32_products.mirror` completes the matrix."""
         x = x.detach().flatten(0, -2)
         add_gram(self.matrix, x)
         self.tokens += len(x)
@@ -61,11 +61,11 @@ Forward = Callable[[Tensor], Tensor]
 Linears = Mapping[str, nn.Linear]
 Rows = Sequence[Tensor]
 Solve = Callable[[Mapping[str, Gram]], None]
-"""Changes the weights of linear layers, given their Gram matrices by place."""
+"""A function that changes the weights of linear layers; its argument has their Gram matrices by place."""
 
 
 def require_ids(model: nn.Module, ids: Any) -> None:
-    """Raise ValueError unless the calibration text is int64 ids (S, T) of the model's vocabulary."""
+    """Raise ValueError unless `ids` are int64 ids (S, T) in the model's vocabulary."""
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.long or 0 in ids.shape:
         actual = f"{ids.dtype} of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"the calibration text is {actual}; expected int64 ids (sequences, tokens)")
@@ -81,18 +81,18 @@ def require_ids(model: nn.Module, ids: Any) -> None:
 def calibrate_blocks(
     model: nn.Module, ids: Tensor, places: Collection[str], solve: Solve, *, sequential: bool = False
 ) -> Iterator[None]:
-    """Let `solve` change the linear layers at `places`, block by block, given their inputs for ids (S, T) int64.
+    """Let `solve` change the linear layers at `places`, block by block, from their inputs for ids (S, T) int64.
 
-    `solve` is called for each block with the Gram of every place in it. Layers that read the same tensor share
-    one; an expert's counts the tokens routed to it. The next block reads the changed block's outputs. With
-    `sequential`, a block's layers are solved in execution order, each given its inputs after the layers before it
-    were changed. The head, if it is one of the places, comes last.
+    For each block, `solve` is called with the `Gram` of every place in it. Layers that read the same tensor share
+    a `Gram`. The `Gram` of an expert counts only tokens routed to it. The next block reads the changed block's
+    outputs. With `sequential`, the layers of a block are solved in execution order; the inputs of a layer then
+    reflect the changes of the layers before it. If the head is one of the places, it comes last.
 
-    Yields after each block with places, and after the head; the generator then has no reference to a layer of the
-    block, so that the caller may replace it.
+    Yields after each block that contains places, and after the head. At a yield, the generator has no reference to
+    the layers of the block, so the caller may replace them.
 
-    Memory: the hidden states of all tokens, and the Grams of one block. Raises ValueError, before any work, for
-    invalid ids, and for places that are no plain linear layers of a block or the head.
+    Memory: the hidden states of all tokens, and the Gram matrices of one block. Raises ValueError, before any
+    change, for invalid ids, and for a place that is neither a plain linear layer of a block nor the head.
     """
     require_ids(model, ids)
     decoder = _decoder(model)
@@ -106,7 +106,7 @@ def calibrate_blocks(
         hidden = torch.cat([decoder.embed(ids[part], ctx) for part in rows])
 
         def forward(layer: int, x: Tensor) -> Tensor:
-            """Outputs of a block, or after the last block of the head."""
+            """Outputs of block `layer`; for an index past the last block, the outputs of norm and head."""
             y: Tensor = decoder.blocks[layer](x, ctx, layer) if layer < depth else decoder.logits(decoder.norm(x))
             return y
 
@@ -125,7 +125,7 @@ def calibrate_blocks(
 def _solve_layers(
     run: Forward, states: Tensor, rows: Rows, linears: Linears, solve: Solve, sequential: bool
 ) -> None:
-    """Let `solve` change these layers of a block, all at once or with `sequential` in stages."""
+    """Let `solve` change these layers of a block: all at once, or with `sequential` in stages."""
     stages = _stages(run, states, rows[:1], linears) if sequential and len(linears) > 1 else [linears]
     for stage in filter(None, stages):
         grams = _collect(run, states, rows, stage)
@@ -134,14 +134,14 @@ def _solve_layers(
 
 
 class _EnoughError(Exception):
-    """Stops a forward after the last call of a watched layer."""
+    """Ends a forward early, once all layers to calibrate have been called."""
 
 
 def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict[str, Gram]:
-    """Gram by place of the layers that hidden states (S, T, D) reach, in execution order.
+    """The `Gram` of each layer that is called for the hidden states (S, T, D), by place, in execution order.
 
     The first forward counts the calls of each layer; later forwards stop after that many calls, at least one.
-    Layers that read the same tensor share a Gram.
+    Layers that read the same tensor share a `Gram`.
     """
     grams: dict[str, Gram] = {}
     calls, awaited = Counter[str](), Counter[str]()
@@ -180,7 +180,7 @@ def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict
 
 
 def _stages(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> list[dict[str, nn.Linear]]:
-    """Linear layers of a block in execution order, grouped by shared input; all experts are one group."""
+    """The linear layers of a block in execution order, grouped by input; groups contain layers of all experts."""
     grams = _collect(run, states, rows, linears)
     stage_of: dict[str, int] = {}
     stages: dict[int, dict[str, nn.Linear]] = {}
@@ -194,13 +194,13 @@ def _stages(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> list[
 def assign_weight(linear: nn.Linear, weight: Tensor) -> None:
     """Replace the weight of a linear layer by `weight` (O, I), cast to the layer's dtype.
 
-    The old tensor is not overwritten, since written pages of a memory-mapped file would stay in memory.
+    The old tensor is not overwritten: if it is memory-mapped from a file, written pages would stay in memory.
     """
     linear.weight.data = weight.to(linear.weight.dtype)
 
 
 def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Linear]:
-    """Plain linear layers of blocks, or the head, by place. Raises ValueError for any other module."""
+    """The linear layers with these names, in blocks or the head. Raises ValueError for any other module."""
     modules = modules_at(decoder, names)
     for name in names:
         module = modules.get(name)
@@ -221,12 +221,12 @@ def _decoder(model: nn.Module) -> Decoder:
 
 
 def calibration_tokens(model: nn.Module) -> int:
-    """Number of calibration tokens beyond which the result no longer improves."""
+    """The number of calibration tokens to use for this model; more tokens would not improve the result."""
     return 131_072 if tree.count(model) <= SMALL else 32_768
 
 
 def require_text(model: nn.Module, ids: Any, linears: Mapping[str, nn.Linear]) -> None:
-    """`require_ids`, and raise ValueError for fewer tokens than inputs of a layer, experts excepted."""
+    """Raise ValueError for invalid `ids`, and for fewer tokens than a layer outside of experts has inputs."""
     require_ids(model, ids)
     layers = {name: linear for name, linear in linears.items() if ".experts." not in name} or linears
     name, widest = max(((n, m.in_features) for n, m in layers.items()), key=lambda pair: pair[1])

@@ -1,4 +1,4 @@
-"""The record of a change to a model, saved in a checkpoint to repeat the change."""
+"""The record of a change to a model. A checkpoint saves it, so that loading can repeat the change."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -14,11 +14,11 @@ from dunes.units import plural
 
 @dataclass(frozen=True)
 class Change:
-    """The record of a change to a model, in JSON values.
+    """The record of a change to a model; its fields have JSON values.
 
-    `name` is the key in CHANGES, `version` the entry's VERSION. `request` has every option with its default filled
-    in, `places` the settings decided for each changed module, `new` globs of the added parameters. `before`
-    identifies the original weights if the change can be undone exactly.
+    `name` is a key of CHANGES, and `version` is the VERSION of that entry. `request` has the value of every
+    option. `places` has the settings decided for each changed module. `new` has globs of the added parameters. If
+    the change can be undone exactly, `before` identifies the original weights.
     """
 
     name: str
@@ -33,11 +33,11 @@ class Change:
         return f"Change({self.name} at {plural(len(self.places), 'place')}: {request})"
 
     def record(self) -> dict[str, Any]:
-        """The change as a JSON object."""
+        """Convert the change to a JSON object."""
         return asdict(self)
 
     def parts(self) -> dict[str, "Change"]:
-        """The change split by block, or by top-level module outside the blocks, keyed by `part_name`."""
+        """Split the change by block (outside the blocks, by top-level module). The keys are `part_name`s."""
         parts = dict[str, dict[str, Any]]()
         for name, settings in self.places.items():
             parts.setdefault(part_name(name), {})[name] = settings
@@ -45,7 +45,7 @@ class Change:
 
     @classmethod
     def of(cls, record: Any) -> "Change":
-        """The inverse of `record`. Raises ValueError for anything else."""
+        """Convert a JSON object to a change: the inverse of `record`. Raises ValueError for a damaged record."""
         try:
             name, version, request, places = (record[key] for key in ("name", "version", "request", "places"))
             if isinstance(places, list):  # quantization before format 3
@@ -62,9 +62,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Part:
-    """A solved part of a change: the completed record of one of `Change.parts`.
+    """One of `Change.parts` after it was solved, with its completed record.
 
-    `solved` has the arguments of `fill` beside the weights, by place.
+    `solved` has, by place, the values that `fill` needs in addition to the weights.
     """
 
     change: Change
@@ -72,29 +72,29 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Prefix of the names of all its tensors: a block, or a top-level module outside the blocks."""
+        """The block, or the top-level module outside the blocks, that contains all tensors of this part."""
         return part_name(next(iter(self.change.places)))
 
 
 def part_name(place: str) -> str:
-    """The block of a place, as "blocks.0", or the top-level module of a place outside the blocks."""
+    """The block of a place, such as "blocks.0"; for a place outside the blocks, its top-level module."""
     names = place.split(".")
     return ".".join(names[:2] if names[0] == "blocks" else names[:1])
 
 
 def modules_at(model: nn.Module, places: Collection[str]) -> dict[str, Any]:
-    """Modules at these places, with their wrappers, by place."""
+    """The modules at these places, by place; a wrapped module is returned with its wrappers."""
     return {p.name: p.module for p in tree.places(model) if p.name in places}
 
 
 def put_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-    """Replace the modules at these places, wrappers included."""
+    """Replace the module at each place, and its wrappers, by the given module."""
     for place in [p for p in tree.places(model) if p.name in modules]:
         setattr(place.parent, place.key, modules[place.name])
 
 
 def float_dtype(name: Any) -> torch.dtype:
-    """The floating-point dtype with this name. Raises ValueError for any other."""
+    """The torch dtype with this name. Raises ValueError unless it is a supported floating-point dtype."""
     if name not in (names := ("float32", "bfloat16", "float16", "float64")):
         raise ValueError(f"dtype is {str(name)[:80]!r}; expected {', '.join(names)}")
     dtype: torch.dtype = getattr(torch, name)
@@ -102,7 +102,7 @@ def float_dtype(name: Any) -> torch.dtype:
 
 
 def generator(*key: Any) -> torch.Generator:
-    """A generator seeded by the key alone: a seed, names, places."""
+    """A random generator whose seed depends only on the key: usually a seed, names and places."""
     digest = sha256(" ".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 

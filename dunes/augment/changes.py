@@ -1,4 +1,4 @@
-"""The table of all changes to a built model, and functions that make, repeat and undo them."""
+"""The table of all kinds of change to a built model, and functions that make, repeat and undo changes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from dunes.augment.change import Change, Part
 from dunes.augment.options import OPTIONS
 
 Tensors: TypeAlias = Mapping[str, Tensor]
-"""Entries of a state dict."""
+"""Tensors by name, from a state dict."""
 
 CHANGES: dict[str, Any] = {
     "expand": expand,
@@ -25,34 +25,34 @@ CHANGES: dict[str, Any] = {
     "routing": routing,
     "upcycle": upcycle,
 }
-"""The entries by name. Each is a module with
+"""The kinds of change, by name. Each is a Python module that defines:
 
-- `VERSION`, which rises when an older record would give another model,
-- `decide(model, options) -> Change`, with options of its class in OPTIONS, which may read weights and, with
-  calibration text as `ids`, run the model, and changes nothing,
-- if it is made block by block, `solve(model, change, ids) -> Iterator[Part]`: for each of `change.parts()`
-  it changes the weights while they are still dense, as by calibration, and yields the completed record and, by
-  place, further arguments of `fill`. Each part is shaped and filled before the next is solved,
-- `shape(model, change)`, which changes the structure and reads no value (also on the meta device),
-- if new weights are computed, `fill(model, change, weights)` with the state dict before the change, or
-  `fill(model, change, weights, solved)` with the state dict after `solve`,
-- if more calibration text than usual is of use, `calibration_tokens(model) -> int`,
-- if a user should see the decisions, `describe(change) -> str`, one sentence,
-- and if it can be undone, `undo(model, change)`; `RESTORES = True` if that restores the weights bit for bit.
+- `VERSION`: it is raised when an older record would now give another model.
+- `decide(model, options) -> Change`: decides every setting and changes nothing; `options` are of the class in
+  OPTIONS. It may read weights and, if it takes calibration text `ids`, run the model.
+- `solve(model, change, ids) -> Iterator[Part]`, for a change that is made block by block. For each of
+  `change.parts()` it changes the weights while they are still dense, for example by calibration, and yields a
+  `Part`. Each part is shaped and filled before the next part is solved.
+- `shape(model, change)`: changes the structure without reading values, so it also runs on the meta device.
+- `fill(model, change, weights)`, if the change computes new weights; `weights` is the state dict before `shape`.
+  With `solve`, it is `fill(model, change, weights, solved)`, where `solved` comes from the `Part`.
+- `calibration_tokens(model) -> int`, if more calibration text than usual improves the result.
+- `describe(change) -> str`: one sentence for users, if they should see the decisions.
+- `undo(model, change)`, if the change can be undone; `RESTORES = True` if this restores the weights bit for bit.
 """
 
 
 Spill: TypeAlias = Callable[[Tensors], Tensors]
-"""Writes the tensors of a finished part to disk and returns memory-mapped tensors of the same values."""
+"""A function that writes tensors to disk and returns memory-mapped tensors with the same names and values."""
 
 
 def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **request: Any) -> Change:
     """Change the model in place, and return the record of the change.
 
-    `request` are the options of the change and, if it reads calibration text, `ids` (S, T) int64. `spill` gets
-    each finished part of a change that is made block by block. Raises ValueError for invalid options, before
-    anything is changed. If a change fails midway, as by inputs that are not finite, earlier blocks stay changed:
-    load the model again.
+    `request` are the options of the change; calibration text, if it reads any, is `ids` (S, T) int64. In a change
+    that is made block by block, `spill` is called with the tensors of each finished block. Raises ValueError for
+    invalid options, before anything is changed. If a change fails midway (for example at inputs that are not
+    finite), earlier blocks stay changed: load the model again.
     """
     try:
         return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)
@@ -67,16 +67,16 @@ def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **r
 
 
 def decide_change(model: nn.Module, name: str, **request: Any) -> Change:
-    """The record of a change with these options, which is not made yet. Raises ValueError for invalid options."""
+    """Decide a change without making it, and return its record. Raises ValueError for invalid options."""
     text = {"ids": ids} if (ids := request.pop("ids", None)) is not None else {}
     change: Change = CHANGES[name].decide(model, OPTIONS[name](**request), **text)
     return change
 
 
 def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, spill: Spill | None = None) -> Change:
-    """Make a decided change, its structure and its initial weights, and return its record.
+    """Make a change that is already decided: structure and initial weights. Returns the record.
 
-    If the change is solved for, on calibration text `ids` (S, T) int64, the record is completed by the solver.
+    `ids` (S, T) int64 is the calibration text. If the change has a `solve`, that function completes the record.
     """
     entry, places = _entry(change), dict[str, Any]()
     for part in entry.solve(model, change, ids) if hasattr(entry, "solve") else [Part(change)]:
@@ -86,7 +86,7 @@ def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, spi
 
 
 def _make_part(model: nn.Module, entry: Any, part: Part, spill: Spill | None) -> None:
-    """Shape and fill one part of a change, and let `spill` store the tensors of its block."""
+    """Shape and fill one part of a change, then let `spill` store the tensors of its block."""
     by_block, weights = hasattr(entry, "solve"), model.state_dict()
     repeat_structure(model, part.change)
     if hasattr(entry, "fill"):
@@ -99,7 +99,7 @@ def _make_part(model: nn.Module, entry: Any, part: Part, spill: Spill | None) ->
 
 
 def repeat_structure(model: nn.Module, change: Change) -> None:
-    """Change the structure of the model as recorded; its weights are loaded afterwards.
+    """Repeat only the structure of a recorded change; the caller loads the weights afterwards.
 
     Raises ValueError for an unknown change, and for a record that does not fit the model.
     """
@@ -109,7 +109,7 @@ def repeat_structure(model: nn.Module, change: Change) -> None:
 
 @contextmanager
 def _undamaged(change: Change) -> Iterator[None]:
-    """Turn errors from a value of the record that does not fit the model into ValueError."""
+    """A context that turns errors caused by a damaged record into ValueError."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -117,7 +117,10 @@ def _undamaged(change: Change) -> Iterator[None]:
 
 
 def undo_change(model: nn.Module, change: Change) -> None:
-    """Undo a change, exactly if its entry RESTORES. Raises ValueError if it cannot be undone or is damaged."""
+    """Undo a change, bit for bit if its entry in CHANGES has `RESTORES = True`.
+
+    Raises ValueError for a change that cannot be undone, and for a damaged record.
+    """
     if not hasattr(entry := _entry(change), "undo"):
         raise ValueError(f"the change {change.name} cannot be taken back; load the model as it was before")
     with _undamaged(change):
@@ -134,19 +137,19 @@ def _entry(change: Change) -> Any:
 
 
 def attach(model: nn.Module, **request: Any) -> Change:
-    """Add an untrained LoRA adapter to linear layers of the model and activate it; returns the record.
+    """Add an untrained LoRA adapter to linear layers of the model and activate it; return the record.
 
-    `request` are fields of `options.Lora`. Nothing is frozen: `change.new` are globs of the new parameters, and
-    `tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])` leaves only these trainable. Raises ValueError
-    for invalid options, before anything is changed.
+    `request` are fields of `options.Lora`. No parameter is frozen. `change.new` has globs of the new parameters;
+    `tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])` freezes all others. Raises ValueError for
+    invalid options, before anything is changed.
     """
     return apply_change(model, "lora", **request)
 
 
 def quantize(model: nn.Module, **request: Any) -> Change:
-    """Quantize linear layers, inside their wrappers if they have any; returns the record.
+    """Quantize linear layers, also inside wrappers such as adapters; return the record.
 
-    `request` are fields of `options.Quantize` and calibration text `ids` (S, T) int64. Raises ValueError for
-    invalid options, before anything is changed.
+    `request` are fields of `options.Quantize`, and the calibration text `ids` (S, T) int64 if the method needs it.
+    Raises ValueError for invalid options, before anything is changed.
     """
     return apply_change(model, "quantize", **request)

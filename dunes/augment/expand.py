@@ -1,6 +1,6 @@
-"""Block expansion (LLaMA Pro): insert copied blocks with zeroed output projections, to be trained on their own.
+"""Block expansion (LLaMA Pro): insert copies of blocks, with output projections of zero; only these are trained.
 
-https://arxiv.org/abs/2401.02415. An entry of CHANGES, see `changes.py`.
+https://arxiv.org/abs/2401.02415. This module is an entry of CHANGES, see `changes.py`.
 """
 
 import re
@@ -23,9 +23,9 @@ from dunes.units import plural
 VERSION = 1
 RESTORES = True
 SPACING = 4
-"""Default number of blocks between two new ones, as in the paper."""
+"""By default one block is inserted for every SPACING blocks, as in the paper."""
 OUTPUTS = ("attn.out", "mlp.down", "mlp.**.down", "!mlp.router.**")
-"""Output projections: linear layers whose results a block, or an expert, adds to the hidden states."""
+"""Globs of output projections: linear layers whose outputs are added to the hidden states."""
 COPIED = 0.5
 """Progress, from 0 to 1, after copying the blocks and before comparing the logits."""
 TOKENS = 8
@@ -33,9 +33,9 @@ TOKENS = 8
 
 
 def decide(model: nn.Module, options: Expand) -> Change:
-    """The record of the change: new blocks, each with the index of the block that it copies.
+    """The record of the change. Its `places` are the new blocks, each with the index of the block that it copies.
 
-    Raises ValueError for a model that is no decoder or not dense, and for block indices out of range.
+    Raises ValueError if the model is no decoder or not dense, and for block indices out of range.
     """
     depth, blocks, after = len(_decoder(model).blocks), options.blocks, options.after
     for place in [p for p in tree.places(model) if re.match(r"blocks\.\d+\.", p.name)]:
@@ -63,13 +63,13 @@ def _decoder(model: nn.Module) -> Decoder:
 
 
 def describe(change: Change) -> str:
-    """One sentence for users about the new blocks."""
+    """One sentence that tells users how many blocks are new, and which block each of them copies."""
     copies = ", ".join(f"{place} copies the former blocks.{s['of']}" for place, s in change.places.items())
     return f"{plural(len(change.places), 'new block')} without effect until trained: {copies}"
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Insert at each place a copy of the preceding block. Raises ValueError for a place out of range."""
+    """Insert a copy of the preceding block at each place. Raises ValueError for a place out of range."""
     blocks = _decoder(model).blocks
     for index in each(_indices(change), end=COPIED):
         if not 0 < index <= len(blocks):
@@ -88,7 +88,7 @@ def _indices(change: Change) -> list[int]:
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
     """Zero the weights and biases of the new blocks' output projections.
 
-    Raises ValueError, and removes the new blocks, unless the model's logits stay equal bit for bit.
+    If the model's logits do not stay equal bit for bit, it removes the new blocks and raises ValueError.
     """
     blocks = _decoder(model).blocks
     new = {index: blocks[index] for index in _indices(change)}
@@ -109,7 +109,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 
 
 def _logits(model: Decoder) -> list[Tensor]:
-    """Logits of random ids (2, `TOKENS`), from one forward without a KV cache and from two with one."""
+    """Logits of random ids (2, `TOKENS`): from one forward without a KV cache, and from two with a cache."""
     length = TOKENS if model.embed.place is None else min(TOKENS, sides(model.embed.place)[0])
     ids = torch.randint(sides(model.embed.token)[0], (2, length), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device := next(model.parameters()).device)
@@ -120,7 +120,7 @@ def _logits(model: Decoder) -> list[Tensor]:
 
 
 def undo(model: nn.Module, change: Change) -> None:
-    """Remove the new blocks, which restores the original model bit for bit unless other blocks were trained."""
+    """Remove the new blocks. This restores the model bit for bit, unless the original blocks were trained."""
     if (last := _indices(change)[-1]) >= len(blocks := _decoder(model).blocks):
         raise ValueError(f"blocks.{last}: the model has only {plural(len(blocks), 'block')}; was it expanded?")
     tree.remove(model, {*change.places})

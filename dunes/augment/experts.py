@@ -1,7 +1,7 @@
-"""Dense MLPs split into experts, each with a part of the hidden neurons (LLaMA-MoE).
+"""Split dense MLPs into experts, each with a part of the hidden neurons (LLaMA-MoE).
 
-https://arxiv.org/abs/2406.16554. The model keeps its number of parameters, of which each token activates fewer;
-its loss is much higher until it is trained. An entry of CHANGES, see `changes.py`.
+https://arxiv.org/abs/2406.16554. The number of parameters stays the same (plus routers), but each token uses fewer
+of them. The loss is much higher until the model is trained. This module is an entry of CHANGES, see `changes.py`.
 """
 
 # Shapes: E experts or groups, H hidden neurons, W neurons of an expert, S sequences, T tokens, D width, I inputs,
@@ -27,7 +27,7 @@ VERSION = 1
 RESTORES = True
 ROUNDS = 50
 ROWS = 8
-"""Sequences in one forward."""
+"""Number of sequences in one forward."""
 DECIDED = 0.4
 """Progress, from 0 to 1, after choosing the neurons and before filling the experts."""
 
@@ -35,10 +35,11 @@ DECIDED = 0.4
 def decide(model: nn.Module, options: Experts, ids: Tensor | None = None) -> Change:
     """The record of the change: every setting, and the neurons of each expert, shared experts first.
 
-    Split by importance, the sequences of `ids` (S, T) int64 are clustered into groups, one for each routed expert.
-    An expert gets its group's most important neurons, possibly the same as another's; with shared experts, these
-    get the neurons that most groups rank high. Outputs of routed experts are multiplied by their number, so that
-    their mean is the dense MLP (`unbiased`), or by that over `top_k` (`official`). Raises ValueError if invalid.
+    For a split by importance, the sequences of `ids` (S, T) int64 are clustered into groups, one per routed
+    expert. An expert gets the neurons most important to its group; a neuron may be in several experts. With shared
+    experts, each neuron is in one expert, and shared experts get the neurons that most groups rank high. The
+    outputs of routed experts are multiplied by the number of routed experts (scale `unbiased`: their mean is the
+    dense MLP), or by this number divided by `top_k` (`official`). Raises ValueError for invalid options.
     """
     request = options.request()
     _check_request(request, ids)
@@ -75,7 +76,7 @@ def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
 def _choose_neurons(
     model: nn.Module, mlps: Mapping[str, Any], ids: Tensor | None, request: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Neurons of each expert (E, W) by place: by importance for `ids`, clustered by weight, or at random."""
+    """The neurons of each expert (E, W), by place; with `ids` they are chosen by importance."""
     neurons, experts, shared, seed = {}, request["experts"], request["shared"], request["seed"]
     if ids is not None:
         groups = importances(model, mlps, ids, experts - shared, generator(seed, "experts"))
@@ -92,7 +93,7 @@ def _choose_neurons(
 
 
 def describe(change: Change) -> str:
-    """One sentence for users about the experts."""
+    """One sentence that tells users the number and width of the experts, and how they are chosen."""
     experts, top_k, shared, split = (change.request[k] for k in ("experts", "top_k", "shared", "split"))
     always = f", {shared} of them for every token and" if shared else ","
     width = len(next(iter(change.places.values()))["neurons"][0])
@@ -102,7 +103,7 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Replace the MLPs. Raises ValueError, before anything is changed, if the change does not fit the model."""
+    """Replace the MLPs by mixtures. Raises ValueError, before any change, if the record does not fit the model."""
     request, mlps = change.request, upcycle.find_mlps(model, {*change.places})
     settings = {key: request[key] for key in ("top_k", "balance", "shared")}
     settings["gate"] = NoisyGate if request["gate"] == "noisy" else None
@@ -112,10 +113,10 @@ def shape(model: nn.Module, change: Change) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Copy the neurons and initialise the routers.
+    """Copy the neurons into the experts and initialise the routers.
 
-    Raises ValueError, and restores the MLPs, if the joined experts differ from them. (The check is skipped where
-    experts share neurons.)
+    If each neuron is in exactly one expert, the joined experts are compared with the original MLPs. If they
+    differ, the MLPs are restored and ValueError is raised.
     """
     mlps = upcycle.dense_mlps(model, change.places, weights)
     stds = {"weight": upcycle.ROUTER_STD, "noise.weight": 0.0}
@@ -139,13 +140,13 @@ def is_partition(change: Change) -> bool:
 
 
 def _factor(change: Change) -> float:
-    """The factor on the outputs of routed experts."""
+    """The factor by which the outputs of routed experts are multiplied."""
     routed: int = change.request["experts"] - change.request["shared"]
     return routed / (1 if change.request["scale"] == "unbiased" else int(change.request["top_k"]))
 
 
 def _experts(moe: Any, change: Change, place: str) -> list[tuple[Any, float, Tensor]]:
-    """Each expert with its output scale and neuron indices (W,)."""
+    """Each expert of a mixture, with the factor of its outputs and its neuron indices (W,)."""
     neurons, factor = torch.tensor(change.places[place]["neurons"]), _factor(change)
     experts = [*((e, 1.0) for e in moe.shared or ()), *((e, factor) for e in moe.experts)]
     return [(expert, scale, rows) for (expert, scale), rows in zip(experts, neurons, strict=True)]
@@ -153,9 +154,10 @@ def _experts(moe: Any, change: Change, place: str) -> list[tuple[Any, float, Ten
 
 @torch.no_grad()
 def undo(model: nn.Module, change: Change) -> None:
-    """Join the experts back into dense MLPs, bit-equal to the original ones if untrained.
+    """Join the experts into dense MLPs, which equal the original MLPs bit for bit if they were not trained.
 
-    Raises ValueError if experts share neurons, or if the weights were rounded by a scale that is no power of two.
+    Raises ValueError if a neuron is in several experts or in none, and if the factor of the outputs is no power of
+    two, since multiplying by it rounded the weights.
     """
     if not is_partition(change):
         raise ValueError("split by importance without shared experts: some neurons are in several experts or none")
@@ -170,7 +172,7 @@ def undo(model: nn.Module, change: Change) -> None:
 
 
 def _joined(moe: Any, experts: list[tuple[Any, float, Tensor]]) -> nn.Module:
-    """One MLP with the neurons of all experts."""
+    """A dense MLP with the neurons of all experts."""
     mlp: nn.Module = upcycle.new_mlp(moe.experts[0], sum(len(rows) for _, _, rows in experts))
     weights = dict(mlp.named_parameters())
     for expert, scale, rows in experts:
@@ -185,7 +187,7 @@ def _joined(moe: Any, experts: list[tuple[Any, float, Tensor]]) -> nn.Module:
 
 
 def balanced_clusters(rows: Tensor, groups: int, draw: torch.Generator) -> Tensor:
-    """A group index (N,) for each row, by spherical k-means with groups of equal size."""
+    """Cluster rows by spherical k-means into groups of equal size; returns a group index (N,) for each row."""
     rows = F.normalize(rows, dim=1)
     centers = rows[torch.randperm(len(rows), generator=draw)[:groups]]
     labels = torch.full((len(rows),), -1)
@@ -199,10 +201,10 @@ def balanced_clusters(rows: Tensor, groups: int, draw: torch.Generator) -> Tenso
 
 
 def balanced_assignment(scores: Tensor) -> Tensor:
-    """A group index (N,) for each item by its scores (N, E); the groups have equal size.
+    """Assign items to E groups of equal size by their scores (N, E); returns a group index (N,) for each item.
 
-    Greedy: pairs of item and group are taken by how far their score is above the item's mean, while the group has
-    room. If E does not divide N, the remaining items go to the groups with the best scores.
+    It is greedy: (item, group) pairs are sorted by score minus the item's mean score, and an item joins the first
+    group that is not full. If E does not divide N, the first N mod E items that meet a full group still join it.
     """
     items, groups = scores.shape
     room, labels, left = [items // groups] * groups, [-1] * items, items % groups
@@ -218,10 +220,10 @@ def balanced_assignment(scores: Tensor) -> Tensor:
 def importances(
     model: nn.Module, mlps: Mapping[str, Any], ids: Tensor, groups: int, draw: torch.Generator
 ) -> dict[str, Tensor]:
-    """Importance of each neuron for each of E groups of the sequences `ids` (S, T) int64: (E, H) by place.
+    """Cluster the sequences `ids` (S, T) int64 into E groups; return each neuron's importance (E, H), by place.
 
-    Importance is the sum over tokens of |activation · gradient of the loss|. Sequences are clustered by the
-    importance of the last MLP's neurons.
+    The importance of a neuron is the sum over a group's tokens of |activation · gradient of the loss|. Sequences
+    are clustered by the importance of the neurons in the last MLP.
     """
     downs, parts = {place: mlp.down for place, mlp in mlps.items()}, {place: list[Tensor]() for place in mlps}
     with tree.mode(model, False), torch.enable_grad():
@@ -234,7 +236,10 @@ def importances(
 
 
 def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Inputs of these layers times the gradients of the loss (S, T, I) float32, by place of those called."""
+    """The inputs of these layers times the gradients of the loss with respect to them (S, T, I) float32, by place.
+
+    Layers that the forward does not call are missing in the result.
+    """
     active: dict[str, Tensor] = {}
 
     def remember(place: str) -> Any:
@@ -257,14 +262,15 @@ def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Modul
 
 
 def private_neurons(scores: Tensor, width: int) -> Tensor:
-    """Neurons (E, W) with the highest scores (E, H) of each group; one neuron may be in several groups."""
+    """The `width` neurons (E, W) with the highest scores (E, H) of each group; groups may share neurons."""
     return scores.topk(width, 1).indices
 
 
 def shared_neurons(scores: Tensor, width: int) -> Tensor:
-    """Neurons (experts, W), each in one expert: first the neurons in most groups' top W, then each group's own.
+    """The neurons (experts, W) of shared experts, then of one expert per group; each neuron is in one expert.
 
-    `scores` (E, H) are by group; the number of experts, shared ones included, is H / `width`.
+    `scores` (E, H) are the importances by group. Shared experts get the neurons that are in the top W of most
+    groups. The number of experts, shared ones included, is H / `width`.
     """
     groups, hidden = scores.shape
     scores = scores / scores.sum(1, keepdim=True).clamp(min=1e-30)

@@ -2,8 +2,9 @@
 
 https://arxiv.org/abs/2210.17323. SparseGPT (`prune.py`) uses the same Hessian and sweep.
 
-Let G be the Gram matrix of the inputs X. The outputs' error |(W - Q) X|^2 is least if the error of rounding column
-j is distributed over the later columns in proportion to row j of the upper Cholesky factor of G's inverse.
+Let W be the weight, Q the rounded weight, and G the Gram matrix of the inputs X. When column j is rounded, the
+later columns change in proportion to row j of the upper Cholesky factor of G's inverse. This minimises the error
+of the outputs, |(W - Q) X|^2.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, which makes columns contiguous.
@@ -21,17 +22,19 @@ from dunes.augment.change import modules_at
 from dunes.augment.quantized import Grid, Steps
 
 BLOCK = 128
-"""Columns to round between two updates of the remaining matrix."""
+"""Number of columns that are rounded between two updates of all later columns."""
 DAMP = 0.01
-"""Damping of the Gram matrix's diagonal, as a fraction of its mean."""
+"""Damping added to the Hessian's diagonal, as a fraction of the diagonal's mean."""
 MOST_DAMPING = 1e4
-"""Damping, as a multiple of the mean diagonal, at which the Gram matrix no longer matters."""
+"""Maximum damping, as a multiple of the mean diagonal; with more, the Gram matrix would no longer matter."""
 
 
 class Hessian(NamedTuple):
-    """The damped Hessian `matrix` (I, I) = 2/n sum x xT + `added` on the diagonal. `factor` (I, I) is the upper
-    Cholesky factor of its inverse, `dead` (I,) bool the inputs that are always zero, `damp` is `added` as a
-    fraction of the mean diagonal."""
+    """The damped Hessian `matrix` (I, I): 2/n times the sum of x xT, plus `added` on the diagonal.
+
+    `factor` (I, I) is the upper Cholesky factor of its inverse. `dead` (I,) bool is True for inputs that are
+    always zero. `damp` is `added` as a fraction of the mean diagonal.
+    """
 
     factor: Tensor
     dead: Tensor
@@ -41,10 +44,10 @@ class Hessian(NamedTuple):
 
 
 def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
-    """The Hessian of a Gram matrix, with damping raised tenfold until the matrix can be inverted.
+    """Compute the Hessian from a Gram matrix; the damping is raised tenfold until the Hessian can be inverted.
 
-    Raises ValueError, naming the place, if the Gram has values that are not finite, or cannot be inverted with any
-    damping.
+    Raises ValueError that names the place if the Gram matrix has values that are not finite, or if the Hessian
+    cannot be inverted with a damping up to MOST_DAMPING.
     """
     if not gram.matrix.isfinite().all():
         raise ValueError(f"{place}: the inputs of the calibration text are not finite; are the model's weights?")
@@ -68,14 +71,14 @@ def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
 
 
 Column = Callable[[int, Tensor], Tensor]
-"""Function of j and the columns (I, O), as updated so far, that returns the new column j (O,)."""
+"""A function (j, columns) that returns the new column j (O,); `columns` (I, O) are as updated so far."""
 
 
 def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: Column) -> None:
-    """Replace the columns (I, O) in place, one after another, compensating each error in the later columns.
+    """Replace the columns (I, O) in place, one after another; later columns compensate the error of each.
 
-    `factor` (I, I) is the factor of their `Hessian`. `blocks` maps the start of a block of columns to its stop:
-    columns of the same block are updated immediately, later columns at the end of the block.
+    `factor` (I, I) comes from `Hessian`. `blocks` maps the start of each block of columns to its stop. An error
+    updates the later columns of its own block immediately, and columns after the block at the end of the block.
     """
     for start, stop in blocks.items():
         block, rows = columns[start:stop], factor[start:stop, start:stop]
@@ -94,10 +97,10 @@ def solve(
 ) -> Iterator[tuple[dict[str, Steps], list[str]]]:
     """Quantize the linear layers at the places in `grids`, block by block, calibrated on `ids` (S, T) int64.
 
-    Layers are quantized in execution order, each calibrated on the outputs of the quantized layers before it
-    ("true sequential"). If the change's `request` has `act_order`, the columns with the largest inputs come first.
-    Yields for each block scales and zero points (O, G) by place, and places with fewer tokens than inputs, which
-    are rounded to nearest.
+    Layers are quantized in execution order; each is calibrated on the outputs of the quantized layers before it
+    ("true sequential"). If `request["act_order"]` is True, the columns with the largest inputs are rounded first.
+    A layer that got fewer tokens than it has inputs is rounded to nearest. For each block, yields the scales and
+    zero points (O, G) by place, and the list of places rounded to nearest.
     """
     layers = modules_at(model, grids)
     solved, short = dict[str, Steps](), list[str]()
@@ -123,7 +126,7 @@ def solve(
 
 
 def hessian_of(gram: Gram, act_order: bool, place: str = "a layer") -> tuple[Hessian, Tensor | None]:
-    """The Hessian of a Gram matrix, and with `act_order` the order (I,) of its columns, the largest first."""
+    """The Hessian of a Gram matrix, and with `act_order` the order (I,) of its columns: largest inputs first."""
     order = gram.matrix.diagonal().argsort(descending=True, stable=True) if act_order else None
     if order is not None:
         gram = replace(gram, matrix=gram.matrix[order][:, order])
@@ -133,10 +136,10 @@ def hessian_of(gram: Gram, act_order: bool, place: str = "a layer") -> tuple[Hes
 def round_columns(
     weight: Tensor, h: Hessian, order: Tensor | None, grid: Grid, zeros: Tensor | None = None
 ) -> tuple[Tensor, Steps]:
-    """The rounded weight (O, I) with its scales and zero points (O, G); the weight is float32.
+    """Round a float32 weight (O, I); returns it with its scales and zero points (O, G).
 
-    A group's scale and zero point are fitted when its first column is reached; with an `order`, to the original
-    weight ("static groups"). The result is zero where `zeros` (O, I) bool is True.
+    The scale and zero point of a group are fitted when the sweep reaches the group's first column; with an `order`
+    (I,), they are fitted to the original weight ("static groups"). Where `zeros` (O, I) is True, the result is 0.
     """
     inputs, width = weight.shape[1], grid.width(weight.shape[1])
     columns, parts = weight.T.clone(memory_format=torch.contiguous_format), list[Steps]()
@@ -159,7 +162,10 @@ def round_columns(
 
 
 def column_blocks(inputs: int, width: int) -> dict[int, int]:
-    """Start and stop of each block. No group crosses a block, except wide ones, which start a new block."""
+    """The start and stop of each block of columns; `width` is the size of a quantization group.
+
+    A group never straddles two blocks, unless it is wider than a block; then it starts at a block boundary.
+    """
     span = width if width > BLOCK else BLOCK // width * width
     spans = [range(first, min(first + span, inputs), BLOCK) for first in range(0, inputs, span)]
     starts = [start for each in spans for start in each]

@@ -1,6 +1,6 @@
-"""LoRA adapters for any built model: adding, selecting, merging and removing them.
+"""LoRA adapters for any built model: add, select, merge and remove them.
 
-The papers are listed in `adapted.py`. An entry of CHANGES, see `changes.py`.
+The papers are listed in `adapted.py`. This module is an entry of CHANGES, see `changes.py`.
 """
 
 import math
@@ -41,7 +41,7 @@ VERSION = 1
 def decide(model: nn.Module, options: Lora) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    Raises ValueError, naming the place, for invalid options.
+    Raises ValueError that names the place if an option is invalid.
     """
     change = adapter_change("lora", VERSION, model, options)
     check(model, change)
@@ -49,7 +49,7 @@ def decide(model: nn.Module, options: Lora) -> Change:
 
 
 def adapter_change(name: str, version: int, model: nn.Module, options: Lora | LoraExperts) -> Change:
-    """The record of a change of this name, with the rank and alpha of each place that `where` selects."""
+    """The record of the change `name`, with the rank and alpha of each place that `where` selects."""
     request, places = options.request(), {}
     for place in _select(model, request["where"]):
         matching = [rank for glob, rank in request["ranks"] if tree.matches(glob, place.name)]
@@ -58,7 +58,7 @@ def adapter_change(name: str, version: int, model: nn.Module, options: Lora | Lo
 
 
 def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
-    """Linear layers that match the globs, and embeddings listed by their exact names."""
+    """The linear layers that match the globs, and the embeddings whose exact names are in `where`."""
     named = {p.name for p in tree.places(model) if is_embedding(p.module) and p.name in where}
     selected = [
         p for p in tree.places(model) if p.name in named or (tree.linear(p.module) and tree.matches(where, p.name))
@@ -67,7 +67,7 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
 
 
 def check(model: nn.Module, change: Change) -> None:
-    """Raise ValueError, naming the place and the remedy, if the change cannot be made to this model."""
+    """Raise ValueError that names the place and a remedy if the change cannot be made to this model."""
     request = change.request
     if request["init"] not in ("lora", "pissa"):
         raise ValueError(f"init is {request['init']!r}; expected 'lora' or 'pissa'")
@@ -87,7 +87,10 @@ def check(model: nn.Module, change: Change) -> None:
 
 
 def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]]:
-    """Places with their modules. Raises ValueError for an adapter name, rank or dtype that does not fit."""
+    """The places of the change with their modules.
+
+    Raises ValueError for an invalid adapter name, dropout, dtype, rank or alpha, and for a missing place.
+    """
     request = change.request
     name, dropout = request["adapter"], request["dropout"]
     if not re.fullmatch(r"\w+", name) or hasattr(nn.ModuleDict, name):
@@ -113,7 +116,7 @@ def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Wrap the places and activate the adapter. A place that is wrapped already gets one more adapter.
+    """Wrap the modules at the places and activate the adapter. A module already wrapped gets one more adapter.
 
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """
@@ -124,7 +127,7 @@ def shape(model: nn.Module, change: Change) -> None:
 def add_adapters(
     model: nn.Module, change: Change, class_at: Callable[[tree.Place], Callable[..., Adapter]]
 ) -> None:
-    """Wrap the places of the change, add an adapter of the class at each place, and activate the adapters."""
+    """Wrap the modules at the change's places, add an adapter of class `class_at(place)` to each, activate all."""
     request, dtype = change.request, float_dtype(change.request["dtype"])
     options = {key: request[key] for key in ("rslora", "dora", "dropout") if key in request}
     for place in [p for p in tree.places(model) if p.name in change.places]:
@@ -139,7 +142,7 @@ def add_adapters(
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Initialise the adapter; the model's outputs stay equal bit for bit.
+    """Initialise the adapter; the model's outputs stay the same, bit for bit.
 
     The random numbers depend only on the seed, the adapter's name and the place. PiSSA computes a full SVD of each
     matrix.
@@ -154,7 +157,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 
 
 def undo(model: nn.Module, change: Change) -> None:
-    """Remove the adapter."""
+    """Remove the adapter from the model."""
     detach(model, change.request["adapter"])
 
 
@@ -178,9 +181,9 @@ def _initialise(adapter: Adapter, base: nn.Module, generator: torch.Generator) -
 
 
 def adapted_modules(model: nn.Module, adapter: str | None = None) -> dict[str, Adapted]:
-    """Adapted modules by place, or with `adapter` only the modules that have this adapter.
+    """The adapted modules by place; with `adapter`, only those that have this adapter.
 
-    Raises ValueError, listing the model's adapters, if there are no such modules.
+    If the model has no such module, raises ValueError with the names of its adapters.
     """
     modules = {p.name: p.module for p in tree.places(model) if isinstance(p.module, Adapted)}
     selected = {k: m for k, m in modules.items() if adapter is None or adapter in m.adapters}
@@ -192,7 +195,7 @@ def adapted_modules(model: nn.Module, adapter: str | None = None) -> dict[str, A
 
 
 def set_adapter(model: nn.Module, adapter: str | None) -> None:
-    """Activate this adapter, or with None deactivate all. Raises ValueError for an unknown name."""
+    """Activate this adapter; None deactivates all. Raises ValueError for an unknown name."""
     if adapter is not None:
         adapted_modules(model, adapter)
     for module in model.modules():
@@ -201,13 +204,13 @@ def set_adapter(model: nn.Module, adapter: str | None) -> None:
 
 
 def active_adapter(model: nn.Module) -> str | None:
-    """Name of the active adapter, or None."""
+    """The name of the active adapter; None if none is active."""
     return next((m.active for m in model.modules() if isinstance(m, Adapted)), None)
 
 
 @contextmanager
 def adapter_active(model: nn.Module, adapter: str | None) -> Iterator[None]:
-    """Activate this adapter, or with None no adapter, in the context. Raises ValueError for an unknown name."""
+    """A context in which this adapter is active (None: no adapter). Raises ValueError for an unknown name."""
     before = [(m, m.active) for m in model.modules() if isinstance(m, Adapted)]
     set_adapter(model, adapter)
     try:
@@ -219,10 +222,10 @@ def adapter_active(model: nn.Module, adapter: str | None) -> Iterator[None]:
 
 @contextmanager
 def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
-    """Let row i of the batch use the adapter `names[i]`, or with None the base model, in the context.
+    """A context in which row i of the batch uses the adapter `names[i]`; None selects the base model.
 
-    Raises ValueError for an unknown name, and for a model whose layers may not get one input row per batch row:
-    with adapters in experts, adapters that are MLPs, or parts that may mix tokens.
+    Raises ValueError for an unknown name. Unless all names are equal, it also raises ValueError for adapters in
+    experts, adapters that are MLPs, and parts that may mix tokens: their input rows may not be batch rows.
     """
     if len(set(names)) == 1:
         with adapter_active(model, names[0]):
@@ -245,7 +248,10 @@ def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None
 
 
 def detach(model: nn.Module, adapter: str | None = None) -> list[str]:
-    """Remove one adapter, or with None all, and unwrap places without adapters. Returns the affected places."""
+    """Remove one adapter, or with None all adapters; unwrap modules that have no adapter left.
+
+    Returns the places of all modules that lost an adapter.
+    """
     selected = adapted_modules(model, adapter)
     for outer in selected.values():
         for name in list(outer.adapters) if adapter is None else [adapter]:
@@ -256,7 +262,7 @@ def detach(model: nn.Module, adapter: str | None = None) -> list[str]:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model without adapters: a new module tree that shares the weights."""
+    """The model without its adapters: new modules that share the weights."""
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     base = deepcopy(model, shared)
     if any(isinstance(m, Adapted) for m in base.modules()):
@@ -265,10 +271,10 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 class Merged(NamedTuple):
-    """The result of a merge: rounding `errors` by place, and the replaced modules with `merge(keep=True)`.
+    """The result of a merge: rounding `errors` by place, and with `keep=True` the replaced modules in `kept`.
 
-    An error is the norm of the rounding error divided by the norm of the update: about 1e-7 in float32, 0.1 and
-    more in bfloat16, where an update that is small relative to the weights is mostly rounded away.
+    An error is the norm of the rounding error divided by the norm of the update. It is about 1e-7 in float32, and
+    0.1 or more in bfloat16, where an update that is small compared with the weights is mostly rounded away.
     """
 
     errors: dict[str, float]
@@ -281,9 +287,9 @@ def merge(
 ) -> Merged:
     """Merge the adapter (by default the only one) into the base weights and remove the adapter wrappers.
 
-    A quantized base becomes dense. With `keep` the replaced modules stay in memory for `unmerge`, beside the
-    merged matrices. `dtype` is the dtype of the merged matrices, by default the base's. Raises ValueError if other
-    adapters share a place, as they were trained for the unmerged base.
+    A quantized base becomes dense. With `keep`, the replaced modules also stay in memory, for `unmerge`. `dtype`
+    is the dtype of the merged matrices, by default the base's. Raises ValueError for a mixture of LoRA experts,
+    and if a module to be merged has other adapters too, because these were trained for the unmerged base.
     """
     selected = adapted_modules(model, adapter)
     for place, outer in selected.items():
@@ -302,14 +308,14 @@ def merge(
 
 
 def unmerge(model: nn.Module, merged: Merged) -> None:
-    """Restore the modules from before a merge. Raises ValueError unless it was made with `keep=True`."""
+    """Undo a merge: put back the replaced modules. Raises ValueError if the merge was made without `keep=True`."""
     if not merged.kept:
         raise ValueError("this merge kept no modules; merge with keep=True, or load the base again")
     put_modules(model, merged.kept)
 
 
 def _merge_place(outer: Adapted, keep: bool, dtype: torch.dtype | None) -> tuple[float, nn.Module]:
-    """The relative rounding error and the merged module."""
+    """The rounding error of the merged weight relative to the size of the update, and the merged module."""
     (name,) = outer.adapters
     base = dense(outer.base)
     exact = outer[name].updated(outer.base)

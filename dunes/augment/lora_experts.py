@@ -1,6 +1,6 @@
-"""Sparse mixtures of LoRA experts: a router selects and weighs a few low-rank updates of a linear layer.
+"""Sparse mixtures of LoRA experts: for each token, a router selects and weighs a few updates of a linear layer.
 
-An entry of CHANGES, see `changes.py`. LLaVA-MoLE https://arxiv.org/abs/2401.16160, MoLA
+This module is an entry of CHANGES, see `changes.py`. LLaVA-MoLE https://arxiv.org/abs/2401.16160, MoLA
 https://arxiv.org/abs/2402.08562, LoRAMoE https://arxiv.org/abs/2312.09979, MoLoRA
 https://arxiv.org/abs/2309.05444, MixLoRA https://arxiv.org/abs/2404.15159
 """
@@ -28,11 +28,11 @@ VERSION = 1
 ROUTER_DEVIATION = 0.02
 MLPS = (MLP, GatedMLP)
 SHARING = (Attention, *MLPS)
-"""Modules whose linear layers can share a router, as they are called in the order of definition."""
+"""Classes of modules whose linear layers can share a router, since the layers run in the order of definition."""
 
 
 class Choice:
-    """Routing that several layers share: one-hot experts (..., k, E) and weights (..., k)."""
+    """The routing that several layers share. `value` is (one-hot experts (..., k, E), weights (..., k))."""
 
     value: tuple[Tensor, Tensor] | None = None
 
@@ -41,13 +41,14 @@ class Choice:
 
 
 class ExpertAdapter(Adapter):
-    """The sum over a token's `top_k` experts of w_e * scale * B_e(A_e(dropout(x))).
+    """Updates the output by the sum of w_e * scale * B_e(A_e(dropout(x))) over a token's `top_k` experts e.
 
-    `A` is (E, R, I), `B` (O, E, R), `router` (E, I). With a `top_k` of 1 the weight w_e is the router's softmax
-    probability, since a weight normalised to 1 would give the router no gradient. With more, the weights of the
+    `A` is (E, R, I), `B` is (O, E, R), `router` is (E, I). If `top_k` is 1, the weight w_e is the router's softmax
+    probability, since a weight normalised to 1 would give the router no gradient. Otherwise the weights of the
     selected experts sum to one. `balance` is the coefficient of the `load_balance` loss.
 
-    All experts are computed, in two matrix products, and masked in between: unselected ones get zero gradients.
+    Two matrix products compute all experts. Between them the results of unselected experts are set to zero, so
+    these experts get zero gradients.
     """
 
     depends_on_input = True
@@ -67,22 +68,25 @@ class ExpertAdapter(Adapter):
         self._choice, self._is_last = Choice(), True
 
     def update(self, x: Tensor) -> Tensor:
-        """(..., I) -> (..., O), in the adapter's dtype or autocast's."""
+        """The update of the output: (..., I) -> (..., O), in the adapter's dtype or autocast's."""
         chosen, weights = self.choose(x)
         shares, low = (chosen * weights[..., None]).sum(-2), self.low(x)
         return self.high(low * shares.to(low.dtype)[..., None])
 
     def low(self, x: Tensor) -> Tensor:
-        """Inputs (..., I), after dropout, times A of all experts: (..., E, R)."""
+        """Apply dropout and `A` of all experts: (..., I) -> (..., E, R)."""
         x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
         return F.linear(x, self.A.flatten(0, 1)).view(*x.shape[:-1], *self.A.shape[:2])
 
     def high(self, low: Tensor) -> Tensor:
-        """(..., E, R) times B, summed over the experts and scaled: (..., O)."""
+        """Apply `B`, sum over the experts, and scale: (..., E, R) -> (..., O)."""
         return F.linear(low.flatten(-2), self.B.flatten(1)) * self.config.scale
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Routing of inputs (..., I) by this adapter's own router, or the routing of the router that it shares."""
+        """The routing of inputs (..., I): one-hot experts and weights, as in `route`.
+
+        An adapter without its own router returns the routing that the first layer of its group computed.
+        """
         if self.router is not None:
             self._choice.value = self.route(x.to(self.A.dtype), self.router)
         choice = self._choice.value
@@ -92,7 +96,7 @@ class ExpertAdapter(Adapter):
         return choice
 
     def route(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
-        """One-hot experts (..., k, E) for inputs (..., I), and weights (..., k) in at least float32."""
+        """Route inputs (..., I): returns one-hot experts (..., k, E) and weights (..., k), float32 or wider."""
         logits = F.linear(x, router)
         probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
         if self.recorded is not None and self.balance:
@@ -103,29 +107,30 @@ class ExpertAdapter(Adapter):
         return one_hot, weights / weights.sum(-1, keepdim=True) if self.top_k > 1 else weights
 
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
-        """Load-balancing loss over the recorded router logits of all calls, times its coefficient."""
+        """The load-balancing loss, times `balance`, of the router logits that all calls recorded."""
         real = None if real is None else real.repeat(len(recorded))
         return {"balance": self.balance * load_balance(torch.cat([*recorded]), self.top_k, real)}
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """A (E * R, I) and B (O, E * R) of all experts."""
+        """The factors of all experts: A (E * R, I) and B (O, E * R)."""
         return self.A.flatten(0, 1), self.B.flatten(1)
 
     def products(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of each matrix product per token: A and B of all experts, and the router."""
+        """The (inputs, outputs) of each matrix product for a token: A and B of all experts, and the router."""
         router = [] if self.router is None else [(self.router.shape[1], len(self.router))]
         times = [self.top_k if each else 1 for each in self.for_each_choice]
         return [p for p, n in zip(super().products(), times, strict=True) for _ in range(n)] + router
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Raises ValueError, since no matrix equals an update that depends on the input."""
+        """Raises ValueError: the update depends on the input, so no matrix equals it."""
         raise ValueError("a mixture of LoRA experts depends on the input: it cannot be merged or exported")
 
 
 class HiddenExperts(ExpertAdapter):
-    """LoRA experts before the activation where experts are MLPs (MixLoRA): one output per selected expert.
+    """LoRA experts of an MLP's gate or up projection, if experts are MLPs (MixLoRA).
 
-    The MLP's activation is then computed for the frozen output and for each selected expert.
+    It returns one output for each selected expert, so the MLP computes its activation for the frozen output and
+    for each of these.
     """
 
     keeps_shape = False
@@ -133,31 +138,32 @@ class HiddenExperts(ExpertAdapter):
     supports_packing = True
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
-        """Input x (..., I), base output y (..., O) -> (..., 1 + k, O): y, then y plus each selected expert."""
+        """Input x (..., I) and base output y (..., O) -> (..., 1 + k, O): y, then y plus each expert's update."""
         (chosen, _), low = self.choose(x), self.low(x)[..., None, :, :]
         update = self.high(low * chosen.to(low.dtype)[..., None])
         return (y[..., None, :] + F.pad(update, (0, 0, 1, 0))).to(y.dtype)
 
 
 class OutputExperts(ExpertAdapter):
-    """LoRA experts of the down projection where experts are MLPs: the weighted sum of the experts' outputs.
+    """LoRA experts of an MLP's down projection, if experts are MLPs: returns the weighted sum of their outputs.
 
-    With h of the frozen layers, h_e of an expert and W the frozen projection: W(h + sum of w_e (h_e - h)) + sum of
-    w_e * scale * B_e(A_e(h_e)). If the weights sum to one this is the weighted sum of the experts, with a single
-    product with W; until the experts are trained it equals W h bit for bit.
+    Let h be the activation of the frozen MLP, h_e the activation of expert e, and W the frozen projection. The
+    output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, this is
+    the weighted sum of the experts, with a single product with W. Until the experts are trained, it equals W h bit
+    for bit.
     """
 
     for_each_choice = True, False
 
     def base_input(self, x: Tensor) -> Tensor:
-        """(..., 1 + k, I) -> (..., I)."""
+        """The input of W: (..., 1 + k, I) -> (..., I)."""
         assert self._choice.value is not None
         weights, frozen = self._choice.value[1], x[..., :1, :]
         change = ((x[..., 1:, :] - frozen) * weights[..., None]).sum(-2)
         return (frozen.squeeze(-2) + change).to(x.dtype)
 
     def update(self, x: Tensor) -> Tensor:
-        """(..., 1 + k, I) -> (..., O)."""
+        """The update of the output: (..., 1 + k, I) -> (..., O)."""
         chosen, weights = self.choose(x)
         shares, low = chosen * weights[..., None], self.low(x[..., 1:, :])
         return self.high((low * shares.to(low.dtype)[..., None]).sum(-3))
@@ -166,8 +172,8 @@ class OutputExperts(ExpertAdapter):
 def decide(model: nn.Module, options: LoraExperts) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    Raises ValueError, naming the place, for invalid options, for an embedding, and for a `balance` above 0 inside
-    the experts of a mixture, to which padding is unknown.
+    Raises ValueError that names the place if an option is invalid, if the place is an embedding, or if `balance`
+    is above 0 inside the experts of a mixture, which cannot know the padding among their tokens.
     """
     change = lora.adapter_change("lora-experts", VERSION, model, options)
     check(model, change)
@@ -175,7 +181,7 @@ def decide(model: nn.Module, options: LoraExperts) -> Change:
 
 
 def check(model: nn.Module, change: Change) -> None:
-    """Raise ValueError, naming the place and the remedy, if the change cannot be made to this model."""
+    """Raise ValueError that names the place and a remedy if the change cannot be made to this model."""
     experts, top_k, balance = (change.request[key] for key in ("experts", "top_k", "balance"))
     if type(experts) is not int or experts < 1:
         raise ValueError(f"experts is {experts!r}; expected 1 or more")
@@ -198,7 +204,7 @@ def check(model: nn.Module, change: Change) -> None:
 
 
 def _check_mlps(groups: Mapping[nn.Module, Sequence[str]]) -> None:
-    """Raise ValueError unless MLPs are selected, each with all of its linear layers."""
+    """Raise ValueError if no MLP is selected, or if only some of the linear layers of an MLP are selected."""
     mlps = {module: places for module, places in groups.items() if type(module) in MLPS}
     if not mlps:
         raise ValueError("router is 'mlp', and no linear layer of an MLP is selected; use 'linear' or 'shared'")
@@ -212,7 +218,10 @@ def _router(change: Change) -> str:
 
 
 def router_groups(model: nn.Module, change: Change) -> dict[nn.Module, list[str]]:
-    """Places grouped by router: by the attention or MLP whose layers share one, else by the layer itself."""
+    """The places of the change, grouped by router.
+
+    The key is the attention or MLP whose layers share a router; for a layer with its own router it is the layer.
+    """
     groups: dict[nn.Module, list[str]] = {}
     for place in [p for p in tree.places(model) if p.name in change.places]:
         shares = _router(change) != "linear" and type(place.parent) in SHARING
@@ -221,9 +230,9 @@ def router_groups(model: nn.Module, change: Change) -> dict[nn.Module, list[str]
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Wrap the places and activate the adapter; the first adapter of a group has the router of all.
+    """Wrap the modules at the places and activate the adapter; a group's router is in its first adapter.
 
-    Raises ValueError, before any change, if it does not fit.
+    Raises ValueError, before anything is changed, if the change does not fit the model.
     """
     check(model, change)
     name = change.request["adapter"]
@@ -238,7 +247,7 @@ def shape(model: nn.Module, change: Change) -> None:
 
 
 def _adapter_class(change: Change, place: tree.Place) -> Callable[..., Adapter]:
-    """The class of the adapter at a place, with its routing."""
+    """The class of the adapter at a place, with its routing arguments bound."""
     in_mlp = _router(change) == "mlp"
     if change.request["experts"] == 1 or (in_mlp and type(place.parent) not in MLPS):
         return Adapter
@@ -249,7 +258,7 @@ def _adapter_class(change: Change, place: tree.Place) -> Callable[..., Adapter]:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Initialise experts and routers; the model's outputs stay equal bit for bit.
+    """Initialise experts and routers; the model's outputs stay the same, bit for bit.
 
     The random numbers depend only on the seed, the adapter's name and the place.
     """

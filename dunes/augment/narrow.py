@@ -1,8 +1,9 @@
 """Structured pruning: remove the least important heads, hidden neurons, experts and blocks of a model.
 
-Importance is measured on calibration text: of heads (groups in grouped-query attention) and neurons as in
-https://arxiv.org/abs/1905.10650, of experts as the sum over their neurons, of blocks by the cosine of input and
-output hidden states (https://arxiv.org/abs/2403.03853). An entry of CHANGES, see `changes.py`.
+Importance is measured on calibration text. Heads (groups in grouped-query attention) and neurons are scored as in
+https://arxiv.org/abs/1905.10650, and experts by the sum of their neurons' scores. Blocks are scored by the cosine
+similarity of their input and output (https://arxiv.org/abs/2403.03853). This module is an entry of CHANGES, see
+`changes.py`.
 """
 
 # Shapes: S sequences, T tokens, U units (groups of heads or neurons), I inputs, O outputs.
@@ -33,21 +34,21 @@ LAYERS: dict[str, dict[str, int]] = {
     "groups": {"q": 0, "k": 0, "v": 0, "out": 1},
     "neurons": {"gate": 0, "up": 0, "down": 1},
 }
-"""Linear layers by the kind of unit, and the dimension of their matrices along which the units lie."""
+"""For each kind of unit: the linear layers to shrink, and which dimension of their weights runs over the units."""
 UNITS: dict[str, tuple[Any, Callable[[Any], int]]] = {
     "blocks": (nn.ModuleList, len),
     "experts": (MoE, lambda moe: len(moe.experts)),
     "groups": (Attention, lambda attn: attn.k.out_features // attn.head_dim),
     "neurons": ((MLP, GatedMLP), lambda mlp: mlp.down.in_features),
 }
-"""Classes of modules that contain units, and the number of units of a module, by the kind of unit."""
+"""For each kind of unit: the classes of modules that contain such units, and a function that counts them."""
 
 
 def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Change:
     """The record of the change: every setting, and the indices of the units that each place keeps.
 
-    With `uneven`, heads and neurons are ranked across layers, which then differ in size but have the requested
-    average. `ids` (S, T) int64 are calibration text. Raises ValueError for invalid options.
+    With `uneven`, heads and neurons are ranked across layers; layers then differ in size, but their average size
+    is the requested size. `ids` (S, T) int64 are the calibration text. Raises ValueError for invalid options.
     """
     request, experts, blocks = options.request(), options.experts, options.blocks
     if all(count is None for count in (options.heads, options.neurons, experts, blocks)):
@@ -83,9 +84,10 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
 
 
 def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, int, int]]]:
-    """Kind of unit, number of units and number to keep, by the place of the linear layer that reads the units.
+    """Yields (place, (kind of unit, number of units, number to keep)) for each attention and MLP to shrink.
 
-    Raises ValueError for layers that are not dense, and for numbers out of range.
+    The place is the linear layer whose inputs are the units, such as `attn.out` or `mlp.down`. Raises ValueError
+    for layers that are not dense, and for numbers out of range.
     """
     heads, neurons, experts = (request[key] for key in ("heads", "neurons", "experts"))
     for place in tree.places(model):
@@ -113,10 +115,11 @@ def _sides(name: str, linear: Any) -> tuple[int, int]:
 
 
 def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict[str, Tensor]:
-    """Importance (U,) float32 of the units that the linear layers at these places read.
+    """The importance (U,) float32 of each unit, by the place of the linear layer that reads the units.
 
-    A unit's importance is the sum over tokens of |outputs · gradient of the loss|, a first-order estimate of how
-    much the loss changes without it. `units` has the number of units by place; `ids` are (S, T) int64.
+    The importance of a unit is the sum over tokens of |outputs of the unit · gradient of the loss|, a first-order
+    estimate of how much the loss would change without the unit. `units` has the number of units by place; `ids`
+    are (S, T) int64.
     """
     sums = {name: torch.zeros(count) for name, count in units.items()}
     layers = modules_at(model, units)
@@ -130,7 +133,7 @@ def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict
 
 @torch.no_grad()
 def block_influence(model: Decoder, ids: Tensor) -> Tensor:
-    """One minus the mean cosine similarity of each block's input and output (blocks,)."""
+    """The importance (blocks,) of each block: 1 minus the mean cosine similarity of its input and output."""
     sums = torch.zeros(len(model.blocks))
     with tree.mode(model, False):
         for part in torch.split(ids.to(next(model.parameters()).device), ROWS):
@@ -146,7 +149,10 @@ def block_influence(model: Decoder, ids: Tensor) -> Tensor:
 def _kept_units(
     units: Mapping[str, tuple[str, int, int]], scores: Mapping[str, Tensor], uneven: bool
 ) -> dict[str, dict[str, Any]]:
-    """Units that each place keeps: the best of each layer, or with `uneven` of all layers, at least one each."""
+    """The indices of the units that each place keeps: the most important units of each layer.
+
+    With `uneven`, they are the most important units of all layers together, but at least one unit of each layer.
+    """
     places: dict[str, dict[str, Any]] = {}
     for unit in ("groups", "neurons"):
         chosen = {name: keep for name, (its_unit, _, keep) in units.items() if its_unit == unit}
@@ -164,7 +170,7 @@ def _kept_units(
 
 
 def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) -> dict[str, dict[str, Any]]:
-    """Experts that each mixture keeps, ranked by the summed importance of their neurons."""
+    """The indices of the experts that each mixture keeps, ranked by the summed importance of their neurons."""
     mixtures = {p.name: p.module for p in tree.places(model) if isinstance(p.module, MoE)}
     if not mixtures:
         raise ValueError("experts: this model has no mixture of experts")
@@ -188,7 +194,7 @@ def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) ->
 
 
 def describe(change: Change) -> str:
-    """One sentence for users about the units that were kept."""
+    """One sentence that tells users how many heads, neurons, experts and blocks are kept."""
     counts = {key: value for key, value in change.request.items() if value not in (None, False, True)}
     spread = ", spread over the layers by importance" if change.request["uneven"] else " of each layer"
     listed = ", ".join(f"{n} {key}" for key, n in counts.items() if key != "blocks")
@@ -198,7 +204,7 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Shrink the modules to the kept units. Raises ValueError, before anything is changed, for other places."""
+    """Shrink the modules to the kept units. Raises ValueError, before any change, if a place does not fit."""
     modules = {p.name: tree.innermost(p.module) for p in tree.places(model)}
     for name, units in change.places.items():
         _check(name, modules.get(name), units)
@@ -221,7 +227,7 @@ def _check(name: str, module: Any, units: Mapping[str, Any]) -> None:
 
 
 def _resize(module: Any, units: Mapping[str, Any]) -> None:
-    """Replace the linear layers of the units by smaller ones; a mixture also drops experts."""
+    """Replace the linear layers of a module by smaller ones; a mixture also loses experts."""
     (unit,) = units.keys() - {"of"}
     if unit == "experts":
         module.experts = nn.ModuleList([module.experts[e] for e in units[unit]])
@@ -235,7 +241,7 @@ def _resize(module: Any, units: Mapping[str, Any]) -> None:
 
 
 def _sized(linear: Any, rows: int, columns: int) -> nn.Linear:
-    """An uninitialised linear layer with this many rows and columns."""
+    """An uninitialised linear layer whose weight has this many rows and columns; all else is as in `linear`."""
 
     def empty(*shape: int) -> nn.Parameter:
         return nn.Parameter(linear.weight.new_empty(shape), linear.weight.requires_grad)
@@ -246,7 +252,7 @@ def _sized(linear: Any, rows: int, columns: int) -> nn.Linear:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Copy the weights of the selected units."""
+    """Copy the weights of the kept units from the original model's `weights`."""
     for name, tensor in model.state_dict().items():
         before = _name_before(name, change.places)
         selected = _selected(weights[before], before, change.places)
@@ -255,7 +261,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 
 
 def _name_before(name: str, places: Mapping[str, Any]) -> str:
-    """The tensor's name in the original model, before blocks and experts were renumbered."""
+    """The name of a tensor in the original model, where blocks and experts had other numbers."""
     segments = name.split(".")
     if segments[0] == "blocks" and "blocks" in places:
         segments[1] = str(places["blocks"]["blocks"][int(segments[1])])
@@ -267,7 +273,7 @@ def _name_before(name: str, places: Mapping[str, Any]) -> str:
 
 
 def _selected(tensor: Tensor, name: str, places: Mapping[str, Any]) -> Tensor:
-    """The slice of an original tensor that belongs to the kept units; `name` is its original name."""
+    """The part of an original tensor that belongs to the kept units; `name` is the tensor's original name."""
     place = name.rpartition(".")[0]
     parent, _, layer = place.rpartition(".")
     if "experts" in places.get(place, {}):  # a buffer with an entry for each expert

@@ -19,7 +19,7 @@ Where = tuple[str, ...]
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
-"""Methods of quantization, each but RTN a file of `augment`."""
+"""Methods of quantization. Each method except RTN is implemented by a file of this name in `augment`."""
 RTN, CALIBRATED = "rtn", ("gptq",)  # rounds to nearest; need calibration text
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
 Split = Literal["random", "cluster", "importance"]
@@ -28,7 +28,7 @@ Scale = Literal["unbiased", "official"]
 Router = Literal["linear", "shared", "mlp"]
 
 LINEARS = ("blocks.**", "!**.router", "!**.router.**")
-"""All linear layers of the blocks except routers, whose choice of experts should not change."""
+"""Globs of all linear layers of the blocks except routers, since the choice of experts should not change."""
 LINEARS_BUT_EXPERTS = (*LINEARS, "!**.experts.**")
 MLPS = ("blocks.*.mlp",)
 NAME = "default"
@@ -38,24 +38,24 @@ TRAIN_NEW = "next: dunes train SOURCE --from {out} --trainable new --out RUN"
 
 
 def targets(default: str) -> Any:
-    """The flag --target-modules, whose globs select modules."""
+    """The flag --target-modules GLOB, which selects modules; `default` is the text of its default in the help."""
     return tyro.conf.arg(name="target-modules", metavar="GLOB", help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of a change. `NEXT` is printed after the change, with {out} replaced by the output folder."""
+    """The options of a change. The command prints `NEXT` after the change; {out} becomes the output folder."""
 
     NEXT: ClassVar[str] = TRAIN
     TEXT: ClassVar[str] = ""
     """Help text of --calibration."""
     SCORED: ClassVar[bool] = False
-    """True if the report compares the model before and after on --validation."""
+    """True if the command's report compares the model before and after the change on the --validation text."""
     UNDO: ClassVar[str] = ""
     """Help text of --undo."""
 
     READERS: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Values of options that need calibration text, if not all do."""
+    """By option: the values with which the change needs calibration text. If empty, it always needs text."""
 
     @property
     def reads_text(self) -> bool:
@@ -63,11 +63,11 @@ class Options:
         return bool(self.TEXT) and all(getattr(self, name) in values for name, values in self.READERS.items())
 
     def request(self) -> dict[str, Any]:
-        """All options as JSON values."""
+        """All options and their values, as JSON values."""
         return {field.name: _as_json(field.name, getattr(self, field.name)) for field in fields(self)}
 
     def changed(self) -> list[str]:
-        """Flags of the options that differ from their defaults."""
+        """The command-line flags of the options whose values differ from their defaults."""
         default = type(self)()
         return [option(f.name) for f in fields(self) if getattr(self, f.name) != getattr(default, f.name)]
 
@@ -95,7 +95,7 @@ class Expand(Options):
     blocks: Annotated[int | None, flag("N", "a quarter of the model's blocks")] = None
     """Number of new blocks, spread evenly."""
     after: Annotated[tuple[int, ...], flag("BLOCK", "all blocks")] = ()
-    """Indices, from 0, of blocks after which new ones may be inserted."""
+    """Indices, from 0, of blocks after which new blocks may be inserted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Narrow(Options):
     TEXT = "Text on which importance is measured."
 
     heads: KeepCount = None
-    """Query heads to keep in each attention; with grouped heads, whole groups."""
+    """Query heads to keep in each attention; grouped heads are kept or removed as complete groups."""
     neurons: KeepCount = None
     """Hidden neurons to keep in each MLP or expert."""
     experts: KeepCount = None
@@ -138,7 +138,7 @@ class Prune(Options):
     TEXT, READERS = "Text for SparseGPT and Wanda.", {"method": ("sparsegpt", "wanda")}
 
     method: Annotated[Pruning, flag("|".join(get_args(Pruning)))] = "sparsegpt"
-    """SparseGPT compensates in the remaining weights; Wanda and magnitude do not."""
+    """SparseGPT changes the remaining weights to compensate; Wanda and magnitude do not."""
     sparsity: Annotated[float | None, flag("FRACTION", "0.5, or what --pattern gives")] = None
     """Fraction of each layer's weights to set to zero."""
     pattern: Annotated[str | None, flag("KEPT:GROUP", "any")] = None
@@ -236,9 +236,9 @@ class Experts(Options):
     split: Annotated[Split, flag("|".join(get_args(Split)))] = "random"
     """Split neurons at random, by balanced k-means over the weights, or by importance for calibration text."""
     gate: Annotated[Gate, flag("|".join(get_args(Gate)))] = "linear"
-    """Router: one linear layer, or the published router of two layers with noise."""
+    """Router: one linear layer (linear), or as published, two layers with noise (noisy)."""
     scale: Annotated[Scale, flag("|".join(get_args(Scale)))] = "unbiased"
-    """Factor on expert outputs: the number of routed experts, or as published, this divided by --top-k."""
+    """Expert outputs are multiplied by the number of routed experts; official divides this factor by --top-k."""
     balance: NotOffered[float] = 0.01
     """Coefficient of the load-balancing loss."""
     seed: Count = 0
@@ -261,7 +261,7 @@ class Lora(Options):
     alpha: float = 32.0
     """Scaling: the adapter's output is multiplied by alpha / rank."""
     ranks: Mapping[str, int] | Sequence[tuple[str, int]] = ()
-    """Other ranks by globs, in order; the last match wins."""
+    """Ranks other than `rank`, by glob; of several globs that match a place, the last one wins."""
     rslora: bool = False
     dora: bool = False
     init: Literal["lora", "pissa"] = "lora"
@@ -269,7 +269,7 @@ class Lora(Options):
     adapter: str = NAME
     seed: int = 0
     dtype: str = "float32"
-    """Dtype of the adapter; the base may have another."""
+    """Dtype of the adapter; the base may have another dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,13 +293,13 @@ class LoraExperts(Options):
     experts: Count = 8
     """Low-rank experts at each place; 1 is plain LoRA, without a router."""
     top_k: Count = 2
-    """Experts that compute a token; with all of them, the mixture is dense."""
+    """Experts that process each token; with all experts, the mixture is dense."""
     rank: Count = 16
     """Rank of each expert."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0
     """Scaling: an expert's output is multiplied by alpha / rank."""
     ranks: NotOffered[Mapping[str, int] | Sequence[tuple[str, int]]] = ()
-    """As in `Lora`."""
+    """The same as `Lora.ranks`."""
     dropout: NotOffered[float] = 0.0
     balance: NotOffered[float] = 0.001
     """Coefficient of the load-balancing loss."""
@@ -311,7 +311,7 @@ class LoraExperts(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Routing(Options):
-    """Shared experts, a selection bias and a z-loss for the mixtures of a model, which change no output."""
+    """Add shared experts, a selection bias or a z-loss to the mixtures of a model; its outputs stay the same."""
 
     where: str = "**"
     """Glob of the mixtures."""

@@ -1,7 +1,7 @@
 """Unstructured and N:M pruning of linear layers by SparseGPT, Wanda or magnitude; zeros stay zero in training.
 
-SparseGPT https://arxiv.org/abs/2301.00774, Wanda https://arxiv.org/abs/2306.11695. The layers stay dense in memory
-and in files. An entry of CHANGES, see `changes.py`.
+SparseGPT https://arxiv.org/abs/2301.00774, Wanda https://arxiv.org/abs/2306.11695. In memory and in files, pruned
+weights are stored as dense matrices. This module is an entry of CHANGES, see `changes.py`.
 """
 
 # Shapes: O outputs, I inputs. SparseGPT transposes weights, so that a column is contiguous.
@@ -25,13 +25,13 @@ from dunes.units import plural
 __all__ = ["calibration_tokens"]
 VERSION = 1
 HALF = 0.5
-"""Default fraction of zeros."""
+"""Default fraction of weights to set to zero."""
 REFITS, REFIT_TOLERANCE = 10, 1e-4  # iterations of `refit`; fraction of the squared gradient at which it stops
 TINY = 1e-30
 
 
 def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Change:
-    """The record of the change: every setting and the places.
+    """The record of the change: every setting, and the places of the layers to prune.
 
     SparseGPT and Wanda need calibration text `ids` (S, T) int64. Raises ValueError for invalid options, for layers
     that are not dense or have weights that are not finite, and for text that is too short.
@@ -65,7 +65,7 @@ def _check_options(options: Prune, pattern: "Pattern | None", has_text: bool) ->
 
 
 def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
-    """Linear layers to prune, by place. Raises ValueError for a layer that is not dense, and for a tied head."""
+    """The linear layers to prune, by place. Raises ValueError for a layer that is not dense or a tied head."""
     if getattr(model, "head", True) is None and tree.matches(globs, "head"):
         raise ValueError("head: has the embedding's matrix, which is not pruned; exclude it with '!head'")
     linears = {}
@@ -82,9 +82,10 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 
 @torch.no_grad()
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
-    """Prune the layers, block by block; the record of each part gets the counts of weights and of nonzero ones.
+    """Prune the layers, block by block; the record of a layer gets its numbers of weights and of nonzero weights.
 
-    Experts that got fewer calibration tokens than they have inputs are pruned by magnitude, and so recorded.
+    A layer that gets fewer calibration tokens than it has inputs, such as a rarely used expert, is pruned by
+    magnitude; its record then has the method "magnitude".
     """
     linears = modules_at(model, change.places)
     places: dict[str, dict[str, Any]] = {}
@@ -108,7 +109,7 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
 
 
 def _prune(name: str, linear: Any, gram: Gram | None, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Prune one layer in place; returns its entry of the record."""
+    """Prune one layer in place; return its entry in the record's `places`."""
     weight: Tensor = linear.weight
     method, sparsity = request["method"], Sparsity.of(request["sparsity"], request["pattern"])
     decided = {}
@@ -128,7 +129,7 @@ def _prune(name: str, linear: Any, gram: Gram | None, request: Mapping[str, Any]
 
 
 def describe(change: Change) -> str:
-    """One sentence for users: the share of zeros, and the layers pruned by magnitude for want of tokens."""
+    """One sentence for users: the share of zeros, and the layers pruned by magnitude because of too few tokens."""
     weights, nonzero = (sum(place[key] for place in change.places.values()) for key in ("weights", "nonzero"))
     few = [name for name, place in change.places.items() if "tokens" in place]
     more = f"; {plural(len(few), 'layer')} by magnitude: fewer tokens than inputs ({few[0]}, ...)" if few else ""
@@ -138,15 +139,15 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Mask the layers, whose zeros then stay. Raises ValueError, before any change, if the places do not fit."""
+    """Make the layers keep their zeros. Raises ValueError, before any change, if the places do not fit."""
     mask_linears(model, change.places)
 
 
 class MaskedLinear(nn.Linear):
     """A pruned linear layer: weights that are zero before an optimizer step are zero after it.
 
-    The trainer calls `before_step` and `after_step`; a training loop of your own must call them, too. It computes
-    and is saved like `nn.Linear`.
+    The trainer calls `before_step` and `after_step`; a training loop of your own must call both. The layer's
+    forward and its state dict are the same as in `nn.Linear`.
     """
 
     structure_name = "Linear"  # the mask is no part of the structure
@@ -155,20 +156,20 @@ class MaskedLinear(nn.Linear):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Store the mask of zeros, if the weight is trainable."""
+        """Remember which weights are zero, if the weight is trainable."""
         if self.weight.requires_grad:
             self._zeros = self.weight == 0
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Set the stored zeros again."""
+        """Set the weights that `before_step` remembered to zero again."""
         if self._zeros is not None:
             self.weight.masked_fill_(self._zeros, 0)
             self._zeros = None
 
 
 def mask_linears(model: nn.Module, places: Collection[str]) -> None:
-    """Replace the dense linear layers at these places, inside any wrappers, by `MaskedLinear`.
+    """Replace the dense linear layers at these places (also inside wrappers) by `MaskedLinear`.
 
     Raises ValueError, before anything is changed, for a place without a dense linear layer.
     """
@@ -179,12 +180,12 @@ def mask_linears(model: nn.Module, places: Collection[str]) -> None:
 
 
 def unmask_linears(model: nn.Module) -> None:
-    """Replace all masked layers by `nn.Linear`, so that zeros are trained again."""
+    """Replace every `MaskedLinear` by `nn.Linear`, so that zeros are trained again."""
     _convert_linears(model, masked_places(model), nn.Linear)
 
 
 def masked_places(model: nn.Module) -> list[str]:
-    """Places of the masked layers."""
+    """The places of all `MaskedLinear` layers."""
     return [p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), MaskedLinear)]
 
 
@@ -202,16 +203,16 @@ class Pattern(NamedTuple):
 
 
 class Sparsity(NamedTuple):
-    """Fraction of weights to set to zero, and an N:M pattern or None."""
+    """The fraction of weights to set to zero, and the N:M pattern, or None for unstructured pruning."""
 
     fraction: float
     pattern: Pattern | None = None
 
     @classmethod
     def of(cls, fraction: float | None, pattern: str | None) -> "Sparsity":
-        """The fraction, by default the pattern's or 0.5, and the pattern in text like "2:4".
+        """Parse a pattern like "2:4". The fraction defaults to the pattern's fraction, without a pattern to 0.5.
 
-        Raises ValueError for other text, and if fraction and pattern disagree.
+        Raises ValueError for other text, and if the fraction contradicts the pattern.
         """
         implied, expected, shape = HALF, "more than 0 and less than 1", None
         if pattern is not None:
@@ -227,13 +228,20 @@ class Sparsity(NamedTuple):
         return cls(fraction, shape)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Mask of the scores (columns, O) to prune: the lowest, or with a pattern the lowest of each output."""
+        """Bool mask of the weights to prune, given their scores (columns, O): the lowest scores.
+
+        With a pattern, `columns` is one group, and the lowest scores of each output are pruned.
+        """
         if self.pattern is None:
             return smallest(scores, self.fraction)
         return lowest(scores, self.pattern.group - self.pattern.kept, 0)
 
     def choose_all(self, scores: Tensor, by_output: bool = False) -> Tensor:
-        """Mask of the scores (O, I) to prune: the lowest by pattern, by output, or of the complete matrix."""
+        """Bool mask of the weights to prune, given the scores (O, I) of a matrix: the lowest scores.
+
+        With a pattern, scores are compared within each of its groups, with `by_output` within each output, and
+        otherwise within the complete matrix.
+        """
         if self.pattern is not None:
             groups = scores.view(len(scores), -1, self.pattern.group)
             return lowest(groups, self.pattern.group - self.pattern.kept, 2).flatten(1)
@@ -245,11 +253,12 @@ class Sparsity(NamedTuple):
 def prune_columns(
     weight: Tensor, h: Hessian, sparsity: Sparsity, block: int = 128, zeros: Tensor | None = None
 ) -> Tensor:
-    """SparseGPT's pruned weight (O, I) in float32, by a sweep over blocks of `block` columns.
+    """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns it in float32.
 
-    Each block loses the weights with the lowest error, w² over the squared diagonal of the factor (compared as
-    square roots, as squares may underflow). With a pattern, weights are selected by output and group when the
-    sweep reaches the group's first column. Weights where `zeros` (O, I) bool is True are pruned first.
+    In each block, the weights with the lowest error are pruned: w² divided by the squared diagonal of the Cholesky
+    factor (the square roots are compared, since squares may underflow). With a pattern, weights are selected per
+    output and group, when the sweep reaches the group's first column. Weights where `zeros` (O, I) bool is True
+    are pruned first.
     """
     columns = weight.detach().float().T.clone(memory_format=torch.contiguous_format)
     columns[h.dead] = 0
@@ -269,16 +278,16 @@ def prune_columns(
 
 
 def _spans(columns: int, size: int) -> dict[int, int]:
-    """Start and stop of each `size` columns."""
+    """The start and stop of each span of `size` columns; the last span may be shorter."""
     return {start: min(start + size, columns) for start in range(0, columns, size)}
 
 
 def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
-    """The pruned weight (O, I) with nonzero values refitted by least squares to the outputs of `weight`.
+    """Refit the nonzero values of a pruned weight (O, I), by least squares, to the outputs of `weight`.
 
-    The sweep does not update earlier columns for later zeros; this does. Conjugate gradients, preconditioned by
-    the diagonal, solve the least squares of all rows at once. Rows whose undamped error does not fall, or is not
-    finite, are returned unchanged.
+    The sweep does not change earlier columns to compensate for later zeros; this function does. Conjugate
+    gradients, preconditioned by the diagonal, solve the least-squares problems of all rows at once. A row whose
+    undamped error does not fall, or is not finite, is returned unchanged.
     """
     fitted, nonzero, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     missing = weight.float() - pruned
@@ -303,15 +312,15 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
 
 
 def wanda_scores(weight: Tensor, gram: Gram) -> Tensor:
-    """Wanda's scores (O, I) float32: |w| times the norm of its input over all tokens."""
+    """Wanda's scores (O, I) float32: |w| times the norm, over all tokens, of the input that w multiplies."""
     return weight.detach().float().abs() * gram.matrix.diagonal().sqrt()
 
 
 def smallest(scores: Tensor, sparsity: float) -> Tensor:
-    """Mask of the lowest scores: as in the published code, one more than the fraction.
+    """Bool mask of the `int(n * sparsity) + 1` lowest of n scores, as in the published code.
 
-    Ties at the threshold are cut to that number, as a layer with few distinct values would lose more, except
-    zeros.
+    If several scores equal the threshold, only as many as needed are in the mask, since a layer with few distinct
+    values would otherwise lose too many weights. But if the threshold is zero, all zeros are in the mask.
     """
     count = int(scores.numel() * sparsity) + 1
     threshold = scores.flatten().kthvalue(count).values
@@ -322,6 +331,6 @@ def smallest(scores: Tensor, sparsity: float) -> Tensor:
 
 
 def lowest(scores: Tensor, count: int, dim: int) -> Tensor:
-    """Mask of the `count` lowest scores along `dim`; ties go to the first."""
+    """Bool mask of the `count` lowest scores along `dim`; of equal scores, the first are in the mask."""
     order = torch.sort(scores, stable=True, dim=dim).indices.narrow(dim, 0, count)
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(dim, order, True)

@@ -1,4 +1,4 @@
-"""Quantization of linear layers, rounded to nearest or calibrated. An entry of CHANGES, see `changes.py`."""
+"""Quantization of linear layers by rounding to nearest or by calibration: an entry of CHANGES in `changes.py`."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -20,13 +20,13 @@ from dunes.units import plural
 
 __all__ = ["calibration_tokens"]
 VERSION = 4
-"""Newest version of the record: 2 for plain int8 and NF4, 3 for other kinds, 4 for layers with quantized
-activations, which are no longer supported."""
+"""Newest version of the record. Plain int8 and NF4 have version 2, other kinds have version 3. Version 4, for
+layers with quantized activations, is no longer supported."""
 
 
 @torch.no_grad()
 def dequantize(model: nn.Module) -> list[str]:
-    """Replace quantized layers, inside any wrappers, by dense ones with the rounded weights; returns places."""
+    """Replace quantized layers, also inside wrappers, by dense layers with the rounded weights; return places."""
     places = {*_quantized(model)}
 
     def make(base: nn.Module) -> nn.Module:
@@ -40,21 +40,21 @@ BITS = {"int8": 8, "int4": 4, "int3": 3}
 SOLVERS: dict[str, Any] = {
     name: import_module(f"dunes.augment.{name}") for name in get_args(Method) if name != RTN
 }
-"""The files of methods besides rounding to nearest; each has a `solve` like that of `gptq`."""
+"""The modules of the methods other than rounding to nearest; each has a function `solve` like `gptq.solve`."""
 METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
 GROUP = 64
 DENSE = "dense"
-"""The kind in an override that leaves its places unquantized."""
+"""The kind that an override gives to places that stay unquantized."""
 
 
 def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Change:
-    """The record of the change: every setting, the places, and the kind and dtype of each.
+    """The record of the change: every setting, the places, and the kind and dtype of each place.
 
-    gptq needs calibration text `ids` (S, T) int64, and is the default method with it. int4 and int3 have zero
-    points unless `symmetric`. The last `override` that matches a place wins; kinds other than `dense` also
-    quantize places that `where` does not select. Layers whose kind does not support the method are rounded to
-    nearest.
+    gptq needs calibration text `ids` (S, T) int64. With such text gptq is the default method, without it rtn. int4
+    and int3 have zero points unless `symmetric`. Of several overrides that match a place, the last one counts. An
+    override whose kind is not `dense` also quantizes places that `where` does not select. Layers whose kind does
+    not support the method are rounded to nearest.
 
     Raises ValueError for invalid combinations of settings, and for layers that are not dense.
     """
@@ -79,9 +79,9 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
 
 
 def check_kinds(kind: str, override: Sequence[str], method: str) -> list[str]:
-    """`kind` and the kinds of overrides GLOB=KIND, without duplicates.
+    """The list of all kinds, without duplicates: `kind`, then the kinds of the overrides GLOB=KIND except dense.
 
-    Raises ValueError for other overrides, an unknown kind, and a method that none of the kinds supports.
+    Raises ValueError for an invalid override, an unknown kind, and a method that none of the kinds supports.
     """
     others = [other for _, other in map(_override, override) if other != DENSE]
     if kind not in METHODS:
@@ -94,7 +94,7 @@ def check_kinds(kind: str, override: Sequence[str], method: str) -> list[str]:
 
 
 def _override(text: str) -> tuple[str, str]:
-    """The glob and the kind in GLOB=KIND. Raises ValueError for anything else."""
+    """Split an override GLOB=KIND into glob and kind. Raises ValueError for other text and unknown kinds."""
     glob, _, kind = text.rpartition("=")
     if not glob or kind not in (*METHODS, DENSE):
         raise ValueError(
@@ -104,10 +104,10 @@ def _override(text: str) -> tuple[str, str]:
 
 
 def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str, Any]:
-    """The settings that apply to these kinds and the method. Raises ValueError if others are given.
+    """The settings that apply to these kinds and this method. Raises ValueError if other settings are given.
 
-    Plain int8 and NF4 keep record version 2, so that older releases open them, and adapters and runs on such a
-    base compare equal with older ones.
+    The settings of plain int8 and NF4 stay the same as in record version 2. So older releases can open such
+    models, and a base quantized now has the same record as one quantized by an older release.
     """
     request: dict[str, Any] = {"kind": options.kind, "double": options.double}
     by_group = {*BY_GROUP} & {*kinds}
@@ -133,9 +133,10 @@ def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str
 def _dense_layers(
     model: nn.Module, globs: list[str], kind: str, overrides: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The linear layers to quantize and their kinds, by place. Layers quantized already are skipped.
+    """The linear layers to quantize, and their kinds, both by place.
 
-    Raises ValueError for a glob that selects nothing, and for a layer selected by name that is quantized already.
+    Layers that are quantized already are skipped if a wildcard selects them; if their exact name is given, or if
+    no other layer is selected, ValueError is raised. Raises ValueError also for a glob that selects nothing.
     """
     rules: list[tuple[list[str], str]] = [(globs, kind), *(([glob], other) for glob, other in overrides)]
     tied = getattr(model, "head", True) is None
@@ -159,7 +160,7 @@ def _dense_layers(
 
 
 def grid_at(change: Change, place: str) -> Grid | None:
-    """The quantization grid of the weight at this place; None for NF4."""
+    """The quantization grid for the weight at this place; None for NF4, which has fixed levels."""
     request, kind = change.request, change.places[place].get("kind", change.request["kind"])
     if kind in ("nf4", "int8"):
         return Grid(8, symmetric=True) if kind == "int8" else None
@@ -167,7 +168,7 @@ def grid_at(change: Change, place: str) -> Grid | None:
 
 
 def describe(change: Change) -> str:
-    """One sentence for users about the kinds and the method."""
+    """One sentence that tells users the kinds and the method."""
     request = change.request
     method = request.get("method", "rtn")
     group = request.get("group")
@@ -182,7 +183,7 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Replace the linear layers, inside any wrappers, by quantized ones without values.
+    """Replace the linear layers (also inside wrappers) by quantized layers whose values are not set yet.
 
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """
@@ -199,7 +200,7 @@ def shape(model: nn.Module, change: Change) -> None:
 
 
 def _layer(base: Any, change: Change, place: str) -> Quantized:
-    """The uninitialised quantized layer that replaces a linear one."""
+    """An uninitialised quantized layer that replaces the linear layer `base` at this place."""
     grid, settings = grid_at(change, place), change.places[place]
     layer: Quantized
     if grid is None:
@@ -212,10 +213,10 @@ def _layer(base: Any, change: Change, place: str) -> Quantized:
 
 
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
-    """Change the weights by the method and yield the parts of the change, each with scales and zero points.
+    """Let the method change the weights, block by block, and yield each part with its scales and zero points.
 
-    The record says which places got too few tokens and are rounded to nearest. Raises ValueError, before
-    anything is changed, for weights that are not finite.
+    The record of a place that got too few tokens has the method "rtn": it is rounded to nearest. Raises
+    ValueError, before anything is changed, for weights that are not finite.
     """
     _require_finite(model, change)
     parts = change.parts()
@@ -247,7 +248,10 @@ def _require_finite(model: nn.Module, change: Change) -> None:
 def fill(
     model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, Steps]
 ) -> None:
-    """Quantize the weights, with the scales and zero points in `solved`, if any; removes each from `weights`."""
+    """Quantize the weights, with the scales and zero points in `solved` where given.
+
+    Each weight is removed from `weights` before it is quantized.
+    """
     paths = {id(module): path for path, module in model.named_modules()}
     for name, module in _quantized(model).items():
         if name in change.places:
@@ -256,11 +260,11 @@ def fill(
 
 
 def undo(model: nn.Module, change: Change) -> None:
-    """Replace the quantized layers by dense ones with the rounded weights."""
+    """Replace the quantized layers by dense layers with the rounded weights."""
     dequantize(model)
 
 
 def _quantized(model: nn.Module) -> dict[str, Quantized]:
-    """Quantized layers, inside any wrappers, by place."""
+    """The quantized layers of the model (also inside wrappers), by place."""
     inner = {p.name: tree.innermost(p.module) for p in tree.places(model)}
     return {name: module for name, module in inner.items() if isinstance(module, Quantized)}

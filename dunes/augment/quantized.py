@@ -1,4 +1,4 @@
-"""Quantized linear layers: int8 by row, NF4 in blocks of 64, int4 and int3 by group; the grids of integer codes.
+"""Quantized linear layers (int8 by row, NF4 in blocks of 64, int4 and int3 by group), and quantization grids.
 
 QLoRA https://arxiv.org/abs/2305.14314, LLM.int8 https://arxiv.org/abs/2208.07339
 """
@@ -24,34 +24,35 @@ from dunes.ops.operation import autocast_dtype
 Inputs = Callable[[Tensor], Sequence[Tensor]]
 Sums = Callable[..., Tensor]
 TINY = 1e-30
-"""Least divisor, as the scale of a group of zeros is zero."""
+"""Minimum for a divisor, since the scale of a group of zeros is zero."""
 BLOCK = 64
 OUTER = 256
-"""Blocks that share one second-level scale in double quantization."""
+"""Number of blocks whose scales share one second-level scale in double quantization."""
 PAIR_OFFSET = 128
-"""Offset of codes that are assembled as bfloat16 bit patterns."""
+"""Offset that `_pairs` adds to codes, because it assembles them as bfloat16 bit patterns."""
 DENSE_ROWS = 128  # fit the CPU's cache
 
 
 class Steps(NamedTuple):
-    """Scales and zero points in float32, (O, G) for a weight or (O, 1) for one group of columns."""
+    """Scales and zero points in float32: (O, G) for a weight, (O, 1) for one group of columns."""
 
     scale: Tensor
     zero: Tensor
 
     def by_column(self) -> "Steps":
-        """For columns (O, G, C): (O, G, 1)."""
+        """The same steps with a last dimension of 1, (O, G, 1), to be used with columns (O, G, C)."""
         return Steps(self.scale[..., None], self.zero[..., None])
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A quantization grid: values scale * (code - zero_point) for each `group` of a row's inputs.
+    """A quantization grid: scale * (code - zero point), with one scale and zero point per group of a row's inputs.
 
-    A `group` of 0 is a complete row; the last group of a row may be shorter. If `symmetric`, the zero point is the
-    middle code and the number of largest magnitude gets code 0, so that scales may be negative (as in llama.cpp's
-    Q4_0, which uses all codes). Otherwise zero has a code of its own, except with `real_zero`, where the zero
-    point is a real number. With 8 bits the grid is `Int8`'s: symmetric by row, with float32 scales.
+    `group` is the number of inputs in a group; 0 makes a group of a complete row. The last group of a row may be
+    shorter. If `symmetric`, the zero point is the middle code, and the weight of largest magnitude gets code 0; so
+    scales may be negative (as in llama.cpp's Q4_0, which uses all codes). Otherwise zero is represented exactly,
+    except with `real_zero`, where zero points are real numbers. With 8 bits it is the grid of `Int8`: symmetric,
+    by row, with float32 scales.
 
     Scales of groups are truncated to bfloat16 before codes are computed, which loses almost no accuracy.
     """
@@ -66,11 +67,11 @@ class Grid:
         return 127 if self.bits == 8 else 2**self.bits - 1
 
     def width(self, inputs: int) -> int:
-        """Group size for rows of `inputs`."""
+        """The group size for rows of this many inputs."""
         return min(self.group or inputs, inputs)
 
     def fit(self, columns: Tensor) -> Steps:
-        """Scales and zero points (..., 1) for groups of columns (..., C), with a range that includes zero."""
+        """Fit a scale and zero point (..., 1) to each group of columns (..., C); the range includes zero."""
         if self.symmetric:
             return self._fit_symmetric(columns)
         low, high = columns.amin(-1, keepdim=True).clamp(max=0), columns.amax(-1, keepdim=True).clamp(min=0)
@@ -86,49 +87,52 @@ class Grid:
         return Steps(_truncated(largest / -middle), torch.full_like(largest, middle))
 
     def codes(self, columns: Tensor, steps: Steps) -> Tensor:
-        """Codes (..., C), as floating-point numbers, of columns with scales and zero points (..., 1)."""
+        """The codes (..., C), as floating-point numbers, of columns (..., C) for the given steps (..., 1)."""
         codes = columns / torch.where(steps.scale.abs() < TINY, TINY, steps.scale)
         codes = (codes + steps.zero).round() if self.real_zero else codes.round() + steps.zero
         return codes.clamp(-self.highest if self.bits == 8 else 0, self.highest)
 
     def round(self, columns: Tensor, steps: Steps) -> Tensor:
-        """Columns (..., C) rounded to the grid with scales and zero points (..., 1)."""
+        """Round columns (..., C) to the grid with the given steps (..., 1)."""
         return (self.codes(columns, steps) - steps.zero) * steps.scale
 
     def grouped(self, weight: Tensor) -> Tensor:
-        """A weight (O, I) as groups (O, G, C); a shorter last group is padded with zeros."""
+        """Reshape a weight (O, I) to groups (O, G, C); a shorter last group is padded with zeros."""
         inputs, width = weight.shape[1], self.width(weight.shape[1])
         padded = F.pad(weight, (0, -inputs % width)) if inputs % width else weight
         return padded.reshape(len(weight), -1, width)
 
     def fit_weight(self, weight: Tensor) -> Steps:
-        """Scales and zero points (O, G) for a weight (O, I)."""
+        """Fit scales and zero points (O, G) to a weight (O, I)."""
         steps = self.fit(self.grouped(weight))
         return Steps(steps.scale[..., 0], steps.zero[..., 0])
 
     def weight_codes(self, weight: Tensor, steps: Steps) -> Tensor:
-        """Codes (O, I) of a weight with scales and zero points (O, G)."""
+        """The codes (O, I), as floating-point numbers, of a weight (O, I) for the given steps (O, G)."""
         return self.codes(self.grouped(weight), steps.by_column()).flatten(1)[:, : weight.shape[1]]
 
     def round_weight(self, weight: Tensor, steps: Steps) -> Tensor:
-        """A weight (O, I) rounded to the grid with scales and zero points (O, G)."""
+        """Round a weight (O, I) to the grid with the given steps (O, G)."""
         return self.round(self.grouped(weight), steps.by_column()).flatten(1)[:, : weight.shape[1]]
 
 
 def _truncated(scale: Tensor) -> Tensor:
-    """A scale rounded towards zero to bfloat16, as float32, so that the outermost codes are used, and quantizing
-    rounded weights again gives the same codes."""
+    """Round a scale towards zero to bfloat16; return it as float32.
+
+    Due to this direction, the outermost codes are used, and quantizing the rounded weights again gives the same
+    codes.
+    """
     return (scale.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
 
 
 ROWS = 4
-"""Rows up to which exported graphs multiply codes directly instead of dequantizing the matrix first."""
+"""Exported graphs multiply up to this many rows by the codes directly, without dequantizing the matrix first."""
 
 
 class Quantized(nn.Module, ABC):
     """A linear layer that dequantizes its weight in each forward, and again in the backward pass.
 
-    Exported graphs multiply the codes of up to `ROWS` rows directly, where their layout permits.
+    Exported graphs multiply up to `ROWS` rows by the codes directly, if the layout of the codes permits.
     """
 
     makes_dense = True  # `dense` returns a new matrix without gradient
@@ -136,7 +140,7 @@ class Quantized(nn.Module, ABC):
     mutable_buffers = ()  # training changes no code and no scale
 
     def __init__(self, base: nn.Linear, **buffers: tuple[Sequence[int], torch.dtype] | None) -> None:
-        """Buffers by name: shape and dtype, or None for one that this layer does not have."""
+        """`buffers` gives each buffer's shape and dtype by name; None for a buffer that this layer lacks."""
         super().__init__()
         self.in_features, self.out_features, self.bias = base.in_features, base.out_features, base.bias
         self.dtype = base.weight.dtype
@@ -146,7 +150,7 @@ class Quantized(nn.Module, ABC):
 
     @abstractmethod
     def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
-        """Quantize this matrix (O, I), with scales and zero points `steps` (O, G) if given."""
+        """Quantize `weight` (O, I) into the buffers, with the scales and zero points `steps` (O, G) if given."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
@@ -163,7 +167,7 @@ class Quantized(nn.Module, ABC):
         return low_rank.frozen(x, self.dense, self.bias)
 
     def product(self, x: Tensor) -> Tensor:
-        """The output without a gradient, in the dtype of x."""
+        """The layer's output, in the dtype of x, for a forward that needs no gradient."""
         return F.linear(x, self.dense().to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
     @abstractmethod
@@ -171,22 +175,22 @@ class Quantized(nn.Module, ABC):
         """The dequantized matrix (O, I) in the original dtype."""
 
     def code_products(self, x: Tensor) -> Tensor | None:
-        """Products (..., T, O) float32 of a few rows x (..., T, I), in operations that Inductor fuses into a loop.
+        """Multiply a few rows x (..., T, I) by the codes, in operations that Inductor fuses into one loop.
 
-        None if the layout of the codes does not permit it.
+        Returns (..., T, O) in float32, without bias; None if the layout of the codes does not permit it.
         """
         return None
 
     def for_step(self) -> "Quantized":
-        """The layer to export in place of this one: itself, or one whose codes `code_products` can read."""
+        """The layer to export: this layer, or a copy with a layout that suits `code_products` better."""
         return self
 
 
 def row_sums(x: Tensor, weights: Sequence[Tensor], inputs: Inputs, sums: Sums) -> Tensor:
-    """Products (..., T, O) of a few rows x (..., T, I), in a loop that reads the weights (O, ...) once.
+    """Multiply a few rows x (..., T, I) by a matrix, in a loop that reads the tensors `weights` (O, ...) once.
 
-    `sums(inputs(token), *parts)` computes one row (..., 1, I) with parts of the weights. Four rows of the weights
-    at a time keep more reads in flight.
+    Returns (..., T, O). `sums(inputs(row), *parts)` computes the outputs for one row (..., 1, I) and part of the
+    weights. Each step of the loop reads up to `ROWS` rows of the weights, so that more reads are in flight.
     """
     tokens = [inputs(x[..., i : i + 1, :].float()) for i in range(x.shape[-2])]
     rows = ROWS // min(len(tokens), 2)
@@ -196,18 +200,18 @@ def row_sums(x: Tensor, weights: Sequence[Tensor], inputs: Inputs, sums: Sums) -
 
 
 def nibbles(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Inputs (..., I) of the even and of the odd codes, each (..., groups, pairs of a group)."""
+    """Split inputs (..., I) by even and odd index: two tensors (..., groups, pairs in a group)."""
     pairs = torch.unflatten(x, -1, (groups, -1, 2))
     return pairs[..., 0], pairs[..., 1]
 
 
 def contiguous(*tensors: Tensor) -> Sequence[Tensor]:
-    """Copy the tensors into one buffer, so that each is read in vectors."""
+    """Copies of the tensors in one contiguous buffer, so that compiled code reads them in vectors."""
     return torch.cat([t[None] for t in tensors]).unbind(0)
 
 
 class Int8(Quantized):
-    """Symmetric int8: `codes` (O, I) int8 times `scale` (O, 1) float32, a row's largest absolute value / 127."""
+    """Symmetric int8: `codes` (O, I) int8 times `scale` (O, 1) float32, the row's largest absolute value / 127."""
 
     codes: Tensor
     scale: Tensor
@@ -240,9 +244,10 @@ class Int8(Quantized):
 
 
 class NF4(Quantized):
-    """NF4 (QLoRA): sixteen quantiles of the normal distribution, scaled by each block's largest absolute value.
+    """NF4 (QLoRA): 16 levels, quantiles of the normal distribution, times the largest absolute value of a block.
 
-    With `double` the scales (N,) are quantized to int8, with a scale `outer` for each 256 and the mean `middle`.
+    With `double`, the mean `middle` is subtracted from the scales (N,), and they are quantized to int8, with one
+    scale `outer` for each 256 of them.
     """
 
     codes: Tensor
@@ -278,7 +283,7 @@ class NF4(Quantized):
         self.scale.copy_((rows / self.outer.clamp(min=1e-30)).round().flatten()[: len(scale)])
 
     def scales(self) -> Tensor:
-        """The largest absolute value of each block (N,)."""
+        """The scale (N,) of each block: its largest absolute value, rounded in double quantization."""
         if self.outer is None or self.middle is None:
             return self.scale
         rows = _rows(self.scale.float(), OUTER) * self.outer
@@ -290,7 +295,7 @@ class NF4(Quantized):
         return weight.flatten()[:size].view(self.out_features, self.in_features).to(self.dtype)
 
     def _levels(self) -> Tensor:
-        """The level of each code (I * O,), followed by one of padding if I * O is odd."""
+        """The level of each code (I * O,), and one more level of padding if I * O is odd."""
         levels = codebook(self.codes.device)
         if torch.compiler.is_compiling():
             return levels[torch.stack([self.codes >> 4, self.codes & 15], 1).flatten().int()]
@@ -317,11 +322,11 @@ LEVELS = (
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""bitsandbytes' numbers for NF4: quantiles of the normal distribution, seven below zero and eight above it."""
+"""The levels of NF4 as in bitsandbytes: quantiles of the normal distribution, 7 negative, zero, and 8 positive."""
 
 
 def _level(codes: Tensor) -> Tensor:
-    """The levels of codes, selected bit by bit, since Inductor vectorizes `where` but not table look-ups."""
+    """The level of each code, selected bit by bit, since Inductor vectorizes `where` but not table look-ups."""
     levels: Sequence[Any] = LEVELS
     for bit in (1, 2, 4, 8):
         is_set = (codes & bit) != 0
@@ -331,21 +336,21 @@ def _level(codes: Tensor) -> Tensor:
 
 
 def codebook(device: torch.device | str = "cpu") -> Tensor:
-    """NF4's levels (16,) float32, a new tensor, since one cached under a fake tensor mode would have no data."""
+    """NF4's levels (16,) float32, in a new tensor: one cached under a fake tensor mode would have no data."""
     if torch.compiler.is_exporting():  # exported graphs keep tensor constants out of line, unseen by native code
         return torch.cat([torch.full((1,), level, device=device) for level in LEVELS])
     return torch.tensor(LEVELS, device=device)
 
 
 INVERSE = 1.0000000649e38
-"""Largest reciprocal of a scale; bitsandbytes divides by at least 1e-38."""
+"""Maximum for the reciprocal of a scale, since bitsandbytes divides by at least 1e-38."""
 
 
 def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """NF4 codes (I * O,) uint8 and scales (N,) float32 of a weight, bit-equal to bitsandbytes'.
+    """Quantize a weight to NF4: codes (I * O,) uint8 and scales (N,) float32, equal to bitsandbytes' bit for bit.
 
-    Like bitsandbytes, complete blocks are multiplied by the reciprocal of the scale and an incomplete last block
-    is divided by it, which decides ties between two levels.
+    As in bitsandbytes, complete blocks are multiplied by the reciprocal of the scale, and an incomplete last block
+    is divided by the scale. This matters for values halfway between two levels.
     """
     rows = _rows(weight.float().flatten(), BLOCK)
     scale = rows.abs().amax(1)
@@ -363,7 +368,7 @@ def _rows(flat: Tensor, length: int) -> Tensor:
 
 
 class _Cached(NamedTuple):
-    """A cached matrix, ids and versions of its source tensors, and references to these, except the codes."""
+    """A cached matrix, the ids and versions of its source tensors, and the source tensors except the codes."""
 
     matrix: int_linear.PackedInt4
     state: list[tuple[int, int]]
@@ -371,17 +376,19 @@ class _Cached(NamedTuple):
 
 
 PACKED: MutableMapping[Tensor, _Cached] = WeakTensorKeyDictionary()
-"""Cache of kernel matrices by codes, freed with them, and neither copied nor saved with a model."""
+"""Cache of matrices in the kernel's layout. The keys are the tensors of codes: an entry is freed together with its
+codes. The cache is neither copied nor saved with a model."""
 
 
 class GroupInt(Quantized):
-    """int3 and int4 by group, bit-packed: weights scale * (code - zero) on a `Grid`.
+    """int4 or int3 by group, bit-packed: the weight is scale * (code - zero) on a `Grid`.
 
-    Two 4-bit codes are in one byte, eight 3-bit codes in three. Rows are packed separately, lowest bit first (4
-    bits: the bytes of compressed-tensors' `pack-quantized`).
+    One byte has two 4-bit codes; three bytes have eight 3-bit codes. Each row is packed separately, lowest bit
+    first (with 4 bits, the bytes equal compressed-tensors' `pack-quantized`).
 
-    `codes` (O, bytes of a row) uint8; `scale` (O, G) bfloat16; `zero` packed like `codes`, or (O, G) float16 if
-    zero points are real, or None if all are the middle code. Layers from `for_step` have unpacked zero points.
+    `codes` is (O, bytes of a row) uint8, and `scale` is (O, G) bfloat16. `zero` is packed like `codes`; it is
+    (O, G) float16 if zero points are real numbers, and None if all zero points are the middle code. Layers from
+    `for_step` have unpacked zero points.
     """
 
     codes: Tensor
@@ -417,7 +424,10 @@ class GroupInt(Quantized):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
     def _packed(self) -> int_linear.PackedInt4:
-        """The matrix packed for the kernel for few rows, cached while the codes live; it doubles their memory."""
+        """The matrix in the layout of the kernel for a few rows, cached as long as the codes exist.
+
+        It takes as much memory again as the codes.
+        """
         parts = [t for t in (self.codes, self.scale, self.zero) if t is not None]
         state = [(id(t), t._version) for t in parts]
         entry = PACKED.get(self.codes)
@@ -430,7 +440,7 @@ class GroupInt(Quantized):
         return entry.matrix
 
     def _has_pairs(self) -> bool:
-        """True if all groups have the same, even number of codes."""
+        """True if all groups have the same number of codes, and this number is even."""
         width = self.grid.width(self.in_features)
         return width % 2 == 0 and self.in_features % width == 0
 
@@ -467,7 +477,7 @@ class GroupInt(Quantized):
         return layer.train(self.training)
 
     def steps(self) -> Steps:
-        """Scales and zero points (O, G) in float32."""
+        """The scales and zero points (O, G), unpacked, in float32."""
         scale, bits = self.scale.float(), self.grid.bits
         if self.zero is None:
             return Steps(scale, torch.full_like(scale, 2 ** (bits - 1)))
@@ -498,7 +508,7 @@ class GroupInt(Quantized):
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """Bytes of two 4-bit codes (O, N) -> codes + `PAIR_OFFSET` (O, 2 N) in bfloat16.
+    """Unpack bytes (O, N) of two 4-bit codes each: returns codes + `PAIR_OFFSET` (O, 2 N) in bfloat16.
 
     The bit pattern of 128 in bfloat16 is 0x4300; adding a code to 128 sets its last four bits to the code.
     """
@@ -507,19 +517,19 @@ def _pairs(codes: Tensor) -> Tensor:
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of a row of `count` packed codes."""
+    """The number of bytes of a row of `count` packed codes."""
     return -(-count * bits // 8)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes (O, I) below 2**bits -> (O, packed_bytes(I, bits)) uint8."""
+    """Pack codes (O, I) below 2**bits into bytes (O, packed_bytes(I, bits)) uint8."""
     numbers = codes.to("cpu", torch.uint8).numpy()[..., None]
     planes = np.unpackbits(numbers, axis=-1, count=bits, bitorder="little").reshape(len(codes), -1)
     return torch.from_numpy(np.packbits(planes, axis=-1, bitorder="little")).to(codes.device)
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack`: (O, bytes) -> codes (O, count) uint8."""
+    """The inverse of `pack`: bytes (O, N) -> codes (O, count) uint8."""
     size = bits // math.gcd(bits, 8)  # the least number of bytes that complete codes fill
     padded = F.pad(packed, (0, -packed.shape[1] % size))
     parts = padded.view(len(packed), -1, size).unbind(-1)
@@ -527,7 +537,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _code(parts: Sequence[Tensor], first: int, bits: int) -> Tensor:
-    """The code of `bits` bits that starts at bit `first` of a group of bytes."""
+    """The code of `bits` bits that starts at bit `first` of a group of bytes; `parts` has one tensor per byte."""
     byte, bit = divmod(first, 8)
     code: Tensor = parts[byte] >> bit
     if bit + bits > 8:

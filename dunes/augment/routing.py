@@ -1,4 +1,4 @@
-"""Shared experts, loss-free balancing and a z-loss, added to mixtures whose outputs stay equal."""
+"""Add shared experts, loss-free balancing or a z-loss to mixtures; the model's outputs stay the same."""
 
 import math
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 def decide(model: nn.Module, options: Routing) -> Change:
-    """The record of a call of `MoE.extend` with these arguments at the mixtures that `where` selects.
+    """The record of the change: `MoE.extend` with these options on each mixture that `where` selects.
 
-    Raises ValueError if `where` selects no mixture, for values below 0 or all 0, for a mixture that has a
-    selection bias already and, with `shared`, for experts that are adapted, quantized or no MLPs.
+    Raises ValueError if `where` selects no mixture, if an option is below 0 or all are 0, and if a mixture already
+    has a selection bias. With `shared`, it also raises ValueError if experts are adapted, quantized or no MLPs.
     """
     where, shared, bias_rate = options.where, options.shared, options.bias_rate
     values = {"shared": shared, "bias_rate": bias_rate, "z_loss": options.z_loss}
@@ -57,7 +57,7 @@ def shape(model: nn.Module, change: Change) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Zero the output projections of the new shared experts, which are copies of the first expert."""
+    """Zero the output projections of the new shared experts, whose other weights are the first expert's."""
     for name, decided in change.places.items():
         for i in decided["shared"]:
             for p in cast(Any, _mixture(model, name).shared)[i].down.parameters():

@@ -1,10 +1,11 @@
-"""Sparse upcycling: replace dense MLPs by mixtures of their copies, with equal outputs until experts are trained.
+"""Sparse upcycling: replace each dense MLP by a mixture of copies, which computes the same until it is trained.
 
-Sparse upcycling https://arxiv.org/abs/2212.05055. Fine-grained, with virtual groups
-https://arxiv.org/abs/2410.07524; here only the down projections are scaled, since a gated MLP is not homogeneous
-in its other matrices. Drop-Upcycling https://arxiv.org/abs/2502.19261. An entry of CHANGES, see `changes.py`.
+Sparse upcycling https://arxiv.org/abs/2212.05055, fine-grained with virtual groups
+https://arxiv.org/abs/2410.07524, Drop-Upcycling https://arxiv.org/abs/2502.19261. Unlike in the second paper, only
+the down projections are scaled, since a gated MLP is not homogeneous in its other matrices.
 
-`experts.py` shares the functions that select MLPs, make mixtures of them, and compare outputs.
+This module is an entry of CHANGES, see `changes.py`. `experts.py` also uses the functions below that select MLPs,
+build mixtures and compare outputs.
 """
 
 # Shapes: E experts, G the granularity, D width, N tokens, H hidden neurons.
@@ -26,7 +27,7 @@ from dunes.progress import each
 
 VERSION = 1
 ROUTER_STD = 0.02
-"""Standard deviation of new routers' weights, as in a new model."""
+"""Standard deviation of the weights of new routers."""
 TOLERANCE, TOKENS = 1e-5, 64
 FILLED = 0.7
 """Progress, from 0 to 1, after filling the experts and before comparing their outputs."""
@@ -36,8 +37,8 @@ def decide(model: nn.Module, options: Upcycle) -> Change:
     """The record of the change: every setting, and the width of the experts at each place.
 
     Each MLP is cut into `granularity` pieces, and each piece is copied into `experts` / `granularity` experts. The
-    pieces of one copy have equal router rows, so that tokens are routed to complete copies. Only with `drop`,
-    which reinitialises neurons, do the model's outputs change. Raises ValueError for invalid options.
+    pieces of one copy have equal router rows, so that tokens are routed to complete copies. The model's outputs
+    change only with `drop`, which reinitialises neurons. Raises ValueError for invalid options.
     """
     request, granularity, drop = options.request(), options.granularity, options.drop
     require_experts(options.experts, options.top_k)
@@ -60,7 +61,7 @@ def decide(model: nn.Module, options: Upcycle) -> Change:
 
 
 def describe(change: Change) -> str:
-    """One sentence for users about the experts."""
+    """One sentence that tells users the number of experts and how they are made."""
     experts, top_k, pieces, drop = (change.request[k] for k in ("experts", "top_k", "granularity", "drop"))
     kind = "copies of the MLP" if pieces == 1 else f"{experts // pieces} copies of each {pieces}th of the MLP"
     anew = f", with {drop:.0%} of their neurons drawn anew" if drop else ""
@@ -68,7 +69,7 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Replace the MLPs. Raises ValueError, before anything is changed, if the change does not fit the model."""
+    """Replace the MLPs by mixtures. Raises ValueError, before any change, if the record does not fit the model."""
     request, mlps = change.request, find_mlps(model, {*change.places})
     experts, top_k, balance = request["experts"], request["top_k"], request["balance"]
     require_experts(experts, top_k)
@@ -78,9 +79,10 @@ def shape(model: nn.Module, change: Change) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Copy the weights and initialise the routers; then, with `drop`, reinitialise neurons.
+    """Copy the weights into the experts and initialise the routers; then, with `drop`, reinitialise neurons.
 
-    Raises ValueError, and restores the MLPs, if the outputs of the copies differ from theirs.
+    Before `drop`, the mixtures are compared with the MLPs. If their outputs differ, the MLPs are restored and
+    ValueError is raised.
     """
     mlps, request = dense_mlps(model, change.places, weights), change.request
     pieces, seed = request["granularity"], request["seed"]
@@ -99,7 +101,10 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 
 
 def redraw_neurons(expert: Any, share: float, draw: torch.Generator) -> None:
-    """Reinitialise this share of an expert's neurons, normally distributed with the old mean and deviation."""
+    """Reinitialise a fraction `share` of an expert's neurons.
+
+    Their new weights are normally distributed, with the mean and standard deviation of their old weights.
+    """
     hidden = expert.down.in_features
     neurons = torch.randperm(hidden, generator=draw)[: round(share * hidden)]
     for name, layer in expert.named_children():
@@ -111,7 +116,7 @@ def redraw_neurons(expert: Any, share: float, draw: torch.Generator) -> None:
 
 
 def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
-    """Dense MLPs that `where` selects, by place. Raises ValueError, naming the place, for any other module."""
+    """The dense MLPs that `where` selects, by place. Raises ValueError if `where` selects another module."""
     is_mlp = lambda module: type(tree.innermost(module)) in (MLP, GatedMLP, MoE)
     selected = {p.name: p.module for p in tree.find(model, where, is_mlp)}
     if isinstance(where, Set) and (missing := sorted(where - selected.keys())):
@@ -140,7 +145,10 @@ def require_experts(experts: int, top_k: int) -> None:
 
 
 def require_division(place: str, hidden: int, pieces: int, name: str) -> int:
-    """Hidden neurons of each piece. Raises ValueError, suggesting divisors, unless `pieces` divides `hidden`."""
+    """The number of hidden neurons in each piece.
+
+    If `pieces` does not divide `hidden`, raises ValueError with the nearest divisors.
+    """
     if hidden % pieces == 0:
         return hidden // pieces
     fitting = [n for n in range(2, hidden + 1) if hidden % n == 0]
@@ -152,14 +160,14 @@ def require_division(place: str, hidden: int, pieces: int, name: str) -> int:
 
 
 def new_mlp(like: Any, hidden: int) -> Any:
-    """An uninitialised MLP with `hidden` neurons, of the same class, dtype and device."""
+    """An uninitialised MLP with `hidden` neurons, of the same class, dtype and device as `like`."""
     with torch.device("meta"):
         mlp = type(like)(like.down.out_features, hidden, like.act, like.down.bias is not None)
     return allocate(mlp, like)
 
 
 def allocate(module: nn.Module, like: Any) -> nn.Module:
-    """Allocate the weights of a module on the meta device, uninitialised, with the dtype and device of an MLP."""
+    """Allocate uninitialised weights for a module on the meta device; dtype and device are as in `like`."""
     weight = like.down.weight
     for part in module.modules():
         for name, p in part.named_parameters(recurse=False):  # `to_empty` fails for fake tensors
@@ -170,9 +178,9 @@ def allocate(module: nn.Module, like: Any) -> nn.Module:
 def new_mixture(
     like: Any, widths: list[int], top_k: int, balance: float, shared: int = 0, gate: Any = None
 ) -> MoE:
-    """An uninitialised mixture with experts of these widths, the first `shared` of which get every token.
+    """An uninitialised mixture with experts of these widths; the first `shared` experts get every token.
 
-    The router is linear, or of the class `gate`, which has a balancing loss of its own.
+    The router is linear. With `gate`, the router has this class instead, which has its own balance loss.
     """
     dim, experts = like.down.out_features, [new_mlp(like, width) for width in widths]
     with torch.device("meta"):
@@ -183,7 +191,7 @@ def new_mixture(
 
 
 def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Original MLPs of the mixtures at these places, by place; they share tensors with the old state dict."""
+    """The original MLPs of the mixtures at these places, by place; their tensors are those in `weights`."""
     paths, mlps = {id(module): f"{path}." for path, module in model.named_modules()}, {}
     for place, moe in modules_at(model, places).items():
         prefix = paths[id(moe)]
@@ -195,7 +203,7 @@ def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str
 
 @torch.no_grad()
 def copy_neurons(expert: Any, mlp: Any, neurons: Any, scale: float = 1.0) -> None:
-    """Copy hidden neurons (a slice or indices) of a dense MLP into an expert, scaling their output weights."""
+    """Copy neurons (a slice or indices) of a dense MLP into an expert; `scale` multiplies their output weights."""
     weights = dict(mlp.named_parameters())
     for name, parameter in expert.named_parameters():
         if name == "down.weight":
@@ -206,10 +214,10 @@ def copy_neurons(expert: Any, mlp: Any, neurons: Any, scale: float = 1.0) -> Non
 
 @torch.no_grad()
 def require_equality(model: nn.Module, mlps: Mapping[str, Any], read: Any = lambda place, moe: moe) -> None:
-    """Compare `read(place, mixture)` with the dense MLP that it replaced, in float32 on random hidden states.
+    """Compare the outputs of `read(place, mixture)` and of the MLP that the mixture replaced.
 
-    If the outputs differ by more than the rounding of scaled weights in the model's dtype, the MLPs are restored
-    and ValueError is raised.
+    Both run in float32 on random hidden states. If the outputs differ by more than the rounding of scaled weights
+    in the model's dtype, the MLPs are restored and ValueError is raised.
     """
     for place, moe in each(modules_at(model, mlps).items(), FILLED):
         weight = mlps[place].down.weight

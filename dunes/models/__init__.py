@@ -1,8 +1,9 @@
 """Whole architectures, one file each, and their names and configs in Hugging Face.
 
-A family has Config, build(config), read(model, context_length), from_hf, to_hf and NAMES, and may have ALIASES
-(weight names that are read but not written) and IGNORED_NAMES (tensors in its files that are no weights).
-Start with `llama.Config`, `llama.build` and `initialise.initialise`; `FAMILIES` has all families by name.
+Each family's file defines Config, build(config), read(model, context_length), from_hf, to_hf and NAMES. It may
+also define ALIASES (weight names that are read but not written) and IGNORED_NAMES (tensors in checkpoint files
+that are no weights). Start with `llama.Config`, `llama.build` and `initialise.initialise`. `FAMILIES` is the table
+of all families by name.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,11 +21,11 @@ from dunes.models.names import Names
 from dunes.parts import Decoder
 
 FAMILIES: dict[str, ModuleType] = {name: import_module(f"{__name__}.{name}") for name in get_args(Family)}
-"""The file of each family of `flags.Family`, by its name here and in Hugging Face's model_type."""
+"""The module of each family, by its name in `flags.Family`, which is also its model_type in Hugging Face."""
 
 
 def family_of(hf: dict[str, Any]) -> str:
-    """The family of a config.json, by its model_type. Raises ValueError for an unknown one."""
+    """The name of the family of a config.json. Raises ValueError for an unknown model_type."""
     family = hf.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(f"config.json: model_type {family!r} is not one of {', '.join(FAMILIES)}")
@@ -32,12 +33,12 @@ def family_of(hf: dict[str, Any]) -> str:
 
 
 def weight_names(family: str) -> Names:
-    """All weight names of a family; names that are written come first."""
+    """All weight names of a family: first NAMES, which are written, then ALIASES, which are only read."""
     return [*FAMILIES[family].NAMES, *getattr(FAMILIES[family], "ALIASES", ())]
 
 
 class _SkipNormal(TorchFunctionMode):
-    """Skips `normal_` on meta tensors, for which torch would import its compiler (1.7 s)."""
+    """Skips calls of `normal_`: on meta tensors they would make torch import its compiler (1.7 s)."""
 
     def __torch_function__(
         self,
@@ -50,16 +51,17 @@ class _SkipNormal(TorchFunctionMode):
 
 
 def build_on_meta(family: str, config: Any) -> Decoder:
-    """The model of this config on the meta device: structure and shapes in milliseconds, without memory."""
+    """Build the model on the meta device: in milliseconds, with structure and shapes, but without values."""
     with torch.device("meta"), _SkipNormal():
         model: Decoder = FAMILIES[family].build(config)
     return model
 
 
 def weight_counts(family: str, config: Any) -> tuple[int, int]:
-    """Numbers of parameters and of weight tensors of a model of any depth and number of experts.
+    """The number of parameters and the number of weight tensors of a model with this config.
 
-    They are extrapolated from small models, since all blocks, and all experts, are equal.
+    Both are extrapolated from models with one or two blocks and experts, since all blocks, and all experts, have
+    the same size.
     """
     experts = getattr(config, "experts", 1)
     small, deep, wide = (_count(family, config, *sizes) for sizes in ((1, 1), (2, 1), (1, 2)))

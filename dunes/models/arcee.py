@@ -1,7 +1,7 @@
-"""Arcee (AFM-4.5B): LLaMA with an MLP of two matrices and squared ReLU. https://arxiv.org/abs/2109.08668
+"""Arcee (AFM-4.5B): LLaMA with a two-matrix MLP that uses squared ReLU. https://arxiv.org/abs/2109.08668
 
-The default for training from scratch: it learns faster than SwiGLU here, per step and per second
-(docs/log/training.md, "Which form to train from scratch"), and transformers opens its folder.
+This family is the default for training from scratch. In this project's measurements it learns faster than SwiGLU,
+per step and per second (docs/log/training.md, "Which form to train from scratch"). transformers can load it.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch, from width and depth; other values are conventional."""
+        """A config of this width and depth for training from scratch; the other sizes are conventional."""
         return replace(super().from_size(vocab, dim, depth, context_length), hidden=4 * dim)
 
 
@@ -26,22 +26,22 @@ def mlp(config: Config) -> MLP:
 
 
 def build(config: Config) -> Decoder:
-    """An untrained model of this size."""
+    """Build the model of this config, untrained."""
     return llama.build(config, mlp=mlp)
 
 
 def read(model: Any, context_length: int) -> Config:
-    """The Config of a built model. Raises AttributeError if the model has other parts."""
+    """The Config of a built model. Raises AttributeError if the model lacks an expected part."""
     return Config(**llama.read_fields(model, context_length, model.blocks[0].mlp))
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """The Config of a config.json. Raises ValueError for unsupported settings."""
+    """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     return Config(**llama.config_fields(hf, act="relu2"))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of the config.json of this Config."""
+    """Convert a Config to the content of a Hugging Face config.json."""
     return llama.to_hf(config) | {
         "architectures": ["ArceeForCausalLM"],
         "model_type": "arcee",

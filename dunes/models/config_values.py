@@ -1,6 +1,6 @@
-"""Validated values of a config.json: unsupported and out-of-range values are refused.
+"""Functions that read and validate values of a config.json; they raise ValueError for unsupported values.
 
-Rotary positions are `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5).
+Settings of rotary positions have the keys `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5).
 """
 
 import math
@@ -12,13 +12,13 @@ from dunes.parts.position import UNSCALED, Linear, Llama3, Scaling, Unscaled, Ya
 Json = Mapping[str, Any]
 
 MAX_SIZE = 1 << 24
-"""Largest size in a model; a file with a larger one is broken or malicious."""
+"""Maximum for any size in a config.json; a file with a larger size is broken or malicious."""
 
 
 def check_supported(hf: dict[str, Any], required: dict[str, Any]) -> dict[str, Any]:
-    """The config itself, after checking that each key in `required`, if present, has that value.
+    """Check that each key in `required`, if present in `hf`, has the required value; return `hf`.
 
-    Raises ValueError that names the key, its value and the supported one.
+    Raises ValueError with the key, its value and the supported value.
     """
     for key, supported in required.items():
         if hf.get(key, supported) != supported:
@@ -27,7 +27,10 @@ def check_supported(hf: dict[str, Any], required: dict[str, Any]) -> dict[str, A
 
 
 def size(hf: Mapping[str, Any], key: str, default: int | None = None, largest: int = MAX_SIZE) -> int:
-    """An integer of at least 1; `default` if null or absent. Raises ValueError, or KeyError if required."""
+    """Read an integer from 1 to `largest`; `default` if the value is null or absent.
+
+    Raises ValueError for another value, and KeyError if the key is absent and no default is given.
+    """
     value = hf[key] if default is None else hf.get(key)
     if value is None and default is not None:
         return default
@@ -37,7 +40,7 @@ def size(hf: Mapping[str, Any], key: str, default: int | None = None, largest: i
 
 
 def number(hf: Mapping[str, Any], key: str, default: float | None = None, above: float = 0.0) -> float:
-    """A finite number greater than `above`; `default` if null or absent."""
+    """Read a finite number greater than `above`; `default` if the value is null or absent."""
     value = hf[key] if default is None else hf.get(key)
     if value is None and default is not None:
         return default
@@ -47,7 +50,7 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None, above:
 
 
 def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """A boolean; `default` if null or absent."""
+    """Read a boolean; `default` if the value is null or absent."""
     value = hf.get(key)
     if value is None:
         return default
@@ -57,7 +60,7 @@ def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
 
 
 def quotient(hf: Mapping[str, Any], dividend: str, divisor: str) -> int:
-    """`dividend` / `divisor`, both sizes. Raises ValueError if not divisible."""
+    """The quotient of two sizes, given by their keys. Raises ValueError if the division has a remainder."""
     a, b = size(hf, dividend), size(hf, divisor)
     if a % b:
         raise ValueError(f"config.json: {dividend} is {a}, which is not divisible by {divisor}, {b}")
@@ -65,7 +68,7 @@ def quotient(hf: Mapping[str, Any], dividend: str, divisor: str) -> int:
 
 
 def refuse_mixed_windows(hf: dict[str, Any]) -> None:
-    """Raise ValueError if only some layers have a window, which Qwen's configs can express."""
+    """Raise ValueError if a Qwen config sets a sliding window for any of its layers."""
     types, window = hf.get("layer_types"), hf.get("sliding_window", 4096)
     if types is not None and (not isinstance(types, list) or any(t != "full_attention" for t in types)):
         raise ValueError(f"config.json: layer_types is {_short(types)}, and only 'full_attention' is supported")
@@ -78,15 +81,16 @@ def refuse_mixed_windows(hf: dict[str, Any]) -> None:
 
 
 def _short(value: Any) -> str:
-    """The repr in at most 60 characters, on one line."""
+    """The repr of a value, cut to 60 characters."""
     text = repr(value)
     return text if len(text) < 60 else text[:57] + "..."
 
 
 def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]:
-    """`rope_base` and `scaling` of a Config, from either dialect; `default` is the base if none is given.
+    """The fields `rope_base` and `scaling` of a Config; `default` is the base if the file gives none.
 
-    Raises ValueError for unsupported scaling. Of both dialects, `rope_scaling` counts, as in transformers.
+    If a file has both `rope_scaling` and `rope_parameters`, the former counts, as in transformers. Raises
+    ValueError for an unsupported scaling.
     """
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -103,14 +107,14 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]
 
 
 def rope_to_hf(base: float, scaling: Scaling) -> dict[str, Any]:
-    """The rotary keys of a config.json, in both dialects."""
+    """The rotary settings of a config.json, as `rope_theta` and `rope_scaling` and also as `rope_parameters`."""
     rope = scaling_to_hf(scaling)
     legacy = {} if rope["rope_type"] == "default" else {"rope_scaling": {"type": rope["rope_type"], **rope}}
     return {"rope_theta": base, **legacy, "rope_parameters": {**rope, "rope_theta": base}}
 
 
 def _original_length(rope: Json, hf: Json) -> int:
-    """The context length, in tokens, that the model was trained with before it was extended."""
+    """The context length, in tokens, with which the model was trained before its context was extended."""
     length = size(rope, "original_max_position_embeddings", size(hf, "max_position_embeddings"))
     return size(hf, "original_max_position_embeddings", length)
 
@@ -129,14 +133,14 @@ def _yarn(rope: Json, hf: Json) -> Yarn:
 
 
 def _attention_factor(rope: Json, factor: float) -> float:
-    """Attention factor of YaRN (for cosines and sines) if the file does not give it."""
+    """YaRN's factor for cosines and sines for a file without `attention_factor`."""
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         return yarn_scale(factor, number(rope, "mscale")) / yarn_scale(factor, number(rope, "mscale_all_dim"))
     return yarn_scale(factor)
 
 
 def yarn_scale(factor: float, weight: float = 1.0) -> float:
-    """Conventional attention factor of YaRN for a context extended by `factor`."""
+    """YaRN's conventional attention factor for a context that is extended `factor` times."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -153,11 +157,11 @@ ROPE_TYPES: dict[str, tuple[type, Callable[[Json, Json], Scaling]]] = {
     "yarn": (Yarn, _yarn),
     "llama3": (Llama3, _llama3),
 }
-"""The class of each type of scaling, and its values from a config.json."""
+"""By rope_type: the class of a scaling, and a function that reads such a scaling from a config.json."""
 
 
 def scaling_to_hf(scaling: Scaling) -> dict[str, Any]:
-    """The `rope_scaling` of a config.json."""
+    """Convert a scaling to the `rope_scaling` of a config.json. Raises ValueError for an unknown class."""
     rope_type = next((name for name, (cls, _) in ROPE_TYPES.items() if type(scaling) is cls), None)
     if rope_type is None:
         raise ValueError(f"config.json cannot express rotary scaling of class {type(scaling).__name__}")

@@ -17,7 +17,7 @@ from dunes.parts import MLP, Attention, Block, Decoder, Embedding
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of a GPT-2. `context_length` is a hard limit: each position has a learned embedding."""
+    """Sizes of a GPT-2. Texts cannot exceed `context_length`, since each position has a learned embedding."""
 
     vocab: int
     dim: int
@@ -30,13 +30,13 @@ class Config:
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch, from width and depth; other values are conventional."""
+        """A config of this width and depth for training from scratch; the other sizes are conventional."""
         heads = max(1, dim // (64 if dim % 64 == 0 and dim >= 192 else 32))
         return cls(vocab=vocab, dim=dim, depth=depth, heads=heads, hidden=4 * dim, context_length=context_length)
 
 
 def build(config: Config) -> Decoder:
-    """An untrained model of this size."""
+    """Build the model of this config, untrained."""
     act = partial(F.gelu, approximate="tanh")
 
     def norm() -> nn.LayerNorm:
@@ -54,7 +54,7 @@ def build(config: Config) -> Decoder:
 
 
 def read(model: Any, context_length: int) -> Config:
-    """The Config of a built model. Raises AttributeError if the model has other parts."""
+    """The Config of a built model. Raises AttributeError if the model lacks an expected part."""
     attn = model.blocks[0].attn
     return Config(
         vocab=model.embed.token.num_embeddings,
@@ -69,7 +69,7 @@ def read(model: Any, context_length: int) -> Config:
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """The Config of a config.json. Raises ValueError for unsupported settings."""
+    """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     hf = {key: hf[alias] for alias, key in OTHER_KEYS.items() if alias in hf} | hf
     rates = [_rate(hf, key) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")]
     if len(set(rates)) > 1:
@@ -105,11 +105,11 @@ OTHER_KEYS = {
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
 }
-"""Aliases of these keys in a config.json."""
+"""Alternative keys in a config.json, and the usual key for each."""
 
 
 def _rate(hf: dict[str, Any], key: str) -> float:
-    """A dropout rate. Raises ValueError if it is out of range."""
+    """Read a dropout rate, by default 0.1. Raises ValueError unless it is from 0 to below 1."""
     rate = hf.get(key, 0.1)
     if type(rate) not in (int, float) or not 0 <= rate < 1:
         raise ValueError(f"config.json: {key} is {rate!r}; it must be a number from 0 to below 1")
@@ -117,7 +117,7 @@ def _rate(hf: dict[str, Any], key: str) -> float:
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of the config.json of this Config."""
+    """Convert a Config to the content of a Hugging Face config.json."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -156,9 +156,9 @@ def _names(prefix: str) -> Names:
 NAMES = _names("transformer.")
 
 ALIASES = _names("")
-"""Weight names in the oldest files on the Hub."""
+"""Weight names without the prefix `transformer.`, as in the oldest files on the Hugging Face Hub."""
 
 IGNORED_NAMES = tuple(
     f"{prefix}h.{{i}}.attn.{mask}" for prefix in ("transformer.", "") for mask in ("bias", "masked_bias")
 )
-"""Causal masks, which older versions of transformers stored with the weights."""
+"""Names of causal masks, which older versions of transformers stored together with the weights."""

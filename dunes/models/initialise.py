@@ -11,9 +11,9 @@ from dunes.parts import Decoder
 def initialise(model: Decoder, seed: int = 0) -> Decoder:
     """Initialise the weights in place and return the model; the same seed (modulo 2^64) gives the same weights.
 
-    Matrices are normal with standard deviation 1/sqrt(fan_in), embeddings 0.02, biases zero; the projections that
-    add to the residual stream (attention's `out`, each MLP's `down`) are zero, so that every block starts as the
-    identity. https://arxiv.org/abs/2203.03466
+    Matrices are drawn from a normal distribution with standard deviation 1/sqrt(fan_in), embeddings with 0.02.
+    Biases are zero. The projections that add to the residual stream (attention's `out`, each MLP's `down`) are
+    zero, so that every block starts as the identity. https://arxiv.org/abs/2203.03466
     """
     generator = torch.Generator().manual_seed(seed % 2**64)
 

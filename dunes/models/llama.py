@@ -1,6 +1,6 @@
 """LLaMA: rotary positions, RMSNorm, SwiGLU, grouped-query attention. https://arxiv.org/abs/2307.09288
 
-Families that differ in one part reuse Config and build, and pass that part to `build`.
+A family that differs in its attention or MLP reuses `Config` and `build`, and passes that part to `build`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from dunes.parts.position import UNSCALED, Scaling
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of a LLaMA. `hidden` is the final width inside the MLP; no factor is applied to it."""
+    """Sizes of a LLaMA. `hidden` is the exact width inside the MLP; it is not multiplied by 2/3."""
 
     vocab: int
     dim: int
@@ -36,7 +36,7 @@ class Config:
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch, from width and depth; other values are conventional."""
+        """A config of this width and depth for training from scratch; the other sizes are conventional."""
         head_dim = 64 if dim % 64 == 0 and dim >= 192 else 32
         hidden = round(dim * 8 / 3 / 32) * 32
         heads = max(1, dim // head_dim)
@@ -58,7 +58,7 @@ Make = Callable[[C], nn.Module]
 
 
 def attention(config: Config, **parts: Any) -> Attention:
-    """This family's attention; `parts` overrides arguments of `Attention`."""
+    """The attention of a block; `parts` overrides arguments of `Attention`."""
     defaults: dict[str, Any] = {
         "position": Rotary(config.head_dim, config.rope_base, config.scaling),
         "bias": config.attention_bias,
@@ -71,7 +71,7 @@ def mlp(config: Config) -> GatedMLP:
 
 
 def build(config: C, attention: Make[C] = attention, mlp: Make[C] = mlp) -> Decoder:
-    """An untrained model of this size; `attention` and `mlp` build the parts of each block."""
+    """Build the model of this config, untrained; `attention` and `mlp` build these parts of each block."""
 
     def norm() -> RMSNorm:
         return RMSNorm(config.dim, config.eps)
@@ -88,12 +88,12 @@ def build(config: C, attention: Make[C] = attention, mlp: Make[C] = mlp) -> Deco
 
 
 def read(model: Any, context_length: int) -> Config:
-    """The Config of a built model. Raises AttributeError if the model has other parts."""
+    """The Config of a built model. Raises AttributeError if the model lacks an expected part."""
     return Config(**read_fields(model, context_length, model.blocks[0].mlp))
 
 
 def read_fields(model: Any, context_length: int, mlp: Any) -> dict[str, Any]:
-    """The fields of the Config of a built model whose first block has this MLP or expert."""
+    """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block."""
     attn = model.blocks[0].attn
     return {
         "vocab": model.embed.token.num_embeddings,
@@ -114,14 +114,15 @@ def read_fields(model: Any, context_length: int, mlp: Any) -> dict[str, Any]:
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """The Config of a config.json, of either dialect. Raises ValueError for unsupported settings."""
+    """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     return Config(**config_fields(hf))
 
 
 def config_fields(hf: dict[str, Any], act: str = "silu", base: float = 10_000.0) -> dict[str, Any]:
-    """The fields of a Config from a config.json with the activation `act`; `base` is the default rotary base.
+    """The fields of a Config, read from a config.json.
 
-    Raises ValueError for unsupported or out-of-range values, KeyError for missing ones.
+    `act` is the only supported activation, and `base` is the default rotary base. Raises ValueError for
+    unsupported or out-of-range values, and KeyError for missing values.
     """
     check_supported(hf, required={"hidden_act": act})
     heads = size(hf, "num_attention_heads")
@@ -145,7 +146,10 @@ def config_fields(hf: dict[str, Any], act: str = "silu", base: float = 10_000.0)
 
 
 def head_dim(hf: Mapping[str, Any]) -> int:
-    """`head_dim` if given, else hidden_size / heads; even, since rotary positions rotate pairs."""
+    """`head_dim` of a config.json; if it is absent, `hidden_size / num_attention_heads`.
+
+    Raises ValueError for an odd width, since rotary positions rotate pairs.
+    """
     width = size(hf, "head_dim", 0) or quotient(hf, "hidden_size", "num_attention_heads")
     if width % 2:
         raise ValueError(f"config.json: head_dim is {width}; rotary positions need an even one")
@@ -153,7 +157,7 @@ def head_dim(hf: Mapping[str, Any]) -> int:
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of the config.json of this Config, in both dialects if they differ."""
+    """Convert a Config to the content of a Hugging Face config.json, with the keys of transformers 4 and 5."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -185,7 +189,7 @@ ATTENTION: Names = [
     name("model.norm.weight", "norm.weight"),
     name("lm_head.weight", "head.weight"),
 ]
-"""All names except the MLP's, shared by related families."""
+"""All weight names except those of the MLP; related families share them."""
 
 NAMES: Names = [
     *ATTENTION,

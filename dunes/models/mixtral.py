@@ -1,6 +1,6 @@
-"""Mixtral 8x7B: Mistral whose MLP is a mixture of experts. https://arxiv.org/abs/2401.04088
+"""Mixtral 8x7B: Mistral with a mixture of experts in place of each MLP. https://arxiv.org/abs/2401.04088
 
-Other families with experts reuse `mixture`, the fields of their configs and `EXPERTS`.
+Other families with experts reuse `mixture`, `moe_fields`, `read_moe_fields` and `EXPERTS`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from dunes.parts import Decoder, MoE
 __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 MAX_EXPERTS = 4096
-"""Maximum number of experts, above all known models; building them takes time even on the meta device."""
+"""Maximum number of experts, more than any known model has. More would take long even on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,23 +34,26 @@ class Config(mistral.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch: eight narrow experts, together about as large as a LLaMA's MLP."""
+        """A config for training from scratch. Its 8 narrow experts are together about as large as LLaMA's MLP."""
         config = replace(super().from_size(vocab, dim, depth, context_length), window=None)
         return replace(config, hidden=expert_width(dim, config.experts))
 
 
 def mixture(dim: int, experts: Sequence[nn.Module], top_k: int, **options: Any) -> MoE:
-    """Experts with a linear router; `options` are MoE's."""
+    """A mixture of these experts with a linear router; `options` are passed to `MoE`."""
     return MoE(nn.Linear(dim, len(experts), bias=False), experts, top_k, **options)
 
 
 def expert_width(dim: int, experts: int) -> int:
-    """Width of an expert such that all experts together are about as large as a LLaMA's MLP."""
+    """The width of an expert at which all experts together are about as large as LLaMA's MLP."""
     return max(32, round(dim * 8 / 3 / experts / 32) * 32)
 
 
 def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
-    """`experts`, `top_k` and `balance` of a Config. Raises ValueError if top_k exceeds the experts."""
+    """The fields `experts`, `top_k` and `balance` of a Config, read from a config.json.
+
+    The argument `balance` is the default of that field. Raises ValueError if top_k exceeds the number of experts.
+    """
     # transformers 5 writes num_local_experts where Qwen writes num_experts.
     key = "num_local_experts" if hf.get("num_local_experts") is not None else "num_experts"
     experts, top_k = size(hf, key, largest=MAX_EXPERTS), size(hf, "num_experts_per_tok")
@@ -65,30 +68,30 @@ def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
 
 
 def read_moe_fields(moe: MoE) -> dict[str, Any]:
-    """`experts`, `top_k` and `balance` of a built layer."""
+    """The fields `experts`, `top_k` and `balance` of a Config, read from a built layer."""
     return {"experts": len(moe.experts), "top_k": moe.top_k, "balance": moe.balance}
 
 
 def moe(config: Any, **options: Any) -> MoE:
-    """The mixture of a Config with `experts`, `top_k` and `balance`."""
+    """The mixture of a block. `config` has `experts`, `top_k` and `balance`; `options` are passed to `MoE`."""
     experts = [llama.mlp(config) for _ in range(config.experts)]
     return mixture(config.dim, experts, config.top_k, balance=config.balance, **options)
 
 
 def build(config: Config) -> Decoder:
-    """An untrained model of this size."""
+    """Build the model of this config, untrained."""
     return llama.build(config, mistral.attention, moe)
 
 
 def read(model: Any, context_length: int) -> Config:
-    """The Config of a built model. Raises AttributeError if the model has other parts."""
+    """The Config of a built model. Raises AttributeError if the model lacks an expected part."""
     block = model.blocks[0]
     config_fields = llama.read_fields(model, context_length, block.mlp.experts[0])
     return Config(**config_fields, window=block.attn.window, **read_moe_fields(block.mlp))
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """The Config of a config.json. Raises ValueError for unsupported settings."""
+    """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     check_supported(hf, required={"router_jitter_noise": 0.0})
     return Config(
         **mistral.config_fields({"sliding_window": None} | hf, base=1_000_000.0), **moe_fields(hf, balance=0.001)
@@ -96,7 +99,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of the config.json of this Config."""
+    """Convert a Config to the content of a Hugging Face config.json."""
     return mistral.to_hf(config) | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -123,6 +126,6 @@ EXPERTS: Names = [
     name("model.layers.{i}.mlp.experts.gate_up_proj", f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"),
     name("model.layers.{i}.mlp.experts.down_proj", f"{_EXPERTS}.down.weight"),
 ]
-"""Stacked weights of all experts, as in transformers 5."""
+"""Names in transformers 5, where one tensor stacks a weight of all experts."""
 
 ALIASES: Names = [name("model.layers.{i}.mlp.gate.weight", "blocks.{i}.mlp.router.weight"), *EXPERTS]

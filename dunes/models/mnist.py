@@ -11,14 +11,14 @@ from torch import Tensor, nn
 MEAN = 33.3
 """Mean of the pixels of MNIST's training set, in 0 to 255."""
 STD = 78.6
-"""Standard deviation of these pixels."""
+"""Standard deviation of the pixels of MNIST's training set, in 0 to 255."""
 
 
 class Normalize(nn.Module):
-    """Converts images (B, 28, 28), 0 to 255 in any dtype, to float32 of mean 0 and standard deviation 1 on MNIST.
+    """Converts images (B, 28, 28) with pixels from 0 to 255 to float32, with mean 0 and standard deviation 1.
 
-    Images stay uint8 until here, so gathering a batch moves a quarter of the bytes. Raises ValueError for other
-    shapes.
+    Since the model itself converts images, a data set can stay uint8, and collecting a batch copies a quarter of
+    the bytes. Raises ValueError for other shapes.
     """
 
     def forward(self, images: Tensor) -> Tensor:
@@ -28,14 +28,15 @@ class Normalize(nn.Module):
 
 
 def mlp(hidden: int = 128) -> nn.Sequential:
-    """784-128-10 with ReLU: images (B, 28, 28) from 0 to 255 -> class scores (B, 10)."""
+    """A perceptron 784-128-10 with ReLU: images (B, 28, 28) from 0 to 255 -> class scores (B, 10)."""
     return nn.Sequential(Normalize(), nn.Flatten(), nn.Linear(784, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 def conv_net(dropout: float = 0.25) -> nn.Sequential:
-    """Two convolutions of 5 x 5 with pooling, then 320-50-10: images (B, 28, 28) from 0 to 255 -> scores (B, 10).
+    """A convolutional network: images (B, 28, 28) from 0 to 255 -> class scores (B, 10).
 
-    `dropout` is the probability of zeroing a channel of the second convolution, or a hidden unit.
+    It has two 5 x 5 convolutions with pooling, then a perceptron 320-50-10. `dropout` is the probability of
+    zeroing a channel of the second convolution, and of zeroing a hidden unit.
     """
     features = [
         *(nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU()),

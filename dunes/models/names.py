@@ -1,7 +1,7 @@
-"""Weight names in another format: one table, read in both directions.
+"""Tables that map our weight names to the names in another format ("theirs"), and back.
 
-`{i}` in a name stands for a number, the same on both sides. A number on our side alone (`{e}`, an expert) is an
-index into the first dimension of their tensor, which stacks ours.
+`{i}` in a name stands for a number, which is the same on both sides. If only our name has a number (`{e}`, an
+expert), then their tensor stacks several of our tensors, and the number is an index into its first dimension.
 """
 
 import re
@@ -16,15 +16,15 @@ Layout = Callable[[Tensor], Tensor]
 
 
 def identity(weight: Tensor) -> Tensor:
-    """The same layout on both sides."""
+    """The layout function of a weight that has the same layout on both sides."""
     return weight
 
 
 @dataclass(frozen=True)
 class Name:
-    """A tensor of the other format: one of ours, or several of ours concatenated along the first dimension.
+    """One row of a table: their tensor is one of ours, or several of ours joined along the first dimension.
 
-    `load` converts a complete tensor of theirs to our layout before it is split, `save` is the inverse.
+    `load` converts their tensor to our layout before it is split; `save` is the inverse.
     """
 
     theirs: str
@@ -34,7 +34,7 @@ class Name:
 
     @property
     def stacked(self) -> bool:
-        """True if their tensor stacks ours (experts) along its first dimension."""
+        """True if their tensor stacks several of our tensors (experts) in a new first dimension."""
         return bool(fields(self.ours[0]) - fields(self.theirs))
 
 
@@ -42,7 +42,7 @@ Names = Sequence[Name]
 
 
 def transpose(weight: Tensor) -> Tensor:
-    """(in, out) for (out, in), as GPT-2's Conv1D stores matrices."""
+    """Swap the dimensions of a matrix: GPT-2's Conv1D stores (in, out), nn.Linear stores (out, in)."""
     return weight.mT
 
 
@@ -51,7 +51,7 @@ def name(theirs: str, *ours: str, load: Layout = identity, save: Layout = identi
 
 
 def weight_and_bias(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity) -> list[Name]:
-    """The names of a module's weight, in another layout if given, and of its bias."""
+    """The names of a module's weight and bias; `load` and `save` convert the layout of the weight."""
     return [
         name(f"{theirs}.weight", *[f"{o}.weight" for o in ours], load=load, save=save),
         name(f"{theirs}.bias", *[f"{o}.bias" for o in ours]),
@@ -60,7 +60,10 @@ def weight_and_bias(theirs: str, *ours: str, load: Layout = identity, save: Layo
 
 @dataclass(frozen=True)
 class Conversion:
-    """The tensor `target` is `make` of the tensors `sources`; a view if nothing has to be copied."""
+    """How to compute the tensor `target`: by calling `make` on the list of the tensors named in `sources`.
+
+    The result is a view if nothing has to be copied.
+    """
 
     target: str
     sources: tuple[str, ...]
@@ -68,7 +71,10 @@ class Conversion:
 
 
 def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[Conversion], list[str]]:
-    """Conversions to our tensors, given their tensors' names and shapes, and the names that the table lacks."""
+    """Conversions to our tensors, and those names in `theirs` that the table lacks.
+
+    `theirs` has the shapes of their tensors by name.
+    """
     conversions: list[Conversion] = []
     unknown = []
     for key, shape in theirs.items():
@@ -95,7 +101,7 @@ def _split(rule: Name, part: int, index: int | None) -> Callable[[Sequence[Tenso
 
 
 def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Conversion], list[str]]:
-    """Conversions to their tensors, given our tensors' names, and the names that the table lacks."""
+    """Conversions to their tensors, and those names in `ours` (our tensors' names) that the table lacks."""
     conversions: list[Conversion] = []
     remaining = dict.fromkeys(ours)
     for rule in names:
@@ -115,12 +121,12 @@ def _concatenate(rule: Name) -> Callable[[Sequence[Tensor]], Tensor]:
 
 
 def fields(template: str) -> set[str]:
-    """The letters that stand for numbers."""
+    """The letters in a name, such as `i` in `{i}`, that stand for numbers."""
     return set(re.findall(r"\{(\w)\}", template))
 
 
 def substitute(template: str, indices: Mapping[str, str]) -> str:
-    """The name with these numbers filled in."""
+    """Replace the letters in a name by numbers, given by letter."""
     for field, number in indices.items():
         template = template.replace(f"{{{field}}}", number)
     return template
@@ -132,6 +138,6 @@ def _regex(template: str) -> re.Pattern[str]:
 
 
 def match_indices(template: str, key: str) -> dict[str, str] | None:
-    """The numbers in `key` if it matches the template, else None."""
+    """The numbers in `key`, by letter, if `key` matches the template; otherwise None."""
     match = _regex(template).fullmatch(key)
     return None if match is None else match.groupdict()

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: LLaMA with biases on queries, keys and values. https://arxiv.org/abs/2407.10671
 
-transformers 5 opens the tokenizer of such a folder with Qwen's own pre-tokenization instead of the file's, unless
-loaded as PreTrainedTokenizerFast.
+transformers 5 replaces the pre-tokenization in such a folder's tokenizer file by Qwen's own, unless the tokenizer
+is loaded as PreTrainedTokenizerFast.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ def attention(config: Config) -> Attention:
 
 
 def build(config: Config) -> Decoder:
-    """An untrained model of this size."""
+    """Build the model of this config, untrained."""
     return llama.build(config, attention)
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """The Config of a config.json. Raises ValueError for unsupported settings."""
+    """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     refuse_mixed_windows(hf)
     check_supported(hf, required={"mlp_bias": False})
     # Its three biases are always present and have no key.
@@ -32,7 +32,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of the config.json of this Config."""
+    """Convert a Config to the content of a Hugging Face config.json."""
     hf = llama.to_hf(config) | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     del hf["attention_bias"], hf["mlp_bias"]
     return hf | {"use_sliding_window": False, "sliding_window": None}

@@ -1,4 +1,4 @@
-"""Qwen3: LLaMA with a norm on each head's queries and keys. https://arxiv.org/abs/2505.09388
+"""Qwen3: LLaMA with an RMSNorm on each head's queries and keys. https://arxiv.org/abs/2505.09388
 
 The norms keep training stable at high learning rates.
 """
@@ -20,19 +20,19 @@ def attention(config: Config) -> Attention:
 
 
 def build(config: Config) -> Decoder:
-    """An untrained model of this size."""
+    """Build the model of this config, untrained."""
     return llama.build(config, attention)
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """The Config of a config.json. Raises ValueError for unsupported settings."""
+    """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     refuse_mixed_windows(hf)
     check_supported(hf, required={"mlp_bias": False})
     return Config(**llama.config_fields({"head_dim": 128, **hf}))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of the config.json of this Config."""
+    """Convert a Config to the content of a Hugging Face config.json."""
     hf = llama.to_hf(config) | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     del hf["mlp_bias"]
     return hf | {"use_sliding_window": False, "sliding_window": None}

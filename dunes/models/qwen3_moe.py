@@ -17,8 +17,8 @@ __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "r
 class Config(llama.Config):
     """LLaMA's config; `hidden` is the width of one expert, and each token is routed to `top_k` of the `experts`.
 
-    With `renormalise` the weights of a token's experts sum to one. `balance` is the coefficient of the
-    load-balancing loss in training.
+    With `renormalise`, the weights of a token's experts are scaled to sum to one. `balance` is the coefficient of
+    the load-balancing loss in training.
     """
 
     experts: int = 8
@@ -28,7 +28,7 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch: eight narrow experts, together about as large as a LLaMA's MLP."""
+        """A config for training from scratch. Its 8 narrow experts are together about as large as LLaMA's MLP."""
         return replace(super().from_size(vocab, dim, depth, context_length), hidden=expert_width(dim, cls.experts))
 
 
@@ -37,19 +37,19 @@ def moe(config: Config) -> MoE:
 
 
 def build(config: Config) -> Decoder:
-    """An untrained model of this size."""
+    """Build the model of this config, untrained."""
     return llama.build(config, qwen3.attention, moe)
 
 
 def read(model: Any, context_length: int) -> Config:
-    """The Config of a built model. Raises AttributeError if the model has other parts."""
+    """The Config of a built model. Raises AttributeError if the model lacks an expected part."""
     moe = model.blocks[0].mlp
     config_fields = llama.read_fields(model, context_length, moe.experts[0])
     return Config(**config_fields, renormalise=moe.renormalise, **read_moe_fields(moe))
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
-    """The Config of a config.json. Raises ValueError for unsupported settings."""
+    """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     required = {"decoder_sparse_step": 1, "use_sliding_window": False, "mlp_bias": False, "mlp_only_layers": []}
     check_supported(hf | {"mlp_only_layers": hf.get("mlp_only_layers") or []}, required)
     config_fields = llama.config_fields(hf | {"intermediate_size": size(hf, "moe_intermediate_size")})
@@ -57,7 +57,10 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """The keys of the config.json of this Config, with both names for the number of experts."""
+    """Convert a Config to the content of a Hugging Face config.json.
+
+    The number of experts is written twice: as `num_experts` and as `num_local_experts`.
+    """
     return qwen3.to_hf(config) | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",

@@ -1,6 +1,6 @@
 """Tensor operations with a fast form beside the plain one, and checks of operations.
 
-`operation` makes one of a forward and a backward, and `check` tries what can be wrong with it. Kernels are written
+`operation` builds an operation from a forward and a backward function, and `check` tests it. Kernels are written
 with `Cpp`, `Triton` or `Metal`.
 """
 

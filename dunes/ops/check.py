@@ -1,7 +1,8 @@
-"""Checks of an operation against its reference: dtypes, gradients, layouts, sizes, compilation; printed as tables.
+"""Checks that compare an operation with its reference: dtypes, gradients, layouts, sizes and compilation.
 
-Cases that the reference refuses are skipped. The operation's error may be about as large as the reference's in the
-same dtype, both relative to the reference in float64 (in float32 on Apple's GPU, which has no float64).
+A case in which the reference raises an error is skipped. The operation's error may be about as large as the
+reference's error in the same dtype. Both errors are relative to the reference in float64 (in float32 on Apple's
+GPU, which has no float64).
 """
 
 import math
@@ -40,11 +41,11 @@ OUTPUTS = {"": slice(None), " of the first output alone": slice(1), " of the las
 
 
 class NotTried(Exception):
-    """Raised, with the reason, by a check that does not apply."""
+    """Raised by a check that does not apply; the message is the reason."""
 
 
 class Report(NamedTuple):
-    """Results and times of `check`."""
+    """The checks' results and the measured times that `check` returns."""
 
     checks: list[Check]
     times: list[Times]
@@ -61,13 +62,13 @@ def check(
     backend: str = "inductor",
     seconds: float = 0.2,
 ) -> Report:
-    """Check an operation on these arguments against its reference, and print and return a report.
+    """Compare an operation with its reference on these arguments; print a report and return it.
 
-    Gradients are checked for tensors that require one (`requires_grad_()`). `op` is an `Operation`, an operator of
-    `torch.library.custom_op`, or any function; the last two need a `reference`. `backend` is torch.compile's; each
-    time is measured for `seconds`, or not at all if 0.
+    Gradients are checked for inputs that require one (`requires_grad_()`). `op` is an `Operation`, an operator of
+    `torch.library.custom_op`, or any function; the last two need a `reference`. `backend` is passed to
+    torch.compile. Each time is measured for `seconds`; with 0, no times are measured.
 
-    Raises ValueError, naming the first failure, after printing the table.
+    If a check fails, it prints the table and raises ValueError with the name of the first failed check.
     """
     own = op if isinstance(op, Operation) else None
     name = own.name if own else str(getattr(op, "_qualname", getattr(op, "__name__", op)))
@@ -96,7 +97,7 @@ def check(
 
 
 def _attempt(row: str, plain_case: "Case", wrong: Sequence[str]) -> Check:
-    """Check the cases of a row until one fails; dtypes in which the plain call failed (`wrong`) are skipped."""
+    """Check the cases of a row until one fails. Skips dtype modes in `wrong`: they failed a check of their own."""
     (cases, modes), case = ROWS[row], plain_case
     results: list[Any] = ["there is no such input"]
     try:
@@ -120,13 +121,13 @@ def _line(error: BaseException) -> str:
 
 
 def _gradient(y: Tensor) -> Tensor:
-    """An incoming gradient for y that is exact in every dtype and nonzero everywhere."""
+    """An incoming gradient for y, without zeros, whose values every dtype represents exactly."""
     return ((torch.arange(y.numel(), device=y.device) % 7 * 2 - 5) / 8).to(y.dtype).view(y.shape)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call of operation and reference: inputs, incoming gradient and its outputs, dtype mode, and context."""
+    """One call to compare: its inputs, dtype mode, context, incoming gradient, and the outputs that receive it."""
 
     op: Form
     reference: Form
@@ -157,7 +158,7 @@ class Case:
         return next(iter(self.tensors.values())).device
 
     def replace(self, tensors: dict[str, Tensor], **changes: Any) -> "Case":
-        """The case with other tensors, which require a gradient if the originals do."""
+        """A copy of the case with these inputs; each requires a gradient if the tensor that it replaces does."""
         like = {name: x.detach().requires_grad_(name in self.leaves) for name, x in tensors.items()}
         return replace(self, inputs=self.inputs | like, **changes)
 
@@ -167,7 +168,10 @@ class Case:
 
 
 def _evaluate(form: Form, c: Case, create_graph: bool = False) -> dict[str, Tensor]:
-    """Outputs and gradients by name. Raises ValueError if the form writes into an input, output or gradient."""
+    """The outputs and gradients of `form`, by name.
+
+    Raises ValueError if `form` writes into an input, an output or the incoming gradient.
+    """
     originals = [(f"its input {name}", x, x.detach().clone()) for name, x in c.tensors.items()]
     with torch.autocast(c.device.type, torch.bfloat16, enabled=c.mode == "autocast"), c.context():
         outputs = tree_leaves(form(*c.inputs.values()))
@@ -190,7 +194,10 @@ def _describe(name: str, y: Tensor | None) -> str:
 
 
 def _compare(c: Case) -> tuple[float, float] | str:
-    """Errors of operation and reference, or the text of a permitted refusal. Raises an error on failure."""
+    """The errors of operation and reference; if one of them raises an error that is allowed, the error's text.
+
+    Raises ValueError if the results differ too much. Raises errors of the operation that are not allowed.
+    """
     try:
         reference = _evaluate(c.reference, c)
     except Exception as error:
@@ -224,7 +231,10 @@ def _compare(c: Case) -> tuple[float, float] | str:
 
 
 def _errors(own: Any, reference: Any, exact: Any, wild: bool) -> Iterator[tuple[float, float, str]]:
-    """Largest errors of finite numbers by tensor. Raises ValueError if non-finite ones differ."""
+    """For each tensor: the largest errors of operation and reference, over finite numbers, and the tensor's name.
+
+    Raises ValueError if a number that should be inf or NaN differs.
+    """
     exact = {name: y.detach() for name, y in exact.items()}
     sizes = {name: float(y.where(y.isfinite(), 0).abs().max()) if y.numel() else 0.0 for name, y in exact.items()}
     for name, y in ((name, y) for name, y in own.items() if y.numel()):
@@ -250,7 +260,7 @@ def _with(get: Form, change: Form, value: Any) -> ExitStack:
 
 
 def _choices(c: Case) -> Iterator[Case]:
-    """Cases for each choice of inputs that require a gradient, of outputs that get one, and of contexts."""
+    """Cases that vary which inputs require a gradient, which outputs receive one, or the context of the call."""
     for outputs in OUTPUTS:
         yield replace(c, outputs=outputs, label=f"gradient{outputs}: " * bool(outputs))
     for names in chain.from_iterable(combinations(c.leaves, n) for n in range(1, len(c.leaves))):
@@ -262,7 +272,7 @@ def _choices(c: Case) -> Iterator[Case]:
 
 
 def _variants(vary: Form, c: Case) -> Iterator[Case]:
-    """Cases with each input, all inputs, or the incoming gradient replaced by its variants from `vary`."""
+    """Cases in which `vary` replaces one input, all inputs (layouts only), or the incoming gradient."""
     c = replace(c, wild=vary is _not_finite)
     variants = {name: dict(vary(x.detach())) for name, x in c.tensors.items() if x.numel()}
     for names in [(name,) for name in variants] + [tuple(variants)] * (vary is _layouts and len(variants) > 1):
@@ -277,7 +287,7 @@ def _variants(vary: Form, c: Case) -> Iterator[Case]:
 
 
 def _layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Variants of x with other memory layouts, inside buffers of NaN, or with the first numbers expanded."""
+    """Variants of x: slices of buffers filled with NaN, permuted dimensions, and expanded first elements."""
     nan = torch.full_like(x, math.nan if x.is_floating_point() else 0)
     yield "one number behind the start of memory,", torch.cat([nan.flatten()[:1], x.flatten()])[1:].view(x.shape)
     yield "one number repeated in", x.flatten()[0].expand(x.shape)
@@ -307,7 +317,7 @@ def _values(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sizes(c: Case) -> Iterator[Case]:
-    """Cases with all dimensions of one size changed to another size; uninitialised memory is NaN."""
+    """Cases in which every dimension of one size gets another size. Uninitialised memory is filled with NaN."""
     if c.device.type != "cpu" and len(c.floats) < len(c.tensors):
         raise NotTried("an index out of bounds ends the process on this device")
     nan = partial(_with, torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1)
@@ -327,7 +337,7 @@ def _resize(x: Tensor, size: int, to: int, dims: int | None) -> Tensor:
 
 
 def _gradcheck(c: Case) -> Iterator[Case]:
-    """Compare gradients with finite differences; the operation must compute in float64."""
+    """Compare gradients with finite differences. Raises NotTried if the operation does not compute in float64."""
     errors = _compare(c)
     if isinstance(errors, str) or errors[0] > 1e-9 or not c.leaves:
         raise NotTried(errors if isinstance(errors, str) else "no gradient, or computed in float32")
@@ -338,7 +348,7 @@ def _gradcheck(c: Case) -> Iterator[Case]:
 
 
 def _backward(c: Case) -> Iterator[Case]:
-    """Compare a custom backward's gradients with the inputs in shape and dtype, before autograd converts them."""
+    """Check the shapes and dtypes of a custom backward's gradients, before autograd converts them."""
     yield c
     outputs = [y for y in tree_leaves(c.op(*c.inputs.values())) if y.requires_grad]
     function: Any = outputs[0].grad_fn if outputs else None
@@ -352,7 +362,7 @@ def _backward(c: Case) -> Iterator[Case]:
 
 
 def _repeat(c: Case) -> Iterator[Case]:
-    """Cases with another call between forward and backward, and in several threads."""
+    """Cases that make another call between forward and backward; each case also runs in four threads at once."""
     halves = c.replace({name: x / 2 for name, x in c.floats.items()})
     interrupted = lambda *arguments: (c.op(*arguments), _evaluate(c.op, halves))[0]
     cases = [replace(case, op=interrupted) for case in (c, halves)] * 4
@@ -362,7 +372,7 @@ def _repeat(c: Case) -> Iterator[Case]:
 
 
 def _second(c: Case) -> Iterator[Case]:
-    """Check that second derivatives are correct or refused."""
+    """Check that the operation's second derivatives are correct or raise an error."""
 
     def derivative(form: Form, *arguments: Any) -> list[Tensor]:
         case = replace(c, inputs=dict(zip(c.inputs, arguments, strict=True)))
@@ -375,14 +385,14 @@ def _second(c: Case) -> Iterator[Case]:
 
 
 def _vmap(c: Case) -> Iterator[Case]:
-    """Check that torch.func.vmap gives the same as for the reference, or is refused."""
+    """Check that torch.func.vmap of the operation equals torch.func.vmap of the reference, or raises an error."""
     stacked = {name: torch.stack([x, x / 2]) for name, x in c.floats.items()}
     vmap: Form = partial(torch.func.vmap, in_dims=tuple(0 if name in stacked else None for name in c.inputs))
     yield c.replace(stacked, op=vmap(c.op), reference=vmap(c.reference), may_refuse=True)
 
 
 def _opcheck(c: Case) -> Iterator[Case]:
-    """`torch.library.opcheck`, and fake tensors of each layout, for operations with a torch operator."""
+    """Run `torch.library.opcheck` on a torch operator, and its fake-tensor test on each memory layout."""
     operator = getattr(c.op, "operator", c.op)
     falls_back = isinstance(c.op, Operation) and c.op.fallback_reason(c.device.type)
     if falls_back or not isinstance(operator, CustomOpDef):
@@ -394,7 +404,7 @@ def _opcheck(c: Case) -> Iterator[Case]:
 
 
 def _compile(c: Case) -> Iterator[Case]:
-    """Check that torch.compile makes one graph with the results of eager calls."""
+    """Check that torch.compile makes a single graph, and that its results equal the eager results."""
     if c.backend == "inductor" and c.device.type == "cpu" and (reason := missing_compiler()):
         raise NotTried(reason)
     torch.compiler.reset()
@@ -419,7 +429,7 @@ ROWS: dict[str, tuple[Callable[[Case], Iterator[Case]], Sequence[str]]] = {
 
 
 def _times(c: Case, seconds: float) -> Iterator[Times]:
-    """Times of alternating calls of reference and operation, without and with their backward."""
+    """Median seconds of reference and operation, called in turn, without and with the backward pass."""
     arguments, leaves = [*c.inputs.values()], [*c.leaves.values()]
 
     def with_backward(form: Form) -> None:

@@ -1,10 +1,10 @@
 """Cross entropy of a linear head, without materialising all logits.
 
-The plain form writes (N, V) logits, their log-softmax and both gradients to memory, 64 MB each for 4,096 tokens
-and a vocabulary of 4,096. The fused form processes tokens in chunks and computes gradients from each chunk's
-probabilities in the forward pass, as the backward pass only multiplies them by a scalar. A chunk fits the cache
-but has at least MIN_TOKENS, since each chunk reads the head and adds to its gradient (D=768, V=32,000, bfloat16,
-two threads, 512 tokens in chunks of 65 / 262 / 524: 572 / 227 / 210 ms).
+The plain form writes (N, V) logits, their log-softmax and both gradients to memory: 64 MB each for 4,096 tokens
+and a vocabulary of 4,096. The fused form processes the tokens in chunks. It computes the gradients in the forward
+pass, from each chunk's probabilities; the backward pass only multiplies them by a scalar. A chunk's logits fit the
+CPU's cache, but a chunk has at least MIN_TOKENS tokens, since each chunk reads the head and adds to its gradient
+(D=768, V=32,000, bfloat16, two threads, 512 tokens in chunks of 65 / 262 / 524: 572 / 227 / 210 ms).
 """
 
 # Shapes: N tokens, D width, V vocabulary.
@@ -18,7 +18,7 @@ from torch import Tensor
 from dunes.ops.operation import autocast_dtype, once_differentiable
 
 IGNORE = -100
-"""The target of a position that has no loss, as in PyTorch."""
+"""Target id of a position that does not count in the loss, as in PyTorch."""
 CHUNK = {"cpu": 1 << 21}  # logits per chunk that fit the cache
 MIN_TOKENS = 256  # per chunk, at most the head's width, which bounds the memory of logits
 LARGE_CHUNK = 1 << 28  # on devices where launching a kernel costs more than memory
@@ -30,9 +30,10 @@ def plain(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed loss (nats, float32) of hidden states x (N, D) with the head (V, D) for targets (N,) int64.
+    """Summed cross entropy (nats, float32) of the logits x @ weight.T for targets (N,) int64.
 
-    Targets equal to IGNORE are not counted, and their states, which may be inf or NaN, are not used.
+    x (N, D) are hidden states, `weight` (V, D) is the head. Positions whose target is IGNORE do not count; their
+    states may be inf or NaN.
     """
     needs_grad = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
     # The first call of a custom operator takes a second.
@@ -44,7 +45,10 @@ def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, states: bool, head: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss and its float32 gradients for hidden states and head, empty unless requested."""
+    """The summed loss and its gradients (float32): of the hidden states if `states`, of the head if `head`.
+
+    A gradient that is not requested is an empty tensor.
+    """
     loss = x.new_zeros((), dtype=torch.float32)
     # A frozen head, often the largest matrix, needs no gradient.
     dx, dw = (
@@ -104,7 +108,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _chunk(x: Tensor, head: Tensor, targets: Tensor, mask: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """Summed loss of the tokens in the mask, and gradients of the logits (chunk, V) if `needs_grad`."""
+    """Summed loss of the tokens in `mask`, and with `needs_grad` the gradient of the logits (chunk, V)."""
     logits = (x @ head.T).float()
     probs = logits.softmax(-1)
     index = targets.where(mask, 0)[:, None]

@@ -1,8 +1,8 @@
 """Mixture of experts: each token is routed to a few of many MLPs and gets their weighted sum.
 
-Of two equivalent forms, `plain` calls each expert, which may be any module, with its tokens; `grouped` sorts
-tokens by expert and uses one grouped matrix product for each matrix, whose weights share a storage. Milliseconds,
-plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
+`plain` and `grouped` compute the same. `plain` calls each expert (any module) with its tokens. `grouped` sorts the
+tokens by expert and makes three grouped matrix products (gate, up and down), each for all experts at once.
+Milliseconds, plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
 
     experts x dim x hidden, chosen       tokens      1          16         256        1024
     8 x 512 x 512, 2   inference float32     0.7 / 1.0   2.5 / 2.2   10 / 9.8   33 / 30
@@ -14,9 +14,9 @@ plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
                        training  float32      10 / 7.6    14 / 12    28 / 24    65 / 58
                                  bfloat16     22 / 21     36 / 28    57 / 45   101 / 89
 
-Without gradients the grouped form is faster from about two tokens per expert. In training it is faster with many
-experts and up to a third slower with few wide ones, but is used in any case, since the memory of the plain form
-depends on the routing and cannot be estimated.
+Without gradients the grouped form is faster from about two tokens per expert on. In training it is faster with
+many experts, and up to a third slower with a few wide ones. Training always uses it where it applies, because the
+memory of the plain form depends on the routing and cannot be estimated.
 """
 
 # Shapes: N tokens, k experts per token, E experts, D width, H an expert's hidden width, S rows (N * k).
@@ -36,12 +36,12 @@ from dunes.measure import ranks
 from dunes.ops.operation import autocast_dtype, once_differentiable
 
 FEW = 1
-"""Average tokens per expert up to which the plain form is faster without gradients."""
+"""Without gradients, the plain form is used up to this average number of tokens per expert."""
 
 _ONE_BY_ONE = ContextVar("one_by_one", default=False)
 
 Stack = Tensor | Sequence[Tensor]
-"""Matrices of equal shape, one for each expert: a view (E, ...) of their storage, or a sequence."""
+"""One matrix for each expert, all of equal shape: a tensor (E, ...) or a sequence of tensors."""
 
 
 class Stacks(NamedTuple):
@@ -53,9 +53,9 @@ class Stacks(NamedTuple):
 
 
 def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """The plain form: x (N, D), `expert_ids` int64 and their `weights` (N, k) -> (N, D) in x's dtype.
+    """The plain form: x (N, D), `expert_ids` (N, k) int64, `weights` (N, k) -> (N, D) in x's dtype.
 
-    With gradients enabled, experts without tokens are called, too, since all ranks of a sharded model must take
+    With gradients enabled, experts without tokens are called too, since all ranks of a sharded model must take
     part in the same collectives.
     """
     y = torch.zeros_like(x)
@@ -69,7 +69,7 @@ def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], expert_ids: 
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Use the plain form in a `with`: it calls the experts' linear layers, so that hooks see their tokens."""
+    """A context that forces the plain form, which calls the experts' linear layers, so that their hooks run."""
     token = _ONE_BY_ONE.set(True)
     try:
         yield
@@ -78,8 +78,10 @@ def one_by_one() -> Iterator[None]:
 
 
 def _routed_tokens(expert_ids: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
-    """Tokens routed to the expert, and their column in `expert_ids`; for fake tensors, an average number of
-    tokens."""
+    """Indices of the tokens routed to the expert, and for each token the column of `expert_ids` with this expert.
+
+    For fake tensors, which have no values, the number of tokens is the average per expert.
+    """
     if isinstance(expert_ids, FakeTensor):
         if torch.compiler.is_exporting():
             raise ValueError("experts of this form run one by one, by the values of the router")
@@ -115,13 +117,16 @@ def grouped(x: Tensor, stacks: Stacks, expert_ids: Tensor, weights: Tensor) -> T
 # grouped_mm cannot be traced in float32, since its fake implementation accepts bfloat16 only.
 @torch.library.custom_op("dunes::grouped_product", mutates_args=())
 def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows (S, I), sorted by expert and ending at `ends` (E,), times each expert's weight (E, O, I) -> (S, O)."""
+    """Multiply each expert's rows by its weight: rows (S, I), weight (E, O, I) -> (S, O).
+
+    Rows are sorted by expert; `ends` (E,) int32 is the index after each expert's last row.
+    """
     return F.grouped_mm(rows, weight.mT, offs=ends)
 
 
 @torch.library.custom_op("dunes::grouped_outer", mutates_args=())
 def outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Each expert's a.T @ b (E, O, I) for rows a (S, O) and b (S, I)."""
+    """The product a.T @ b of each expert's rows: a (S, O), b (S, I) -> (E, O, I)."""
     return F.grouped_mm(a.mT, b, offs=ends)
 
 
@@ -129,7 +134,10 @@ def outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 # dtype.
 @torch.library.custom_op("dunes::expert_products", mutates_args=())
 def products(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed: bool) -> Tensor:
-    """`product` with separate expert weights (O, I), or (I, O) if transposed, in the dtype of the rows."""
+    """Same as `product`, with a separate weight (O, I) for each expert, or (I, O) if `transposed`.
+
+    The weights are cast to the dtype of the rows.
+    """
     weight = (_view(weights) if adjacent(weights) else torch.stack(list(weights))).to(rows.dtype)
     return F.grouped_mm(rows, weight if transposed else weight.mT, offs=ends)
 
@@ -174,12 +182,12 @@ products.register_autograd(_backward_each, setup_context=_setup_context_each)
 
 
 def aligned(weight: Tensor, dtype: torch.dtype) -> bool:
-    """True if grouped_mm accepts matrices of this shape, whose sides must be multiples of 16 bytes."""
+    """True if both sides of the matrix are multiples of 16 bytes in this dtype, as grouped_mm requires."""
     return all(side * dtype.itemsize % 16 == 0 for side in weight.shape)
 
 
 def stack_view(weights: Sequence[Tensor]) -> Tensor:
-    """One view (E, ...) of `adjacent` weights, with gradients to each of them."""
+    """One view (E, ...) of weights that are `adjacent`; its gradient is passed on to each weight."""
     if torch.is_grad_enabled():
         view: Tensor = _Stacked.apply(*weights)  # type: ignore[no-untyped-call]
         return view
@@ -187,7 +195,7 @@ def stack_view(weights: Sequence[Tensor]) -> Tensor:
 
 
 def adjacent(weights: Sequence[Tensor]) -> bool:
-    """True if the weights are contiguous in one storage, in this order."""
+    """True if the weights lie one after another in one storage, in this order, each contiguous."""
     first = weights[0]
     storage, start = first.untyped_storage()._cdata, first.storage_offset()
     return all(
@@ -215,10 +223,10 @@ class _Stacked(torch.autograd.Function):
 
 
 def fits(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: float) -> bool:
-    """True if the grouped form applies to tokens x (N, D) and is faster.
+    """True if the grouped form should be used for tokens x (N, D).
 
-    `weights` are one expert's, which gets `tokens_per_expert` tokens on average. In a process group they may be
-    sharded by FSDP, so that the plain form is used.
+    `weights` are the matrices of one expert, and `tokens_per_expert` is an average. With several ranks it is
+    False, since FSDP may shard the weights.
     """
     if not torch.compiler.is_compiling() and _ONE_BY_ONE.get():
         return False

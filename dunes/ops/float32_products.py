@@ -1,12 +1,13 @@
-"""Matrix products and attention of bfloat16 tensors in float32, rounded once at the end, where it is faster.
+"""Matrix products and attention of bfloat16 tensors, computed in float32 on CPUs where this is faster.
 
 Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024
-weights, one thread: 84 and 154 GFLOP/s); converting a matrix takes less than that. Results are at least as exact.
+weights, one thread: 84 and 154 GFLOP/s). Converting a matrix to float32 takes less time than this saves. Results
+are rounded to bfloat16 only once, and are at least as exact.
 
-The Gram matrix of inputs is the sum of x xT in float32. Only the upper triangle is computed, in panels of rows.
-Products of bfloat16 numbers are exact in float32, and AMX accumulates in float32, so that bfloat16 products give
-the same matrix to 1e-6 at a multiple of the rate (4,096 tokens, 5,632 inputs, two threads: 0.82 s plain, 0.47 s by
-panels, 0.24 s by panels in bfloat16).
+The Gram matrix of inputs is the sum of x xT in float32. Only its upper triangle is computed, in panels of rows.
+For bfloat16 inputs, products in bfloat16 give the same matrix up to 1e-6, because products of two bfloat16 numbers
+are exact in float32 and AMX accumulates in float32. They are faster (4,096 tokens, 5,632 inputs, two threads:
+0.82 s plain, 0.47 s in panels, 0.24 s in panels with bfloat16 products).
 """
 
 # Shapes: N tokens, I inputs.
@@ -23,34 +24,35 @@ from torch.overrides import TorchFunctionMode
 from dunes import measure
 
 MIN_TOKENS = 128
-"""Fewest tokens for which it pays; with 64, converting weights costs what is gained (10M and 124M parameters)."""
+"""Fewest tokens for float32 products; with 64, the gain equals the cost of conversion (10M, 124M parameters)."""
 PANELS, NARROWEST = 8, 256  # of the Gram matrix, and rows of a panel
 
 
 def float32_products(weight: Tensor, tokens: int) -> AbstractContextManager[Any]:
-    """The context in which a forward of `tokens` tokens is fastest on this machine, with weights like `weight`."""
+    """`Float32Products` if it makes a forward of `tokens` tokens faster, otherwise a null context."""
     return Float32Products() if multiplies_in_float32(weight, tokens) else nullcontext()
 
 
 def multiplies_in_float32(weight: Tensor, tokens: int) -> bool:
-    """True if a forward of `tokens` tokens, with weights like `weight`, is faster with float32 products."""
+    """True if float32 products make a forward of `tokens` tokens faster, for weights like `weight`."""
     applies = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and tokens >= MIN_TOKENS
     return applies and float32_is_faster()
 
 
 _recorded: list[bool] = []
-"""The choice of a recorded run while it is repeated, else empty."""
+"""One item while a recorded run is repeated: that run's choice. Otherwise empty."""
 
 
 def repeat_choice(faster: bool | None) -> None:
-    """Let `float32_is_faster` return a run's recorded choice from now on, or with None this machine's own."""
+    """Make `float32_is_faster` return the recorded choice of a run from now on; None ends this."""
     _recorded[:] = [] if faster is None else [faster]
 
 
 def float32_is_faster() -> bool:
-    """True if float32 products are faster than bfloat16 ones on this machine, by a clear margin.
+    """True if float32 products are clearly faster than bfloat16 products on this machine.
 
-    Since results depend on it, it follows from the instruction set, or else from rates cached for this machine.
+    Results depend on this choice, so it must not vary between runs: it follows from the instruction set, or, if
+    that does not decide, from rates that are measured once and cached for this machine.
     """
     if _recorded:
         return _recorded[0]
@@ -84,15 +86,15 @@ def _widen(argument: Any) -> Any:
 
 
 def plain_gram(x: Tensor) -> Tensor:
-    """Gram matrix (I, I) of inputs (N, I), in float32 also under autocast."""
+    """The Gram matrix (I, I) of inputs (N, I), computed in float32 even under autocast."""
     with torch.autocast(x.device.type, enabled=False):
         return x.float().T @ x.float()
 
 
 def add_gram(matrix: Tensor, x: Tensor) -> None:
-    """Add the Gram matrix of inputs (N, I) to the upper triangle of a matrix (I, I) in float32.
+    """Add the Gram matrix of inputs (N, I) to the upper triangle of `matrix` (I, I), float32.
 
-    Entries below the diagonal are undefined until `mirror`.
+    Entries below the diagonal are undefined until `mirror` is called.
     """
     wide = x.float()
     with _exact_products(x):
@@ -114,7 +116,7 @@ def _panels(inputs: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _exact_products(x: Tensor) -> Iterator[None]:
-    """Let float32 products be computed in bfloat16 if the inputs are bfloat16 on a CPU and it is faster."""
+    """A context that computes float32 products in bfloat16 if x is bfloat16 on a CPU and this is faster."""
     cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
     if not cpu or float32_is_faster():
         yield

@@ -1,4 +1,4 @@
-"""SwiGLU, silu(gate) * up. The fused form recomputes silu in the backward pass, to save two tensors, not three."""
+"""SwiGLU, silu(gate) * up. The fused form recomputes silu in the backward pass; so it stores 2 tensors, not 3."""
 
 import torch
 import torch.nn.functional as F
@@ -17,5 +17,5 @@ def _backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 @operation("dunes::gated", reference=plain, backward=_backward, compiled="reference")
 def fused(gate: Tensor, up: Tensor) -> Tensor:
-    """SwiGLU of two tensors of equal shape and dtype, in that shape and dtype. https://arxiv.org/abs/2002.05202"""
+    """silu(gate) * up, for tensors of equal shape and dtype (SwiGLU). https://arxiv.org/abs/2002.05202"""
     return F.silu(gate).mul_(up)

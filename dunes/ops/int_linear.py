@@ -1,14 +1,15 @@
-"""Linear layers with int8 or int4 codes, by torch's packed kernels for CPUs where there are few rows.
+"""Linear layers with int8 or int4 codes. For a few rows on a CPU they use torch's packed kernels.
 
-int8 has a scale for each output. The plain form converts the codes, which bfloat16 represents exactly, and scales
-the outputs, in 0.3 to 0.6 of the time of scaling the matrix. The packed product reads codes directly and is faster
-than a bfloat16 product; from 16 rows on it is slower than the plain form, and in float32 it is not vectorized.
+int8 codes have one scale per output. The plain form casts the codes to x's dtype (bfloat16 represents them
+exactly) and scales the outputs, which takes 0.3 to 0.6 of the time of scaling the matrix. The packed product reads
+the codes directly, and for a few rows it is faster than a bfloat16 product. From 16 rows on it is slower than the
+plain form, and in float32 it is not vectorized.
 
-int4 has scales in groups of inputs. The packed product reads half a byte for each weight, where dequantizing makes
-a dense matrix first: 2048 x 2048, one thread, 1 / 4 / 16 rows: 0.20 / 0.37 / 1.6 ms; a bfloat16 product takes
-0.56, dequantizing 3. It sums in float32 with offsets in bfloat16; like a bfloat16 product it has an error of about
-0.2 %, from rounding outputs. Its layout is private to torch and specific to the CPU, so that it is made from the
-codes on first use and not saved.
+int4 codes have one scale and zero point per group of inputs. The packed product reads half a byte per weight:
+2048 x 2048, one thread, 1 / 4 / 16 rows: 0.20 / 0.37 / 1.6 ms. A bfloat16 product takes 0.56 ms; dequantizing
+into a dense matrix takes 3 ms. The packed product sums in float32, with offsets in bfloat16. Like a bfloat16
+product it has an error of about 0.2 %, from rounding its outputs. The packed layout is private to torch and
+specific to the CPU, so it is never saved, but made from the codes on first use.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.
@@ -20,20 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 INT8_ROWS = 4
-"""Maximum rows of the packed product: 0.3 to 0.7 of a bfloat16 product's time with 1 row, 0.5 to 0.9 with 4."""
+"""Maximum rows of the int8 packed product. It takes 0.3 to 0.7 of a bfloat16 product's time with 1 row, 0.5 to 0.9
+with 4 rows."""
 INT8_WIDTH = 32
-"""Divisor of the number of inputs for the packed product."""
+"""The int8 packed product needs a number of inputs that is a multiple of this."""
 ALIGNED = 64
-"""Alignment in bytes of the vectors that the packed product reads."""
+"""Alignment, in bytes, of the memory that the int8 packed product reads."""
 
 INT4_ROWS = 16
-"""Maximum rows of the packed product; with 32 it takes as long as dequantizing."""
+"""Maximum rows of the int4 packed product; with 32 rows it takes as long as dequantizing."""
 WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # group sizes, and divisor of outputs, that the kernel supports
 MIDDLE = 8  # the kernel's code of zero
 
 
 def is_few(x: Tensor) -> bool:
-    """True if x (..., I) has at most `INT8_ROWS` rows. In a graph, an unknown number of rows counts as many."""
+    """True if x (..., I) has at most `INT8_ROWS` rows; False in a compiled graph if the number is unknown."""
     few: Any = x.numel() <= INT8_ROWS * x.shape[-1]
     if torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import
@@ -43,7 +45,7 @@ def is_few(x: Tensor) -> bool:
 
 
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """x (..., I), codes (O, I) int8, scale (O,) float32 -> (..., O) in x's dtype; no gradient."""
+    """x (..., I), codes (O, I) int8, scale (O,) float32 -> (..., O) in x's dtype. Not differentiable."""
     packs = not torch.compiler.is_compiling() and x.dtype == torch.bfloat16 and x.device.type == "cpu"
     # With other widths the packed product reads out of bounds.
     supported = packs and is_few(x) and x.shape[-1] % INT8_WIDTH == 0
@@ -51,9 +53,9 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor, codes: Tensor) -> bool:
-    """True if the packed product can read these; otherwise, as with codes in a mapped file, it ends the process.
+    """True if the packed product can read these tensors. Unaligned codes, as in a mapped file, end the process.
 
-    Codes in complete groups of four outputs need no alignment.
+    Codes need no alignment if the number of outputs is a multiple of four.
     """
     codes_fit = codes.is_contiguous() and (len(codes) % 4 == 0 or codes.data_ptr() % ALIGNED == 0)
     return codes_fit and x.numel() > 0 and x.is_contiguous() and x.data_ptr() % ALIGNED == 0
@@ -70,7 +72,7 @@ def packed(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 class PackedInt4(NamedTuple):
-    """A matrix in the kernel's layout: packed codes, and scales and offsets `steps` (G, O, 2) in bfloat16."""
+    """A matrix in the int4 kernel's layout; `steps` (G, O, 2) has scales and offsets in bfloat16."""
 
     codes: Tensor
     steps: Tensor
@@ -78,21 +80,21 @@ class PackedInt4(NamedTuple):
 
 
 def fits_int4(x: Tensor, outputs: int, width: int) -> bool:
-    """True if the kernel supports rows x (..., I) and codes (O, I) in groups of this width."""
+    """True if the int4 kernel supports x (..., I) and codes (O, I) with groups of `width` inputs."""
     supported = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling()
     has_few_rows = 0 < x.numel() <= INT4_ROWS * x.shape[-1]
     return supported and has_few_rows and x.shape[-1] % width == 0 and width in WIDTHS and outputs % OUTPUTS == 0
 
 
 def pack_int4(codes: Tensor, scale: Tensor, zero: Tensor) -> PackedInt4:
-    """Pack the matrix scale * (code - zero) of codes (O, I) below 16, with scale and zero (O, G) in float32."""
+    """Pack the matrix `scale * (codes - zero)`: codes (O, I) are below 16, scale and zero (O, G) are float32."""
     steps = torch.stack([scale, (MIDDLE - zero) * scale], -1).to(torch.bfloat16)
     matrix = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
     return PackedInt4(matrix, steps.transpose(0, 1).contiguous(), codes.shape[1] // scale.shape[1])
 
 
 def int4_linear(x: Tensor, matrix: PackedInt4) -> Tensor:
-    """x (..., I) in bfloat16 -> (..., O) in bfloat16; no gradient."""
+    """x (..., I) -> (..., O), both bfloat16. Not differentiable."""
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     y: Tensor = torch._weight_int4pack_mm_for_cpu(flat, matrix.codes, matrix.width, matrix.steps)
     return y.view(*x.shape[:-1], y.shape[-1])

@@ -1,4 +1,4 @@
-"""Kernels in C++, Triton and Metal, with checks that the toolchain exists."""
+"""Kernels in C++, Triton and Metal, and functions that report a missing compiler."""
 
 import functools
 import hashlib
@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 class Kernels(Protocol):
     def missing(self, device: str) -> str | None:
-        """The reason, on one line, why these kernels do not run on this type of device; None if they do."""
+        """The reason why these kernels cannot run on this type of device, in one line; None if they can."""
 
 
 class Cpp:
-    """C++ functions on `torch::Tensor` for the CPU, compiled in half a minute at the first call, cached by torch.
+    """C++ functions on `torch::Tensor` for the CPU.
 
-    Functions are attributes: `Cpp(source, "square").square(x)`. The first call raises ValueError if the source
-    does not compile.
+    Functions are attributes: `Cpp(source, "square").square(x)`. The first call compiles the source, in half a
+    minute; torch caches the result on disk. The call raises ValueError if the source does not compile.
     """
 
     def __init__(self, source: str, *functions: str) -> None:
@@ -60,7 +60,7 @@ def missing_compiler() -> str | None:
 
 
 class Triton:
-    """Kernels of `triton.jit`, called through `torch.library.wrap_triton` on CUDA tensors."""
+    """Marks a forward that calls kernels of `triton.jit` through `torch.library.wrap_triton` on CUDA tensors."""
 
     def missing(self, device: str) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -105,12 +105,15 @@ def why_not_compiled() -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The beginning of an error of torch's compilers, which raise whatever they meet, in pages of text."""
+    """The first 200 characters of the error's message, on one line; the class name if the message is empty."""
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def attempt(message: str, work: Callable[[], T]) -> T:
-    """The result of work by torch's compiler. Raises ValueError of one line, which begins with `message`."""
+    """The result of `work()`, which runs torch's compiler.
+
+    Any error becomes a one-line ValueError that starts with `message`.
+    """
     try:
         return work()
     except Exception as error:  # torch raises whatever it meets

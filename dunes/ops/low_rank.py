@@ -1,10 +1,10 @@
-"""Frozen linear layer, alone or with a low-rank update: x W' + scale * (x A') B'.
+"""A frozen linear layer, alone or with a low-rank update: x W' + scale * (x A') B', where ' is the transpose.
 
 LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 
-W is computed by a function, and again in the backward pass, so that neither the dense form of a quantized weight
-nor autocast's copy stays in memory. The fused form accumulates into one output and rounds once, where the plain
-form allocates the update and the sum.
+A function computes W in the forward pass, and again in the backward pass, so that no dense copy of a quantized
+weight and no autocast copy stays in memory. The fused form adds the update into the layer's output; the plain form
+allocates the update and the sum.
 """
 
 # Shapes: N tokens, I inputs, O outputs, R rank.
@@ -27,16 +27,16 @@ def plain(x: Tensor, a: Tensor, b: Tensor, dense: Dense, bias: Tensor | None, sc
 
 
 def fused(x: Tensor, a: Tensor, b: Tensor, dense: Dense, bias: Tensor | None, scale: float) -> Tensor:
-    """x (..., I), A (R, I), B (O, R), `dense()` (O, I) -> (..., O) in the dtype of matrix products.
+    """x (..., I), `a` (R, I), `b` (O, R), weight `dense()` (O, I) -> (..., O) in autocast's dtype or x's.
 
-    Neither W nor the bias (O,) gets a gradient.
+    Neither the weight nor the bias (O,) gets a gradient.
     """
     y: Tensor = _Fused.apply(x, a, b, dense, bias, scale, autocast_dtype(x))  # type: ignore[no-untyped-call]
     return y
 
 
 def frozen(x: Tensor, dense: Dense, bias: Tensor | None) -> Tensor:
-    """The frozen linear layer alone: x (..., I) -> (..., O). Neither W nor the bias gets a gradient."""
+    """The frozen linear layer alone: x (..., I) -> (..., O). Neither weight nor bias gets a gradient."""
     y: Tensor = _Frozen.apply(x, dense, bias, autocast_dtype(x))  # type: ignore[no-untyped-call]
     return y
 
@@ -95,5 +95,5 @@ def _linear(x: Tensor, dense: Dense, bias: Tensor | None, dtype: torch.dtype) ->
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
-    """Disable autocast, as the operands have their dtype already."""
+    """A context without autocast, for operands that have the right dtype already."""
     return torch.autocast(x.device.type, enabled=False)

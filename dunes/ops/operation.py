@@ -1,4 +1,4 @@
-"""Differentiable operations from a custom forward and backward, with a plain reference.
+"""Differentiable operations, each defined by a forward, a backward and a plain reference function.
 
     def exp_backward(grad: Tensor, output: Tensor) -> Tensor:
         return grad * output
@@ -7,9 +7,9 @@
     def exp(x: Tensor) -> Tensor:
         return x.exp()
 
-The reference defines the operation: it gives shapes and dtypes for tracing, `ops.check` compares with it, and it
-runs where the operation cannot. Compiled graphs and exports use an operator of `torch.library`, eager calls an
-autograd.Function, which has less overhead.
+The reference defines the operation: tracing takes shapes and dtypes from it, `ops.check` compares with it, and it
+runs where the operation cannot. Compiled graphs and exports call an operator of `torch.library`. Eager calls use
+an autograd.Function, which has less overhead.
 """
 
 import inspect
@@ -25,18 +25,18 @@ from dunes.ops.kernels import Kernels, Triton
 from dunes.units import plural
 
 Autocast = Literal["low", "float32"]
-"""Dtype that autocast casts floating-point inputs to: its own ("low"), or float32."""
+"""The dtype to which inputs are cast under autocast: autocast's own dtype ("low") or float32."""
 
 Compiled = Literal["operation", "reference"]
-"""The form that torch.compile puts into its graph."""
+"""The function that torch.compile puts into its graph."""
 
 SPECIAL = ("grad", "grads", "output", "outputs", "kept", "needs_grad")
-"""Names of a backward's parameters besides those of the forward."""
+"""Parameter names that a backward may use in addition to the forward's parameter names."""
 
 
 @dataclass(eq=False, repr=False)
 class Operation:
-    """The result of `operation`: called like the forward, and differentiable by the backward."""
+    """The result of `operation`: a callable with the forward's parameters, differentiated by the backward."""
 
     name: str
     forward: Callable[..., Any]
@@ -76,7 +76,7 @@ class Operation:
         return f"<operation {self.name}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Operation":
-        """The operation itself, as for functions, so that models with an operation can be copied."""
+        """The operation itself, so that models that contain it can be copied; deepcopy treats functions so too."""
         return self
 
     def _call(self, args: Sequence[Any], device: str) -> Any:
@@ -109,7 +109,7 @@ class Operation:
         return [a.to(dtype) if is_float else a for a, is_float in zip(args, floats, strict=True)]
 
     def fallback_reason(self, device: str) -> str | None:
-        """The reason why eager calls use the reference on this type of device; None if they do not."""
+        """The reason why eager calls use the reference on this type of device; None if they use the forward."""
         if torch._C._are_functorch_transforms_active():
             return "it has no form for torch.func"
         return None if self.kernels is None else self.kernels.missing(device)
@@ -120,9 +120,9 @@ class Operation:
             warnings.warn(f"{self.name} is computed by its reference: {reason}", stacklevel=4)
 
     def gradients(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of all arguments from the backward, None for arguments without one.
+        """Call the backward. Returns one item for each argument of the forward: its gradient or None.
 
-        Raises ValueError unless the backward returns a tensor or None for each tensor of the forward.
+        Raises ValueError unless the backward returns a tensor or None for each tensor argument.
         """
         assert self.backward is not None
         assert self.saved is not None
@@ -145,21 +145,21 @@ class Operation:
 
 @dataclass(frozen=True)
 class Saved:
-    """The arguments of a backward, and how they are saved from the forward."""
+    """The parameters of a backward, and which tensors and values the forward saves for them."""
 
     parameters: list[str]
     inputs: list[str]
-    """The parameters that are the forward's: tensors first, then values."""
+    """Parameter names shared with the forward: tensors first, then other values."""
     tensors: list[int]
-    """Positions of the saved tensors among the forward's arguments."""
+    """Indices of the saved tensors in the forward's arguments."""
     values: list[int]
     outputs: slice
     differentiable: list[int]
-    """Positions of all tensors among the forward's arguments."""
+    """Indices of all tensors in the forward's arguments."""
 
     @classmethod
     def of(cls, op: Operation) -> "Saved":
-        """The arguments of an operation's backward. Raises ValueError for a parameter with an unknown name."""
+        """Read the parameters of the operation's backward. Raises ValueError for an unknown parameter name."""
         backward = op.backward.forward if isinstance(op.backward, Operation) else op.backward
         assert backward is not None
         parameters = list(inspect.signature(backward).parameters)
@@ -179,7 +179,7 @@ class Saved:
         ctx.values = [inputs[i] for i in self.values]
 
     def restore(self, ctx: Any, grads: Sequence[Tensor]) -> list[Any]:
-        """Arguments of the backward."""
+        """The arguments of the backward, in the order of its parameters."""
         saved, n = ctx.saved_tensors, len(self.tensors)
         outputs = saved[n:]
         arguments = {
@@ -204,21 +204,23 @@ def operation(
     autocast: Autocast | None = None,
     compiled: Compiled = "operation",
 ) -> Callable[[Callable[..., Any]], Operation]:
-    """Make a forward an operation that supports autograd, torch.compile, export, autocast and fake tensors.
+    """A decorator that turns a forward function into an `Operation`.
 
-    The forward is annotated as for `torch.library.custom_op`, with tensors and numbers, without sequences of
-    tensors; it returns new tensors and does not write into its arguments. `name` is `namespace::name`.
+    An operation supports autograd, torch.compile, export, autocast and fake tensors. The forward needs annotations
+    as for `torch.library.custom_op`; sequences of tensors are not supported. It returns new tensors and does not
+    write into its arguments. `name` is `namespace::name`.
 
     reference: the same function in plain PyTorch, differentiable by autograd.
-    backward: its parameters name what to save from the forward: `grad` (`grads` of several outputs), any parameter
-        of the forward, `output` (or `outputs`), `needs_grad` (one bool for each tensor), or `kept`, for which the
-        forward returns (output, *kept) and callers get the output. It returns one gradient or None for each tensor
-        of the forward. Second derivatives raise ValueError.
-    fake: makes empty outputs of the right shape; by default the reference does.
-    kernels: `Cpp`, `Triton` or `Metal` kernels of the forward; where they cannot run, the reference is computed
-        with one warning. A backward with kernels is an operation of its own.
-    autocast: dtype to cast floating-point tensors to under autocast, by default none. Autocast is off inside.
-    compiled: "reference" if torch.compile should fuse the reference; no torch operator is then registered.
+    backward: a function that returns a gradient or None for each tensor argument. Its parameter names select its
+        arguments: `grad` (or `grads`, for several outputs), any parameter of the forward, `output` (or `outputs`),
+        `needs_grad` (one bool for each tensor), and `kept`. With `kept`, the forward returns (output, *kept), and
+        callers get only the output. Second derivatives raise ValueError.
+    fake: returns empty outputs of the right shape, for tracing. Default: the reference.
+    kernels: the `Cpp`, `Triton` or `Metal` kernels of the forward. Where they cannot run, the reference runs, with
+        one warning. A backward that uses kernels must be an `Operation` too.
+    autocast: dtype to which floating-point tensors are cast under autocast. By default they are not cast. Autocast
+        is disabled inside the operation.
+    compiled: "reference" lets torch.compile fuse the reference; no torch operator is then registered.
 
     Raises ValueError for an unknown parameter of the backward, and for types that torch.library does not support.
     """
@@ -253,9 +255,9 @@ def _eager_function(op: Operation) -> type[torch.autograd.Function]:
 
 
 def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward that records no graph, and raises ValueError for a second derivative.
+    """Wrap a backward so that it records no graph and second derivatives raise ValueError.
 
-    With torch's decorator, second derivatives are silently wrong if the incoming gradient is a constant.
+    With torch's own decorator, second derivatives are silently wrong if the incoming gradient is constant.
     """
 
     def once(ctx: Any, *grads: Tensor) -> Any:
@@ -270,7 +272,7 @@ def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[...
 
 
 class _NoSecondDerivative(torch.autograd.Function):
-    """Identity of the gradients, whose backward raises ValueError."""
+    """Returns the gradients unchanged; its backward raises ValueError."""
 
     @staticmethod
     def forward(ctx: Any, name: str, gradients: Sequence[Tensor | None], *of: Tensor) -> Any:
@@ -283,7 +285,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 
 
 def _register(op: Operation) -> Any:
-    """The torch operator for compiled graphs, exports and tensor subclasses."""
+    """Register and return the torch operator that compiled graphs, exports and tensor subclasses use."""
     if op.keeps and op.fake is None:
         raise ValueError(f"{op.name}: what is kept has a shape that the reference does not tell; give fake=")
     try:
@@ -302,7 +304,7 @@ def _register(op: Operation) -> Any:
 
 
 def _contiguous(form: Callable[..., Any]) -> Callable[..., Any]:
-    """The form with contiguous outputs, as compiled graphs assume the strides of the fake implementation."""
+    """Make `form` return contiguous outputs: compiled graphs assume the fake implementation's strides."""
 
     def call(*args: Any) -> Any:
         result = form(*args)
@@ -333,12 +335,12 @@ _usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _plain_tensors(args: Sequence[Any], tensors: Sequence[int]) -> bool:
-    """True if all are plain tensors or None, outside of any dispatch mode."""
+    """True if the tensor arguments are plain tensors or None, and no torch dispatch mode is active."""
     plain_types = (Tensor, torch.nn.Parameter, type(None))
     return not torch._C._len_torch_dispatch_stack() and all(type(args[i]) in plain_types for i in tensors)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype on x's device, or x's own outside of autocast."""
+    """Autocast's dtype on x's device; x's own dtype if autocast is off."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -1,7 +1,7 @@
 """Root mean square norm (RMSNorm): https://arxiv.org/abs/1910.07467
 
-It is reduced in float32 and returned in the dtype of the next matrix product, which saves a cast in each layer
-that reads it. The fused form saves one number per row for the backward pass.
+The mean is computed in float32. The result has the dtype of the next matrix product, which saves a cast in each
+layer that reads it. The fused form stores one more number per row for the backward pass.
 """
 
 # Shapes: ... any, D width.
@@ -24,7 +24,7 @@ def plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, (..., D) in autocast's dtype or x's."""
+    """x / rms(x) * weight over the last dimension: (..., D) -> (..., D), in autocast's dtype or x's own."""
     if torch.compiler.is_compiling():
         return plain(x, weight, eps)
     if not torch.is_grad_enabled() and x.dtype == weight.dtype == autocast_dtype(x):

@@ -1,8 +1,8 @@
 """Rotary position embedding (RoPE): https://arxiv.org/abs/2104.09864
 
-In half-split layout dimension i pairs with i + D/2, in adjacent layout 2i pairs with 2i + 1. The fused form writes
-each half once and rotates the gradient back by the same angles; the plain form makes four full copies in each
-direction.
+In the half-split layout dimension i pairs with i + D/2; in the adjacent layout 2i pairs with 2i + 1. The fused
+form writes each half once, and its backward pass rotates the gradient back by the same angles. The plain form
+makes four full copies in the forward pass and four in the backward pass.
 """
 
 # Shapes: B batch, T tokens, H heads, D head dim.
@@ -27,12 +27,12 @@ def _backward(grad: Tensor, cos: Tensor, sin: Tensor, adjacent: bool) -> tuple[T
 
 @operation("dunes::rotary", reference=plain, backward=_backward, compiled="reference")
 def fused(x: Tensor, cos: Tensor, sin: Tensor, adjacent: bool = False) -> Tensor:
-    """x (B, H, T, D) rotated by angles with cosines and sines (B or 1, 1, T, D/2) in x's dtype."""
+    """Rotate x (B, H, T, D); `cos` and `sin` of the angles are (B or 1, 1, T, D/2) in x's dtype."""
     return _rotate(x, cos, sin, 1, adjacent)
 
 
 def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
-    """Views (..., D/2) of the first and the second member of each pair."""
+    """Views (..., D/2) of the first and of the second dimension of each pair."""
     if adjacent:
         return x[..., ::2], x[..., 1::2]
     first, second = x.chunk(2, -1)

@@ -1,15 +1,15 @@
-"""Scaled dot-product attention, grouped (GQA) if there are fewer key/value heads than query heads.
+"""Scaled dot-product attention, grouped (GQA) if k and v have fewer heads than q.
 
-Of two equivalent forms, `fused` is PyTorch's kernel, and `plain` consists of two matrix products and a softmax, by
-blocks of queries if causal. On a CPU the fused kernel is slow in bfloat16, most of all its backward (4 heads of
-64, forward and backward, fused / plain. B=16, T=256, 2 threads, Xeon: 21 / 9 ms. B=8, one thread, AMD EPYC: T=512
-101 / 45 ms, 71 without blocks; T=1,024 260 / 169, but with two key heads on the Xeon 28 / 61 without blocks, so
-that `plain` is limited to 512 keys).
+`fused` and `plain` compute the same. `fused` is PyTorch's kernel. `plain` is two matrix products and a softmax;
+without a mask it is causal and computed in blocks of queries. On a CPU the fused kernel is slow in bfloat16,
+above all its backward. Forward and backward, 4 heads of 64, fused / plain: B=16, T=256, 2 threads, Xeon:
+21 / 9 ms; B=8, one thread, AMD EPYC: 101 / 45 ms with T=512 (71 without blocks), 260 / 169 ms with T=1,024. With
+T=1,024 and two key heads `plain` was slower on the Xeon (28 / 61 ms, without blocks): it is used up to 512 keys.
 
-`varlen_attention` is the form for documents packed into one row: blocks of queries, each with the keys from the
-start of its first document on, so that few masked scores are computed and none is saved for the backward pass.
-Blocks lie on a grid and are batched in constant numbers, since oneDNN compiles and caches a kernel for each new
-shape.
+`varlen_attention` is the form for documents packed into one row. It computes blocks of queries, each with the keys
+from the start of its first document on. So it computes few masked scores, and saves no scores for the backward
+pass. Blocks start at multiples of QUERY_BLOCK, and BLOCKS_PER_PRODUCT of them form one product. So few shapes
+occur: oneDNN compiles and caches a kernel for each new shape.
 """
 
 # Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim.
@@ -29,7 +29,8 @@ from dunes.ops.operation import once_differentiable
 from dunes.units import plural
 
 QUERY_BLOCK = 64
-"""Queries per block; longer blocks compute more masked scores, shorter ones need more calls."""
+"""Queries per block in `varlen_attention`. Longer blocks compute more masked scores; shorter ones need more calls.
+"""
 
 CAUSAL_BLOCK = 512
 """Queries per block in `causal_attention`."""
@@ -38,23 +39,22 @@ PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # queries per block; most keys, as scores
 
 BLOCKS_PER_PRODUCT = 4
 LONG_KEYS = 512
-"""Keys above which a block is not batched with others, as its scores are many."""
+"""A block with more keys than this is computed alone, since it has many scores."""
 
 Form = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    """Scaled dot-product attention.
+    """Scaled dot-product attention: q (B, H, T, D), k and v (B, K, S, D) -> (B, H, T, D) in q's dtype.
 
-    q is (B, H, T, D), k and v are (B, K, S, D), mask is bool (T, S), (1, T, S) or (B, T, S), True where a query
-    may attend; without a mask, query t attends to keys 0..t. A query without any key gives NaN.
-    Returns (B, H, T, D) in q's dtype.
+    The bool mask (T, S), (1, T, S) or (B, T, S) is True where a query may attend to a key. Without a mask, query t
+    attends to keys 0..t. The output of a query that may attend to no key is NaN.
     """
     return form(q, k, mask)(q, k, v, mask, dropout)
 
 
 def form(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Form:
-    """The faster of `plain` and `fused` for these arguments, by the times above."""
+    """`plain` or `fused`, whichever is faster for these arguments according to the times above."""
     longest = LONGEST_PLAIN if mask is None else PLAIN_BLOCK
     short_training = q.requires_grad and q.dtype == torch.bfloat16 and k.shape[2] <= longest
     return plain if q.device.type == "cpu" and short_training else fused
@@ -86,18 +86,18 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: 
 
 
 def _plain_block(q: Tensor, k: Tensor, v: Tensor, start: int, dropout: float) -> Tensor:
-    """Outputs of one block of queries from `start` on, with causal attention."""
+    """Causal attention of the block of queries that starts at `start`."""
     q, k, v = q[:, :, start : start + PLAIN_BLOCK], k[:, :, : start + PLAIN_BLOCK], v[:, :, : start + PLAIN_BLOCK]
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(start)
     return plain(q, k, v, mask, dropout)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Causal attention for inference: queries (B, H, T, D) belong to the last T of the keys (B, K, S, D).
+    """Causal attention for inference; the queries (B, H, T, D) are at the last T positions of k, v (B, K, S, D).
 
-    A query attends to at most `window` keys, up to and including its own. Without earlier keys the kernel needs no
-    mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, 17 ms with a mask); else it gets blocks of queries with
-    small masks.
+    A query attends to at most `window` keys, up to and including its own. Without cached keys and without a
+    shorter window, the kernel needs no mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, with a mask 17 ms).
+    Otherwise the kernel is called once per block of queries, each with a small mask.
     """
     (t, s), blocks = (q.shape[2], k.shape[2]), []
     window = s if window is None else min(window, s)
@@ -113,34 +113,34 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None)
 
 
 def _causal_mask(t: int, s: int, window: int, device: torch.device) -> Tensor:
-    """Mask (T, S) bool, True where one of the last T queries attends to a key."""
+    """Bool mask (T, S), True where a query attends to a key; the queries are at the last T of S positions."""
     return torch.ones(t, s, dtype=torch.bool, device=device).tril_(s - t).triu_(s - t - window + 1)
 
 
 @dataclass(frozen=True)
 class QueryBlocks:
-    """Blocks of queries with similar numbers of keys, batched into one product."""
+    """Blocks of queries that are computed together in one batched product; all are padded to S keys."""
 
     numbers: Tensor
     """Indices of the blocks (n,)."""
     key_tokens: Tensor
-    """Token indices (n * S,) of each block's keys, contiguous in each block."""
+    """Token indices (n * S,) of the blocks' keys; the S keys of a block are consecutive tokens."""
     bias: Tensor
-    """Bias of the scores (1, n, 1, QUERY_BLOCK, S): 0 where a query attends to a key, else -inf."""
+    """Bias added to the scores (1, n, 1, QUERY_BLOCK, S): 0 where a query attends to a key, -inf elsewhere."""
 
     def gather_queries(self, x: Tensor, heads: int) -> Tensor:
-        """(1, H, N, D) -> these blocks (K * n, G * QUERY_BLOCK, D), with heads that share keys stacked."""
+        """Select these blocks: (1, H, N, D) -> (K * n, G * QUERY_BLOCK, D). Heads that share keys are stacked."""
         blocks = _split_blocks(x, heads).index_select(1, self.numbers)
         return blocks.view(heads * len(self.numbers), -1, x.shape[3])
 
     def scatter_queries(self, x: Tensor, rows: Tensor, heads: int) -> None:
-        """The inverse of `gather_queries`, written into x."""
+        """Write rows into these blocks of x: the inverse of `gather_queries`."""
         blocks, rows = _split_blocks(x, heads), rows.view(heads, len(self.numbers), -1, QUERY_BLOCK, x.shape[3])
         for i, number in enumerate(self.numbers.tolist()):
             blocks[:, number] = rows[:, i]
 
     def gather_keys(self, x: Tensor) -> Tensor:
-        """(1, K, N, D) -> keys of these blocks (K * n, S, D)."""
+        """Select the keys (or values) of these blocks: (1, K, N, D) -> (K * n, S, D)."""
         return x[0].index_select(1, self.key_tokens).view(-1, self.bias.shape[4], x.shape[3])
 
     def add_to_keys(self, x: Tensor, grads: Tensor) -> None:
@@ -151,9 +151,10 @@ class QueryBlocks:
 
 
 def query_blocks(document_starts: Tensor, dtype: torch.dtype, window: int | None = None) -> list[QueryBlocks]:
-    """Blocks for `varlen_attention`, shared by all layers, from each token's document start (N,) int64.
+    """The blocks for `varlen_attention`, the same for all layers with this window.
 
-    Raises ValueError unless N is a multiple of QUERY_BLOCK.
+    `document_starts` (N,) int64 is the index at which each token's document starts. Raises ValueError unless N is
+    a multiple of QUERY_BLOCK.
     """
     if len(document_starts) % QUERY_BLOCK:
         raise ValueError(
@@ -187,9 +188,9 @@ def _split_blocks(x: Tensor, heads: int) -> Tensor:
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[QueryBlocks]) -> Tensor:
-    """q (1, H, N, D), k and v (1, K, N, D), `groups` from `query_blocks` -> (1, H, N, D).
+    """Causal attention within documents: q (1, H, N, D), k and v (1, K, N, D) -> (1, H, N, D).
 
-    A query attends to at most `window` keys of its own document, up to and including its own position.
+    `groups` come from `query_blocks`; a query attends to at most its `window` keys, up to and including its own.
     """
     y: Tensor = _VarlenAttention.apply(q, k, v, groups)  # type: ignore[no-untyped-call]
     return y
@@ -232,6 +233,6 @@ def _attention_probs(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
 
 
 def _scaled_product(grad_scores: Tensor, x: Tensor) -> Tensor:
-    """The product times 1 / sqrt(D), fused so that scores are read only once."""
+    """grad_scores @ x / sqrt(D), in one call, so that the scores are read only once."""
     none = grad_scores.new_empty(())
     return torch.baddbmm(none, grad_scores, x, beta=0, alpha=x.shape[2] ** -0.5)

@@ -1,7 +1,7 @@
 """Parts of a transformer, which take plain arguments or built parts, never a config.
 
-Start with `Decoder` and `Block`, of an `Attention` and an `MLP`, `GatedMLP` or `MoE`; `cache_for` makes a `Cache`,
-`RollingCache` or `QuantizedCache`.
+Start with `Decoder` and `Block`. A `Block` contains an `Attention` and an `MLP`, `GatedMLP` or `MoE`. `cache_for`
+returns a `Cache`, `RollingCache` or `QuantizedCache`.
 """
 
 from dunes.parts.attention import Attention

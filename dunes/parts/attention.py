@@ -10,12 +10,12 @@ from dunes.units import plural
 
 
 class Attention(nn.Module):
-    """Multi-head attention: grouped when `kv_heads` < `heads`, sliding when `window` is set.
+    """Causal multi-head attention: grouped if `kv_heads` < `heads`, sliding-window if `window` is set.
 
-    `position` encodes positions into queries and keys: Rotary, or any callable of (x, context); it declares
-    `supports_packing = True` if it uses only the context's positions. `q_norm` and `k_norm` are applied to each
-    head before that. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in training only. Raises
-    ValueError if `heads` is no multiple of `kv_heads`.
+    `position` encodes positions into queries and keys: a Rotary, or any callable with arguments (x, context). Such
+    a callable declares `supports_packing = True` if it uses only the context's positions. `q_norm` and `k_norm`
+    are applied to each head before `position`. `out_bias` defaults to `bias`. `dropout` acts on attention weights,
+    in training only. Raises ValueError if `heads` is no multiple of `kv_heads`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
     @property
     def supports_packing(self) -> bool | None:
-        """True if packed documents stay separate, which depends on `position`; None: unknown."""
+        """True if documents packed into one row stay separate; None if `position` does not declare it."""
         return self.position is None or getattr(self.position, "supports_packing", None)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:

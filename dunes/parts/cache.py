@@ -1,7 +1,7 @@
-"""The KV cache: one object for all layers, owned by the caller.
+"""The KV cache: one object, created by the caller, stores the keys and values of all layers.
 
-It is allocated once, at its full capacity, when a layer first writes to it. A token at position p is stored in
-slot p, or in a rolling cache in slot p modulo the capacity, so rows of unequal length need no shifting. Padding
+Memory for a layer is allocated at full capacity when the layer first writes. A token at position p is stored in
+slot p (in a rolling cache: slot p modulo the capacity), so rows of unequal length need no shifting. Padding
 (position -1) is written to an extra slot, which is never read.
 """
 
@@ -20,18 +20,19 @@ from dunes.units import plural
 class Cache:
     """A KV cache for `capacity` positions in each of `batch` rows. Use it under `torch.no_grad()`.
 
-    `start` returns the positions of new tokens, each layer calls `put`, `slot_positions` returns the position
-    stored in each readable slot, `advance` ends the forward. `truncate` rolls back, `select_rows` copies rows.
+    In a forward, `start` returns the positions of the new tokens, each layer calls `put`, and `advance` counts the
+    new tokens. `slot_positions` returns the position stored in each readable slot. `truncate` drops the last
+    tokens; `select_rows` copies rows.
     """
 
     window: int | None = None
-    """Number of positions a layer may attend to; None: all."""
+    """Maximum number of positions that a layer may attend to; None: all positions."""
     row_state: tuple[str, ...] = ("length",)
-    """Names of the per-row attributes (B,)."""
+    """Names of the attributes that have one value per row (B,)."""
     stored: tuple[str, ...] = ("keys", "values")
-    """Names of the lists of tensors (B, K, slots, ...)."""
+    """Names of the attributes that are lists of tensors (B, K, slots, ...)."""
     growing: tuple[str, ...] = ("keys", "values")
-    """Those of them that have a slot for each position, or group of positions, of the capacity."""
+    """Names in `stored` whose tensors grow with the capacity: one slot per position or group of positions."""
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu") -> None:
         self.batch, self.capacity = batch, capacity
@@ -50,21 +51,24 @@ class Cache:
 
     @property
     def readable_slots(self) -> int:
-        """Number of slots to read: a power of two, so that a short sequence is cheap and few shapes occur."""
+        """Number of slots that attention reads.
+
+        Unless `in_order`, it is a power of two (or the capacity): short sequences are cheap, and few shapes occur.
+        """
         if self.in_order:
             return self.max_length
         return min(self.capacity, max(64, 1 << (self.max_length - 1).bit_length()))
 
     @property
     def in_order(self) -> bool:
-        """True if the readable keys have positions 0..S-1 in every row, and the last T are new."""
+        """True if the readable keys have positions 0..S-1 in every row, and the last T of them are new."""
         return self._in_order and not torch.compiler.is_compiling()
 
     def start(self, new: int | Tensor) -> Tensor:
-        """Positions (B or 1, T) of `new` tokens in each row, or of real tokens in a bool mask (B, T); -1 for
-        padding.
+        """Begin a forward and return the positions (B or 1, T) of its tokens, -1 for padding.
 
-        Raises ValueError if they do not fit into the capacity; they always fit into a rolling cache.
+        `new` is the number of tokens in each row, or a bool mask (B, T) that is False for padding. Raises
+        ValueError if the tokens exceed the capacity (never for a rolling cache).
         """
         self._count(new)
         if isinstance(new, int):
@@ -76,7 +80,7 @@ class Cache:
         return positions
 
     def _plan(self, positions: Tensor) -> None:
-        """Prepare for the new tokens, once for all layers."""
+        """Prepare to store tokens at these positions; called once for all layers."""
 
     def _count(self, new: int | Tensor) -> None:
         self._empty = self.max_length == 0
@@ -91,9 +95,10 @@ class Cache:
             )
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
-        """Start new tokens of a single row: the first slot to write, and the positions (S,) of the slots to read.
+        """Begin a forward of a single row with `new` tokens.
 
-        If `slots` > `new`, positions of later tokens follow; `advance` does not count these.
+        Returns the first slot to write, and the positions (S,) of the slots to read. If `slots` > `new`, positions
+        of later tokens follow; `advance` does not count these tokens.
         """
         self._count(new)
         n = self.max_length - new if self._in_order else int(self.length)
@@ -102,12 +107,12 @@ class Cache:
         return n, self._slot_numbers[: n + slots]
 
     def allocate_like(self, other: "Cache") -> None:
-        """Allocate layers with the heads and dtypes of the other cache, as its first forward would."""
+        """Allocate the memory of all layers now, with the numbers of heads and the dtypes of another cache."""
         for layers, tensors in ((self.keys, other.keys), (self.values, other.values)):
             layers[:] = [self._allocate(t, self.capacity) for t in tensors]
 
     def _allocate(self, x: Tensor, slots: int) -> Tensor:
-        """Slots for new keys or values like x (B, K, T, D), and one for padding."""
+        """Zeros for `slots` keys or values like x (B, K, T, D), and for one more slot, which is for padding."""
         return x.new_zeros(self.batch, x.shape[1], slots + 1, x.shape[3])
 
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,26 +139,26 @@ class Cache:
         return self.keys[layer][:, :, : self.readable_slots], self.values[layer][:, :, : self.readable_slots]
 
     def slot_positions(self, last: Tensor) -> Tensor:
-        """The position (B, S) in each readable slot, given each row's newest position `last` (B,); -1 if empty."""
+        """The position (B, S) stored in each readable slot, -1 if empty; `last` (B,) is the newest position."""
         slots = torch.arange(self.readable_slots, device=last.device)
         return torch.where(slots <= last[:, None], slots, -1)
 
     def visible(self, key: Tensor, query: Tensor) -> Tensor:
-        """Attention mask (B, T, S): True if a query at (B, T, 1) may attend to a slot's key, at (B, 1, S)."""
+        """Attention mask (B, T, S), from the positions of keys (B, 1, S) and queries (B, T, 1)."""
         return (key >= 0) & (key <= query)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored keys and values."""
+        """Bytes of the memory allocated for keys and values."""
         return sum(t.nbytes for name in self.stored for t in getattr(self, name))
 
     def advance(self, n: Tensor) -> None:
-        """End the forward: each row grows by `n` (B or 1,) tokens."""
+        """End the forward: add the numbers of new tokens `n` (B or 1,) to the rows' lengths."""
         self.length += n
         self.equal_rows = self._in_order
 
     def grow(self, capacity: int) -> None:
-        """Enlarge the cache to `capacity` positions per row, if it is smaller; a rolling cache needs no more."""
+        """Enlarge the cache to `capacity` positions per row, if it is smaller; a rolling cache stays as it is."""
         if self.window is not None or capacity <= self.capacity:
             return
         before, self.capacity = self._slot_count, capacity
@@ -164,11 +169,11 @@ class Cache:
 
     @property
     def _slot_count(self) -> int:
-        """Number of slots of the growing tensors, without the one for padding."""
+        """Number of slots of the `growing` tensors, without the slot for padding."""
         return self.capacity
 
     def truncate(self, n: Tensor) -> Tensor:
-        """Drop all but the first `n` (B,) tokens of each row; returns the number of tokens (B,) that remain."""
+        """Keep only the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain."""
         self.length.copy_(torch.minimum(self.length, n.to(self.length)))
         self._measure()
         return self.length.clone()
@@ -178,7 +183,7 @@ class Cache:
         self.max_length, self.equal_rows = max(lengths), min(lengths) == max(lengths)
 
     def select_rows(self, rows: Tensor) -> Self:
-        """A new cache with these rows (N,) of this one, in this order; rows may repeat."""
+        """A new cache that contains these rows (N,) of this cache, in this order; a row may occur twice."""
         cache = copy.copy(self)
         cache.batch = len(rows)
         for name in self.row_state:
@@ -189,7 +194,7 @@ class Cache:
         return cache
 
     def write_rows(self, rows: Tensor, other: Self) -> None:
-        """Replace these rows (N,) by the rows of another cache: the inverse of `select_rows`."""
+        """Copy the N rows of another cache to these rows (N,) of this cache: the inverse of `select_rows`."""
         for name in self.row_state:
             getattr(self, name)[rows] = getattr(other, name)
         self._measure()
@@ -199,10 +204,10 @@ class Cache:
 
 
 class RollingCache(Cache):
-    """The last `window` positions of each row and `slack` more, in memory that does not grow with the text.
+    """A cache of the last `window + slack` positions of each row; its memory does not grow with the text.
 
-    For models whose layers all have a window of at most this size. `slack` is the number of tokens that `truncate`
-    can drop from a text longer than the capacity.
+    It is for models in which every layer has a window of at most `window`. From a text longer than the capacity,
+    `truncate` can drop `slack + 1` tokens.
     """
 
     row_state = ("length", "high_water")
@@ -242,14 +247,14 @@ class RollingCache(Cache):
         return torch.where(is_stored, positions % self.capacity, self.capacity)
 
     def write_rows(self, rows: Tensor, other: Self) -> None:
-        """Replace these rows (N,) by the rows of another cache: the inverse of `select_rows`."""
+        """Copy the N rows of another cache to these rows (N,) of this cache: the inverse of `select_rows`."""
         super().write_rows(rows, other)
         self._wrapped |= other._wrapped
 
     def slot_positions(self, last: Tensor) -> Tensor:
-        """The position (B, S) in each readable slot, given each row's newest position `last` (B,).
+        """The position (B, S) stored in each readable slot, -1 if empty; `last` (B,) is a row's newest position.
 
-        -1 if empty. New tokens that are read next to the slots come last.
+        If `put` returns new tokens separately after the slots, their positions come last.
         """
         if self._new_positions is None:
             return ring_positions(last, self.readable_slots, self.capacity)
@@ -257,21 +262,21 @@ class RollingCache(Cache):
         return torch.cat([*stored, self._new_positions], 1)
 
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
-        """Start one token of a single row: the slot to write, and the positions (S,) of the slots to read."""
+        """Begin a forward of one token: returns its slot, and the positions (S,) of the slots to read."""
         n, positions = super().start_row(new, slots)
         numbers = positions[: self.capacity]
         return n % self.capacity, n - (n - numbers) % self.capacity
 
     def advance(self, n: Tensor) -> None:
-        """End the forward: each row grows by `n` (B,) tokens."""
+        """End the forward: add the numbers of new tokens `n` (B,) to the rows' lengths."""
         super().advance(n)
         self.high_water = torch.maximum(self.high_water, self.length)
 
     def truncate(self, n: Tensor) -> Tensor:
-        """Drop all but the first `n` (B,) tokens of each row; returns the number of tokens (B,) that remain.
+        """Keep only the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain.
 
-        A row that was ever longer than the capacity can drop its last `slack + 1` tokens; for more it is emptied
-        (0) and has to be prefilled again.
+        A row that was ever longer than the capacity can drop at most `slack + 1` tokens, counted from its greatest
+        length. If it has to drop more, it is emptied (0 tokens remain), and the caller must prefill it again.
         """
         n = torch.minimum(self.length, n.to(self.length))
         possible = (self.high_water <= self.capacity) | (self.high_water - n <= self.slack + 1)
@@ -281,9 +286,9 @@ class RollingCache(Cache):
 
 
 def ring_positions(last: Tensor, slots: int, size: int) -> Tensor:
-    """The position (B, S) in the first slots of a ring of this size, given each row's newest position `last` (B,).
+    """The position (B, S) stored in each of the first `slots` slots of a ring, -1 if empty.
 
-    -1 if empty.
+    The ring has `size` slots; `last` (B,) is the newest position of each row.
     """
     age = (last[:, None] - torch.arange(slots, device=last.device)) % size
     return (last[:, None] - age).clamp(min=-1)

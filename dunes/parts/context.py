@@ -16,12 +16,12 @@ from dunes.units import plural
 
 
 class ForwardContext:
-    """Built once per forward and passed to every block.
+    """The state of one forward, built once and passed to every block.
 
-    `positions` is (B or 1, T), -1 for padding. Without a cache, packed documents are separated by their positions:
-    any other position than the previous plus one starts a new document, and documents do not attend to each other.
-    For a single row, `document_starts` (T,) may give the index at which each token's document starts; T must then
-    be a multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
+    `positions` is (B or 1, T), -1 for padding. Without a cache, positions separate packed documents: a position
+    that is not the previous one plus one starts a new document, and documents do not attend to each other. For a
+    single row, `document_starts` (T,) may give the index at which each token's document starts; T must then be a
+    multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
     """
 
     def __init__(
@@ -41,7 +41,10 @@ class ForwardContext:
 
     @classmethod
     def of(cls, ids: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> "ForwardContext":
-        """The context of ids or states (B, T, ...); positions default to 0..T-1."""
+        """The context for ids or hidden states (B, T, ...).
+
+        `positions` default to `cache.start(T)`, or without a cache to 0..T-1.
+        """
         if cache is not None:
             if positions is None:
                 positions = cache.start(ids.shape[1])
@@ -51,7 +54,7 @@ class ForwardContext:
         return cls(torch.arange(ids.shape[1], device=ids.device)[None], consecutive=True)
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """`make()`, computed by the first layer that asks for `key` and shared with the others."""
+        """The result of `make()`, computed once per `key` and then shared by all layers."""
         if torch.compiler.is_compiling():
             return make()  # a checkpointed block must not write outside itself, and Inductor merges equal terms
         if key not in self._memo:
@@ -59,11 +62,11 @@ class ForwardContext:
         return self._memo[key]
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values (B, K, S, D) that this layer can read: the new ones, or all in the cache."""
+        """Store new keys and values in the cache, if any, and return all that this layer can read (B, K, S, D)."""
         return (k, v) if self.cache is None else self.cache.put(layer, k, v, self.positions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
-        """Attention (B, H, T, D) of queries over keys and values from `put`; `window` as in `mask`."""
+        """The output (B, H, T, D) of attention; `k` and `v` come from `put`, `window` is as in `mask`."""
         if (starts := self.document_starts) is not None:
             blocks = self.once(("query blocks", q.dtype, window), lambda: query_blocks(starts, q.dtype, window))
             return varlen_attention(q, k, v, blocks)
@@ -73,10 +76,10 @@ class ForwardContext:
         return attend(q, k, v, self.mask(window), dropout)
 
     def mask(self, window: int | None = None) -> Tensor | None:
-        """Attention mask (B, T, S), True if a query may attend to a key; None for causal attention over keys
-        0..T-1.
+        """Attention mask (B, T, S), True if a query may attend to a key; None for plain causal attention.
 
-        A window is the number of keys a query attends to, with its own. Raises ValueError if the cache has fewer.
+        `window` is the maximum number of keys that a query attends to, its own included. Raises ValueError if the
+        cache stores fewer positions.
         """
         self._check_window(window)
         first = self.cache is None or self.cache.max_length == self.positions.shape[1]
@@ -107,13 +110,16 @@ class ForwardContext:
         return visible | (query < 0)
 
     def close(self) -> None:
-        """End the forward: the cache, if any, counts the new tokens."""
+        """End the forward: add the new tokens to the lengths in the cache, if any."""
         if self.cache is not None:
             self.cache.advance((self.positions >= 0).sum(1))
 
 
 def document_starts(positions: Tensor) -> Tensor:
-    """The index (N,) at which each token's document starts, for the N tokens of positions (B, T) but padding."""
+    """For each of the N tokens that are not padding: the index (N,) of the first token of its document.
+
+    Padding has position -1 in `positions` (B, T); the other tokens are numbered from 0 to N - 1.
+    """
     previous = F.pad(positions[:, :-1], (1, 0), value=-1)
     restarts = ((previous < 0) | (positions != previous + 1))[positions >= 0]
     token = torch.arange(len(restarts), device=positions.device)
@@ -121,7 +127,10 @@ def document_starts(positions: Tensor) -> Tensor:
 
 
 def documents_by_length(positions: Tensor) -> list[Tensor]:
-    """For each document length, the indices (documents, length) of the tokens in the flattened batch (B, T)."""
+    """Token indices of the documents, in one tensor (documents, length) for each document length.
+
+    They are indices into the flattened batch (B, T).
+    """
     starts, real = document_starts(positions), (positions >= 0).flatten().nonzero()[:, 0]
     first = torch.unique(starts)
     lengths = first.diff(append=first.new_tensor([len(starts)]))
@@ -136,20 +145,20 @@ PER_TOKEN = {
     *(nn.LayerNorm, nn.RMSNorm, nn.GELU, nn.SiLU, nn.ReLU, nn.LeakyReLU, nn.ReLU6, nn.ELU, nn.SELU, nn.Mish),
     *(nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardswish),
 }
-"""torch modules that act on each token separately; nn.Module itself has no forward."""
+"""torch's modules that process each token separately, and nn.Module, which has no forward."""
 
 
 def supports_packing(model: nn.Module) -> bool:
-    """True if every module declares that documents packed into one row stay separate.
+    """True if every module of the model declares that documents packed into one row stay separate.
 
-    A class declares `supports_packing = True` if its forward acts on each token separately, or mixes tokens only
-    as its context allows. A subclass that overrides forward has to declare it again.
+    A class sets `supports_packing = True` if its forward processes each token separately, or mixes tokens only as
+    its context allows. A subclass that overrides forward has to set it again.
     """
     return all(getattr(m, "supports_packing", True) for m in model.modules()) and not undeclared_modules(model)
 
 
 def undeclared_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that may mix tokens in unknown ways: not torch's own, and without `supports_packing`."""
+    """The modules that may mix tokens of documents: neither in PER_TOKEN nor declaring `supports_packing`."""
     return [m for m in model.modules() if not _declares_packing(m)]
 
 
@@ -163,7 +172,7 @@ def _declares_packing(module: nn.Module) -> bool:
 
 
 def warn_about_mixing(model: nn.Module, consequence: str) -> None:
-    """Warn of undeclared modules by name, with the consequence."""
+    """Warn that modules may mix tokens, if any are undeclared; the warning names them and the consequence."""
     if names := ", ".join(sorted(set(map(_name, undeclared_modules(model))))):
         warnings.warn(
             f"{names} may mix tokens, so {consequence}; if it acts on each token separately, set "

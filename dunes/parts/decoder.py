@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks, norm, head. Each accepts any module."""
+"""The decoder: embedding, blocks, norm and head. Each of these parts may be any module."""
 
 # Shapes: B batch, T new tokens, V vocabulary.
 
@@ -33,12 +33,15 @@ Read = Callable[[Tensor], Tensor]
 LossSums = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
 
 PAD_MULTIPLE = QUERY_BLOCK
-"""Token counts are padded to a multiple of this where possible."""
+"""Rows of packed documents are padded to a multiple of this number of tokens."""
 Recorded = dict[Any, list[Tensor]]
 
 
 class Block(nn.Module):
-    """x + attn(norm(x)), then x + mlp(norm(x)); `dropout` acts on both branches, in training only."""
+    """A block: x = x + attn(attn_norm(x)), then x + mlp(mlp_norm(x)).
+
+    `dropout` acts on the outputs of attn and mlp, in training only.
+    """
 
     supports_packing = True
 
@@ -57,10 +60,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only language model. With head=None the token embedding is also the head (tied weights).
+    """A decoder-only language model. With `head=None` the token embedding is also the head (tied weights).
 
     Documents packed into one row do not attend to each other. If a module's class does not declare
-    `supports_packing`, each document runs in its own row, and `cache_for` returns no cache; both are slower.
+    `supports_packing`, each document is computed in its own row, and `cache_for` returns None; both are slower.
     """
 
     supports_packing = True
@@ -82,14 +85,15 @@ class Decoder(nn.Module):
         last: int | None = None,
         targets: Tensor | None = None,
     ) -> Tensor | LossSums:
-        """Logits (B, T, V) for ids (B, T), or of the last `last` positions only; with `targets` (B, T), the loss.
+        """Logits (B, T, V) for ids (B, T), or with `last` only for the last positions; with `targets`, the loss.
 
-        `positions` (B, T) are -1 for padding; a restart begins a new document. With a cache they come from
-        `cache.start`, and the new keys and values are added to the cache.
+        `positions` (B, T) are -1 for padding. A position that is not the previous one plus one starts a new
+        document. With a cache, positions come from `cache.start`, and new keys and values are added to the cache.
 
-        The loss is the summed cross entropy of the targets, nats in float32, and their count, which excludes
-        IGNORE. In training it includes the parts' auxiliary losses, scaled by the count; these are also returned
-        by name as (sum, count). Raises ValueError for targets together with `cache` or `last`.
+        With `targets` (B, T), returns (loss, count, metrics): the summed cross entropy in nats (float32), the
+        number of targets other than IGNORE, and metrics by name as (sum, count). In training the loss includes the
+        parts' auxiliary losses times the count; they are metrics too. Raises ValueError for targets together with
+        `cache` or `last`.
         """
         if targets is not None:
             if cache is not None or last is not None:
@@ -102,25 +106,25 @@ class Decoder(nn.Module):
         return self.logits(x if last is None else x[:, x.shape[1] - last :])
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        """The final hidden states (B, T, dim), after the last norm."""
+        """The hidden states (B, T, dim) after the final norm."""
         return self._apply_separately(lambda x: x, ids, positions, cache)
 
     @property
     def _head_mixes(self) -> bool:
-        """True if the head may mix tokens, so that it has to be applied to each document separately, too."""
+        """True if the head may mix tokens; then it must be applied to each document separately."""
         return self.head is not None and bool(undeclared_modules(self.head))
 
     def _apply_separately(
         self, read: Read, ids: Tensor, positions: Tensor | None, cache: Cache | None = None
     ) -> Tensor:
-        """Apply `read` to the hidden states, with documents kept separate."""
+        """Apply `read` to the hidden states, so that documents stay separate."""
         if positions is not None and cache is None and not supports_packing(self):
             warn_about_mixing(self, "the model is run on documents of one length at a time")
             return self._by_length(read, ids, positions.expand_as(ids))
         return read(self._states(ids, ForwardContext.of(ids, positions, cache)))
 
     def _by_length(self, read: Read, ids: Tensor, positions: Tensor) -> Tensor:
-        """Apply `read` with each document in its own row, without padding, so that nothing can be mixed."""
+        """Apply `read` to batches of documents of equal length, one per row without padding; so none are mixed."""
         indices = documents_by_length(positions)
         if not indices:
             return read(self._states(ids, ForwardContext(positions)))
@@ -141,10 +145,10 @@ class Decoder(nn.Module):
         return states
 
     def _loss(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> LossSums:
-        """The loss of the logits, which are never materialised for a plain head.
+        """The loss. With a plain linear head, the logits are never materialised.
 
-        On a CPU, where reading `positions` and `targets` needs no synchronisation, padding is dropped before the
-        first block, tokens without a target before the head, and documents use variable-length attention.
+        On a CPU, `positions` and `targets` can be read without synchronisation. Then padding is dropped before the
+        first block, tokens without a target are dropped before the head, and `varlen_attention` is used.
         """
         starts = None
         if positions is not None and self._uses_varlen(positions := positions.expand_as(ids)):
@@ -163,9 +167,10 @@ class Decoder(nn.Module):
         return total, count, metrics
 
     def _cross_entropy(self, x: Tensor, targets: Tensor, select: bool) -> tuple[Tensor, Tensor]:
-        """Summed cross entropy of targets (N,), and their count.
+        """Summed cross entropy of targets (N,), and the number of targets.
 
-        `x` are states (N, dim), or logits (N, V) of a head that mixes. `select` drops rows without a target first.
+        `x` are hidden states (N, dim), or logits (N, V) if the head may mix tokens. With `select`, rows without a
+        target are dropped first.
         """
         if select and len(index := _target_index(targets)) < len(targets):
             x, targets = x[index], targets[index]
@@ -177,13 +182,13 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum"), count
 
     def _head_weight(self) -> Tensor | None:
-        """The matrix (V, dim) of a head without bias; None for other heads."""
+        """The matrix (V, dim) of a linear head without bias, or of a tied embedding; None for other heads."""
         if self.head is None:
             return self.embed.token.weight if isinstance(self.embed.token, nn.Embedding) else None
         return self.head.weight if tree.is_dense(self.head) and self.head.bias is None else None
 
     def _uses_varlen(self, positions: Tensor) -> bool:
-        """True if all documents can share one row, which needs variable-length attention."""
+        """True if all documents of the batch can be computed in one row with `varlen_attention`."""
         if not readable_on_host(positions) or not (positions >= 0).any():
             return False
         attentions = [m for m in self.modules() if isinstance(m, Attention)]
@@ -191,7 +196,7 @@ class Decoder(nn.Module):
         return len(attentions) == len(self.blocks) and not dropped and supports_packing(self)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., dim) -> (..., V)."""
+        """Apply the head: (..., dim) -> (..., V)."""
         if self.head is None:
             return F.linear(x, self.embed.token.weight)
         logits: Tensor = self.head(x)
@@ -199,9 +204,10 @@ class Decoder(nn.Module):
 
 
 def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """All tokens but padding in one row (1, N), and the index at which each token's document starts (N,).
+    """Put all tokens except padding into one row: returns ids, targets, positions (1, N) and document starts (N,).
 
-    N is padded to a multiple, so that few shapes occur: oneDNN compiles and caches a kernel for every new one.
+    A document start is the index at which a token's document starts. N is padded to a multiple of PAD_MULTIPLE, so
+    that few shapes occur: oneDNN compiles and caches a kernel for every new shape.
     """
     starts, real = document_starts(positions), positions >= 0
     extra = -len(starts) % PAD_MULTIPLE
@@ -211,16 +217,16 @@ def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple
 
 
 def _target_index(targets: Tensor) -> Tensor:
-    """Indices of the targets (N,) other than IGNORE, padded with a few others to a multiple of PAD_MULTIPLE."""
+    """Indices of targets (N,) other than IGNORE, padded with IGNORE targets to a multiple of PAD_MULTIPLE."""
     has_target = targets != IGNORE
     count = int(has_target.sum())
     return torch.sort(~has_target, stable=True).indices[: count + -count % PAD_MULTIPLE]
 
 
 def document_losses(logits: Tensor, targets: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy and number of targets of each document (documents,), in the order of logits (B, T, V).
+    """Summed cross entropy and number of targets of each document, both (documents,).
 
-    Without the model's `positions`, each row is a document.
+    `logits` are (B, T, V); documents come in batch order. Without `positions`, each row is one document.
     """
     if positions is None:
         positions = torch.arange(targets.shape[1], device=targets.device)
@@ -232,7 +238,7 @@ def document_losses(logits: Tensor, targets: Tensor, positions: Tensor | None = 
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """Number of ids that a decoder embeds, also of a compiled or wrapped model; None if unknown."""
+    """Number of ids in the token embedding of a decoder, which may be compiled or wrapped; None if unknown."""
     inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
     return getattr(getattr(getattr(inner, "embed", None), "token", None), "num_embeddings", None)
 
@@ -244,12 +250,13 @@ def cache_for(
     device: torch.device | str = "cpu",
     format: CacheFormat | None = None,
 ) -> Cache | None:
-    """An empty cache for `batch` rows of up to `capacity` tokens: rolling if every layer's window is smaller.
+    """An empty cache for `batch` rows of up to `capacity` tokens.
 
-    With a format it is quantized, and not rolling.
+    With a `format` it is a `QuantizedCache`. Without one, it is a `RollingCache` if every layer has a window
+    smaller than the capacity; otherwise it is a `Cache`.
 
-    None, with a warning, if a module may mix tokens in ways that keys and values do not capture, also for a
-    compiled or wrapped model.
+    Returns None, with a warning, if a module may mix tokens in ways that a KV cache cannot reproduce. The model
+    may be compiled or wrapped.
     """
     inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
     if inner is not None and undeclared_modules(inner):
@@ -270,7 +277,7 @@ def cache_for(
 
 @contextmanager
 def record_auxiliary(model: nn.Module) -> Iterator[Recorded]:
-    """Collect the tensors that parts record for auxiliary losses, by part; empty outside of training."""
+    """A context that collects, by part, the tensors that parts record for auxiliary losses (in training only)."""
     recorded: Recorded = {m: [] for m in model.modules() if hasattr(m, "auxiliary_losses") and model.training}
     for part, tensors in recorded.items():
         part.recorded = tensors
@@ -285,13 +292,13 @@ def record_auxiliary(model: nn.Module) -> Iterator[Recorded]:
 def auxiliary_losses(
     recorded: Recorded, real: Tensor | None = None
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
-    """Mean of each named loss over the parts that recorded something for it, and their metrics.
+    """The auxiliary losses and the metrics of the parts, both by name.
 
-    Each kind of part, such as mixtures and LoRA experts, has its own mean, and the means are added, so that a kind
-    is balanced as if it were alone. A kind is the method that computes the losses.
+    A loss is averaged over the parts of each kind (such as mixtures, or LoRA experts), and the means are added, so
+    that each kind is balanced as if it were alone. Parts are of one kind if the same method computes their losses.
 
-    The sums of a metric are stacked over the parts, (parts, ...); vectors of different lengths are padded with -1.
-    `real` (N,) excludes padding; each call of a part must then be of the same N tokens.
+    The sums of a metric are stacked to (parts, ...); vectors of different lengths are padded with -1. `real` (N,)
+    is False for padding; with it, each call of a part must have these same N tokens.
     """
     values: dict[str, list[tuple[Any, Any]]] = {}
     for part, tensors in recorded.items():
@@ -309,7 +316,7 @@ def auxiliary_losses(
 
 
 def _sum_of_means(values: list[tuple[Any, Tensor]]) -> Tensor:
-    """Sum of the mean losses of each kind; `values` are pairs of a kind and a loss."""
+    """The mean loss of each kind, summed over the kinds; `values` are pairs of a kind and a loss."""
     by_method: dict[Any, list[Tensor]] = {}
     for method, loss in values:
         by_method.setdefault(method, []).append(loss)
@@ -318,10 +325,10 @@ def _sum_of_means(values: list[tuple[Any, Tensor]]) -> Tensor:
 
 
 class Checkpointed(nn.Module):
-    """A block that saves only its inputs for the backward pass and recomputes the rest there.
+    """A wrapper that stores only the inputs of a block and recomputes its activations in the backward pass.
 
-    `tree.replace(model, "blocks.*", Checkpointed)` wraps every block. Values and gradients stay the same, at the
-    cost of one more forward pass.
+    `tree.replace(model, "blocks.*", Checkpointed)` wraps every block. Outputs and gradients stay the same;
+    training costs one more forward pass.
     """
 
     supports_packing = True

@@ -1,4 +1,4 @@
-"""Embeddings, norms and feed-forward layers, which act on each token separately."""
+"""Embeddings, norms and feed-forward layers; all process each token separately."""
 
 # Shapes: B batch, T tokens.
 
@@ -14,7 +14,7 @@ from dunes.parts.context import ForwardContext
 from dunes.units import plural
 
 Act = Callable[[Tensor], Tensor]
-"""An elementwise function."""
+"""An activation: a function that is applied to each element."""
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Token embedding, plus a learned embedding for each of `positions` positions if given.
+    """A token embedding. With `positions`, a learned embedding of each position is added.
 
     `dropout` acts on the sum, in training only.
     """
@@ -37,7 +37,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """ids (B, T) -> (B, T, dim). Raises ValueError past the last learned position."""
+        """ids (B, T) -> (B, T, dim). Raises ValueError for a text longer than the learned positions."""
         x: Tensor = self.token(ids)
         if self.place is not None:
             length = ids.shape[1] if ctx.cache is None else ctx.cache.max_length
@@ -52,7 +52,7 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, reduced in float32. https://arxiv.org/abs/1910.07467"""
+    """x / rms(x) * weight; rms is over the last dimension, in float32. https://arxiv.org/abs/1910.07467"""
 
     supports_packing = True
 
@@ -62,12 +62,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., dim) -> (..., dim) in x's dtype, or in autocast's under autocast."""
+        """(..., dim) -> (..., dim), in x's dtype, or in autocast's dtype if autocast is enabled."""
         return rms_norm(x, self.weight, self.eps)
 
 
 class MLP(nn.Module):
-    """down(act(up(x)))."""
+    """A feed-forward layer of two matrices: down(act(up(x)))."""
 
     supports_packing = True
 
@@ -83,7 +83,10 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)): SwiGLU with silu. https://arxiv.org/abs/2002.05202"""
+    """A gated feed-forward layer: down(act(gate(x)) * up(x)). With silu, the default `act`, this is SwiGLU.
+
+    https://arxiv.org/abs/2002.05202
+    """
 
     supports_packing = True
 

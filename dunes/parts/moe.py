@@ -1,4 +1,4 @@
-"""A mixture of experts, in place of an MLP, and a noisy router.
+"""A mixture of experts, which replaces an MLP, and a noisy router.
 
 https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2401.04088
 """
@@ -25,16 +25,16 @@ LEAST_NOISE = 1e-2
 class MoE(nn.Module):
     """Routes each token to the `top_k` experts with the highest probability and returns their weighted sum.
 
-    `router` returns logits (N, E), whose softmax in float32 or wider gives the weights; with `renormalise` the
-    weights of the chosen experts are scaled to sum to one. (With a top_k of 1 the router then gets no gradient.)
+    `router` returns logits (N, E). Their softmax, in float32 or wider, gives the weights. With `renormalise`, the
+    weights of the chosen experts are scaled to sum to one; with a top_k of 1 the router then gets no gradient.
     Ties go to the first expert. `shared` experts get every token, and their outputs are added without a weight. In
     training, `balance` times `load_balance` and `z_loss` times `router_z` are added to the loss. Raises ValueError
     for a top_k below 1 or above the number of experts, and for an expert that occurs twice.
 
-    With a `bias_rate`, `selection_bias` (E,) is added to the probabilities for the choice alone. After each step
-    with a trained router it is raised by the rate for experts below the mean load of all micro-batches and ranks,
-    and lowered for experts above it (loss-free balancing, https://arxiv.org/abs/2408.15664). It is cast with the
-    weights: train in float32.
+    With a `bias_rate`, experts are chosen by probability plus `selection_bias` (E,); the weights do not include
+    the bias. After each step that trains the router, the bias is raised by `bias_rate` for each expert whose load
+    is below the mean, and lowered for each above it (loss-free balancing, https://arxiv.org/abs/2408.15664). Loads
+    are summed over all micro-batches and ranks. The bias is cast together with the weights: train in float32.
     """
 
     supports_packing = True
@@ -69,7 +69,7 @@ class MoE(nn.Module):
         self.extend(z_loss, bias_rate)
 
     def extend(self, z_loss: float = 0.0, bias_rate: float = 0.0, shared: Sequence[nn.Module] = ()) -> None:
-        """Set the z-loss and the rate of the selection bias unless 0, and add shared experts."""
+        """Add shared experts, and set `z_loss` and `bias_rate` if they are not 0."""
         device = next((p.device for p in self.parameters()), None)
         if z_loss:
             self.z_loss = z_loss
@@ -98,7 +98,7 @@ class MoE(nn.Module):
         return y.view_as(x)
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen experts (N, k) for logits (N, E), most probable first, with weights of at least float32."""
+        """The experts (N, k) chosen for logits (N, E), highest first, and their weights (float32 or wider)."""
         probs = _at_least_float32(logits).softmax(-1)
         expert_ids = self._choose(probs)
         weights = probs.gather(-1, expert_ids)
@@ -111,9 +111,10 @@ class MoE(nn.Module):
         return choose_experts(probs if bias is None else probs + bias, self.top_k)
 
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
-        """Losses of the recorded router logits, of several calls together, times their coefficients.
+        """The auxiliary losses, times their coefficients, of the router logits that all calls recorded.
 
-        `expert_load` is a metric: the tokens of each expert (E,), and their count. Only `real` tokens count.
+        The metric `expert_load` is the number of tokens of each expert (E,) and the number of tokens. Tokens that
+        are not `real` do not count.
         """
         real = None if real is None else real.repeat(len(recorded))
         logits = _without_padding(torch.cat([*recorded]), real)
@@ -130,7 +131,7 @@ class MoE(nn.Module):
         return losses
 
     def after_step(self) -> None:
-        """Adjust the selection bias by the loads since the last step, if the router itself is trained."""
+        """Adjust the selection bias by the loads since the last step, if the router is trainable."""
         if self.selection_bias is None:
             return
         ranks.add(self.load)
@@ -140,10 +141,11 @@ class MoE(nn.Module):
         self.load.zero_()
 
     def pack(self) -> bool:
-        """Make each matrix of all experts a view of one storage, which the grouped form reads.
+        """Store the experts' matrices one after another, as the grouped form reads them.
 
-        The parameters stay the same objects. Returns False, and does nothing, unless the experts are unmodified
-        gated MLPs of equal shape, dtype and activation, without biases.
+        All gate weights become views of one storage, and so do all up and all down weights; the parameters stay
+        the same objects. Returns False, and changes nothing, unless the experts are unmodified `GatedMLP`s with
+        silu, of equal shape, dtype and device, without biases.
         """
         matrices = self._matrices()
         if matrices is None:
@@ -156,7 +158,7 @@ class MoE(nn.Module):
         return True
 
     def _matrices(self) -> list[list[Tensor]] | None:
-        """Gate, up and down weights of all experts, if the experts are equal in structure."""
+        """Gate, up and down weights of all experts; None if the experts differ in structure (see `pack`)."""
         experts = [e for e in self.experts if type(e) is GatedMLP and e.act is F.silu]
         linears = [(e.gate, e.up, e.down) for e in experts]
         if len(experts) < len(self.experts) or any(not tree.is_dense(m) for row in linears for m in row):
@@ -169,7 +171,7 @@ class MoE(nn.Module):
         return [[m.weight for m in column] for column in zip(*linears, strict=True)]
 
     def _stacks(self, x: Tensor) -> forms.Stacks | None:
-        """The weights for the grouped form, if it applies and is faster."""
+        """The weights for the grouped form; None if it does not apply or is not faster."""
         matrices = self._matrices()
         tokens_per_expert = len(x) * self.top_k / len(self.experts)
         if matrices is None or not forms.fits(x, [weights[0] for weights in matrices], tokens_per_expert):
@@ -189,17 +191,17 @@ def choose_experts(scores: Tensor, top_k: int) -> Tensor:
 def load_balance(logits: Tensor, top_k: int, real: Tensor | None = None) -> Tensor:
     """Load-balancing loss of a layer's router logits (N, E); only tokens that are `real` (N, bool) count.
 
-    E times the sum over experts of their share of tokens times their mean probability: `top_k` if all are used
-    equally, E if `top_k` of them get every token (the convention of transformers; https://arxiv.org/abs/2101.03961
-    divides by `top_k`). Training computes it per layer: pooled logits look balanced even if each layer prefers
-    other experts.
+    It is E times the sum over experts of (share of tokens) * (mean probability): `top_k` if all experts are used
+    equally, E if `top_k` experts get every token. This is the convention of transformers;
+    https://arxiv.org/abs/2101.03961 divides by `top_k`. Training computes the loss per layer, since logits pooled
+    over layers can look balanced even if each layer prefers different experts.
     """
     probs = _at_least_float32(_without_padding(logits, real)).softmax(-1)
     return _balance(_one_hot(choose_experts(probs, top_k), probs, real), probs, real)
 
 
 def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """Router z-loss: mean squared logsumexp of the router logits (N, E), which keeps them small.
+    """Router z-loss: the mean squared logsumexp of the router logits (N, E). It keeps the logits small.
 
     Only tokens that are `real` (N, bool) count. https://arxiv.org/abs/2202.08906
     """
@@ -208,7 +210,7 @@ def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
-    """`load_balance` of the choices (N, E), 0 or 1, and the probabilities."""
+    """`load_balance`, computed from the choices `load` (N, E), 0 or 1, and the probabilities (N, E)."""
     if real is None:
         load, probs = load.mean(0), probs.mean(0)
     else:
@@ -218,13 +220,13 @@ def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _one_hot(expert_ids: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
-    """1 for the experts that a real token chose (N, E), else 0, in the dtype of the probabilities."""
+    """(N, E) in the dtype of `probs`: 1 where an expert was chosen for a real token, otherwise 0."""
     load = torch.zeros_like(probs).scatter_(-1, expert_ids, 1.0)
     return load if real is None else load * real[:, None]
 
 
 def _without_padding(logits: Tensor, real: Tensor | None) -> Tensor:
-    """Zero the padding, which may be NaN: NaN times zero is NaN, forward and backward."""
+    """Replace the logits of padding by zeros. They may be NaN, and NaN times zero would be NaN."""
     return logits if real is None else logits.masked_fill(~real[:, None], 0.0)
 
 
@@ -238,13 +240,14 @@ def _at_least_float32(logits: Tensor) -> Tensor:
 
 
 class NoisyGate(nn.Module):
-    """A router of two layers with noise and its own balance loss, as in LLaMA-MoE.
+    """A router of two linear layers, with noise in training and its own balance loss, as in LLaMA-MoE.
 
-    Returns out(tanh(hidden(x))), in training plus noise of standard deviation softplus(noise(x)) + 0.01.
+    Returns out(tanh(hidden(x))). In training it adds normal noise of standard deviation softplus(noise(x)) + 0.01.
     https://arxiv.org/abs/2406.16554, after https://arxiv.org/abs/1701.06538
 
-    The balance loss is `balance` times the sum of two squared coefficients of variation over the experts: of their
-    weights (importance), and of the probabilities that redrawn noise would choose them (load).
+    The balance loss is `balance` times the sum of two squared coefficients of variation over experts: one of the
+    importance (an expert's summed weights), one of the load (the summed probability of choosing the expert if the
+    noise were drawn again).
     """
 
     supports_packing = True
@@ -269,7 +272,7 @@ class NoisyGate(nn.Module):
         return noisy
 
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
-        """Balance loss of the recorded logits. Only `real` tokens count."""
+        """The balance loss of the recorded logits. Only `real` tokens count."""
         parts = torch.cat([*recorded]).float()
         count = parts.new_ones(len(parts), 1) if real is None else real.repeat(len(recorded))[:, None].float()
         logits, noisy, deviation = parts.masked_fill(count[..., None] == 0, 1.0).unbind(1)  # padding may be NaN
@@ -279,13 +282,13 @@ class NoisyGate(nn.Module):
 
 
 def _top_weights(logits: Tensor, top_k: int) -> Tensor:
-    """Softmax over the highest `top_k` logits (N, E), zero for the others."""
+    """Weights (N, E): the softmax over each token's `top_k` highest logits, zero for the other experts."""
     top = logits.topk(top_k)
     return torch.zeros_like(logits).scatter(-1, top.indices, top.values.softmax(-1))
 
 
 def _chances(logits: Tensor, noisy: Tensor, deviation: Tensor, top_k: int) -> Tensor:
-    """Probability (N, E) that an expert's logit with new noise is among the top k, with other logits unchanged."""
+    """Probability (N, E) that an expert is in the top k if only its own noise is drawn again."""
     if top_k == noisy.shape[-1]:
         return torch.ones_like(noisy)
     top = noisy.topk(top_k + 1).values
@@ -296,6 +299,6 @@ def _chances(logits: Tensor, noisy: Tensor, deviation: Tensor, top_k: int) -> Te
 
 
 def _squared_variation(x: Tensor) -> Tensor:
-    """Squared coefficient of variation of the sums over tokens (N, E)."""
+    """Squared coefficient of variation over experts of x (N, E) summed over tokens."""
     sums = x.sum(0)
     return sums.var() / (sums.mean().square() + 1e-10)

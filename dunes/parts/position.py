@@ -1,8 +1,8 @@
 """Rotary position embeddings: https://arxiv.org/abs/2104.09864
 
-A scaling extends them to longer contexts than a model was trained on: a dataclass that computes the inverse
-frequencies (D/2, float32), and a factor for cosines and sines. The operations and their order are as in
-transformers, because at position 100,000 a frequency that is rounded differently changes the angle by 0.006.
+A scaling extends a model to longer contexts than it was trained on. It is a dataclass that computes the inverse
+frequencies (D/2,) in float32 and has a factor for cosines and sines. The operations and their order are the same
+as in transformers, because a frequency that is rounded differently changes the angle at position 100,000 by 0.006.
 """
 
 # Shapes: B batch, T tokens, H heads, D head dim.
@@ -19,29 +19,29 @@ from dunes.ops.rotary import fused
 from dunes.parts.context import ForwardContext
 
 Position = Callable[[Tensor, ForwardContext], Tensor]
-"""Encodes positions into queries or keys (B, H, T, D)."""
+"""A function that encodes positions into queries or keys (B, H, T, D)."""
 
 
 class Scaling(Protocol):
-    """Frozen and without tensors, so that a Rotary can be compared and hashed."""
+    """The interface of a scaling: a frozen dataclass without tensors, so that a Rotary is hashable."""
 
     @property
     def attention_factor(self) -> float:
         """Factor by which cosines and sines are multiplied."""
 
     def inverse_frequencies(self, dim: int, base: float, device: torch.device) -> Tensor:
-        """The angle (D/2,) of each pair of dimensions at position 1."""
+        """The angle (D/2,) by which each pair of dimensions is rotated at position 1."""
 
 
 def base_frequencies(dim: int, base: float, device: torch.device) -> Tensor:
-    """base^(-2i/D) for each pair i, (D/2,)."""
+    """The unscaled frequencies (D/2,): base^(-2i/D) for pair i."""
     frequencies: Tensor = 1.0 / (base ** (torch.arange(0, dim, 2, device=device).float() / dim))
     return frequencies
 
 
 @dataclass(frozen=True)
 class Unscaled:
-    """The frequencies that the model was trained with."""
+    """No scaling: the frequencies that the model was trained with."""
 
     attention_factor: float = 1.0
 
@@ -51,7 +51,7 @@ class Unscaled:
 
 @dataclass(frozen=True)
 class Linear:
-    """Position interpolation: all frequencies divided by `factor`. https://arxiv.org/abs/2306.15595"""
+    """Position interpolation: all frequencies are divided by `factor`. https://arxiv.org/abs/2306.15595"""
 
     factor: float
     attention_factor: float = 1.0
@@ -62,10 +62,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Yarn:
-    """High frequencies unchanged, low ones interpolated, a linear ramp between. https://arxiv.org/abs/2309.00071
+    """YaRN: divides low frequencies by `factor`, keeps high ones, and blends both between (a linear ramp).
 
-    A pair of dimensions is unchanged if it makes `beta_fast` rotations or more within the `length` tokens of the
-    original context, and interpolated if it makes `beta_slow` or fewer.
+    A frequency is high if its pair of dimensions makes `beta_fast` or more rotations within the original context
+    of `length` tokens, and low if it makes `beta_slow` or fewer. https://arxiv.org/abs/2309.00071
     """
 
     factor: float
@@ -84,7 +84,7 @@ class Yarn:
         return frequencies
 
     def _ramp(self, dim: int, base: float) -> tuple[float, float]:
-        """The pairs at which the ramp starts and ends."""
+        """The indices of the pairs at which the ramp starts and ends."""
 
         def pair(rotations: float) -> float:
             return dim * math.log(self.length / (rotations * 2 * math.pi)) / (2 * math.log(base))
@@ -98,9 +98,10 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Short wavelengths unchanged, long ones interpolated, a ramp between. https://arxiv.org/abs/2407.21783
+    """Llama 3's scaling: divides the frequencies of long wavelengths by `factor`, and keeps the short ones.
 
-    Short is below `length / high_freq_factor`, long is above `length / low_freq_factor`.
+    A wavelength (in tokens) is short below `length / high_freq_factor`, and long above `length / low_freq_factor`.
+    Between these, both are blended (a ramp). https://arxiv.org/abs/2407.21783
     """
 
     factor: float
@@ -124,11 +125,11 @@ UNSCALED = Unscaled()
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotates queries and keys by angles proportional to the position.
+    """Rotates pairs of dimensions of queries and keys by angles proportional to the position.
 
-    Half-split layout, as in Hugging Face's LLaMA: dimension i pairs with i + D/2. With `adjacent`, as in Meta's
-    and Mistral's own code, dimension 2i pairs with 2i + 1. It has no tensors, so no checkpoint stores any. Raises
-    ValueError for an odd head_dim.
+    By default dimension i pairs with i + D/2 (half-split layout), as in Hugging Face's LLaMA. With `adjacent`,
+    dimension 2i pairs with 2i + 1, as in Meta's and Mistral's own code. A Rotary has no tensors, so it adds
+    nothing to a checkpoint. Raises ValueError for an odd head_dim.
     """
 
     head_dim: int
@@ -142,7 +143,7 @@ class Rotary:
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even one")
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, 1, T, D/2) in float32 for positions (B, T)."""
+        """Cosines and sines (B, 1, T, D/2) in float32 of the angles at positions (B, T)."""
         frequencies = self.scaling.inverse_frequencies(self.head_dim, self.base, positions.device)
         angle = positions[:, None, :, None].float() * frequencies
         return angle.cos() * self.scaling.attention_factor, angle.sin() * self.scaling.attention_factor

@@ -1,12 +1,12 @@
 """A KV cache in 8, 4 or 2 bits: keys quantized per channel, values per token, the last tokens in full precision.
 
-KIVI (https://arxiv.org/abs/2402.02750): some channels of keys are large in all tokens, so they are quantized per
-channel over a group of tokens; values have no such channels. A group of G tokens is stored as codes when it is
-complete. A query reads these codes once the entire group is older than the last R tokens (including the query's
-own); until then it reads the group in full precision. So the values a query reads follow from its position alone,
-not from how a text was split into forwards, nor from other rows.
+KIVI (https://arxiv.org/abs/2402.02750): some channels of keys are large in all tokens. So keys are quantized per
+channel, over a group of tokens; values have no such channels. A group of G tokens is stored as codes as soon as it
+is complete. A query reads the codes if the entire group is older than the last R tokens (the query's own token
+included); otherwise it reads the group in full precision. So a query's inputs depend only on its position, not on
+how a text was split into forwards, nor on other rows.
 
-Full-precision tokens are kept longer than they are read, in a ring of a few groups, so that a short
+A ring buffer of a few groups stores tokens in full precision for longer than queries read them, so that a short
 rollback is exact.
 """
 
@@ -25,20 +25,20 @@ from dunes.parts.cache import Cache, ring_positions
 Axis = Literal["channel", "token"]
 BITS = 8, 4, 2
 SLACK = 16
-"""Tokens that `truncate` can always drop without loss; speculation proposes as many."""
+"""Number of tokens that `truncate` can always drop exactly; speculative decoding proposes at most as many."""
 LARGEST = 65504.0
-"""Maximum of float16, the dtype of scales and minima; larger values are clipped."""
+"""Largest float16 number, since scales and minima are float16. Larger keys and values are clipped to it."""
 SMALLEST = 2.0**-24
 
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """Quantization of a cache. Raises ValueError for unsupported settings.
+    """The settings of a quantized cache. Raises ValueError for unsupported ones.
 
-    Each quantization grid has 2 ** bits values from a minimum on, a scale apart; both are float16. Keys have one
-    grid per channel and `group` tokens; values have one per token and `group` channels, or per head if `group`
-    does not divide head_dim. The last `residual` tokens are read in full precision. `keys` and `values` are for
-    comparisons.
+    A quantization grid has 2 ** bits values: minimum + code * scale, with minimum and scale in float16. Keys have
+    one grid per channel and `group` tokens. Values have one grid per token and `group` channels (per token and
+    head if `group` does not divide head_dim). The last `residual` tokens are read in full precision. Other values
+    of `keys` and `values` exist only for comparisons.
     """
 
     bits: int
@@ -58,15 +58,15 @@ class CacheFormat:
 
     @property
     def ring(self) -> int:
-        """Tokens W in full precision: the residual tokens and SLACK more, rounded up to groups."""
+        """Number W of tokens in the ring: `residual - 1 + SLACK`, rounded up to full groups, plus one group."""
         return self.group * (1 + -(-max(0, self.residual - 1 + SLACK) // self.group))
 
     def layer_bytes(self, capacity: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-        """Bytes of one row in one layer, for keys and values of `itemsize` bytes per element.
+        """Bytes of one row in one layer; unquantized keys and values have `itemsize` bytes per element.
 
-        2 * K * (W + 1) * D * itemsize for tokens in full precision, and for each of ceil(capacity / G) + 1 groups
-        and head 2 * 8 * ceil(G * D * bits / 64) for codes, and 4 for each grid: D grids for keys; D for values, or
-        G if G does not divide D.
+        Tokens in full precision take 2 * K * (W + 1) * D * itemsize bytes. Each of the ceil(capacity / G) + 1
+        groups of each head takes 2 * 8 * ceil(G * D * bits / 64) bytes for codes, and 4 bytes for each grid: D
+        grids for keys and D for values (G for values if G does not divide D).
         """
         groups = -(-capacity // self.group) + 1
         codes = 2 * 8 * _words(self.group * head_dim, self.bits)
@@ -74,18 +74,19 @@ class CacheFormat:
         return kv_heads * (groups * (codes + grids) + 2 * (self.ring + 1) * head_dim * itemsize)
 
     def grids(self, axis: Axis, head_dim: int) -> int:
-        """Number of grids of a group of tokens in one head."""
+        """Number of grids for one group of tokens in one head."""
         return head_dim if axis == "channel" else self.group * self.parts(head_dim)
 
     def parts(self, head_dim: int) -> int:
-        """Number of parts, each with a grid, into which the channels of a token are divided."""
+        """Number of parts into which the channels of a token are divided; each part has its own grid."""
         return 1 if head_dim % self.group else head_dim // self.group
 
 
 def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (uint8, like x), scales and minima (float16, 1 in `dim`) of float32 values with one grid along `dim`.
+    """Quantize float32 values with one grid along `dim`: returns codes, scales and minima.
 
-    The ends of a grid are rounded outwards, so that it covers its values: code * scale + minimum is off by at most
+    Codes are uint8 with the shape of x. Scales and minima are float16, with size 1 in `dim`. The minimum is
+    rounded down and the scale up, so that the grid covers all values: `code * scale + minimum` is off by at most
     half the scale. Values beyond the range of float16 are clipped first.
     """
     x, levels = x.clamp(-LARGEST, LARGEST), 2**bits - 1
@@ -96,14 +97,14 @@ def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _round_outwards(x: Tensor, towards: float) -> Tensor:
-    """Round to float16, towards -inf or inf."""
+    """Round x to float16, in the direction `towards` (-inf or inf)."""
     y = x.half()
     inside = y.float() > x if towards < 0 else y.float() < x
     return torch.where(inside, torch.nextafter(y, torch.full_like(y, towards)), y)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes (..., n) into words of 8 bytes (..., P): byte i has codes i, 8 P + i, 16 P + i, ..."""
+    """Pack codes (..., n) into 8-byte words (..., P). Byte i contains codes i, 8 P + i, 16 P + i, ..."""
     count = 8 * _words(codes.shape[-1], bits) * (8 // bits)
     codes = F.pad(codes, (0, count - codes.shape[-1])).view(torch.int64)
     parts = torch.unflatten(codes, -1, (8 // bits, -1)).unbind(-2)
@@ -119,30 +120,30 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _words(count: int, bits: int) -> int:
-    """Number of 8-byte words for `count` codes."""
+    """Number of 8-byte words that `count` codes need."""
     return -(-count * bits // 64)
 
 
 @dataclass(frozen=True)
 class _Writes:
-    """Destinations of the new tokens (B, T) of a forward, the same in all layers."""
+    """The places where a forward stores its new tokens (B, T); they are the same in all layers."""
 
     ring: Tensor
-    """Slots (B, T) in the ring; W for tokens that are not kept in it."""
+    """Slot (B, T) of each token in the ring; W for a token that the ring does not store."""
     groups: Tensor
-    """Numbers (B, n) of the groups that may become complete; the extra last group stands for incomplete ones."""
+    """Numbers (B, n) of the n groups that may become complete; for incomplete ones, the extra last group."""
     index: Tensor
-    """Offsets (B, T) in these groups; n * G for none."""
+    """Offset (B, T) of each token within these n groups laid end to end; n * G for a token in none of them."""
     open_slots: Tensor
-    """Slots (B, G) of the ring that contain the start of the first of these groups."""
+    """Slots (B, G) in the ring of the first of these groups, whose first tokens are stored already."""
 
 
 class QuantizedCache(Cache):
-    """A quantized cache of `capacity` positions in each row, in the given format.
+    """A quantized KV cache for `capacity` positions in each of `batch` rows.
 
-    `keys` and `values` are each layer's rings of full-precision tokens (B, K, W + 1, D). `codes` (B, K, N + 1, P),
-    `scales` and `minima` are the groups of keys and of values, in turn; the last one stands for incomplete groups.
-    It serves layers with and without windows; tokens out of all windows are kept.
+    `keys` and `values` have each layer's ring of full-precision tokens (B, K, W + 1, D). `codes` (B, K, N + 1, P),
+    `scales` and `minima` have two tensors per layer, of keys and of values; their last group receives incomplete
+    groups. Layers may have windows, but tokens outside all windows still stay in the cache.
     """
 
     row_state = ("length", "first_whole")
@@ -164,7 +165,7 @@ class QuantizedCache(Cache):
 
     @property
     def in_order(self) -> bool:
-        """Always False: codes stand beside full-precision tokens, so keys are never in order."""
+        """Always False: keys from codes come before full-precision keys, so they are never in order."""
         return False
 
     @property
@@ -190,14 +191,14 @@ class QuantizedCache(Cache):
         )
 
     def _completed_count(self, new: int) -> int:
-        """Maximum number of groups that become complete in a row; exact if all rows are equal."""
+        """Maximum number of groups that become complete in a row; exact if all rows are equally long."""
         size = self.format.group
         if self._in_order:
             return self.max_length // size - (self.max_length - new) // size
         return (size - 1 + new) // size
 
     def _ring_start(self, last: Tensor) -> Tensor:
-        """First position (B,) in the ring, a multiple of G, if the last one is `last` (B,)."""
+        """First position (B,) stored in the ring, a multiple of G; `last` (B,) is each row's newest position."""
         return last // self.format.group * self.format.group + self.format.group - self.format.ring
 
     @property
@@ -205,7 +206,10 @@ class QuantizedCache(Cache):
         return -(-self.capacity // self.format.group)
 
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values (B, K, T, D); return all readable ones (B, K, S, D): codes, ring, new tokens."""
+        """Write keys and values (B, K, T, D); return all readable ones (B, K, S, D).
+
+        They come in this order: dequantized groups, tokens in the ring, new tokens.
+        """
         if layer == len(self.keys):
             for rings, x, axis in ((self.keys, k, self.format.keys), (self.values, v, self.format.values)):
                 rings.append(self._allocate(x, self.format.ring))
@@ -236,7 +240,7 @@ class QuantizedCache(Cache):
         return readable
 
     def _write_groups(self, i: int, numbers: Tensor, x: Tensor) -> None:
-        """Store groups x (B, K, n, G, D) of keys or values under these numbers (B, n)."""
+        """Quantize and store groups x (B, K, n, G, D) of keys or values at the group numbers (B, n)."""
         dim, bits = -2 if self._by_channel(i) else -1, self.format.bits
         codes, scale, minimum = quantize(self._divide(i, x.float()), dim, bits)
         rows = torch.arange(len(numbers), device=numbers.device)[:, None]
@@ -245,7 +249,7 @@ class QuantizedCache(Cache):
             tensors[i].transpose(1, 2)[rows, numbers] = values.transpose(1, 2)
 
     def _read_groups(self, i: int, n: int, out: Tensor) -> None:
-        """Write the tokens of the first n groups of keys or values into `out` (B, K, n * G, D)."""
+        """Dequantize the first n groups of keys or values into `out` (B, K, n * G, D)."""
         size, dim = self.format.group, out.shape[3]
         x = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
         groups = x.view(*x.shape[:2], n, size, dim)
@@ -259,11 +263,11 @@ class QuantizedCache(Cache):
         return (self.format.keys, self.format.values)[i % 2] == "channel"
 
     def _divide(self, i: int, x: Tensor) -> Tensor:
-        """Groups with one grid in the last dimension, or in the last but one."""
+        """x reshaped so that each grid covers one dimension: -2 by channel, otherwise -1."""
         return x if self._by_channel(i) else torch.unflatten(x, -1, (self.format.parts(x.shape[-1]), -1))
 
     def _complete_groups(self, ring: Tensor, x: Tensor, writes: _Writes) -> Tensor:
-        """Tokens (B, K, n, G, D) of the groups to write, from the ring and the new tokens."""
+        """The tokens (B, K, n, G, D) of the groups to write, taken from the ring and the new tokens."""
         (b, heads, _, dim), (count, size) = x.shape, (writes.groups.shape[1], self.format.group)
         work = x.new_zeros(b, heads, count * size + 1, dim)
         work[:, :, :size] = ring.gather(2, writes.open_slots[:, None, :, None].expand(b, heads, size, dim))
@@ -271,14 +275,14 @@ class QuantizedCache(Cache):
         return work[:, :, :-1].view(b, heads, count, size, dim)
 
     def slot_positions(self, last: Tensor) -> Tensor:
-        """The position (B, S) in each readable slot: of codes, of the ring, and of new tokens; -1 if empty."""
+        """The position (B, S) of each key that `put` returns, -1 for an empty slot."""
         codes = torch.arange(self._readable_groups * self.format.group, device=last.device)
         ring = ring_positions(self.length - 1, self.format.ring, self.format.ring)
         parts = [codes.expand(self.batch, -1), ring, self._new_positions]
         return torch.cat(parts[::2] if self._empty else parts, 1)
 
     def visible(self, key: Tensor, query: Tensor) -> Tensor:
-        """Attention mask (B, T, S): True if a query at (B, T, 1) may attend to a slot's key, at (B, 1, S)."""
+        """Attention mask (B, T, S), from the positions of keys (B, 1, S) and queries (B, T, 1)."""
         size = self.format.group
         codes = torch.arange(key.shape[2], device=key.device) < self._readable_groups * size
         is_old = query >= (key // size + 1) * size + self.format.residual - 1
@@ -287,17 +291,16 @@ class QuantizedCache(Cache):
         return super().visible(key, query) & ((is_old | codes_only) == codes)
 
     def advance(self, n: Tensor) -> None:
-        """End the forward: each row grows by `n` (B or 1,) tokens."""
+        """End the forward: add the numbers of new tokens `n` (B or 1,) to the rows' lengths."""
         super().advance(n)
         self.first_whole = torch.maximum(self.first_whole, self._ring_start(self.length - 1))
 
     def truncate(self, n: Tensor) -> Tensor:
-        """Drop all but the first `n` (B,) tokens of each row; returns the remaining number (B,), at most G - 1
-        fewer.
+        """Keep only the first `n` (B,) tokens of each row, or up to G - 1 fewer. Returns the numbers (B,) kept.
 
-        Dropping up to SLACK tokens is exact. After more, some residual tokens may exist only as codes, which are
-        then read, with an error of at most half the scale. A group of codes that is cut in two is dropped, and the
-        caller evaluates it again, so that nothing is quantized twice.
+        Dropping up to SLACK tokens is exact. After dropping more, some of the last tokens may exist only as codes;
+        queries then read the codes, with an error of at most half the scale. If the cut falls inside a group of
+        such codes, the group is dropped, and the caller evaluates its tokens again; so none is quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
         remaining = super().truncate(
