@@ -1,4 +1,4 @@
-"""Batches of windows of ids, of tensor rows and of examples, in an order fixed by (seed, epoch, position) alone.
+"""Batches (windows of ids, tensor rows, or examples) in an order fixed by (seed, epoch, position) alone.
 
 So one integer is the data cursor of a run, a resumed run starts without reading earlier batches, and the order
 does not depend on the number of workers or devices.
@@ -51,7 +51,7 @@ class TokenIds(Protocol):
 
 @dataclass(frozen=True)
 class PackedText:
-    """The ids of documents that do not attend to each other; `starts` are the ascending indices of the first ids.
+    """Ids of documents that do not attend to each other; `starts` are the ascending indices of their first ids.
 
     A document usually starts with `end`, the token that ends the previous document. That token is the last target
     of the previous document and the first input of the next.
@@ -92,7 +92,7 @@ class PackedText:
         return transformed
 
     def batch(self, window: Tensor, index: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, targets and positions (B, T) of windows (B, T + 1); each row of `index` is consecutive.
+        """Ids, targets and positions (B, T) of windows (B, T + 1), whose rows are at consecutive indices.
 
         A target that is the first id of the next document is ignored, unless it is `end`.
         """
@@ -181,7 +181,7 @@ class Windows:
     def _rearrange(
         self, windows: NDArray[np.int64], positions: NDArray[np.int64], arrange: Arrange
     ) -> NDArray[np.int64]:
-        """Rearrange each of the windows (B, T + 1), which are at these positions of the order."""
+        """Rearrange the windows (B, T + 1), whose positions seed the generators."""
         rows = []
         for window, position in zip(windows, positions.tolist(), strict=True):
             epoch, within = divmod(position, self.windows_per_epoch)
@@ -402,7 +402,7 @@ def _row(row: Sequence[Example], context_length: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Pack items by best fit: rows of item indices, whose lengths (in descending order) sum to at most `room`."""
+    """Pack items of these descending lengths by best fit; each row of item indices has at most `room` in total."""
     rows: list[list[int]] = []
     spaces: list[int] = []
     open_rows: dict[int, list[int]] = {}

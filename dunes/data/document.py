@@ -33,7 +33,7 @@ class Document:
     digest: str
 
     def text(self) -> Iterator[str]:
-        """The text in blocks that end at line ends, so that a file may be larger than memory.
+        """Yield the text in blocks that end at line ends, so that a file may be larger than memory.
 
         Raises ValueError if the file has changed since it was collected.
         """
@@ -56,7 +56,7 @@ class Document:
 
 @dataclass(frozen=True)
 class RecordDocument(Document):
-    """The validation texts (their hashes are below `limit`) or the training texts of a file of records.
+    """Either the validation texts (with hashes below `limit`) or the training texts of a file of records.
 
     `count` is the number of these texts, `content` describes the fields that are read as text, `blank` is the
     number of records without text (0 for validation), and `file_digest` is the digest of all texts in the file.
@@ -90,7 +90,7 @@ class RecordDocument(Document):
 
 
 def _verified(path: Path, digest: str, read: Callable[[blake2b], Iterator[str]]) -> Iterator[str]:
-    """Yield the blocks of `read`, which updates a hasher. Raises ValueError if its digest is not `digest`."""
+    """Yield the blocks of `read`, which updates a hasher. Raises ValueError if its digest differs."""
     hasher, intact = blake2b(digest_size=16), False
     try:
         yield from read(hasher)
@@ -107,7 +107,7 @@ def header_name(name: str) -> str:
 
 
 def plain_document(file: SourceFile) -> Document | str:
-    """The document, or the reason why the file is skipped. A file named by the user is never "generated"."""
+    """The document, or the reason to skip the file. A file that the user named is never skipped as generated."""
     try:
         status = file.path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -181,7 +181,7 @@ def code_fraction(documents: Iterable[Document]) -> float:
 
 
 def document_texts(documents: Iterable[Document]) -> Iterator[NamedText]:
-    """Yield each text of the documents with the document's name, without byte order marks."""
+    """Yield (name of its document, text) for each text of the documents, without byte order marks."""
     for document in documents:
         for text in document.texts():
             yield document.name, "".join(text).removeprefix("\ufeff")

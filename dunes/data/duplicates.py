@@ -28,7 +28,7 @@ BINS = 64
 EMPTY = 2**32 - 1
 """Value of a bin without lines."""
 SIMILAR = 0.7
-"""Minimum Jaccard similarity of near-duplicates' lines: two texts of 20 lines share 17; of 100 lines, 83."""
+"""Minimum Jaccard similarity of near-duplicates' lines: 17 of 20 lines, or 83 of 100, are in both texts."""
 
 FEW_LINES = 6
 """Texts whose lines fill fewer bins are not compared by lines: such short texts have equal lines by chance."""
@@ -72,7 +72,7 @@ def content_digest(blocks: Iterable[str]) -> bytes:
 
 
 def _sketch(blocks: Iterable[str]) -> tuple[bytes, NDArray[np.uint32]]:
-    """Digest of a text without white space, and the minimum line hash in each bin (BINS,), EMPTY without lines."""
+    """Digest of a text without white space, and the minimum line hash (or EMPTY) in each bin (BINS,)."""
     least, hasher = np.full(BINS, EMPTY, np.uint32), blake2b(digest_size=16)
     for block in blocks:
         data = _without_space(block)

@@ -530,7 +530,7 @@ def split_hash(turns: Conversation) -> float:
 def tokenize_records(
     rows: Sequence[Record], template: Template, tokenizer: Tokenizer, train_on: str = "answers"
 ) -> Iterator[Example]:
-    """Encode records as ids. Answers and their stop tokens are trained on; with "all", everything except BOS.
+    """Encode records as ids. Answers and their stop tokens are trained on, or, with "all", everything but BOS.
 
     An answer that its record excludes from the loss is never trained on. Raises ValueError if the tokenizer lacks
     special tokens, if the template does not support a record, and if a record excludes a prompt from the loss

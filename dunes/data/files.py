@@ -106,7 +106,7 @@ class Walk:
                 yield SourceFile(path, name, False)
 
     def _follow_link(self, path: Path, root: Path, is_folder: bool) -> Iterator[SourceFile]:
-        """Yield the files that a link leads to, unless they are ignored, or its target may not be followed."""
+        """Yield the files behind a link if its target is outside the sources, not ignored, and may be followed."""
         name = path.relative_to(root).as_posix()
         try:
             target = path.resolve(strict=True)

@@ -71,7 +71,7 @@ class FillInMiddle:
     Only the longest text of one document in the window is rearranged, without its file header; other ids keep
     their places. Cuts are between characters. Half of the middles go from a random character to the end of its
     line; the others span up to SPAN_LINES lines. The suffix loses its end, so that the window keeps its length. A
-    window is unchanged if its text is short, or if prefix and middle leave no room for the sentinels in all TRIES.
+    window is unchanged if its text is short, or if none of TRIES cuts fits because the middle ends too late.
 
     Raises ValueError for a tokenizer without the sentinels.
     """
@@ -131,7 +131,7 @@ class FillInMiddle:
         return None
 
     def _join(self, parts: tuple[str, str, str], prefix_first: bool, size: int) -> list[int] | None:
-        """Encode parts and sentinels as `size` ids, with as much of the suffix as fits; None if impossible."""
+        """Encode parts and sentinels as `size` ids, with as much suffix as fits; None if they do not fit."""
         encode, marks = self.tokenizer.encode_continuation, self.sentinels
         prefix, middle, suffix = parts
         first, last = (encode(prefix), encode(middle)) if prefix_first else ([], encode(prefix + middle))

@@ -1,6 +1,6 @@
-"""Checks of finetuning examples before the first step.
+"""Check finetuning examples for faults before the first step.
 
-Training with these faults raises no error and shows a plausible loss, but the model does not follow the examples.
+Training with such faults raises no error and shows a plausible loss, but the model does not follow the examples.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ FEW = 0.05
 @dataclass(frozen=True)
 class DataReport:
     """Counts of training examples. `validation` is the number of validation examples; `val_trained` counts their
-    targets within the context, and `val_without_target` those without a target.
+    targets within the context, and `val_without_target` counts validation examples without a target.
 
     `windows` counts windows of plain text; other examples are conversations. `tokens` counts an id shared by two
     windows once. `trained` counts targets within the context, `lost` targets beyond it. `lengths` are QUANTILES of

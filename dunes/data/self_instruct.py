@@ -33,7 +33,7 @@ TOKENS = 3072
 """Maximum tokens of an answer."""
 
 MAX_SIMILARITY = 0.7
-"""An instruction whose ROUGE-L with an earlier instruction is higher is dropped."""
+"""An instruction is dropped if its ROUGE-L with an earlier instruction is higher than this."""
 
 WORDS = (
     "image", "images", "graph", "graphs", "picture", "pictures", "file", "files", "map", "maps", "draw", "plot",
@@ -70,7 +70,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A model's text for one task, the parsed task, and the reason why it is dropped; empty if it is kept."""
+    """A model's text for one task, the parsed task, and the reason to drop the task (empty: it is kept)."""
 
     text: str
     task: Task | None
@@ -222,7 +222,7 @@ def words(text: str) -> list[str]:
 def _measure(common: int, a: int, b: int) -> float:
     """The ROUGE-L F measure of texts of `a` and `b` tokens whose longest common subsequence has `common` tokens.
 
-    https://aclanthology.org/W04-1013; operations are in the order of the package rouge_score, for equal bits.
+    https://aclanthology.org/W04-1013; operations are in rouge_score's order, for bit-equal results.
     """
     if not common:
         return 0.0
@@ -239,7 +239,7 @@ def _masks(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _common(masks: Mapping[str, int], tokens: Iterable[str]) -> int:
-    """Length of the longest common subsequence, computed bit-parallel: one integer is a row of the table.
+    """Length of the longest common subsequence, computed bit-parallel: a row of the table is one integer.
 
     Hyyrö's algorithm, https://doi.org/10.1016/j.ipl.2004.04.006
     """

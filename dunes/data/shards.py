@@ -189,8 +189,7 @@ def _write(
 def _groups(
     document: Document, begin: list[int], header: list[int], tokenizer: Tokenizer
 ) -> Iterator[list[str | list[int]]]:
-    """Yield parts of the document's texts, and the ids before and after each text, in groups of about BLOCK
-    characters."""
+    """Yield parts of the document's texts, and the ids around each text, in groups of about BLOCK characters."""
     group, size = list[str | list[int]](), 0
     for text in document.texts():
         group += [begin, header]

@@ -35,7 +35,7 @@ MOST = 0.2
 TESTED = 0.05
 """Fraction of the text for the test split. In split versions 0 and 1, it is a fraction of the files."""
 COMMON = 20
-"""Minimum number of files with a suffix from which validation files are selected separately."""
+"""Suffixes with at least this many files are split separately; rarer suffixes are split together."""
 SHOWN = 5
 """Maximum number of unreadable files of records that are named; the others are counted."""
 
@@ -46,7 +46,7 @@ NEAR_DUPLICATES = "near-duplicates:"
 
 @dataclass
 class Corpus:
-    """The documents for training, validation and test, and the names of skipped files for each reason.
+    """A corpus: documents for training, validation and test, and the names of skipped files for each reason.
 
     `notes` are lines on records and near-duplicates. With `split` "files", entire files and records are for
     validation; with "tails", the tail of each document is. `duplicates` maps the digest of each near-duplicate to
@@ -139,9 +139,9 @@ def validation_share(size: float) -> float:
 def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SPLIT_VERSION) -> Corpus:
     """The corpus with about `share` of its text in the test split, taken from the training split.
 
-    Of three or more files, at least one is for the test, but never all training data. Near-duplicates are on the
-    same side. Records are not divided again. The documents of each split are sorted by path. In split versions 0
-    and 1, test files have hashes in [share, 2 * share).
+    Of three or more files, at least one is for the test, but training data always remains. Near-duplicates are on
+    the same side. Records are not divided again. The documents of each split are sorted by path. In split versions
+    0 and 1, test files have hashes in [share, 2 * share).
     """
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]
@@ -225,7 +225,7 @@ def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
 def _order_for_selection(
     groups: Sequence[_Group], share: float, split_version: int, limit: float
 ) -> tuple[list[_Group], int]:
-    """The groups in the order of selection for validation, and the number of first groups that are selected.
+    """The groups in the order in which they are selected for validation, and the number of selected groups.
 
     The selected groups have about `share` of the text of each suffix and size, and are selected by their hashes.
     If a group is too large to be selected, smaller groups make up for it. Groups that alone have more than a
@@ -254,7 +254,7 @@ def _group_order(group: _Group) -> tuple[float, str]:
 
 
 def _divide(corpus: Corpus, documents: Sequence[Document], share: float, split_version: int) -> None:
-    """Set `corpus.train` and `corpus.valid`. One of several files validates at least, unless records do."""
+    """Set `corpus.train` and `corpus.valid`. At least one of several files is in `valid`, unless records are."""
     records = [d for d in documents if isinstance(d, RecordDocument)]
     groups = _groups(corpus, documents)
     valid: list[Document] = [d for d in records if d.validation]

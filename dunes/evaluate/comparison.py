@@ -108,7 +108,7 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
 
 
 def _run_measurement(folder: Path, scratch: Path) -> dict[str, Any]:
-    """The result of `measure_folder` in a new process. Raises ValueError, with its last line, if that fails."""
+    """The result of `measure_folder` in a new process. Raises ValueError with the last line of its stderr."""
     options = [str(torch.get_num_threads()), *["trust"] * checkpoint.cards_trusted()]
     command, environment = python_command(
         "-m", "dunes.evaluate.comparison", str(folder), str(scratch / "ids.npz"), *options

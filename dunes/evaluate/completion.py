@@ -63,8 +63,8 @@ class ScoredFile:
 
 @dataclass(frozen=True)
 class ScoredFiles:
-    """The files to score, and the numbers of training files, near-duplicate lines and files without other lines,
-    which are left out. `line_count` counts the nonblank lines of files that were not trained on."""
+    """The files to score. Training files, near-duplicate lines and files without other lines are left out, and
+    counted. `line_count` counts the nonblank lines of files that were not trained on."""
 
     files: Sequence[ScoredFile]
     trained_files: int

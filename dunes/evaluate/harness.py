@@ -34,7 +34,7 @@ TOKENS = 256
 """Default maximum number of new tokens, as in the `hf` backend."""
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names under which a task may set the maximum number of new tokens; the first name that it uses counts."""
+"""Names under which a task may set the maximum number of new tokens; the first name that is used counts."""
 
 OPTIONS = (*LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 WITHOUT_EFFECT = {"num_beams": 1}
@@ -209,7 +209,7 @@ class GenerationSettings:
 
 
 def parse_settings(settings: Mapping[str, Any], place: str, context_length: int, end: str) -> GenerationSettings:
-    """Parse a task's `generation_kwargs`; texts also stop at `end`. Raises ValueError if unsupported."""
+    """Parse a task's `generation_kwargs`; texts also stop at `end`. Raises ValueError for unsupported settings."""
     unknown = [k for k, v in settings.items() if k not in OPTIONS and (k, v) not in WITHOUT_EFFECT.items()]
     if unknown:
         raise ValueError(f"{place}: generation_kwargs has {unknown[0]}; supported are {', '.join(OPTIONS)}")

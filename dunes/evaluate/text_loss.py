@@ -217,7 +217,7 @@ def _ids(
     trained: Mapping[str, Any],
     share: float,
 ) -> TokenIds:
-    """Token ids of all documents, of the last `share` of each (`tail`), or of the rest of each (`head`).
+    """Token ids of the documents: of each document `all`, its last `share` (`tail`), or the rest (`head`).
 
     Documents are joined as in the training that `trained` records; if it is empty, as plain text.
     """

@@ -27,7 +27,7 @@ CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 def merge_pairs(
     symbols: list[str], score: Callable[[str], float | None]
 ) -> tuple[list[str], tuple[str, str] | None]:
-    """The symbols after all merges of neighbours (highest score first, then leftmost), and the last merge."""
+    """Merge neighbours, highest score first, then leftmost. Returns the remaining symbols and the last merge."""
     last = None
     scores = [score(a + b) for a, b in pairwise(symbols)]
     while True:
@@ -44,7 +44,7 @@ def merge_pairs(
 
 
 def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
-    """Pre-tokenizers that split text spelled like a token that merges cannot produce; the model would look it up.
+    """Pre-tokenizers that split text spelled like a token that merges cannot produce, so that it is not looked up.
 
     `lookalikes` maps each of these tokens to the parts into which merges encode its spelling.
     """

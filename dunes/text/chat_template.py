@@ -30,7 +30,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_template(folder: Path | str) -> str | None:
-    """The chat template of a model folder: chat_template.jinja if it exists, or the one in tokenizer_config.json.
+    """The chat template of a model folder: chat_template.jinja, or the default in tokenizer_config.json.
 
     None if there is no template. Raises ValueError that names the file for an invalid or too large template.
     """

@@ -183,7 +183,7 @@ def has_tokenizer(path: Path) -> bool:
 def build_tokenizer(
     fields: Mapping[str, Any], parse: Callable[[bytes], tokenizers.Tokenizer]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer in a header, from its tokenizer.json by `parse`; without that file, from its list of tokens.
+    """The tokenizer in a header. `parse` reads its tokenizer.json; without one, it is built from the tokens.
 
     For damaged fields and unsupported kinds, raises ValueError that names the key and index, but not the file.
     """
@@ -283,7 +283,7 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
-    """The special ids in a header. Texts start with BOS if `add_bos_token` is set, or by default for `llama`."""
+    """The special ids in a header. Texts start with BOS if `add_bos_token` is true (default for `llama`)."""
     count = len(value(fields, "ggml.tokens", list))
     bos, eos, turn = (_id(fields, name, None, count) for name in ("bos", "eos", "eot"))
     adds = value(fields, "ggml.add_bos_token", bool, fields.get("tokenizer.ggml.model") == "llama")

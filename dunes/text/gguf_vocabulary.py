@@ -1,4 +1,4 @@
-"""Write a tokenizer's vocabulary for a GGUF file, and check that llama.cpp encodes texts equally by it alone.
+"""Write a tokenizer's vocabulary for a GGUF file, and check that llama.cpp gives the same ids with it.
 
 Two of llama.cpp's algorithms are used. `gpt2` is byte-level BPE within words; the pattern that splits text into
 words is known by a name. `llama` is sentencepiece's algorithm: text is not split, and the neighbours whose merged
@@ -69,8 +69,8 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "decoder": ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"),
     },
 }
-"""Steps that a tokenizer may have: byte-level BPE (including tokenizers trained here) and SentencePiece.
-llama.cpp lacks NFC, which few texts need, and supports the other steps."""
+"""Steps that an exported tokenizer may have: byte-level BPE (including tokenizers trained here) and SentencePiece.
+llama.cpp supports all of them except NFC, which few texts need."""
 
 
 def _unsupported(content: Mapping[str, Any], tokenizer_type: str) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
 
 
 def _same_text(tokenizer: Tokenizer, text: str, actual: list[int], expected: list[int]) -> bool:
-    """True if other ids of a tokenizer trained here have the same bytes, since llama.cpp merges characters."""
+    """True if only the merges differ: llama.cpp merges characters, a tokenizer trained here merges bytes."""
     if not tokenizer.line_separable or text.isascii():
         return False
     return SPACE in text or _text_bytes(tokenizer, actual) == _text_bytes(tokenizer, expected)  # becomes a space
@@ -250,9 +250,8 @@ def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
 def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
     """llama.cpp's tokenizer for these `vocabulary_fields`: a function of a text and a flag that returns ids.
 
-    If the flag is True, it parses special tokens in the text, and adds BOS and EOS. The text is not normalized.
-    The type of a token decides if it is special. (llama.cpp knows lstrip and rstrip only for a few models, by
-    name.)
+    If the flag is True, special tokens in the text are parsed, and BOS and EOS are added. User-defined tokens are
+    always parsed. The text is not normalized. (llama.cpp knows lstrip and rstrip for a few models only, by name.)
     """
     tokens, types = [token.decode(errors=RAW) for token in fields["ggml.tokens"]], fields["ggml.token_type"]
     encode: Callable[[str], list[int]]

@@ -91,7 +91,7 @@ def bpe(
 
 
 def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, prefix: int = 0) -> None:
-    """Raise ValueError unless each merge joins two tokens (the second without its `prefix`) into a token."""
+    """Raise ValueError unless each merge joins two tokens into a token; the second omits `prefix` characters."""
     for i, pair in enumerate(merges):
         parts = pair.split(" ") if isinstance(pair, str) else pair
         if not (isinstance(parts, list | tuple) and len(parts) == 2 and all(isinstance(p, str) for p in parts)):
@@ -127,7 +127,7 @@ def steps(content: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _check_steps(content: Mapping[str, Any]) -> None:
-    """Raise ValueError for steps on which the library panics, some only when a text is encoded."""
+    """Raise ValueError for steps on which the library panics, on some of them only when it encodes a text."""
     for step in steps(content, "normalizer"):
         if isinstance(data := step.get("precompiled_charsmap"), str):
             table = b64decode(data)

@@ -1,8 +1,8 @@
 """Convert Mistral's `tekken.json` and Llama 3's `tokenizer.model` to tokenizers of the `tokenizers` library.
 
 Both are byte-level BPE as in tiktoken (https://github.com/openai/tiktoken/blob/main/src/lib.rs). A pattern splits
-the text into words. A word in the vocabulary becomes one token; in other words, the pair of lowest rank is merged
-first.
+the text into words. A word in the vocabulary becomes one token; within any other word, the pair of lowest rank is
+merged first.
 
 In a tekken.json (NeMo, Pixtral, Mistral Small 3) special tokens have the first ids
 (https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py). Llama 3's file has one line per token:
@@ -61,8 +61,8 @@ LLAMA3_SPECIAL = (
 def convert_llama3(data: bytes) -> tokenizers.Tokenizer:
     """A tokenizer with the same ids as Llama 3's code.
 
-    If special tokens are requested, a text starts with LLAMA3_BEGIN.
-    Raises ValueError, without the file's name, if the file is invalid or exceeds a limit.
+    If special tokens are requested, a text starts with LLAMA3_BEGIN. Raises ValueError, without the file's name,
+    if the file is invalid or exceeds a limit.
     """
     lines = data.split(b"\n", MAX_VOCAB)
     tokens = [_llama3_token(line, rank) for rank, line in enumerate(lines if lines[-1] else lines[:-1])]

@@ -1,4 +1,4 @@
-"""Convert a sentencepiece `tokenizer.model` (LLaMA 1 and 2, Mistral v1 to v7) to one of the `tokenizers` library.
+"""Convert a sentencepiece `tokenizer.model` (LLaMA 1 and 2, Mistral v1 to v7) for the `tokenizers` library.
 
 The file is a protobuf message; only the fields that determine ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,

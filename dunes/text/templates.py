@@ -269,7 +269,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
 def encode_segments(
     segments: Sequence[Segment], tokenizer: Tokenizer, train_all: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """The ids of the segments, and a mask of trained ids: with `train_all`, all but BOS and masked segments.
+    """The ids of the segments, and a mask of trained ids. `train_all` trains all but BOS and masked segments.
 
     Raises ValueError for a special token that the tokenizer lacks.
     """

@@ -162,7 +162,7 @@ class Tokenizer:
 
     @staticmethod
     def find_file(folder: Path) -> Path | None:
-        """The file in the folder that `load` reads (a GGUF file is its own folder); None if no such file exists.
+        """The file that `load` reads, also if `folder` is itself a GGUF file; None if no such file exists.
 
         Raises ValueError for a link that leads out of the folder, and for anything but a regular file.
         """
@@ -344,7 +344,7 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def original_files(folder: Path, *first: str) -> Iterator[Path]:
-    """The existing files with the names `first` or of other libraries. Raises ValueError like `find_file`."""
+    """The folder's files named `first` and other libraries' tokenizers. Raises ValueError like `find_file`."""
     models = sorted(path.name for path in folder.glob("tokenizer.model*") if _MODEL_NAME.fullmatch(path.name))
     return (path for name in (*first, *models, "tekken.json") if (path := find_file(folder, name)))
 
