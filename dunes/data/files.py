@@ -158,7 +158,7 @@ def rules_above(path: Path, is_folder: bool) -> Rules | None:
 
 
 def is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
-    """True if the rules exclude this resolved path, whose parents are not excluded."""
+    """True if the rules exclude this path. The path must be resolved, and its parents not excluded."""
     for base, lines in reversed(rules):
         name = path.relative_to(base).as_posix()
         for regex, excludes, folders in reversed(lines):

@@ -202,7 +202,7 @@ class CompleterScore:
         return interval(self.means("exact"))
 
     def difference(self, other: "CompleterScore") -> Interval:
-        """The exact match minus the other completer's, paired by file."""
+        """The exact match minus the other completer's exact match, paired by file."""
         return interval(self.means("exact") - other.means("exact"))
 
     def typing(self, threshold: float = 0.0) -> Typing:

@@ -75,7 +75,7 @@ _NOUNS = {str: "a text", int: "a number", bool: "true or false", dict: "an objec
 
 
 def regex(pattern: Any, place: str) -> Regex:
-    """A compiled pattern; `place` names its origin. Raises ValueError for an invalid one."""
+    """A compiled pattern; `place` names its origin. Raises ValueError for an invalid pattern."""
     if not isinstance(pattern, str):
         raise ValueError(f"{place} is {abbreviate(pattern)}; expected a regular expression")
     return call(f"{place} {abbreviate(pattern)}", lambda: Regex(pattern))
@@ -103,7 +103,7 @@ def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, pr
 
 
 def parse(text: str) -> tokenizers.Tokenizer:
-    """The tokenizer in a text written by `Tokenizer.json`. Raises ValueError if it was damaged since."""
+    """The tokenizer in a text written by `Tokenizer.json`. Raises ValueError if the text was damaged since."""
     return call("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
 
 
@@ -205,7 +205,7 @@ def _check_added(tokens: Sequence[Any]) -> None:
 
 
 def text(data: bytes, place: str) -> str:
-    """A text of a file in UTF-8. Raises ValueError that names its `place`."""
+    """Decode a text from a file as UTF-8. Raises ValueError that names its `place` if it is not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -14,7 +14,7 @@ _START = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines with their line ends. The last line has no line end; it is empty if the text ends with one."""
+    """The lines with their line ends. The last has none, and is empty after a line end or in an empty text."""
     return _START.split(text)
 
 

@@ -418,7 +418,7 @@ TEMPLATES = {template.name: template for template in _TEMPLATES}
 
 
 def get_template(name: str) -> NamedTemplate:
-    """A template by its name. Raises ValueError for an unknown name."""
+    """The built-in template with this name. Raises ValueError for an unknown name."""
     if name not in TEMPLATES:
         raise ValueError(f"no template named {name!r}; available: {', '.join(TEMPLATES)}")
     return TEMPLATES[name]

@@ -44,7 +44,7 @@ KINDS = ("bpe", "bytes", "chars")
 MAX_BYTES = 1 << 27
 """Maximum bytes of a tokenizer file."""
 MAX_IDS = 1 << 22
-"""Upper bound of ids."""
+"""Upper bound of token ids; each id is below it."""
 
 EXTRA_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -287,7 +287,7 @@ class Tokenizer:
         return ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """The ids of a text that continues another: without the space that some tokenizers put before a text."""
+        """The ids of a text that continues another text, so no tokenizer puts a space before it."""
         return self._ids(self._without_prefix, text)
 
     @cached_property
@@ -310,7 +310,7 @@ class Tokenizer:
             yield encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens and unused ids are skipped, broken UTF-8 gives U+FFFD."""
+        """The text of the ids; special tokens and unused ids are skipped, broken UTF-8 becomes U+FFFD."""
         if not self.byte_decoder.metaspace:
             return str(self.inner.decode(list(ids)))
         stream = DecodeStream(self)
