@@ -1,7 +1,7 @@
 """Data for training: files and folders, shards of tokens, windows, examples, batches.
 
-Start with `collect_corpus`, `token_shard` and `Windows` for text, `read_records`, `tokenize_records` and `Batches`
-for examples, `Rows` for tensors.
+For text, start with `collect_corpus`, `token_shard` and `Windows`; for examples, with `read_records`,
+`tokenize_records` and `Batches`; for tensors, with `Rows`.
 """
 
 from dunes.data.batches import Batches, PackedText, Rows, TokenIds, Windows

@@ -1,11 +1,11 @@
-"""Batches in an order that is a pure function of (seed, epoch, position): of windows of ids, rows, and examples.
+"""Batches (windows of ids, tensor rows, or examples) in an order fixed by (seed, epoch, position) alone.
 
-So a run's data cursor is one integer, a resumed run starts at once, and the order is independent of the number of
-workers or devices.
+So one integer is the data cursor of a run, a resumed run starts without reading earlier batches, and the order
+does not depend on the number of workers or devices.
 
-Examples are one per row with padding, or packed in rows of several, each attending only to itself. Packing is
-best-fit decreasing (https://arxiv.org/abs/2404.10830): the lengths alone determine the layout, so every epoch has
-the same number of rows; examples of equal length are permuted in each epoch.
+A row has one padded example, or several packed examples that do not attend to each other. Packing is best-fit
+decreasing (https://arxiv.org/abs/2404.10830). The layout depends only on the lengths, so every epoch has the same
+number of rows. Each epoch permutes the examples of equal length.
 """
 
 # Shapes: B batch, T tokens, N rows.
@@ -34,7 +34,7 @@ Transform = Callable[[NDArray[np.int64], np.random.Generator], NDArray[np.int64]
 
 
 class Arrange(Protocol):
-    """Rearranges the ids (N,) of a window, and returns a mask of ids that are targets."""
+    """Rearranges the ids (N,) of a window; `is_target` returns a mask (N,), True for ids that are targets."""
 
     def __call__(self, ids: NDArray[np.int64], random: np.random.Generator, /) -> NDArray[np.int64]: ...
 
@@ -51,14 +51,14 @@ class TokenIds(Protocol):
 
 @dataclass(frozen=True)
 class PackedText:
-    """Ids of documents that do not attend to each other, and the ascending indices at which they start, from 0.
+    """Ids of documents that do not attend to each other; `starts` are the ascending indices of their first ids.
 
-    A document usually starts with the `end` token of the previous one, as a prompt does: that token is the last
-    target of the previous document and the first input of the next.
+    A document usually starts with `end`, the token that ends the previous document. That token is the last target
+    of the previous document and the first input of the next.
 
-    `transform`, if any, is applied to each complete document, including its first id, as `Windows` read it. It may
-    reorder and replace ids; its generator is keyed by (seed, epoch, document), so all windows with a part of a
-    document agree on it.
+    `Windows` applies `transform`, if any, to each complete document, including its first id. `transform` may
+    reorder and replace ids. Its generator is seeded by (seed, epoch, document), so all windows that contain parts
+    of the same document see the same transformed document.
     """
 
     tokens: TokenIds
@@ -73,9 +73,9 @@ class PackedText:
         return self.tokens[index]
 
     def transformed(self, index: NDArray[np.int64], key: tuple[int, int]) -> NDArray[np.int64]:
-        """The ids at consecutive indices (N,) of the documents transformed under (seed, epoch).
+        """The ids at these consecutive indices (N,), after each document is transformed; `key` is (seed, epoch).
 
-        Raises ValueError for a transformation that changes a document's length.
+        Raises ValueError if the transformation changes a document's length.
         """
         assert self.transform is not None
         first, last = np.searchsorted(self.starts, index[[0, -1]], "right") - 1
@@ -92,9 +92,9 @@ class PackedText:
         return transformed
 
     def batch(self, window: Tensor, index: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, targets and positions (B, T) of windows (B, T + 1) from consecutive indices.
+        """Ids, targets and positions (B, T) of windows (B, T + 1), whose rows are at consecutive indices.
 
-        Targets in another document are ignored, unless they are `end`.
+        A target that is the first id of the next document is ignored, unless it is `end`.
         """
         document_starts = self.starts[np.searchsorted(self.starts, index, "right") - 1]
         positions = torch.from_numpy(index - np.maximum(document_starts, index[:, :1]))
@@ -105,16 +105,16 @@ class PackedText:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of `length` + 1 ids that overlap by one; each epoch has every token once.
+    """Batches of windows of `length` + 1 ids; consecutive windows overlap by one id.
 
     For `PackedText`, batches include positions.
 
-    `arrange`, if any, is applied to each window; its generator is keyed by (seed, epoch, position in the epoch's
-    order). A batch then has separate targets, with IGNORE where `arrange.is_target` is False.
+    `arrange`, if any, is applied to each window; its generator is seeded by (seed, epoch, position in the epoch's
+    order). A batch then has separate targets, which are IGNORE where `arrange.is_target` is False.
 
-    Each epoch has another offset and order. It omits less than two windows at the ends, which are part of other
-    epochs. Raises ValueError if there are fewer tokens than one window needs, and for `arrange` on transformed
-    documents, which it cannot cut.
+    Each epoch has its own offset and order. It omits fewer than two windows at the ends of the text, and
+    other epochs include these. Raises ValueError if there are fewer tokens than one window needs, and if `arrange`
+    is given for documents with a `transform`.
     """
 
     tokens: TokenIds
@@ -136,11 +136,11 @@ class Windows:
 
     @property
     def windows_per_epoch(self) -> int:
-        """Number of windows in an epoch. The offset changes from epoch to epoch, which costs up to one window."""
+        """Number of windows in an epoch: one fewer than the text has room for, so that the offset can vary."""
         return max(1, (len(self.tokens) - 1) // self.length - 1)
 
     def starts(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Start indices of the windows at these positions of the endless order."""
+        """The start index of the window at each of these positions, which are counted through all epochs."""
         epochs, within = np.divmod(positions, self.windows_per_epoch)
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -153,9 +153,10 @@ class Windows:
         return starts
 
     def batch(self, number: int) -> Tensor | tuple[Tensor, ...]:
-        """Batch `number` (0, 1, ...): ids (B, T + 1), int64; or ids, targets and maybe positions (B, T).
+        """Batch `number` (0, 1, ...), int64: ids (B, T + 1); for `PackedText`, ids, targets, positions (B, T).
 
-        With several ranks, the rows of this one.
+        With `arrange`, a batch of plain ids becomes ids and targets (B, T). With several ranks, the batch has only
+        the rows of this rank.
         """
         positions = np.arange(number * self.batch_size, (number + 1) * self.batch_size, dtype=np.int64)
         positions = positions[ranks.rows(self.batch_size)]
@@ -180,7 +181,7 @@ class Windows:
     def _rearrange(
         self, windows: NDArray[np.int64], positions: NDArray[np.int64], arrange: Arrange
     ) -> NDArray[np.int64]:
-        """The windows (B, T + 1) at these positions of the endless order, each rearranged."""
+        """Rearrange the windows (B, T + 1), whose positions seed the generators."""
         rows = []
         for window, position in zip(windows, positions.tolist(), strict=True):
             epoch, within = divmod(position, self.windows_per_epoch)
@@ -191,14 +192,15 @@ class Windows:
         return np.stack(rows)
 
     def batches(self, start: int = 0) -> Iterator[Tensor | tuple[Tensor, ...]]:
-        """Endless batches from number `start` on."""
+        """Yield batch `start` and all later batches, without end."""
         return map(self.batch, count(start))
 
 
 def shuffle_index(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArray[np.int64]:
-    """The images of these indices under a permutation of 0..size-1, without materialising it.
+    """Map each index by a pseudorandom permutation of 0..size-1, without storing the permutation.
 
-    A Feistel network over the next power of four, repeated until the result is below `size` (cycle walking).
+    A Feistel network permutes the numbers below the next power of four. It is repeated until the result is below
+    `size` (cycle walking).
     https://en.wikipedia.org/wiki/Format-preserving_encryption
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -236,16 +238,16 @@ def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
 
 
 def tail_start(start: int, stop: int, share: float) -> int:
-    """The index at which the tail of a text starts, given its token range `start` to `stop`, EOS included."""
+    """The index at which the tail starts: the last `share` of a text's tokens `start` to `stop`, including EOS."""
     return stop - round((stop - start) * share)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Endless batches of the rows of tensors (N, ...), each row once per epoch, every epoch in another order.
+    """Endless batches of the rows of tensors (N, ...). Each epoch has every row once, in its own order.
 
-    A batch may span two epochs, so all have the same size. Raises ValueError for tensors of different lengths, or
-    with fewer rows than a batch.
+    A batch may span two epochs, so all batches have the same size. Raises ValueError if the tensors differ in
+    length, or have fewer rows than a batch.
     """
 
     tensors: tuple[Tensor, ...]
@@ -262,11 +264,11 @@ class Rows:
             )
 
     def steps(self, epochs: float) -> int:
-        """Number of batches in these epochs, rounded up."""
+        """Number of batches in this many epochs (which may be a fraction), rounded up."""
         return -int(-epochs * len(self.tensors[0]) // self.batch_size)
 
     def indices(self, start: int = 0) -> Iterator[Tensor]:
-        """The indices (B,), int64, of each batch from number `start` on."""
+        """Yield the row indices (B,), int64, of batch `start` and of each later batch."""
         epoch, within = divmod(start * self.batch_size, len(self.tensors[0]))
         order = self._order(epoch)[within:]
         while True:
@@ -281,21 +283,21 @@ class Rows:
         return torch.from_numpy(shuffle_index(np.arange(size), size, (self.seed, epoch)))
 
     def batches(self, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The batches from number `start` on."""
+        """Yield batch `start` and all later batches: the rows (B, ...) of each tensor."""
         for index in self.indices(start):
             yield tuple(t[index.to(t.device)] for t in self.tensors)
 
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""ids, targets and positions, each (B, T) int64; targets may be IGNORE, positions are -1 for padding."""
+"""Ids, targets and positions, each (B, T), int64; targets may be IGNORE, and positions are -1 for padding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Batches of `batch_size` rows of up to `context_length` tokens, from the examples that have a target.
+    """Batches of the examples that have a target: `batch_size` rows of up to `context_length` tokens.
 
-    An example of more than `context_length` + 1 ids is truncated, and counted in `data_report`. Raises ValueError
-    if no targets are left.
+    An example of more than `context_length` + 1 ids is truncated; `data_report` counts truncated examples. Raises
+    ValueError if no example has a target within the context.
     """
 
     examples: Sequence[Example] = field(repr=False)
@@ -327,7 +329,7 @@ class Batches:
 
     @cached_property
     def _layout(self) -> list[list[int]]:
-        """Examples in each row, as ranks in descending order of length."""
+        """The examples in each row, as positions in the descending order of length."""
         lengths = np.sort(self._lengths)[::-1].tolist()
         return best_fit(lengths, self.context_length) if self.packed else [[i] for i in range(len(lengths))]
 
@@ -337,7 +339,7 @@ class Batches:
         return len(self._layout)
 
     def row(self, position: int) -> list[int]:
-        """Indices of the examples in the row at this position of the endless order."""
+        """Indices of the examples in the row at this position, which is counted through all epochs."""
         epoch, within = divmod(position, self.rows_per_epoch)
         row = self._layout[int(shuffle_index(np.array([within]), self.rows_per_epoch, (self.seed, epoch))[0])]
         return [int(self._with_target[i]) for i in self._ranking(epoch)[row]]
@@ -355,7 +357,7 @@ class Batches:
     def batch(self, number: int) -> Batch:
         """Batch `number` (0, 1, 2, ...), which may span epochs; packed rows are padded to `context_length`.
 
-        With several ranks, the rows of this one.
+        With several ranks, the batch has only the rows of this rank.
         """
         positions = range(number * self.batch_size, (number + 1) * self.batch_size)
         return self._rows(positions[ranks.rows(self.batch_size)])
@@ -365,20 +367,20 @@ class Batches:
         return collate(rows, self.context_length, full=self.packed)
 
     def batches(self, start: int = 0) -> Iterator[Batch]:
-        """Endless batches from number `start` on."""
+        """Yield batch `start` and all later batches, without end."""
         return map(self.batch, count(start))
 
     def one_epoch(self) -> Iterator[Batch]:
-        """Each row of the first epoch once, for evaluation; the last batch may be smaller."""
+        """Yield batches with each row of the first epoch once, for evaluation; the last batch may be smaller."""
         for start in range(0, self.rows_per_epoch, self.batch_size):
             yield self._rows(range(start, min(start + self.batch_size, self.rows_per_epoch)))
 
 
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:
-    """Rows of examples as a batch, padded to `context_length` if `full`, else to the longest row.
+    """Join rows of examples to a batch, padded to `context_length` if `full`, otherwise to the longest row.
 
-    Targets are the next ids of the same example, never of the following one. Padding has position -1 and id 0,
-    which is never read.
+    Targets are the next ids of the same example, never ids of the following example. Padding has position -1 and
+    id 0, which is never read.
     """
     parts = [_row(row, context_length) for row in rows]
     width = context_length if full else max(part.shape[1] for part in parts)
@@ -390,7 +392,7 @@ def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool =
 
 
 def _row(row: Sequence[Example], context_length: int) -> NDArray[np.int64]:
-    """Ids, targets and positions (3, T) of a row, at most `context_length` of each example."""
+    """Ids, targets and positions (3, T) of a row, with at most `context_length` tokens of each example."""
     parts = []
     for example in row:
         ids = example.ids[: context_length + 1].astype(np.int64)
@@ -400,7 +402,7 @@ def _row(row: Sequence[Example], context_length: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Best-fit packing of items of these descending lengths: rows of indices, each filled up to `room`."""
+    """Pack items of these descending lengths by best fit; each row of item indices has at most `room` in total."""
     rows: list[list[int]] = []
     spaces: list[int] = []
     open_rows: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Documents: text files, without unsuitable ones, and the texts of files of records."""
+"""Documents: suitable text files, and the texts in files of records."""
 
 import codecs
 import stat
@@ -33,19 +33,19 @@ class Document:
     digest: str
 
     def text(self) -> Iterator[str]:
-        """The text in blocks that end at line ends, so that a file may be larger than memory.
+        """Yield the text in blocks that end at line ends, so that a file may be larger than memory.
 
         Raises ValueError if the file has changed since it was collected.
         """
         return _verified(self.path, self.digest, lambda hasher: _read_blocks(self.path, hasher, self.size))
 
     def texts(self) -> Iterator[Iterable[str]]:
-        """Each text of the document, as an iterator of blocks that must be consumed before the next text."""
+        """Yield each text of the document as an iterable of blocks, to be consumed before the next text."""
         yield self.text()
 
     @property
     def header(self) -> str:
-        """The path as a line that starts the file in a stream of files, as by `header_name`."""
+        """The path on one line (see `header_name`), which comes before the file's text in a stream of files."""
         return header_name(self.name) + "\n"
 
     @property
@@ -56,10 +56,10 @@ class Document:
 
 @dataclass(frozen=True)
 class RecordDocument(Document):
-    """The texts of a file of records for validation (hashes below `limit`) or for training (other hashes).
+    """Either the validation texts (with hashes below `limit`) or the training texts of a file of records.
 
-    `count` is their number, `content` a description of the fields that are read as text, `blank` the number of
-    records without text, `file_digest` the digest of all texts in the file.
+    `count` is the number of these texts, `content` describes the fields that are read as text, `blank` is the
+    number of records without text (0 for validation), and `file_digest` is the digest of all texts in the file.
     """
 
     file_digest: str
@@ -71,7 +71,7 @@ class RecordDocument(Document):
     blank: int
 
     def text(self) -> Iterator[str]:
-        """Each text as a block. Raises ValueError if the file has changed since it was collected."""
+        """Yield each text as a block. Raises ValueError if the file has changed since it was collected."""
         return _verified(self.path, self.file_digest, self._read_texts)
 
     def _read_texts(self, hasher: blake2b) -> Iterator[str]:
@@ -85,12 +85,12 @@ class RecordDocument(Document):
 
     @property
     def header(self) -> str:
-        """Empty: records are no files."""
+        """Empty, since a record is not a file."""
         return ""
 
 
 def _verified(path: Path, digest: str, read: Callable[[blake2b], Iterator[str]]) -> Iterator[str]:
-    """The blocks that `read` yields while it updates a hash. Raises ValueError unless that ends as the digest."""
+    """Yield the blocks of `read`, which updates a hasher. Raises ValueError if its digest differs."""
     hasher, intact = blake2b(digest_size=16), False
     try:
         yield from read(hasher)
@@ -102,12 +102,12 @@ def _verified(path: Path, digest: str, read: Callable[[blake2b], Iterator[str]])
 
 
 def header_name(name: str) -> str:
-    """A path on one line: line ends become spaces, undecodable bytes U+FFFD."""
+    """The path on one line: line ends become spaces, and undecodable bytes become U+FFFD."""
     return name.encode(errors="surrogateescape").decode(errors="replace").translate({10: " ", 13: " "})
 
 
 def plain_document(file: SourceFile) -> Document | str:
-    """The document, or the reason why the file is skipped. A file named by the user may have any size."""
+    """The document, or the reason to skip the file. A file that the user named is never skipped as generated."""
     try:
         status = file.path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -140,9 +140,9 @@ class _ChangedError(OSError):
 
 
 def _read_blocks(path: Path, hasher: blake2b, size: int) -> Iterator[str]:
-    """Yield a UTF-8 file of `size` bytes in blocks of complete lines, and update the hash.
+    """Yield the text of a UTF-8 file of `size` bytes in blocks of complete lines, and update the hasher.
 
-    At most `size` + 1 bytes are read, since the file may be growing.
+    A line of more than 4 MiB may be split. At most `size` + 1 bytes are read, since the file may be growing.
     """
     decoder, rest, remaining = codecs.getincrementaldecoder("utf-8")(), "", size + 1
     with open_plain(path) as file:
@@ -181,16 +181,17 @@ def code_fraction(documents: Iterable[Document]) -> float:
 
 
 def document_texts(documents: Iterable[Document]) -> Iterator[NamedText]:
-    """The text of each document with its name, without byte order marks."""
+    """Yield (name of its document, text) for each text of the documents, without byte order marks."""
     for document in documents:
         for text in document.texts():
             yield document.name, "".join(text).removeprefix("\ufeff")
 
 
 def holds_records(file: SourceFile) -> bool:
-    """True if a file has records, by its name, or if that is ambiguous, by its first row.
+    """True if a file contains records. Its name decides or, if the name is ambiguous, its first row.
 
-    A .json file in a folder must be a list of objects; a file named by the user need only start with an object.
+    A .json file in a folder must be a list that starts with an object. A file that the user named must start with
+    an object; a .json file that the user named may start with any row.
     """
     name = file.path.name.lower()
     if name.endswith((*LINES, *TABLES)):
@@ -207,10 +208,10 @@ def holds_records(file: SourceFile) -> bool:
 
 
 def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ()) -> list[RecordDocument]:
-    """The training and validation documents of a file of records, about `share` of them for validation.
+    """The training and validation documents of a file of records; about `share` of the records are for validation.
 
-    If the records differ, at least one is for validation, never all. A document without text is omitted. Raises
-    ValueError that names the file, the line and the expected value.
+    If the records differ, at least one is for validation, but never all. A document without texts is omitted.
+    Raises ValueError that names the file, the line and the expected value.
     """
     hasher, hashes, sizes, blank = blake2b(digest_size=16), array("d"), array("q"), 0
     for _, text in record_texts(file.path, fields):

@@ -1,8 +1,8 @@
-"""Near-duplicate texts: equal except for white space, or with most of their lines in common.
+"""Group near-duplicate texts, which are equal except for white space or have most of their lines in common.
 
 Each text is reduced to a sketch of constant size: a digest of its characters without white space, and the minimum
-hash of its lines in each of BINS bins, from which the Jaccard similarity of two sets of lines is estimated (one
-permutation hashing, https://arxiv.org/abs/1208.1259).
+line hash in each of BINS bins. The minima of two sketches give an estimate of the Jaccard similarity of the
+two sets of lines (one permutation hashing, https://arxiv.org/abs/1208.1259).
 """
 
 import re
@@ -14,31 +14,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 SPLIT_VERSION = 2
-"""Version of the split into training and validation: 0 splits by the hash of each text, 1 keeps near-duplicates
-together, 2 selects a share of the bytes (not of the files) of each kind and size."""
+"""Version of the split into training and validation. Version 0 splits by the hash of each text; 1 also keeps
+near-duplicates together; 2 also selects a share of the bytes (not of the files) of each kind and size."""
 
 LARGE = 0.2
-"""Fraction of the texts above which a group of near-duplicates is selected for validation last."""
+"""A group of near-duplicates with more than this fraction of the texts is the last to be used for validation."""
 
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]")
 _SPACE, _LINE_ENDS = b" \t\v\f\x1c\x1d\x1e\x1f", bytes.maketrans(b"\r", b"\n")
 
 BINS = 64
-"""Bins of a sketch."""
+"""Number of bins in a sketch."""
 EMPTY = 2**32 - 1
 """Value of a bin without lines."""
 SIMILAR = 0.7
-"""Jaccard similarity of the lines of near-duplicates: texts that share 17 of 20 lines each, or 83 of 100."""
+"""Minimum Jaccard similarity of near-duplicates' lines: 17 of 20 lines, or 83 of 100, are in both texts."""
 
 FEW_LINES = 6
-"""Minimum number of distinct lines of texts compared by lines; shorter texts are equal by chance."""
+"""Texts whose lines fill fewer bins are not compared by lines: such short texts have equal lines by chance."""
 SHORT_LINE = 4
-"""Minimum bytes of a line that counts; shorter lines, such as brackets, are equal by chance."""
+"""Minimum bytes of a line that is compared; shorter lines, such as brackets, are equal by chance."""
 
 KEYS = 4
-"""Texts are compared if one of their KEYS rarest hashes is equal."""
+"""Two texts are compared if they share one of their KEYS rarest hashes."""
 COMPARED = 8
-"""Maximum texts compared per hash, which bounds the cost of a line in every file, such as a licence."""
+"""Each text is compared with at most this many texts per hash, since some lines (a licence) are in every file."""
 
 
 def group_duplicates(texts: Iterable[Iterable[str]]) -> list[int]:
@@ -64,7 +64,7 @@ def group_duplicates(texts: Iterable[Iterable[str]]) -> list[int]:
 
 
 def content_digest(blocks: Iterable[str]) -> bytes:
-    """Digest of a text, given in blocks, without its white space."""
+    """Digest of a text without its white space; the text is given in blocks."""
     hasher = blake2b(digest_size=16)
     for block in blocks:
         hasher.update(_without_space(block).replace(b"\n", b""))
@@ -72,7 +72,7 @@ def content_digest(blocks: Iterable[str]) -> bytes:
 
 
 def _sketch(blocks: Iterable[str]) -> tuple[bytes, NDArray[np.uint32]]:
-    """Digest of a text without white space, and the minimum hash of its lines in each bin (EMPTY: none)."""
+    """Digest of a text without white space, and the minimum line hash (or EMPTY) in each bin (BINS,)."""
     least, hasher = np.full(BINS, EMPTY, np.uint32), blake2b(digest_size=16)
     for block in blocks:
         data = _without_space(block)
@@ -83,13 +83,13 @@ def _sketch(blocks: Iterable[str]) -> tuple[bytes, NDArray[np.uint32]]:
 
 
 def _without_space(text: str) -> bytes:
-    """The lines of a text without white space and byte order mark, all ended by \\n."""
+    """The bytes of a text without white space and byte order mark; all line ends become \\n."""
     text = text if text.isascii() else _WIDE_SPACE.sub("", text)
     return text.encode(errors="surrogatepass").translate(_LINE_ENDS, _SPACE)
 
 
 def _hashes(lines: Iterable[bytes]) -> NDArray[np.uint32]:
-    """Well mixed hashes of lines: CRC-32, which is linear, then the finalizer of MurmurHash3."""
+    """Hashes of lines: CRC-32, then the finalizer of MurmurHash3, which mixes the bits of the linear CRC-32."""
     hashes = np.array([*map(crc32, lines)], np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         hashes = (hashes ^ (hashes >> np.uint32(shift))) * np.uint32(factor)
@@ -97,7 +97,7 @@ def _hashes(lines: Iterable[bytes]) -> NDArray[np.uint32]:
 
 
 def _candidates(sketches: Sequence[NDArray[np.uint32]], firsts: Sequence[int]) -> Iterable[list[int]]:
-    """Groups of texts with one of their rarest hashes in common, in order; equal digests count as one text."""
+    """Yield groups of texts that share one of their rarest hashes; texts with equal digests count as one."""
     wide = [i for i, s in enumerate(sketches) if firsts[i] == i and (s != EMPTY).sum() >= FEW_LINES]
     if not wide:
         return

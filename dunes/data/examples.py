@@ -1,6 +1,6 @@
-"""Finetuning examples: records to conversations, and conversations to ids with a loss mask over the answers.
+"""Convert records to conversations, and conversations to finetuning examples: ids and a loss mask of the answers.
 
-The format of a file is detected from its first row. An invalid row is an error that names it, never a guess.
+The format of a file is detected from its first row. An invalid row raises an error that names the row.
 """
 
 import json
@@ -29,13 +29,13 @@ ROLES = {
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
 }  # fmt: skip
-"""Roles by their names in the formats of OpenAI and ShareGPT."""
+"""Maps the names of roles in the formats of OpenAI and ShareGPT to our roles."""
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
-"""Keys of a system prompt beside a conversation or a task."""
+"""Keys under which a row may have a system prompt beside its conversation or task."""
 
 VARIABLES = "chat_template_kwargs"
-"""Key of additional variables for the chat template."""
+"""Key of a row's additional variables for the chat template."""
 
 LOSS_KEYS = ("weight", "train", "training", "loss")
 """Keys by which OpenAI, axolotl and ms-swift exclude a message from the loss."""
@@ -60,14 +60,14 @@ UNUSABLE_IN_MESSAGES = (
     )
     | {"refusal": "a refusal beside the content is not supported; write it into the content"}
 )
-"""Error messages by unsupported field."""
+"""The error message for each unsupported field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of a file as a conversation; `place` is its file and line or row, `format` a key of RECORD_FORMATS.
+    """A row of a file as a conversation. `place` names the file and the line or row.
 
-    `variables` are further variables of the chat template.
+    `format` is a key of RECORD_FORMATS; `variables` are additional variables for the chat template.
     """
 
     turns: Conversation
@@ -78,9 +78,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a file. `format` is a key of RECORD_FORMATS, `blank` counts rows without text.
+    """The records of a file. `format` is a key of RECORD_FORMATS; `blank` is the number of rows without text.
 
-    `ignored` names the fields of rows and messages that have no effect.
+    `ignored` are the names of fields, of rows or messages, that have no effect.
     """
 
     path: Path
@@ -100,7 +100,7 @@ class Records:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """A format of records: description, keys that identify it, function that reads a row, and optional keys."""
+    """A record format: description, keys that identify it, the function that reads a row, and optional keys."""
 
     description: str
     keys: tuple[str, ...]
@@ -110,9 +110,9 @@ class RecordFormat:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Example:
-    """`ids` (T,), int32, and `loss_mask` (T,), bool, True for targets. `place` is the record's.
+    """The `ids` (T,), int32, of a record, and `loss_mask` (T,), bool, True for targets. `place` names the record.
 
-    `window_index` counts the windows of a plain text, which overlap by one id; None for a conversation.
+    `window_index` numbers the windows of a plain text, which overlap by one id; it is None for a conversation.
     """
 
     ids: NDArray[np.int32]
@@ -124,15 +124,15 @@ class Example:
         return len(self.ids)
 
     def targets(self, context_length: int) -> int:
-        """Number of targets in a row of this length."""
+        """Number of targets that remain if the example is truncated to `context_length` + 1 ids."""
         return int(self.loss_mask[1 : context_length + 1].sum())
 
 
 def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
     """The records of a JSON list, a JSON lines file (both may be gzipped), or a parquet file.
 
-    With `fields`, only these are read, as plain text. Raises ValueError that names the file, the line or row, the
-    expected value and the actual one.
+    With `fields`, only these fields are read, as plain text. Raises ValueError that names the file, the line or
+    row, the expected value and the actual value.
     """
     path = Path(path)
     if fields:
@@ -150,9 +150,9 @@ def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
 
 
 def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """The place and the (possibly empty) text of each record, from these fields or of a known format.
+    """Yield each record's place and (possibly empty) text: the text in `fields`, if any, or all of its text.
 
-    Raises ValueError like `read_records`, and if no record has text.
+    Raises ValueError in the same cases as `read_records`, and if no record has text.
     """
     remaining, has_text = rows(path, fields), False
     if (first := next(remaining, None)) is None:
@@ -177,7 +177,7 @@ NO_RECORDS = "no records; expected a JSON list, or one JSON object per line"
 def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[Any], str]]:
     """A description of the text in a file that starts with this row, and the function that extracts a row's text.
 
-    Several fields, and the turns of a conversation, are joined with a blank line. Raises ValueError for a row of
+    Several fields, or the turns of a conversation, are joined by blank lines. Raises ValueError for a row of
     an unknown format.
     """
     if not fields:
@@ -210,7 +210,7 @@ def _keys(row: Any) -> str:
 
 
 def _at(place: str, read: Callable[..., T], *arguments: Any) -> T:
-    """The result of `read`, with the place in front of its errors."""
+    """The result of `read`; if it raises ValueError, the place is put before the message."""
     try:
         return read(*arguments)
     except ValueError as error:
@@ -252,7 +252,7 @@ def _record(name: str, row: Any, place: str) -> Record:
 
 
 def _is_blank(value: Any) -> bool:
-    """True for an empty value, also as JSON in a string, as LLaMA-Factory writes tools."""
+    """True for an empty value, and for a string with empty JSON, such as LLaMA-Factory writes for tools."""
     return value is None or value in ("", [], {}, "[]", "{}", "null")
 
 
@@ -263,7 +263,7 @@ def _check_usable(values: dict[str, Any], unusable: Mapping[str, str]) -> None:
 
 
 def _check_row(name: str, row: dict[str, Any]) -> None:
-    """Raise ValueError for fields of a row that change what is trained on."""
+    """Raise ValueError for fields of a row that ask for unsupported training, such as a weight."""
     weight, mask = row.get("weight"), row.get("mask")
     if weight is not None and weight != 1:
         raise ValueError("weight: a row cannot be weighted; leave it out, or write it several times")
@@ -278,12 +278,12 @@ def _check_row(name: str, row: dict[str, Any]) -> None:
 
 
 def _is_false(key: str, mark: Any) -> bool:
-    """True if a row's mark excludes it; the number 0 in `label` may be a class instead."""
+    """True if this field excludes the row from training; in `label` only False does, since 0 may be a class."""
     return mark is False or (key != "label" and mark in (0, "false", "False", "0"))
 
 
 def _system(row: dict[str, Any], turns: Conversation) -> Conversation:
-    """The system message in a field of the row, unless the conversation starts with the same one."""
+    """The system message from a field of the row; empty if the conversation starts with the same message."""
     texts = {text: key for key in SYSTEM_KEYS if (text := _text(row, key, "")).strip()}
     own = {turn.text: "the system message" for turn in turns[:1] if turn.role == "system"}
     if len(texts | own) > 1:
@@ -313,7 +313,7 @@ def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
 
 
 def ignored_line(files: Iterable[Records]) -> list[str]:
-    """A list of one line that names the ignored fields of all files; empty if there are none."""
+    """A list with one line that names the ignored fields of all files; empty if no field is ignored."""
     names = [*dict.fromkeys(key for records in files for key in records.ignored)]
     printable = ["".join(c if c.isprintable() else " " for c in key[:60]) for key in names[:SHOWN_FIELDS]]
     rest = [f"{len(names) - SHOWN_FIELDS} more"] if len(names) > SHOWN_FIELDS else []
@@ -321,7 +321,7 @@ def ignored_line(files: Iterable[Records]) -> list[str]:
 
 
 def _text(row: dict[str, Any], key: str, default: str | None = None) -> str:
-    """The text under the key, or the default if there is none."""
+    """The text under the key, or the default if the row has no value for the key."""
     value = row.get(key)
     if value is None and default is not None:
         return default
@@ -354,7 +354,7 @@ def _pair(row: dict[str, Any]) -> Conversation:
 
 
 def _history(row: dict[str, Any]) -> Conversation:
-    """Earlier pairs of question and answer in LLaMA-Factory's format, which are trained on as well."""
+    """The turns of earlier questions and answers in LLaMA-Factory's format; these answers are trained on, too."""
     pairs = [] if _is_blank(value := row.get("history")) else value
     if not isinstance(pairs, list):
         raise ValueError(f"history: expected a list of [user, assistant], found {_type(pairs)}")
@@ -392,7 +392,7 @@ def _role(message: dict[str, Any], key: str) -> str:
 
 
 def _content(message: dict[str, Any], key: str) -> str:
-    """A string, or OpenAI's list of text parts."""
+    """The message's text, which is a string or OpenAI's list of text parts."""
     value = message.get(key)
     if not isinstance(value, list):
         return _text(message, key)
@@ -404,9 +404,9 @@ def _content(message: dict[str, Any], key: str) -> str:
 
 
 def _is_trained(message: dict[str, Any], role: str) -> bool:
-    """False for a message excluded from the loss by one of LOSS_KEYS.
+    """False if one of LOSS_KEYS excludes the message from the loss.
 
-    OpenAI defines a weight for answers only; axolotl's fields select prompts, too, which is not supported.
+    OpenAI defines `weight` for answers only. Axolotl's fields can also select prompts, which raises ValueError.
     """
     values = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
     for key, value in values.items():
@@ -437,7 +437,7 @@ def _sharegpt(row: dict[str, Any]) -> Conversation:
 
 
 MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value", "role", "content")}
-"""Keys of the messages of a format."""
+"""Keys of a message, for each format that has messages."""
 
 
 def _ultrachat(row: dict[str, Any]) -> Conversation:
@@ -469,10 +469,10 @@ RECORD_FORMATS = {
 def split_records(
     rows: Sequence[Record], share: float = 0.1, split_version: int = SPLIT_VERSION
 ) -> tuple[list[Record], list[Record]]:
-    """Split records into training and validation: about `share` of them for validation, at least one, never all.
+    """Split records into training and validation. About `share` are for validation: at least one, but never all.
 
     The split is by `record_hashes`, so that a record and its copies are on the same side in every run and with
-    every tokenizer. Without two different records, none is for validation.
+    every tokenizer. If all records are equal, or `share` is 0, no record is for validation.
     """
     if not 0 <= share < 1:
         raise ValueError(f"--val-fraction is {share}; it must be at least 0 and below 1")
@@ -486,9 +486,10 @@ def split_records(
 
 
 def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) -> list[float]:
-    """Hash of each record's words, in [0, 1), by which records are split; near-duplicate texts have equal hashes.
+    """The hash of each record's words, in [0, 1), by which records are split; near-duplicate texts share one hash.
 
-    A large group's hash is increased by one, so that it is selected last. `split_version` 0 hashes words alone.
+    One is added to the hash of a group with more than LARGE of the records, so that it is selected for validation
+    last. With `split_version` 0, near-duplicates are not grouped.
     """
     hashes = [split_hash(row.turns) for row in rows]
     texts = [i for i, row in enumerate(rows) if row.format == "text"] if split_version else []
@@ -502,19 +503,19 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
 
 
 def count_leaked(train: Sequence[Record], valid: Sequence[Record], split_version: int = SPLIT_VERSION) -> int:
-    """Number of validation records that equal a training record, or nearly do."""
+    """Number of validation records that are equal to a training record or near-duplicates of one."""
     hashes = record_hashes([*train, *valid], split_version) if valid else []
     train_hashes = {*hashes[: len(train)]}
     return sum(value in train_hashes for value in hashes[len(train) :])
 
 
 def validation_limit(least: float, most: float, share: float) -> float:
-    """The hash below which records are for validation: about `share`, and at least one record on each side."""
+    """The hash below which records are for validation: `share`, adjusted to leave a record on each side."""
     return min(max(share, float(np.nextafter(least, np.inf))), most) if least < most else 0.0
 
 
 def split_hash(turns: Conversation) -> float:
-    """Hash of the words, in [0, 1): a digest of their JSON, one list per turn."""
+    """Hash of a conversation's words, in [0, 1): a digest of their JSON, which has one list per turn."""
     hasher = blake2b(digest_size=6)
     for i, turn in enumerate(turns):
         hasher.update(f"{', ' if i else '['}[{json.dumps(turn.role)}".encode())
@@ -529,11 +530,11 @@ def split_hash(turns: Conversation) -> float:
 def tokenize_records(
     rows: Sequence[Record], template: Template, tokenizer: Tokenizer, train_on: str = "answers"
 ) -> Iterator[Example]:
-    """Encode records as ids; answers and their stop tokens are trained on, with "all" everything but BOS.
+    """Encode records as ids. Answers and their stop tokens are trained on, or, with "all", everything but BOS.
 
-    An answer that its record excludes from the loss is never trained on. Raises ValueError for a record that the
-    template does not support, for one that excludes a prompt although all prompts are trained on, and first of all
-    for special tokens missing in the tokenizer.
+    An answer that its record excludes from the loss is never trained on. Raises ValueError if the tokenizer lacks
+    special tokens, if the template does not support a record, and if a record excludes a prompt from the loss
+    although `train_on` is "all".
     """
     if train_on not in ("answers", "all"):
         raise ValueError(f"train_on is 'answers' or 'all', not {train_on!r}")
@@ -558,7 +559,7 @@ def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: st
 
 
 def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
-    """`encode_segments` for a plain text that may be too long for Python lists."""
+    """The example of a plain text, encoded as by `encode_segments` but without Python lists of all ids."""
     parts = tokenizer.encode_document(line_parts(row.turns[-1].text))
     begin, end = (np.array(ids, np.int32) for ids in (tokenizer.document_start, [tokenizer.eos]))
     ids = np.concatenate([begin, *(np.array(part, np.int32) for part in parts), end])
@@ -566,7 +567,7 @@ def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
 
 
 def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The text of an example in spans, each with a flag if it is trained on; special tokens are spelled out."""
+    """The text of an example in spans, each with True if it is trained on; special tokens are spelled out."""
     edges = np.flatnonzero(np.diff(example.loss_mask)) + 1
     runs = np.split(example.ids, edges)
     return [
@@ -577,7 +578,7 @@ def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, boo
 
 
 def _spell_out(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The text with its special tokens spelled out."""
+    """The text of the ids, with special tokens spelled out."""
     special = {i: t.content for i, t in tokenizer.inner.get_added_tokens_decoder().items() if t.special}
     runs = groupby(ids, special.__contains__)
     texts = ("".join(special[i] for i in run) if known else tokenizer.decode([*run]) for known, run in runs)

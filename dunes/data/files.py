@@ -1,10 +1,10 @@
-"""Plain files in sources (files and folders), without files that .gitignore excludes.
+"""List the plain files in sources (files and folders), except files that .gitignore excludes.
 
-Links are not followed by default: targets inside the sources are read in their own folder or ignored on purpose,
-and targets outside may be a device, a password, or an entire disk.
+Links are not followed by default. A target inside the sources is read in its own folder, or is ignored on purpose.
+A target outside the sources may be a device, a password file, or an entire disk.
 
 By git's rules (https://git-scm.com/docs/gitignore), the last matching line in the deepest .gitignore decides. A
-line applies to one path, not to the files below it: excluded folders are never walked.
+line applies to one path, not to the files below it, but excluded folders are never walked.
 """
 
 import io
@@ -19,12 +19,12 @@ from typing import BinaryIO
 
 NEVER = {".git", ".hg", ".svn", "__pycache__"}
 DEPENDENCIES = {"node_modules", ".venv", "site-packages"}
-"""Folders of third-party code: skipped inside a source, and reported if no .gitignore excludes them anyway."""
+"""Folders of third-party code. They are skipped inside a source, and reported unless .gitignore excludes them."""
 STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
 OUTSIDE = "links that lead outside"
 
 Lines = list[tuple[re.Pattern[str], bool, bool]]
-"""Per line: pattern, True if it excludes (False re-includes), and True if it is for folders only."""
+"""For each line: its pattern, True if it excludes (False re-includes), and True if it applies to folders only."""
 
 Rules = list[tuple[Path, Lines]]
 """Folders with the rules of their .gitignore, the deepest folder last."""
@@ -51,11 +51,11 @@ class SourceFile:
 
 
 class Walk:
-    """The files of sources, sorted by name. `skipped` has the other files by reason, `folders` the folders' times
-    (ns).
+    """The files of sources, sorted by name. `skipped` has the names of skipped files for each reason.
 
-    `stdlib` is the standard library of the running Python. A link that is a source is followed; with
-    `follow_links` also any other link to a target outside the sources. Raises ValueError for a missing source.
+    `folders` has the modification time (ns) of each folder that was read. The source `stdlib` is the standard
+    library of the running Python. A link that is itself a source is followed; with `follow_links`, any other link
+    to a target outside the sources is followed, too. Raises ValueError for a missing source.
     """
 
     def __init__(self, sources: Sequence[str | Path], follow_links: bool = False) -> None:
@@ -66,7 +66,7 @@ class Walk:
         self._roots = [path.resolve() for _, path in self.sources]
 
     def files(self) -> Iterator[SourceFile]:
-        """Each file, once per source that contains it, including devices, pipes and sockets."""
+        """Yield each file (also devices, pipes and sockets) once for each source that contains it."""
         for source, path in self.sources:
             if str(source) == "stdlib":
                 yield from self._walk(path, path, [(path, parse_lines(STDLIB_TESTS))])
@@ -106,7 +106,7 @@ class Walk:
                 yield SourceFile(path, name, False)
 
     def _follow_link(self, path: Path, root: Path, is_folder: bool) -> Iterator[SourceFile]:
-        """The target of a link, if it is outside the sources, may be followed, and is not ignored there."""
+        """Yield the files behind a link if its target is outside the sources, not ignored, and may be followed."""
         name = path.relative_to(root).as_posix()
         try:
             target = path.resolve(strict=True)
@@ -132,7 +132,7 @@ def parse_lines(lines: Iterable[str]) -> Lines:
 
 
 def read_rules(folder: Path) -> Rules:
-    """The rules of a folder's own .gitignore; empty if it is a link or cannot be read, as in git."""
+    """The rules of a folder's own .gitignore; empty if this file is a link or cannot be read, as in git."""
     listing = folder / ".gitignore"
     try:
         status = os.lstat(listing)
@@ -146,7 +146,7 @@ def read_rules(folder: Path) -> Rules:
 
 
 def rules_above(path: Path, is_folder: bool) -> Rules | None:
-    """The rules of all folders above a path inside a git checkout; None if they exclude it or a parent."""
+    """The rules of all folders above a path in its git checkout; None if they exclude the path or a parent."""
     parents = [path.resolve(), *path.resolve().parents]
     top = next((i for i, parent in enumerate(parents) if os.path.lexists(parent / ".git")), 0)
     rules: Rules = []
@@ -158,7 +158,7 @@ def rules_above(path: Path, is_folder: bool) -> Rules | None:
 
 
 def is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
-    """True if the rules exclude this resolved path, whose parents are not excluded."""
+    """True if the rules exclude this path. The path must be resolved, and its parents not excluded."""
     for base, lines in reversed(rules):
         name = path.relative_to(base).as_posix()
         for regex, excludes, folders in reversed(lines):
@@ -191,7 +191,7 @@ def _regex(match: re.Match[str]) -> str:
 
 
 def file_size(path: Path) -> int:
-    """Size of a plain file in bytes; 0 for anything else, or if it is unknown."""
+    """Size of a plain file in bytes; 0 for anything else, or if the size is unknown."""
     try:
         status = path.stat()
     except OSError:
@@ -200,7 +200,7 @@ def file_size(path: Path) -> int:
 
 
 def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
-    """One line: the number of skipped files by reason, with a hint on how to follow links."""
+    """One line with the number of files skipped for each reason, and a hint on how to follow links."""
     counts = sorted(((len(names), reason) for reason, names in skipped.items()), key=lambda c: -c[0])
     hint = "; --follow-links reads these" if OUTSIDE in skipped else ""
     return f"skipped: {', '.join(f'{n} {reason}' for n, reason in counts) or 'nothing'}{hint}"
@@ -242,4 +242,4 @@ CODE_SUFFIXES = frozenset((
     ".sv", ".svelte", ".swift", ".tcl", ".tf", ".ts", ".tsx", ".v", ".vb", ".vhd", ".vim", ".vue", ".wgsl",
     ".zig", ".zsh",
 ))  # fmt: skip
-"""Suffixes of source code in lower case; prose and data (.md, .html, .json) do not count."""
+"""Suffixes of source code in lower case; prose and data (.md, .html, .json) do not count as code."""

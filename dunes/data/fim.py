@@ -1,13 +1,14 @@
-"""Fill-in-the-middle: windows of tokens rearranged so that a model learns to insert text before a suffix.
+"""Fill-in-the-middle: rearrange windows of tokens so that a model learns to insert text before a suffix.
 
-Applied to windows, after documents are joined ("context level"), as https://arxiv.org/abs/2207.14255 recommends.
+Windows are rearranged after documents are joined ("context level"), as in https://arxiv.org/abs/2207.14255.
 The sentinels are spelled and placed as in Qwen2.5-Coder, https://arxiv.org/abs/2409.12186:
 
     prefix, suffix, middle:  <|fim_prefix|> P <|fim_suffix|> S <|fim_middle|> M <|endoftext|>
     suffix, prefix, middle:  <|fim_prefix|> <|fim_suffix|> S <|fim_middle|> P M <|endoftext|>
 
-In the second form prefix and middle are one text, encoded together: a typed character extends the cache of suffix
-and prefix, while in the first form the suffix after it has to be evaluated again.
+In the second form, prefix and middle are one text and are encoded together. Each character that a user types then
+only extends the key-value cache of suffix and prefix. In the first form, the suffix comes after the typed
+character and has to be evaluated again.
 """
 
 # Shapes: N ids of a window.
@@ -27,15 +28,15 @@ from dunes.text.tokenizer import END
 
 FILE = "<|file_sep|>"
 LEAST = 16
-"""Minimum tokens of a text that is rearranged."""
+"""Minimum number of tokens of a text that is rearranged."""
 SPAN_LINES = 4
-"""Maximum number of line ends in a middle of several lines."""
+"""Maximum number of lines that a middle spans."""
 TRIES = 8
 """Maximum number of cuts that are tried for a window."""
 
 
 class Sentinels(NamedTuple):
-    """Ids around prefix, suffix and middle, and of the separator before a file."""
+    """Ids of the tokens before prefix, suffix and middle, after the middle, and before a file."""
 
     prefix: int
     suffix: int
@@ -48,13 +49,13 @@ NAMES = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", END, FILE)
 
 
 def missing_sentinels(tokenizer: Tokenizer) -> list[str]:
-    """The sentinels that a tokenizer lacks, or has as plain text."""
+    """The sentinels that a tokenizer lacks, or has only as tokens of plain text."""
     ids = {name: tokenizer.inner.token_to_id(name) for name in NAMES}
     return [name for name, i in ids.items() if i is None or tokenizer.token_bytes[i]]
 
 
 def sentinels(tokenizer: Tokenizer) -> Sentinels:
-    """The ids of the sentinels. Raises ValueError that names missing ones."""
+    """The ids of the sentinels. Raises ValueError that names the sentinels that the tokenizer lacks."""
     if missing := missing_sentinels(tokenizer):
         raise ValueError(
             f"{tokenizer.config_path.parent}: completion needs the special tokens {', '.join(missing)}, which "
@@ -65,12 +66,12 @@ def sentinels(tokenizer: Tokenizer) -> Sentinels:
 
 @dataclass(frozen=True)
 class FillInMiddle:
-    """Rearranges a window with probability `rate`, half of the time in each form; ids (N,) -> ids (N,).
+    """Rearranges a window of ids (N,) with probability `rate`, half of the time in each form; returns ids (N,).
 
     Only the longest text of one document in the window is rearranged, without its file header; other ids keep
-    their place. Cuts are between characters. Half of the middles are the rest of a line from a uniformly chosen
-    character on, the others spans of up to a few lines. The end of the suffix is dropped to keep the length. A
-    window is unchanged if its text is short, or if no tried cut fits because the middle ends in the last tokens.
+    their places. Cuts are between characters. Half of the middles go from a random character to the end of its
+    line; the others span up to SPAN_LINES lines. The suffix loses its end, so that the window keeps its length. A
+    window is unchanged if its text is short, or if none of TRIES cuts fits because the middle ends too late.
 
     Raises ValueError for a tokenizer without the sentinels.
     """
@@ -99,9 +100,9 @@ class FillInMiddle:
         return ids if arranged is None else np.concatenate([ids[:start], arranged, ids[stop:]])
 
     def is_target(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Mask of ids to learn to predict: all but the three sentinels that only an editor writes.
+        """A mask that is True for ids to predict: all but the three sentinels that only an editor writes.
 
-        A model that never has them as targets does not sample them in plain text.
+        A model that never has these sentinels as targets does not sample them in plain text.
         """
         return ~np.isin(ids, self.sentinels[:3])
 
@@ -110,7 +111,7 @@ class FillInMiddle:
         return np.array([bool(piece) for piece in self.tokenizer.token_bytes])
 
     def _longest_text(self, ids: NDArray[np.int64]) -> tuple[int, int]:
-        """Bounds of the longest run of text ids, without a file's header and the last bytes of a cut character."""
+        """Start and stop of the longest run of text ids, after any file header or rest of a cut character."""
         edges = np.flatnonzero(np.diff(self._is_text[ids], prepend=False, append=False))
         texts = [(self._text_start(ids, start, stop), stop) for start, stop in edges.reshape(-1, 2).tolist()]
         return max(texts, key=lambda text: text[1] - text[0], default=(0, 0))
@@ -121,7 +122,7 @@ class FillInMiddle:
         return next((i for i in range(start, stop) if self.tokenizer.token_bytes[ids[i]][0] & 0xC0 != 0x80), stop)
 
     def _arrange(self, text: str, size: int, random: np.random.Generator) -> list[int] | None:
-        """The text, cut in three, as `size` ids; None if no tried cut fits."""
+        """Cut the text in three and encode the parts as `size` ids; None if none of TRIES cuts fits."""
         ends_line, prefix_first = (random.random(2) < 0.5).tolist()
         for _ in range(TRIES if text else 0):
             start, end = draw_middle(text, ends_line, random)
@@ -130,7 +131,7 @@ class FillInMiddle:
         return None
 
     def _join(self, parts: tuple[str, str, str], prefix_first: bool, size: int) -> list[int] | None:
-        """The parts with sentinels in `size` ids, with as much of the suffix as fits; None if they do not fit."""
+        """Encode parts and sentinels as `size` ids, with as much suffix as fits; None if they do not fit."""
         encode, marks = self.tokenizer.encode_continuation, self.sentinels
         prefix, middle, suffix = parts
         first, last = (encode(prefix), encode(middle)) if prefix_first else ([], encode(prefix + middle))
@@ -141,9 +142,9 @@ class FillInMiddle:
 
 
 def draw_middle(text: str, ends_line: bool, random: np.random.Generator) -> tuple[int, int]:
-    """Bounds of a middle in a text of at least one character, never between \\r and \\n.
+    """Draw the start and stop of a middle in a text of at least one character, never between \\r and \\n.
 
-    It is the rest of a line without the line end, or a span that ends at most a few lines after its start.
+    With `ends_line`, it is the rest of a line without the line end; otherwise, it spans up to SPAN_LINES lines.
     """
     start = _before_line_end(text, int(random.integers(len(text))))
     lines = 1 if ends_line else int(random.integers(1, 1 + SPAN_LINES))
@@ -157,20 +158,20 @@ _LINE_END = re.compile(r"\r\n|[\r\n]")
 
 
 def _line_end(text: str, start: int, lines: int) -> int:
-    """Offset of the n-th line end after `start` (n is `lines`), or the end of the text if there are fewer."""
+    """Offset of the n-th line end after `start` (n is `lines`), or of the text's end if it has fewer lines."""
     ends = (match.start() for match in _LINE_END.finditer(text, start))
     return next((end for number, end in enumerate(ends, 1) if number == lines), len(text))
 
 
 def _before_line_end(text: str, index: int) -> int:
-    """The index, or the index before it inside a \\r\\n."""
+    """The index; inside a \\r\\n, the index of the \\r."""
     return index - (0 < index < len(text) and text[index - 1 : index + 1] == "\r\n")
 
 
 def find_headers(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bool_]]:
-    """A function from ids (B, N) to a mask of file headers: from <|file_sep|> to the next line end.
+    """A function of ids (B, N) that returns a mask of file headers, each from <|file_sep|> to the next line end.
 
-    The mask is empty for a tokenizer without <|file_sep|>.
+    For a tokenizer without <|file_sep|>, the mask is False everywhere.
     """
     file = tokenizer.inner.token_to_id(FILE)
     has_line_end = np.array([b"\n" in piece for piece in tokenizer.token_bytes])
@@ -190,8 +191,8 @@ def find_headers(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bo
 def rejoin(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> tuple[str, str, str]:
     """Prefix, middle and suffix of a rearranged window (N,), in the document's order.
 
-    If the suffix comes first, prefix and middle are one text, returned as the middle. Raises ValueError for a
-    window that is not rearranged.
+    If the suffix comes first, prefix and middle are one text, which is returned as the middle. Raises ValueError
+    for a window that is not rearranged.
     """
     marks, window, pieces = sentinels(tokenizer), [int(i) for i in ids], tokenizer.token_bytes
     places = [window.index(mark) for mark in marks[:3] if mark in window]
@@ -205,5 +206,5 @@ def rejoin(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> tuple[str
 
 
 def _decode(pieces: Sequence[bytes]) -> str:
-    """The text of tokens, without characters cut at either end."""
+    """The text of these tokens, without characters that are cut at its start or end."""
     return b"".join(pieces).decode(errors="ignore")

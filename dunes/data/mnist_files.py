@@ -1,7 +1,7 @@
-"""MNIST's digits from IDX files, plain or gzipped, and digits drawn by code if there are no files.
+"""Read MNIST's digits from IDX files, plain or gzipped, or draw digits by code, which needs no files.
 
-Format: two zero bytes, the data type, the number of dimensions, each size as four big-endian bytes, then the data
-(http://yann.lecun.com/exdb/mnist/).
+An IDX file has two zero bytes, the data type, the number of dimensions, the size of each dimension as four
+big-endian bytes, then the data (http://yann.lecun.com/exdb/mnist/).
 """
 
 # Shapes: N digits.
@@ -39,7 +39,7 @@ SHA256 = {
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
 SECONDS = 10.0
-"""Timeout of a request."""
+"""Timeout of a request, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Digits:
 
 
 def read_digits(folder: str | Path, split: str = "train") -> Digits:
-    """The digits of a folder's files `SPLIT*-images-idx3-ubyte` and `SPLIT*-labels-idx1-ubyte`, gzipped or not.
+    """The digits in a folder's files `SPLIT*-images-idx3-ubyte` and `SPLIT*-labels-idx1-ubyte`, gzipped or not.
 
-    MNIST's own splits are "train" and "t10k". Raises ValueError for missing, truncated or mismatched files, and
+    The splits of MNIST are "train" and "t10k". Raises ValueError for missing, truncated or mismatched files, and
     for files of another format.
     """
     paths = [_find(Path(folder).expanduser(), f"{split}*-{part}-ubyte") for part in ("images-idx3", "labels-idx1")]
@@ -92,7 +92,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def _shape(path: Path, header: bytes) -> list[int]:
-    """The shape in an IDX header. Raises ValueError for other files, and for one that is too large."""
+    """The shape in an IDX header. Raises ValueError for any other header, and for a file that is too large."""
     dimensions = header[3] if header.startswith(UINT8) and len(header) > 3 else 0
     if not 1 <= dimensions <= MAX_DIMENSIONS:
         start = header[:4].hex() or "nothing"
@@ -106,7 +106,7 @@ def _shape(path: Path, header: bytes) -> list[int]:
 
 
 def _find(folder: Path, pattern: str) -> Path:
-    """The one file of this name, plain in preference to gzipped. Raises ValueError for none or several."""
+    """The one file that matches the pattern; a plain file is preferred. Raises ValueError for none or several."""
     matches = sorted(folder.glob(pattern)) or sorted(folder.glob(f"{pattern}.gz"))
     if len(matches) != 1:
         names = ", ".join(path.name for path in matches[:3])
@@ -117,9 +117,9 @@ def _find(folder: Path, pattern: str) -> Path:
 
 
 def fetch_digits(folder: str | Path) -> None:
-    """Download the files of MNIST that the folder lacks, 11 MB in all, each checked against its SHA-256.
+    """Download the files of MNIST that the folder lacks (at most 11 MB), and check their SHA-256.
 
-    Raises ValueError if that is not possible; a file is complete or absent.
+    Raises ValueError if a download fails. A file is never left incomplete.
     """
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def fetch_digits(folder: str | Path) -> None:
 
 
 def _download(name: str, digest: str) -> bytes:
-    """The file from the first of URLS that has it. Raises ValueError with a reason for each."""
+    """The file from the first of URLS that has it. Raises ValueError with a reason for each URL if none has it."""
     from urllib.request import urlopen  # not needed to read files
 
     reasons = []
@@ -168,7 +168,7 @@ _STROKES: list[list[list[tuple[float, float]]]] = [
 def drawn_digits(count: int = 400, seed: int = 0) -> Digits:
     """Digits drawn by code, with random slant, size, position and pen width: a stand-in that needs no download.
 
-    They are much easier than MNIST. The same count and seed give the same digits.
+    They are much easier to classify than MNIST. The same count and seed give the same digits.
     """
     generator = np.random.default_rng(seed)
     labels = np.arange(count) % CLASSES
@@ -179,7 +179,7 @@ def drawn_digits(count: int = 400, seed: int = 0) -> Digits:
 
 
 def _draw(strokes: Sequence[Sequence[tuple[float, float]]], generator: np.random.Generator) -> NDArray[np.uint8]:
-    """One image (28, 28): a pixel's darkness depends on its distance to the nearest line."""
+    """One image (28, 28), uint8: the value of a pixel depends on its distance to the nearest line."""
     slant, shrink = generator.normal(0, 0.15), generator.uniform(0.65, 0.9, 2)
     matrix = np.array([[shrink[0], slant], [generator.normal(0, 0.05), shrink[1]]])
     centre, pen = generator.normal(0.5, 0.03, 2), generator.uniform(0.035, 0.06)

@@ -1,6 +1,6 @@
-"""Checks of finetuning examples before the first step.
+"""Check finetuning examples for faults before the first step.
 
-These faults cause no error and a plausible loss, but a model that does not follow the examples.
+Training with such faults raises no error and shows a plausible loss, but the model does not follow the examples.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,15 @@ FEW = 0.05
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts over training examples; `validation` counts validation examples, `val_trained` their targets within
-    the context, and `val_without_target` validation examples without a target.
+    """Counts of training examples. `validation` is the number of validation examples; `val_trained` counts their
+    targets within the context, and `val_without_target` counts validation examples without a target.
 
-    `windows` counts windows of plain text; other examples are conversations. `tokens` counts overlaps of windows
-    once, `trained` targets within the context and `lost` targets beyond it, `lengths` are QUANTILES in ids before
-    truncation. `leaked` counts validation examples that are also in the training data, `with_stop` conversations
-    with a stop token as target, `without_target` examples without targets, `double_bos` training and validation
-    examples that start with two BOS tokens. `max_id` is the largest id of all examples.
+    `windows` counts windows of plain text; other examples are conversations. `tokens` counts an id shared by two
+    windows once. `trained` counts targets within the context, `lost` targets beyond it. `lengths` are QUANTILES of
+    the examples' lengths in ids before truncation. `leaked` counts validation examples that are also training
+    examples, `with_stop` counts conversations with a stop token as target, and `without_target` counts examples
+    without targets. `double_bos` counts training and validation examples that start with two BOS tokens. `max_id`
+    is the largest id of all examples.
     """
 
     examples: int
@@ -74,7 +75,7 @@ class DataReport:
         ]
 
     def warnings(self) -> list[str]:
-        """Problems that are no errors, but should be checked."""
+        """Descriptions of problems that are not errors but should be checked."""
         targets, skipped = f"{self.trained_share:.1%}", "skipped: no targets in the context"
         problems = (
             (self.trained_share < FEW, f"only {targets} of the tokens are targets; check a few examples"),
@@ -102,7 +103,7 @@ def data_report(
     template: Template,
     tokenizer: Tokenizer,
 ) -> DataReport:
-    """Count the examples, for rows of `context_length` tokens and a model of `vocab` ids."""
+    """The report on these examples, for rows of `context_length` tokens and a model with `vocab` ids."""
     lengths = np.array([len(e) for e in examples], np.int64)
     targets = [e.loss_mask[1 : context_length + 1] for e in examples]
     val_targets = [e.targets(context_length) for e in validation]
@@ -136,13 +137,13 @@ def data_report(
 
 
 def _double_bos(example: Example, begin: Sequence[int]) -> bool:
-    """True if the example starts with two BOS tokens; an empty question and answer do not count."""
+    """True if the example starts with two BOS tokens, and does not consist of these alone."""
     n = len(begin)
     return 0 < 2 * n < len(example) and example.ids[: 2 * n].tolist() == [*begin, *begin]
 
 
 def check_report(report: DataReport, limit: float = 0.05) -> None:
-    """Raise ValueError for unusable examples; `limit` is the maximum fraction of truncated ones."""
+    """Raise ValueError for unusable examples; `limit` is the maximum fraction of truncated examples."""
     if not report.examples:
         raise ValueError("there are no training examples")
     if report.max_id >= report.vocab:

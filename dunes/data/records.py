@@ -1,4 +1,4 @@
-"""Rows of files: JSON lines, a JSON list or a table as in `TABLES`; the first two may be gzipped."""
+"""Read the rows of a file: JSON lines or a JSON list, both perhaps gzipped, or a table in a format of `TABLES`."""
 
 import gzip
 import io
@@ -23,16 +23,16 @@ MAX_LIST_BYTES = 1 << 31
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 JSON = (".json", ".json.gz")
-"""Suffixes of files that may contain records; LINES and TABLES always do."""
+"""Suffixes of files that may contain records; files with a suffix in LINES or TABLES always do."""
 
 TABLES = {".parquet": (b"PAR1", "parquet", "scan_parquet")}
-"""First bytes, name and function in polars of each format of tables, by suffix."""
+"""Formats of tables by suffix: a file's first bytes, the format's name, and the function of polars to read it."""
 TABLE_ROWS = 8192
-"""Rows of a table in memory at a time."""
+"""Number of rows of a table that are in memory at a time."""
 
 
 def file_format(path: Path) -> str:
-    """A description of the format: a JSON list, JSON lines or that of a table. Raises OSError."""
+    """The name of a file's format, such as "JSON lines". Raises OSError if the file cannot be read."""
     if suffix := _table_suffix(path):
         return TABLES[suffix][1]
     with _open(path) as file:
@@ -40,7 +40,7 @@ def file_format(path: Path) -> str:
 
 
 def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Each row with its place (file and line or row); of a table, only the columns `fields`, if given.
+    """Yield each row with its place (file and line or row). Of tables, only columns in `fields`, if any, are read.
 
     Raises ValueError that names the file, the line or row, the expected value and the actual one.
     """
@@ -57,7 +57,7 @@ def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
 
 
 def first_row(path: Path) -> Any:
-    """The first row of a file, without reading the others. Raises ValueError if the file starts with no row."""
+    """The first row of a file; the others are not read. Raises ValueError if the file starts with no row."""
     try:
         if suffix := _table_suffix(path):
             return next(_table_rows(path, suffix))[1]
@@ -72,7 +72,7 @@ def first_row(path: Path) -> Any:
 
 @contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, decompressed if it is gzipped."""
+    """Open a file for its bytes, which are decompressed if it is gzipped."""
     with open_plain(path) as file:
         zipped = file.read(2) == b"\x1f\x8b"
         file.seek(0)
@@ -82,7 +82,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 
 def _table_suffix(path: Path) -> str | None:
-    """The key in TABLES of a file that starts or is named like one of these; None for other files."""
+    """The key in TABLES whose first bytes or suffix the file has; None if the file has none of them."""
     with open_plain(path) as file:
         head = file.read(HEAD)
     if reason := stand_in(head):

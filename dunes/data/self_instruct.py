@@ -1,4 +1,4 @@
-"""Instruction data from a language model, which is shown three seed tasks and continues the list.
+"""Generate instruction data with a language model, which reads a list of three seed tasks and continues the list.
 
 Prompts, parsing and filters follow Stanford Alpaca. https://github.com/tatsu-lab/stanford_alpaca,
 https://arxiv.org/abs/2212.10560
@@ -22,18 +22,18 @@ from dunes.data.records import rows
 from dunes.units import plural
 
 SHOWN = 3
-"""Seed tasks in a prompt."""
+"""Number of seed tasks in a prompt."""
 LAST = 20
 """Number of the last task that a prompt asks for."""
 PROMPTS = 5
-"""Prompts per round."""
+"""Number of prompts in a round."""
 STOP = (f"\n{LAST}.",)
-"""Stop string of an answer. Alpaca stopped at "20." anywhere, also inside "2020."."""
+"""Stop string of an answer. Alpaca's stop string is "20.", which also matches inside "2020."."""
 TOKENS = 3072
 """Maximum tokens of an answer."""
 
 MAX_SIMILARITY = 0.7
-"""An instruction with a higher ROUGE-L to an earlier one is dropped."""
+"""An instruction is dropped if its ROUGE-L with an earlier instruction is higher than this."""
 
 WORDS = (
     "image", "images", "graph", "graphs", "picture", "pictures", "file", "files", "map", "maps", "draw", "plot",
@@ -70,7 +70,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A model's text for one task, the parsed task, and the reason why it is dropped (empty: it is kept)."""
+    """A model's text for one task, the parsed task, and the reason to drop the task (empty: it is kept)."""
 
     text: str
     task: Task | None
@@ -94,7 +94,7 @@ class Round:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Round":
-        """The inverse of `row`."""
+        """The round from an object that `row` returned."""
         items = [Item(i["text"], i["task"] and Task(**i["task"]), i["reason"]) for i in row["items"]]
         return cls(row["number"], tuple(items))
 
@@ -104,7 +104,7 @@ AskModel = Callable[[list[str]], Sequence[tuple[str, bool]]]
 
 
 def read_seed_tasks(path: Path | str) -> list[Task]:
-    """The tasks in a file of records: Alpaca's keys, or Self-Instruct's with `instances`.
+    """The tasks in a file of records that have Alpaca's keys, or Self-Instruct's keys with `instances`.
 
     Raises ValueError that names the line and the expected value.
     """
@@ -128,10 +128,10 @@ def _seed_task(place: str, row: Any) -> Task:
 def generate(
     ask: AskModel, seeds: Sequence[Task], *, wanted: int, seed: int = 0, before: Iterable[Round] = ()
 ) -> Iterator[Round]:
-    """Generate until `wanted` tasks are kept, including tasks of the rounds `before`; yield each new round.
+    """Generate rounds of tasks until `wanted` tasks are kept, including those of `before`; yield each new round.
 
     Prompts depend only on the seed and the number of the round, so that a run can be resumed. Raises ValueError
-    for too few seeds, and after ten rounds without a kept task.
+    for too few seed tasks, and after ten rounds in a row without a kept task.
     """
     if len(seeds) < SHOWN:
         raise ValueError(
@@ -155,13 +155,13 @@ def generate(
 
 
 def build_prompts(seeds: Sequence[Task], seed: int, number: int) -> list[str]:
-    """Prompts of a round, each with different seed tasks; generated tasks are never shown."""
+    """The prompts of a round. Each shows a random sample of the seed tasks, and no generated tasks."""
     rng = random.Random(f"{seed} {number}")
     return [build_prompt(rng.sample(seeds, SHOWN)) for _ in range(PROMPTS)]
 
 
 def build_prompt(tasks: Sequence[Task]) -> str:
-    """The request, the tasks in its layout, and the start of the next one."""
+    """The text of a prompt: REQUEST, the tasks in the layout of an answer, and the start of the next task."""
     text = REQUEST
     for i, task in enumerate(tasks, 1):
         instruction = " ".join(task.instruction.split()).rstrip(":")
@@ -188,7 +188,7 @@ def parse_answer(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterat
 
 
 def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
-    """The item with the reason if it is dropped; otherwise it is added to `earlier`."""
+    """The item, with a reason if it is dropped. The instruction of a kept item is added to `earlier`."""
     if item.task is None:
         return item
     instruction = item.task.instruction
@@ -201,7 +201,7 @@ def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
 
 
 def rejection_reason(instruction: str) -> str:
-    """The reason to drop an instruction, regardless of the others; empty if there is none."""
+    """The reason to drop an instruction because of its own text; empty if no reason applies."""
     length, banned = len(instruction.split()), BANNED.search(instruction)
     reasons = {
         "short": length <= 3,
@@ -220,9 +220,9 @@ def words(text: str) -> list[str]:
 
 
 def _measure(common: int, a: int, b: int) -> float:
-    """F measure of ROUGE-L from the length of the longest common subsequence: https://aclanthology.org/W04-1013.
+    """The ROUGE-L F measure of texts of `a` and `b` tokens whose longest common subsequence has `common` tokens.
 
-    The order of operations is as in the package rouge_score, for bit-equal results.
+    https://aclanthology.org/W04-1013; operations are in rouge_score's order, for bit-equal results.
     """
     if not common:
         return 0.0
@@ -231,7 +231,7 @@ def _measure(common: int, a: int, b: int) -> float:
 
 
 def _masks(tokens: Sequence[str]) -> dict[str, int]:
-    """Bit mask of the positions of each token."""
+    """For each token, a bit mask of its positions."""
     masks: dict[str, int] = defaultdict(int)
     for i, token in enumerate(tokens):
         masks[token] |= 1 << i
@@ -239,9 +239,9 @@ def _masks(tokens: Sequence[str]) -> dict[str, int]:
 
 
 def _common(masks: Mapping[str, int], tokens: Iterable[str]) -> int:
-    """Length of the longest common subsequence, bit-parallel: one integer is a row of the table.
+    """Length of the longest common subsequence, computed bit-parallel: a row of the table is one integer.
 
-    Hyyrö's form, https://doi.org/10.1016/j.ipl.2004.04.006
+    Hyyrö's algorithm, https://doi.org/10.1016/j.ipl.2004.04.006
     """
     row = ones = (1 << sum(m.bit_count() for m in masks.values())) - 1
     for token in tokens:
@@ -251,10 +251,10 @@ def _common(masks: Mapping[str, int], tokens: Iterable[str]) -> int:
 
 
 class InstructionIndex:
-    """An index of instructions that finds the most similar one without comparing all.
+    """An index of instructions that finds the most similar instruction without comparing all of them.
 
-    The number of shared tokens bounds the length of a common subsequence. The k-th occurrence of a token has its
-    own inverted list, so that shared tokens are counted for all texts in one pass.
+    The number of shared tokens is an upper bound of the length of a common subsequence. The k-th occurrence of a
+    token has its own inverted list, so that one pass counts the shared tokens of all texts.
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
@@ -274,7 +274,7 @@ class InstructionIndex:
         self.lengths.append(len(tokens))
 
     def nearest(self, text: str, above: float = 0.0) -> tuple[float, str] | None:
-        """The greatest ROUGE-L F and the first text that has it; None if no text exceeds `above`."""
+        """The highest ROUGE-L F measure, and the first text that has it; None if no measure exceeds `above`."""
         tokens = words(text)
         masks, best, nearest = _masks(tokens), above, None
         bounds = self._bounds(tokens)
@@ -288,7 +288,7 @@ class InstructionIndex:
         return None if nearest is None else (best, self.texts[nearest])
 
     def _bounds(self, tokens: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """An upper bound of the measure for each text, float64 (N,)."""
+        """An upper bound of the ROUGE-L F measure of each text, float64 (N,)."""
         hits = [np.array(self.postings[key]) for key in _number_occurrences(tokens) if key in self.postings]
         shared = np.bincount(np.concatenate(hits) if hits else np.zeros(0, np.int64), minlength=len(self.texts))
         sizes = np.array(self.lengths) + len(tokens)

@@ -1,8 +1,8 @@
-"""Token shards of a corpus on disk: private, immutable, with a digest, memory-mapped.
+"""Token shards: the ids of a corpus on disk, in private, immutable files with a digest.
 
 A shard is a folder with `tokens.bin` (little-endian ids; each text has its start and end tokens), `starts.bin`
 (the index of each text's first id, in eight bytes) and `shard.json`. Its key is a hash of the documents' contents,
-the tokenizer and the settings, so a changed corpus or tokenizer never gets old tokens.
+the tokenizer and the settings, so a changed corpus or tokenizer gets a new shard.
 """
 
 import json
@@ -32,7 +32,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Shard:
-    """`length` token ids, all below `vocab`, from `size` bytes of text in `documents` files."""
+    """A shard with `length` token ids, all below `vocab`, from `size` bytes of text in `documents` documents."""
 
     folder: Path
     length: int
@@ -53,15 +53,15 @@ class Shard:
 
     @cached_property
     def token_file(self) -> "TokenFile":
-        """The same ids, read from the file on demand."""
+        """All ids, read from the file on demand."""
         return TokenFile(self.folder / "tokens.bin", _dtype(self.vocab), self.length)
 
 
 class TokenFile:
     """Ids in a file that is read on demand, without a memory map.
 
-    Truncating a mapped file kills the process that reads it; this class raises ValueError instead, if the size or
-    modification time has changed since the file was opened.
+    If a memory-mapped file is truncated, the process that reads it is killed. This class raises ValueError instead
+    if the size or modification time of the file has changed since it was opened.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], length: int) -> None:
@@ -77,7 +77,7 @@ class TokenFile:
         return self.length
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """Ids at an index (N, T); each row is one read, from its smallest to its largest index."""
+        """The ids (N, T) at an index (N, T). One read per row covers its smallest to its largest index."""
         if self._stat() != self._initial_stat:
             raise ValueError(f"{self.path}: the tokens changed while they were in use; start again")
         return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])
@@ -104,8 +104,8 @@ def token_shard(
 ) -> Shard:
     """The shard of these documents, from the cache or newly written.
 
-    With `headers`, each file starts with `file_header`. Raises ValueError if a document changes meanwhile, or for
-    headers with a tokenizer that has no token for them.
+    With `headers`, each file starts with its `file_header`. Raises ValueError if a document changes meanwhile, or
+    if the tokenizer lacks the token that headers need.
     """
     card = _card(documents, tokenizer, headers)
     folder = (cache or default_cache()) / str(card["key"])
@@ -126,9 +126,9 @@ def token_shard(
 
 
 def file_header(document: Document, tokenizer: Tokenizer) -> list[int]:
-    """Ids that start a file in a stream of files: <|file_sep|>, then its path with a line end; empty for records.
+    """Ids before a file in a stream of files: <|file_sep|>, then its path with a line end; empty for records.
 
-    Raises ValueError if the tokenizer has no such token.
+    Raises ValueError if the tokenizer has no <|file_sep|>.
     """
     header = document.header
     return [tokenizer.token_id(FILE), *tokenizer.encode_continuation(header)] if header else []
@@ -189,7 +189,7 @@ def _write(
 def _groups(
     document: Document, begin: list[int], header: list[int], tokenizer: Tokenizer
 ) -> Iterator[list[str | list[int]]]:
-    """Yield the document's texts, with ids before and after each, in groups of about BLOCK characters."""
+    """Yield parts of the document's texts, and the ids around each text, in groups of about BLOCK characters."""
     group, size = list[str | list[int]](), 0
     for text in document.texts():
         group += [begin, header]
@@ -205,7 +205,7 @@ def _groups(
 
 
 def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
-    """The shard in this folder, if it is intact and matches the card."""
+    """The shard in this folder; None unless it is intact and matches the card."""
     try:
         shard = open_shard(folder)
     except ValueError:

@@ -1,8 +1,9 @@
-"""A corpus: the text in files and folders.
+"""Collect a corpus: the text in files and folders.
 
-Files that .gitignore excludes, links, binaries, large generated files and duplicates are skipped and counted by
-reason. Within each kind and size, validation files are selected by a hash of their path, so that the split is the
-same on every machine. Near-duplicates of a file are on its side. Validation records are selected by hash.
+Links, binaries, large generated files, duplicates, and files that .gitignore excludes are skipped, and counted by
+reason. Among files of similar kind and size, validation files are selected by a hash of their path, so that the
+split is the same on every machine. Near-duplicates are on the same side. Validation records are selected by a hash
+of their text.
 """
 
 from collections import Counter
@@ -32,9 +33,9 @@ LEAST = 80_000
 MOST = 0.2
 """Maximum fraction of the text for validation."""
 TESTED = 0.05
-"""Fraction of the text for the test split. Up to version 1 of the split, fractions are of files, not of text."""
+"""Fraction of the text for the test split. In split versions 0 and 1, it is a fraction of the files."""
 COMMON = 20
-"""Minimum files of a kind for a share of its own."""
+"""Suffixes with at least this many files are split separately; rarer suffixes are split together."""
 SHOWN = 5
 """Maximum number of unreadable files of records that are named; the others are counted."""
 
@@ -45,11 +46,11 @@ NEAR_DUPLICATES = "near-duplicates:"
 
 @dataclass
 class Corpus:
-    """The documents of a corpus for training, validation and test, and the names of skipped files by reason.
+    """A corpus: documents for training, validation and test, and the names of skipped files for each reason.
 
-    `notes` describe the records read and skipped. `split` is how validation data is selected: entire `files` and
-    records, or the `tails` of all. `duplicates` maps the digest of each near-duplicate to the digest of the file
-    that its group follows. `share` is the fraction of the text for validation.
+    `notes` are lines on records and near-duplicates. With `split` "files", entire files and records are for
+    validation; with "tails", the tail of each document is. `duplicates` maps the digest of each near-duplicate to
+    the digest of the first file in its group. `share` is the fraction of the text for validation.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -90,14 +91,15 @@ def collect_corpus(
     text_field: Sequence[str] = (),
     split_version: int = SPLIT_VERSION,
 ) -> Corpus:
-    """The corpus of files and folders; `stdlib` is the standard library of the running Python.
+    """Collect the corpus in files and folders; `stdlib` is the standard library of the running Python.
 
-    About `share` of the text (default `validation_share`) is for validation: whole files, at least one of several
-    but never all, and single records. Near-duplicates are on the same side, except with `split_version` 0.
-    Versions 0 and 1 (of earlier trainings) select files by hash alone. Links to files outside the sources are only
-    followed with `follow_links`. Of records only the fields in `text_field` are read, if any. Raises ValueError if
-    a source is missing, if a file of records named by the user cannot be read, if there is no text, or for an
-    unknown version.
+    About `share` of the text (default `validation_share`) is for validation. A text file is entirely on one side;
+    files of records are divided record by record. Of several items, at least one is for validation, but never all.
+    Near-duplicates are on the same side, except with `split_version` 0. Versions 0 and 1, which earlier trainings
+    used, select files by their hash alone. Links to files outside the sources are followed only with
+    `follow_links`. If `text_field` is given, only these fields of records are read. Raises ValueError if a source
+    is missing, if a file of records that the user named cannot be read, if there is no text, or for an unknown
+    version.
     """
     if split_version not in range(SPLIT_VERSION + 1):
         raise ValueError(
@@ -130,16 +132,16 @@ def collect_corpus(
 
 
 def validation_share(size: float) -> float:
-    """The validation fraction of a text of `size` bytes: a tenth, or what makes LEAST bytes; at most a fifth."""
+    """The fraction of `size` bytes of text for validation: SHARE, or enough for LEAST bytes, but at most MOST."""
     return min(MOST, max(SHARE, LEAST / max(1.0, size)))
 
 
 def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SPLIT_VERSION) -> Corpus:
     """The corpus with about `share` of its text in the test split, taken from the training split.
 
-    Of three or more files at least one is for the test, never all. Near-duplicates are on one side. The documents
-    are then sorted by path. Records are not divided again. Up to version 1 of the split, test files have hashes in
-    [share, 2 * share).
+    Of three or more files, at least one is for the test, but training data always remains. Near-duplicates are on
+    the same side. Records are not divided again. The documents of each split are sorted by path. In split versions
+    0 and 1, test files have hashes in [share, 2 * share).
     """
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]
@@ -175,7 +177,7 @@ def _documents(
 
 @dataclass(frozen=True)
 class _Group:
-    """Near-duplicates, or a single file. `split_hash` is the hash of the first file, plus 1 for a large group."""
+    """Near-duplicate files, or a single file. `split_hash` is the first file's hash, plus 1 for a large group."""
 
     files: list[Document]
     split_hash: float
@@ -192,7 +194,7 @@ class _Group:
 
 
 def _find_duplicates(corpus: Corpus, documents: Sequence[Document]) -> None:
-    """Set the corpus's near-duplicates, and note them. A group follows its file with the shortest path."""
+    """Set `corpus.duplicates`, and add a note. The first file of a group is the file with the shortest path."""
     files = sorted(_files(documents), key=lambda d: (len(d.name), d.name))
     firsts = group_duplicates(d.text() for d in files) if len(files) > 1 else [0] * len(files)
     pairs = [(file, files[first]) for file, first in zip(files, firsts, strict=True) if file is not files[first]]
@@ -209,7 +211,7 @@ def _files(documents: Sequence[Document]) -> list[Document]:
 
 
 def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
-    """The files in groups of near-duplicates, in order of selection for validation."""
+    """The files in groups of near-duplicates, in the order of their hashes."""
     groups: dict[str, list[Document]] = {}
     files = sorted(_files(documents), key=lambda d: d.digest in corpus.duplicates)  # a group's first file first
     for file in files:
@@ -223,11 +225,11 @@ def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
 def _order_for_selection(
     groups: Sequence[_Group], share: float, split_version: int, limit: float
 ) -> tuple[list[_Group], int]:
-    """The groups in order of selection for validation, and the number of them that have about `share` of the text.
+    """The groups in the order in which they are selected for validation, and the number of selected groups.
 
-    Each kind and size contributes about that share of its text, in the order of its files' hashes. Smaller files
-    make up for files that are too large. Groups that alone have a quarter of the share come last. Up to version 1
-    of the split, groups with hashes below the `limit` are selected.
+    The selected groups have about `share` of the text of each suffix and size, and are selected by their hashes.
+    If a group is too large to be selected, smaller groups make up for it. Groups that alone have more than a
+    quarter of the share come last. In split versions 0 and 1, groups with hashes below `limit` are selected.
     """
     if split_version < 2:
         return list(groups), sum(g.split_hash < limit for g in groups)
@@ -252,7 +254,7 @@ def _group_order(group: _Group) -> tuple[float, str]:
 
 
 def _divide(corpus: Corpus, documents: Sequence[Document], share: float, split_version: int) -> None:
-    """Split the documents: files by their hashes, at least one of several unless records are for validation."""
+    """Set `corpus.train` and `corpus.valid`. At least one of several files is in `valid`, unless records are."""
     records = [d for d in documents if isinstance(d, RecordDocument)]
     groups = _groups(corpus, documents)
     valid: list[Document] = [d for d in records if d.validation]
@@ -265,9 +267,9 @@ def _divide(corpus: Corpus, documents: Sequence[Document], share: float, split_v
 
 
 def without_files(corpus: Corpus) -> Corpus:
-    """The corpus with the tails of its documents for validation; of near-duplicates only the first document.
+    """The corpus with the tails of its documents for validation. Of near-duplicates, only the first is kept.
 
-    The others would have its tail in training.
+    The other near-duplicates would have that document's tail in their training text.
     """
     documents = [d for d in corpus.documents if d.digest not in corpus.duplicates]
     notes = [note for note in corpus.notes if not note.startswith(NEAR_DUPLICATES)]

@@ -1,6 +1,6 @@
-"""A model before and after a change: loss, size, memory and speed.
+"""Compare a model before and after a change: loss, size, memory and speed.
 
-Each folder is measured in its own process, so that the memory is of one model alone, as a user runs it.
+Each folder is measured in its own process, so that the memory of one model is measured alone, as a user runs it.
 """
 
 import json
@@ -27,22 +27,22 @@ from dunes.generate.packages import load_step
 from dunes.units import format_bytes
 
 SCORED = 65_536
-"""Validation tokens that are scored."""
+"""Approximate number of validation tokens that are scored."""
 COMPARED = 8_192
-"""Validation tokens whose greedy predictions are compared."""
+"""Approximate number of validation tokens after which the greedy predictions are compared."""
 READ = 128
-"""Prompt tokens in the measurement of speed."""
+"""Maximum number of prompt tokens when speed is measured."""
 WRITTEN = 64
-"""Tokens generated after the prompt."""
+"""Maximum number of tokens, after the first generated token, whose decoding is timed."""
 ROUNDS = 3
-"""Rounds of prefill and decoding; the fastest counts."""
+"""Number of rounds of prefill and decoding; the fastest round counts."""
 SLOWER = 1.05
-"""Ratio of the times above which a model is reported as slower; less is noise."""
+"""A model is reported as slower if the ratio of the times is above this; smaller ratios are noise."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A model folder: `size` and `memory` in bytes, `prefill` and `decode` in tokens/s, `loss` in nats/token.
+    """A folder's `size` and `memory` in bytes, `prefill` and `decode` in tokens/s, and `loss` in nats/token.
 
     `memory` is the peak of loading, prefill and decoding. `form` names the implementation that decoded.
     """
@@ -58,14 +58,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both measurements, and the fraction of validation tokens after which both predict the same next token."""
+    """Both measurements, and the fraction of validation tokens after which both models predict the same token."""
 
     before: Measurement
     after: Measurement
     agreement: float | None
 
     def warnings(self) -> list[str]:
-        """A line if decoding or prefill became slower."""
+        """A list with one line if decoding or prefill became slower, otherwise empty."""
         a, b = self.before, self.after
         ratios = {"decoding": a.decode / b.decode, "reading a prompt": a.prefill / b.prefill}
         slower = [f"{phase} takes {ratio:.1f} times" for phase, ratio in ratios.items() if ratio > SLOWER]
@@ -108,7 +108,7 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
 
 
 def _run_measurement(folder: Path, scratch: Path) -> dict[str, Any]:
-    """The result of `measure_folder` in a new process. Raises ValueError with its last line if it fails."""
+    """The result of `measure_folder` in a new process. Raises ValueError with the last line of its stderr."""
     options = [str(torch.get_num_threads()), *["trust"] * checkpoint.cards_trusted()]
     command, environment = python_command(
         "-m", "dunes.evaluate.comparison", str(folder), str(scratch / "ids.npz"), *options
@@ -122,7 +122,7 @@ def _run_measurement(folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
-    """The fields of a Measurement, and the most probable successors (`top`) of the ids in `file`, if it exists."""
+    """The fields of a Measurement, and `top`: the most probable next id after each id in `file`, if it exists."""
     cpu = torch.device("cpu")
     share_cores()
     measure.keep_freed_memory()
@@ -179,7 +179,7 @@ def _speeds(loaded: LoadedModel, step: Any, ids: TokenIds | None) -> tuple[float
 
 
 def _most_probable(loaded: LoadedModel, ids: Any) -> list[int]:
-    """The most probable next id after each of the first ids, in windows of the context length."""
+    """The most probable next id after each of the first COMPARED ids, in windows of the context length."""
     width = loaded.context_length
     rows = torch.split(torch.from_numpy(ids[: COMPARED // width * width or width].astype(np.int64)), width)
     with torch.no_grad(), tree.mode(loaded.model, False):

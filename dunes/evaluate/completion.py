@@ -1,6 +1,6 @@
-"""The evaluation of line completion: a table of a model and of copying alone.
+"""Evaluate line completion: a table that compares a model with copying alone.
 
-Scored are files that the model has not seen, and of these the lines unlike all training lines.
+Only files that the model has not seen are scored, and of their lines only those unlike all training lines.
 """
 
 import math
@@ -37,9 +37,9 @@ from dunes.text.lines import split_lines
 from dunes.units import plural
 
 SIMILAR = 0.8
-"""Jaccard similarity of the token sets of two lines above which they are near-duplicates."""
+"""Two lines are near-duplicates if the Jaccard similarity of their token sets is above this."""
 FEWEST = 3
-"""Minimum tokens of a near-duplicate; shorter lines such as `return None` may be completed."""
+"""Minimum number of tokens of a near-duplicate; shorter lines such as `return None` are always scored."""
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 COPY = "copy nearest"
@@ -54,7 +54,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ScoredFile:
-    """A file, and its lines that are completed."""
+    """A file, and those of its lines that are completed."""
 
     name: str
     text: str
@@ -63,8 +63,8 @@ class ScoredFile:
 
 @dataclass(frozen=True)
 class ScoredFiles:
-    """The files to score, and counts of what is left out: training files, near-duplicate lines, and files without
-    other lines. `line_count` counts the nonblank lines of files that were not trained on."""
+    """The files to score. Training files, near-duplicate lines and files without other lines are left out, and
+    counted. `line_count` counts the nonblank lines of files that were not trained on."""
 
     files: Sequence[ScoredFile]
     trained_files: int
@@ -86,8 +86,8 @@ class ScoredFiles:
 class LineIndex:
     """The lines of texts, indexed to find near-duplicates of a line.
 
-    Token sets are compared only if their rarest tokens meet: similar sets share one among the first |set| -
-    ceil(0.8 |set|) + 1 (prefix filtering, https://doi.org/10.1145/1242572.1242591).
+    Two token sets are compared only if they share one of their rarest tokens: similar sets share one of their
+    `|set| - ceil(0.8 |set|) + 1` rarest tokens (prefix filtering, https://doi.org/10.1145/1242572.1242591).
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -101,7 +101,7 @@ class LineIndex:
                 self._sets.setdefault(token, []).append(tokens)
 
     def has_similar(self, line: str) -> bool:
-        """True if a line equals one of the texts' lines after stripping, or its token set is similar."""
+        """True if a line of at least FEWEST tokens equals a line of the texts, or has a similar token set."""
         words = _TOKEN.findall(line)
         if len(words) < FEWEST:
             return False
@@ -125,8 +125,8 @@ def scored_files(
 ) -> ScoredFiles:
     """Select the files and lines to score for a model trained on the `training` files.
 
-    Files with the text of a training file, or a digest in `seen`, are left out regardless of white space, and so
-    are near-duplicates of training lines unless `all_lines`. Raises ValueError if nothing is left.
+    A file is left out if its text (without white space) is also a training file's, or its digest is in `seen`.
+    Near-duplicates of training lines are left out, too, unless `all_lines`. Raises ValueError if no line is left.
     """
     digests = {content_digest([text]) for _, text in training} | {*seen}
     unseen = [(name, text) for name, text in texts if content_digest([text]) not in digests]
@@ -157,8 +157,8 @@ class CompletionOptions:
 
 @dataclass(frozen=True)
 class Point:
-    """The suggested text at a cursor of file number `file`. `exact` is 1.0 if it is right except for trailing
-    white space, `word` if its first word is right, else 0.0."""
+    """The suggested text at a cursor of file number `file`. `exact` is 1.0 if the text is right except for
+    trailing white space, `word` is 1.0 if its first word is right; otherwise they are 0.0."""
 
     file: int
     cut: CutPoint
@@ -180,9 +180,9 @@ def is_inside(point: Point) -> bool:
 
 @dataclass
 class CompleterScore:
-    """The score of a completer: at each cursor, and of each file typed with all suggestions and with suggestions
-    above its threshold (NaN: none). `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN
-    without probabilities."""
+    """The score of a completer. `points` has its suggestion at each cursor. `typed` maps 0.0 to the files typed
+    with all suggestions, and `threshold`, unless it is NaN, to the files typed with suggestions above it. `cold`
+    and `warm` are latencies in seconds; `bits_per_character` is NaN if the completer has no probabilities."""
 
     name: str
     threshold: float = math.nan
@@ -193,7 +193,7 @@ class CompleterScore:
     bits_per_character: float = math.nan
 
     def means(self, metric: Literal["exact", "word"], selects: Callable[[Point], bool] = is_inside) -> np.ndarray:
-        """Mean of a metric in each file (F,), over cursors inside lines, or over those that `selects` accepts."""
+        """Mean of a metric in each file (F,), over the cursors that `selects` accepts (default: inside lines)."""
         points = [p for p in self.points if selects(p)]
         return file_means([getattr(p, metric) for p in points], [p.file for p in points])
 
@@ -202,15 +202,15 @@ class CompleterScore:
         return interval(self.means("exact"))
 
     def difference(self, other: "CompleterScore") -> Interval:
-        """The exact match minus the other completer's, paired by file."""
+        """The exact match minus the other completer's exact match, paired by file."""
         return interval(self.means("exact") - other.means("exact"))
 
     def typing(self, threshold: float = 0.0) -> Typing:
-        """Totals of all lines typed with a threshold."""
+        """Totals of all lines that were typed with this threshold."""
         return sum(self.typed.get(threshold, ()), Typing())
 
     def saved(self, threshold: float = 0.0) -> float:
-        """Mean over files of the share of keys saved; NaN without a threshold."""
+        """Mean over files of the share of keys saved with this threshold; NaN if no file was typed with it."""
         return mean_saved(self.typed.get(threshold, ()))
 
 
@@ -221,7 +221,7 @@ def score_completer(
     options: CompletionOptions = CompletionOptions(),
     threshold: float = math.nan,
 ) -> CompleterScore:
-    """The score on these files, whose names are shown."""
+    """The completer's score on these files; the display shows the name of each file."""
     score = CompleterScore(name, threshold)
     for number, file in enumerate(files):
         report(f"{name}: {file.name}", number / len(files))
@@ -252,9 +252,9 @@ def evaluate_completion(
 ) -> list[CompleterScore]:
     """Score the completion of a model and of copying alone, and print a table.
 
-    Without sources, the test files of the model's training are scored, at most `files` of them. Files and lines
-    that the model has seen are left out. `corpus_options` are arguments of `collect_corpus`. Raises ValueError for
-    an invalid folder or setting, and if there is nothing to score.
+    Without sources, the test files of the model's training are scored. At most `files` files are read. Files and
+    lines that the model has seen are left out. `corpus_options` are arguments of `collect_corpus`. Raises
+    ValueError for an invalid folder or setting, and if there is nothing to score.
     """
     options = options or CompletionOptions()
     for flag, value in {"--cuts": options.cuts, "--lines": options.lines, "--limit": files}.items():
@@ -291,9 +291,9 @@ def evaluate_completion(
 
 
 def row(score: CompleterScore, copy: CompleterScore) -> list[str]:
-    """The figures of a completer beside copying alone.
+    """The table row of a completer, which includes its difference from copying alone.
 
-    Cursors in brackets that the line closes later are scored with and without these brackets behind the cursor.
+    A cursor in brackets that the line closes later is scored with and without the closing brackets after it.
     """
     with_brackets = {(p.file, p.cut.offset) for p in score.points if p.cut.kind == "closed"}
     without_brackets = score.means("exact", lambda p: is_inside(p) and (p.file, p.cut.offset) in with_brackets)

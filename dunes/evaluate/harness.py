@@ -1,7 +1,7 @@
-"""A model folder as a model of lm-evaluation-harness.
+"""Use a model folder as a model of lm-evaluation-harness.
 
-Results equal the harness's `hf` backend for the same folder (tests/test_harness.py). This file imports lm_eval, so
-only `evaluate/tasks.py` imports it, when needed.
+Results equal those of the harness's `hf` backend for the same folder (tests/test_harness.py). This module imports
+lm_eval, so only `evaluate/tasks.py` imports this module, when it is needed.
 https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md
 """
 
@@ -31,10 +31,10 @@ from dunes.text.special_tokens import token_text
 from dunes.units import plural
 
 TOKENS = 256
-"""Default maximum of new tokens, as in the `hf` backend."""
+"""Default maximum number of new tokens, as in the `hf` backend."""
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of that option in a task; the first one present counts."""
+"""Names under which a task may set the maximum number of new tokens; the first name that is used counts."""
 
 OPTIONS = (*LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 WITHOUT_EFFECT = {"num_beams": 1}
@@ -115,7 +115,7 @@ class Harness(TemplateLM):
         return [sum(logprobs[start:stop], 0.0) for start, stop in pairwise([0, *stops])]
 
     def _loglikelihood_tokens(self, requests: Sequence[Question], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Answers in the order of the questions; questions that differ only in their last id share a row."""
+        """The answers in the order of the questions. Questions that differ only in their last id share a row."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for i, question in enumerate(requests):
             rows.setdefault(self._read(*question), []).append(i)
@@ -144,8 +144,8 @@ class Harness(TemplateLM):
 
     @torch.no_grad()
     def _states(self, batch: Sequence[tuple[int, ...]]) -> Tensor:
-        """The hidden states (B, T, dim) before the head. Rows are padded on the right: causal attention ignores
-        that."""
+        """The hidden states (B, T, dim) before the head. Rows are padded on the right, which causal attention
+        ignores."""
         width = max(map(len, batch))
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=self._device)
         return self.model.hidden(ids)
@@ -184,7 +184,7 @@ class Harness(TemplateLM):
         return ids[-room:]
 
     def _write(self, prompts: Mapping[int, list[int]], settings: "GenerationSettings") -> list[str]:
-        """The text after each prompt; random numbers follow from the prompt's number."""
+        """The text generated after each prompt; the prompt's number is the seed of its random numbers."""
         requests = [
             self.generator.request(ids, settings.max_tokens, settings.sample(seed=i)) for i, ids in prompts.items()
         ]
@@ -201,7 +201,7 @@ class Harness(TemplateLM):
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Stop strings, maximum of new tokens, and the function that returns the sampler for a seed."""
+    """Stop strings, the maximum number of new tokens, and a function that returns the sampler for a seed."""
 
     until: tuple[str, ...]
     max_tokens: int
@@ -209,7 +209,7 @@ class GenerationSettings:
 
 
 def parse_settings(settings: Mapping[str, Any], place: str, context_length: int, end: str) -> GenerationSettings:
-    """Parse a task's `generation_kwargs`; texts also stop at `end`. Raises ValueError for unsupported ones."""
+    """Parse a task's `generation_kwargs`; texts also stop at `end`. Raises ValueError for unsupported settings."""
     unknown = [k for k, v in settings.items() if k not in OPTIONS and (k, v) not in WITHOUT_EFFECT.items()]
     if unknown:
         raise ValueError(f"{place}: generation_kwargs has {unknown[0]}; supported are {', '.join(OPTIONS)}")

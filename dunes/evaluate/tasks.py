@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness on a model folder."""
+"""Run tasks of lm-evaluation-harness on a model folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ def run_tasks(
     out: Path | None = None,
     any_base: bool = False,
 ) -> dict[str, Any]:
-    """Results of the harness for tasks, groups or tags by name; also written to `out`, with every sample.
+    """The harness's results for the named tasks, groups or tags, with every sample; also written to `out`.
 
     `task_folder` contains YAML files of additional tasks; `limit` is the maximum number of documents per task;
     `any_base` is as in `checkpoint.load`. Raises ValueError for an unknown task, and for an invalid model folder

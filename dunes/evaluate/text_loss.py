@@ -1,4 +1,4 @@
-"""Loss on text (nats/token, perplexity, bits/byte), and the text on which a folder is scored or calibrated."""
+"""Measure the loss on text (nats/token, perplexity, bits/byte), and read the text for scores or calibration."""
 
 # Shapes: B batch, T tokens.
 
@@ -30,13 +30,13 @@ from dunes.units import plural
 
 BATCH = 16
 LONGEST_HEADER = 512
-"""Number of tokens before a window in which the start of a file header is searched."""
+"""The start of a file header is searched in this many tokens before a window."""
 FindHeaders = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 
 SEQUENCES = 64
-"""Number of calibration sequences."""
+"""Default number of calibration sequences."""
 CALIBRATION_TOKENS = 128
-"""Tokens in each calibration sequence."""
+"""Maximum number of tokens in a calibration sequence."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +58,21 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Compression of the text by this model, comparable across tokenizers."""
+        """The loss in bits per byte of text, which is comparable across tokenizers."""
         return self.loss_sum / math.log(2) / max(1, self.size)
 
 
 def evaluate(
     loaded: LoadedModel, tokens: TokenIds, dtype: torch.dtype = torch.float32, limit: int | None = None
 ) -> Score:
-    """Score the tokens in windows of the context length; each token is predicted from the previous tokens of its
-    window, and for `PackedText` of its document.
+    """Score the tokens in windows of the context length.
 
-    In a stream of files, headers are read but not scored: their bytes count neither as loss nor as size, although
-    the path of a file may help the model.
+    Each token is predicted from the previous tokens of its window; for `PackedText`, only from those of its
+    document. In a stream of files, headers are read but not scored: they count neither in the loss nor in the
+    size, although the path of a file may help the model.
 
-    A `limit` scores about this many tokens, in windows spread evenly over the text. Raises ValueError for fewer
-    than two tokens.
+    With `limit`, about this many tokens are scored, in windows spread evenly over the text. Raises ValueError for
+    fewer than two tokens.
     """
     if len(tokens) < 2:
         raise ValueError(f"{plural(len(tokens), 'token')} cannot be scored; at least two are needed")
@@ -86,7 +86,7 @@ def evaluate(
 
 
 def score_batches(loaded: LoadedModel, batches: Iterable[tuple[Tensor, ...]], dtype: torch.dtype) -> Score:
-    """Score batches as in `next_token_loss`."""
+    """Score batches of ids, targets and perhaps positions (B, T), by `next_token_loss`."""
     loss_sum, count, size, model = 0.0, 0, 0, loaded.model
     width = np.array([len(piece) for piece in loaded.require_tokenizer().token_bytes], np.int64)
     device = next(model.parameters()).device
@@ -101,7 +101,7 @@ def score_batches(loaded: LoadedModel, batches: Iterable[tuple[Tensor, ...]], dt
 
 
 def _own_rows(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The rows of this rank; a row without targets if it has none, since all ranks call the model."""
+    """The rows of this rank, or one row without targets if it has no rows, since all ranks call the model."""
     share = -(-len(batch[0]) // ranks.count())
     own = tuple(part[share * ranks.rank() :][:share] for part in batch)
     if len(own[0]):
@@ -113,7 +113,7 @@ def _own_rows(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
 def _rectangle(tokens: TokenIds, starts: NDArray[Any], context: int, headers: FindHeaders) -> tuple[Tensor, ...]:
     """Ids, targets and, if packed, positions (B, T) of windows.
 
-    Targets past the end of the text and in headers of files are ignored.
+    Targets after the end of the text and targets in file headers are ignored.
     """
     index = starts[:, None] + np.arange(min(context, len(tokens) - 1) + 1)
     window = torch.from_numpy(tokens[np.minimum(index, len(tokens) - 1)].astype(np.int64))
@@ -133,7 +133,7 @@ def score_folder(
 ) -> tuple[Score, int]:
     """The score on all text in the sources, and the number of files.
 
-    Without sources, the score on the validation split of the model's training. `any_base` is as in
+    Without sources, the validation split of the model's training is scored. `any_base` is as in
     `checkpoint.load`, `options` are arguments of `collect_corpus`. Raises ValueError if the model's card does not
     record its validation split, or if there is no text.
     """
@@ -146,8 +146,8 @@ def score_folder(
 
 
 def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **options: Any) -> tuple[TokenIds, int]:
-    """Token ids of all text in the sources, and the number of files; without sources, of the validation split in
-    the card. Raises ValueError if the card does not record one."""
+    """Token ids of all text in the sources, and the number of files. Without sources, the text is the validation
+    split recorded in the model's card. Raises ValueError if the card records none."""
     tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
     if sources:
         corpus = collect_corpus(sources, **{"split_version": 0} | options)  # all text, on either side of the split
@@ -159,11 +159,11 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
 
 
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
-    """Ids (sequences, tokens) of the context length, spread evenly over the documents except their tails.
+    """Ids (sequences, tokens) for calibration, in sequences that are spread evenly over the documents.
 
-    There are 64 sequences, or about `tokens` ids in total, fewer for a shorter text. Without sources, they come
-    from the training split in the card. Raises ValueError if the card records none or that text is gone, or if the
-    text is shorter than one sequence.
+    The result has SEQUENCES sequences, or about `tokens` ids in total; fewer for a shorter text. The tails of
+    documents are left out if they may be scored. Without sources, the text is the training split recorded in the
+    card. Raises ValueError if the card records none, if that text is gone, or if it is shorter than one sequence.
     """
     trained = trained_text(loaded.card)
     width = min(CALIBRATION_TOKENS, loaded.context_length)
@@ -185,7 +185,7 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
 
 
 def missing_source(card: Mapping[str, Any]) -> str:
-    """A training source in the card that does not exist any more; empty if there is none."""
+    """The first training source in the card that no longer exists; empty if all exist."""
     sources = [s for s in trained_text(card).get("sources", ()) if s != STDLIB]
     return next((source for source in sources if not os.path.exists(os.path.expanduser(source))), "")
 
@@ -193,8 +193,8 @@ def missing_source(card: Mapping[str, Any]) -> str:
 def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:
     """Raise ValueError if a text of the calibration sources is also scored.
 
-    A file and a record with the same text are equal, regardless of white space. If the tail of each document is
-    scored, the rest of it may calibrate.
+    A file and a record count as equal if their texts are, regardless of white space. If only the tail of each
+    document is scored, the rest of the document may be used for calibration.
     """
     trained = trained_text(loaded.card)
     if not (calibration or validation) or (not validation and trained.get("split") != "files"):
@@ -217,9 +217,9 @@ def _ids(
     trained: Mapping[str, Any],
     share: float,
 ) -> TokenIds:
-    """Token ids of the documents, of their tails of this share, or of the rest (`head`).
+    """Token ids of the documents: of each document `all`, its last `share` (`tail`), or the rest (`head`).
 
-    They are joined as in the training recorded in `trained`: plain text if that is empty.
+    Documents are joined as in the training that `trained` records; if it is empty, as plain text.
     """
     begin, parts, separate = tokenizer.text_start, [], bool(trained.get("separate_documents"))
     headers = bool(trained.get("complete") and trained.get("file_headers", True))

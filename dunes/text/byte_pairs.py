@@ -1,4 +1,4 @@
-"""Helpers for byte-pair tokenizers: byte-level characters, merging by score, splitting lookalikes."""
+"""Helpers for byte-pair tokenizers: byte-level characters, merges by score, text spelled like special tokens."""
 
 import codecs
 import re
@@ -27,7 +27,7 @@ CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 def merge_pairs(
     symbols: list[str], score: Callable[[str], float | None]
 ) -> tuple[list[str], tuple[str, str] | None]:
-    """The symbols after all merges of neighbours (highest score first, then leftmost), and the last merge."""
+    """Merge neighbours, highest score first, then leftmost. Returns the remaining symbols and the last merge."""
     last = None
     scores = [score(a + b) for a, b in pairwise(symbols)]
     while True:
@@ -44,9 +44,9 @@ def merge_pairs(
 
 
 def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
-    """Pre-tokenizers that split the spelling of tokens that merges do not reach; else the model would look it up.
+    """Pre-tokenizers that split text spelled like a token that merges cannot produce, so that it is not looked up.
 
-    `lookalikes` maps these tokens to the parts into which merges encode their spelling.
+    `lookalikes` maps each of these tokens to the parts into which merges encode its spelling.
     """
     splits = []
     for text, parts in lookalikes.items():
@@ -75,9 +75,10 @@ codecs.register_error("each-byte", lambda error: ("\ufffd", getattr(error, "star
 
 @dataclass(frozen=True)
 class ByteDecoder:
-    """The byte spelling of tokens: `byte_level` characters, `metaspace` with ▁ for a space, or plain text.
+    """Decodes tokens to bytes. Tokens are `byte_level` characters, `metaspace` text (▁ is a space), or plain text.
 
-    With `byte_fallback` a token `<0xNN>` is that byte. `strip` spaces are removed at the start of a text.
+    With `byte_fallback`, a token `<0xNN>` is the byte NN. `strip` is the number of spaces that are removed at the
+    start of a text, or FIRST_TOKEN.
     """
 
     byte_level: bool = False

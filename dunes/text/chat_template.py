@@ -1,4 +1,4 @@
-"""The chat template of a model folder: from messages to the text format of the model's training.
+"""Read and render a model folder's chat template, which turns messages into the text format of its training.
 
 The template comes with a model, so it is untrusted: jinja2's sandbox protects Python's objects and the machine's
 files; limits on loops and output stop most endless work (https://huggingface.co/docs/transformers/chat_templating,
@@ -30,7 +30,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_template(folder: Path | str) -> str | None:
-    """The chat template of a model folder: chat_template.jinja, else the default in tokenizer_config.json.
+    """The chat template of a model folder: chat_template.jinja, or the default in tokenizer_config.json.
 
     None if there is no template. Raises ValueError that names the file for an invalid or too large template.
     """
@@ -41,7 +41,7 @@ def read_template(folder: Path | str) -> str | None:
 
 
 def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
-    """`read_template` from the contents of these files; errors name them as files in `folder`."""
+    """The same as `read_template`, for the contents of `files` by name; errors name them as files in `folder`."""
     if (content := files.get(JINJA)) is not None:
         return _check_size(decode_text(content, str(folder / JINJA)), str(folder / JINJA))
     if CONFIG not in files:
@@ -51,7 +51,7 @@ def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
 
 
 def _default_template(value: Any, path: Path) -> str:
-    """The default template of a chat_template, which is a string or a list of named templates."""
+    """The default template in the `value` of chat_template, which is a string or a list of named templates."""
     templates = value if isinstance(value, list) else [{"name": "default", "template": value}]
     names = [entry.get("name") if isinstance(entry, dict) else None for entry in templates]
     template = templates[names.index("default")].get("template") if "default" in names else None
@@ -94,7 +94,7 @@ def render(
 
 
 def _join_limited(parts: Iterable[str]) -> str:
-    """Join the parts of a rendered text. Raises ValueError if it is too long, or loops have too many passes."""
+    """Join the parts of a rendered text. Raises ValueError for too long a text, or too many passes of loops."""
     text, length, before = list[str](), 0, _PASSES.set([0])
     try:
         for part in parts:
@@ -107,12 +107,12 @@ def _join_limited(parts: Iterable[str]) -> str:
 
 
 COUNTED = "items of a loop"
-"""Name of a filter that no template can spell."""
+"""Name of the filter that counts the passes of loops; no template can spell it."""
 _PASSES: ContextVar[list[int]] = ContextVar("passes")
 
 
 def _count_passes(items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a loop. Raises ValueError after too many passes of all loops."""
+    """Yield the items of a loop. Raises ValueError if all loops together have more than MAX_LOOPS passes."""
     passes = _PASSES.get(None)
     for item in items:
         if passes is not None:
@@ -129,7 +129,7 @@ def compile_template(template: str) -> Any:
     from jinja2.exceptions import SecurityError
 
     class Generation(ext.Extension):
-        """`{% generation %}` marks the assistant's text; it renders its body."""
+        """The tag `{% generation %}` around the assistant's text; only its body is rendered."""
 
         tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
 
@@ -142,7 +142,7 @@ def compile_template(template: str) -> Any:
             return str(caller())
 
     class Namespace(utils.Namespace):
-        """A namespace without names that start with an underscore, which give access to Python's objects."""
+        """A namespace that refuses names with a leading underscore, which give access to Python's objects."""
 
         def __init__(*args: Any, **kwargs: Any) -> None:
             self, *rest = args
@@ -188,7 +188,7 @@ def compile_template(template: str) -> Any:
 
 
 def _normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message for templates: without keys that are None, and with reasoning under both of its names."""
+    """The message as templates expect it: without values of None, and with any reasoning under both names."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a mapping with 'role' and 'content', found {type(message).__name__}")
     present = {k: v for k, v in message.items() if v is not None}

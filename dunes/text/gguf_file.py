@@ -1,8 +1,8 @@
 """Read untrusted GGUF files (llama.cpp's format): the header and its tokenizer.
 
-The `gguf` package's reader creates several objects for each element of an array and trusts its counts, which takes
-seconds for a vocabulary and all memory for a damaged file. Here, each count is compared with the file's size
-before it is used. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The reader of the `gguf` package creates several objects for each element of an array, which takes seconds for a
+vocabulary. It also trusts the counts in a file, so a damaged file can take all memory. Here, each count is
+compared with the file's size before it is used. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import struct
@@ -36,14 +36,14 @@ PATTERNS = {
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "gpt-2": "",  # ByteLevel's own pattern
 }
-"""Patterns of byte-level BPE by llama.cpp's names."""
+"""Patterns that split text into words for byte-level BPE, by llama.cpp's names."""
 WHOLE_WORDS = ("llama-bpe", "tekken")
-"""Patterns with which llama.cpp looks up an entire word before it merges (`ignore_merges`)."""
+"""Patterns for which llama.cpp looks up an entire word before it merges pairs (`ignore_merges`)."""
 JSON = "huggingface.json"
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's name, its shape in torch's order, its type number, its offset, and its file."""
+    """A tensor's name, its shape in torch's order, its type number, its byte offset in its file, and this file."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,17 +53,17 @@ class TensorInfo(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The metadata of a file by key (strings as text, in arrays as bytes), and its tensors."""
+    """The metadata of a file by key, and its tensors. A string is `str`, but strings in arrays are `bytes`."""
 
     fields: Mapping[str, Any]
     tensors: Sequence[TensorInfo]
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file, or of the first of several parts with the tensors of all.
+    """The header of a file. If the file is the first of several parts, the header has the tensors of all parts.
 
-    The last header is cached while its file does not change: a load needs it several times. Raises ValueError in
-    one line unless it is a complete, little-endian GGUF file of version 2 or 3, and the first part.
+    The last header is cached while its file does not change, since a load needs it several times. Raises
+    ValueError unless the file has a complete, little-endian GGUF header of version 2 or 3 and is not a later part.
     """
     status = path.stat()
     header = _cached_header(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
@@ -77,7 +77,7 @@ def _cached_header(path: Path, *identity: int) -> Header:
 
 
 def _other_parts(path: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
-    """The files of a model except its first, at `path`."""
+    """Yield the other parts of a model whose first part is at `path`."""
     count = fields.get("split.count")
     if type(count) is not int or count < 2:
         return
@@ -104,7 +104,7 @@ def _read_part(path: Path) -> Header:
 
 
 class _Reader:
-    """Reads values from a file of `size` bytes; counts in the header may not exceed it."""
+    """Reads the header of a file of `size` bytes. Raises ValueError for a count that exceeds the bytes left."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self.file, self.bytes_left, self.strings = file, min(size, MAX_HEADER_BYTES), MAX_STRINGS
@@ -150,7 +150,7 @@ class _Reader:
         return self.string().decode()  # UnicodeDecodeError is a ValueError
 
     def value(self, code: int) -> Any:
-        """A value of this type; arrays of numbers as numpy arrays."""
+        """Read a value of the type `code`; an array of numbers becomes a numpy array."""
         if code == STRING:
             return self.text()
         if code in SCALARS:
@@ -183,9 +183,9 @@ def has_tokenizer(path: Path) -> bool:
 def build_tokenizer(
     fields: Mapping[str, Any], parse: Callable[[bytes], tokenizers.Tokenizer]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer in a header: its tokenizer.json, read by `parse`, or one that is built from its tokens.
+    """The tokenizer in a header. `parse` reads its tokenizer.json; without one, it is built from the tokens.
 
-    Raises ValueError that names key and index, but not the file, for damaged fields and unsupported kinds.
+    For damaged fields and unsupported kinds, raises ValueError that names the key and index, but not the file.
     """
     if f"tokenizer.{JSON}" in fields:
         return library.call(f"tokenizer.{JSON}", lambda: parse(value(fields, JSON, str).encode()))
@@ -209,7 +209,7 @@ def build_tokenizer(
 def byte_level(
     tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pattern: str
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer with one of PATTERNS, without added tokens."""
+    """A byte-level BPE tokenizer that splits words by one of PATTERNS and has no added tokens."""
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
     pairs = [tuple(merge.rsplit(" ", 1)) for merge in merges]
     inner = tokenizers.Tokenizer(library.bpe(vocab, pairs, MERGES, ignore_merges=pattern in WHOLE_WORDS))
@@ -235,7 +235,7 @@ def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequ
 
 
 def vocabulary(fields: Mapping[str, Any]) -> tuple[list[str], list[int]]:
-    """The spelling and type of each token. Raises ValueError that names key and index for damaged ones."""
+    """The spelling and type of each token. Raises ValueError that names key and index of a damaged token."""
     tokens = _texts(fields, "ggml.tokens")
     types = value(fields, "ggml.token_type", np.ndarray, np.full(len(tokens), NORMAL))
     _check_length("ggml.token_type", types, tokens, "iu")
@@ -253,7 +253,7 @@ _T = TypeVar("_T")
 
 
 def value(fields: Mapping[str, Any], name: str, value_type: type[_T], default: _T | None = None) -> _T:
-    """The value of a tokenizer's key. Raises ValueError if it is missing without a default, or of another type."""
+    """The value of `tokenizer.NAME`, or the default. Raises ValueError if it is missing or of another type."""
     key = f"tokenizer.{name}"
     return library.item(fields if default is None else {key: default, **fields}, key, value_type)
 
@@ -274,7 +274,7 @@ def _check_length(name: str, numbers: "np.ndarray[Any, Any]", tokens: Sequence[s
 
 
 def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -> int | None:
-    """A special token's id below `count`, or None."""
+    """The id of a special token, or None. Raises ValueError unless the id is below `count`."""
     key = f"tokenizer.ggml.{name}_token_id"
     i = fields.get(key, default)
     if i is not None and not (type(i) is int and 0 <= i < count):
@@ -283,7 +283,7 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
-    """The special ids in a header; `add_bos_token` puts BOS before a text, by default only for SentencePiece."""
+    """The special ids in a header. Texts start with BOS if `add_bos_token` is true (default for `llama`)."""
     count = len(value(fields, "ggml.tokens", list))
     bos, eos, turn = (_id(fields, name, None, count) for name in ("bos", "eos", "eot"))
     adds = value(fields, "ggml.add_bos_token", bool, fields.get("tokenizer.ggml.model") == "llama")

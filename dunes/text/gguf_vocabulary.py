@@ -1,9 +1,9 @@
-"""The vocabulary of a GGUF file for llama.cpp, from a tokenizer, and llama.cpp's tokenization by it alone.
+"""Write a tokenizer's vocabulary for a GGUF file, and check that llama.cpp gives the same ids with it.
 
-Two of llama.cpp's algorithms serve here. `gpt2` is byte-level BPE on words that a pattern splits off, known by the
-pattern's name. `llama` is sentencepiece's: neighbours whose merged text has the highest score are merged, without
-splitting. It also serves tokenizers trained here, whose merges cross spaces.
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Two of llama.cpp's algorithms are used. `gpt2` is byte-level BPE within words; the pattern that splits text into
+words is known by a name. `llama` is sentencepiece's algorithm: text is not split, and the neighbours whose merged
+text has the highest score are merged first. It is also used for tokenizers trained here, whose merges cross
+spaces. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import json
@@ -24,10 +24,10 @@ from dunes.text.tokenizer import Tokenizer
 
 
 def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """The values below `tokenizer.` in a GGUF file, for an embedding of `rows` rows.
+    """The values whose keys start with `tokenizer.` in a GGUF file, for an embedding with `rows` rows.
 
-    Raises ValueError if llama.cpp has no algorithm for the tokenizer, or would produce other ids. Warns of
-    different ids for text that the tokenizer changes to NFC, around special tokens, and for Tekken.
+    Raises ValueError if llama.cpp has no algorithm for the tokenizer, or would produce other ids. Warns if ids may
+    differ: for text that the tokenizer changes to NFC, around special tokens, and for the Tekken pattern.
     """
     content = json.loads(tokenizer.json())
     model = content["model"]
@@ -69,12 +69,12 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "decoder": ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"),
     },
 }
-"""Steps that llama.cpp supports, by kind of tokenizer: byte-level BPE (also ours), and SentencePiece's. It lacks
-NFC, which few texts need."""
+"""Steps that an exported tokenizer may have: byte-level BPE (including tokenizers trained here) and SentencePiece.
+llama.cpp supports all of them except NFC, which few texts need."""
 
 
 def _unsupported(content: Mapping[str, Any], tokenizer_type: str) -> Iterator[str]:
-    """The settings of a tokenizer that GGUF has no key for."""
+    """Yield a description of each setting of the tokenizer for which GGUF has no key."""
     for part, step_types in SUPPORTED[tokenizer_type].items():
         for step in library.steps(content, part):
             spaces = step.get("pattern") == {"String": " "} and step.get("content") == SPACE
@@ -102,11 +102,11 @@ TEXTS = (
 )
 """Texts that tokenizers split and normalize differently: spaces, case, accents, widths, scripts."""
 RAW = "surrogateescape"
-"""Error handler for tokens that are not UTF-8."""
+"""Codec error handler for tokens that are not UTF-8."""
 SAMPLES = 400
-"""Tokens of the vocabulary whose own texts are compared."""
+"""Approximate number of tokens of the vocabulary whose texts are encoded for comparison."""
 SPECIAL = 40
-"""Special tokens whose own texts are compared."""
+"""Maximum number of special tokens whose texts are encoded for comparison."""
 
 
 def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
 
 
 def _same_text(tokenizer: Tokenizer, text: str, actual: list[int], expected: list[int]) -> bool:
-    """True if a tokenizer trained here has the same bytes in other tokens, merged by character."""
+    """True if only the merges differ: llama.cpp merges characters, a tokenizer trained here merges bytes."""
     if not tokenizer.line_separable or text.isascii():
         return False
     return SPACE in text or _text_bytes(tokenizer, actual) == _text_bytes(tokenizer, expected)  # becomes a space
@@ -151,7 +151,7 @@ def _text_bytes(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 
 
 def _texts(tokenizer: Tokenizer, inner: tokenizers.Tokenizer, special: list[str]) -> list[str]:
-    """TEXTS, tokens alone and joined, and special tokens with text around them; in NFC if required."""
+    """TEXTS, tokens alone and joined, and special tokens within text; in NFC if the tokenizer changes to NFC."""
     samples = [data.decode(errors="ignore") for data in tokenizer.token_bytes[:: tokenizer.vocab // SAMPLES + 1]]
     joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
     in_context = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]
@@ -189,7 +189,7 @@ def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
 
 
 def _tokens(tokenizer: Tokenizer, by_score: bool, merged: set[str], rows: int) -> Iterator[tuple[bytes, int]]:
-    """The spelling and type of each token; ids without a token are unused."""
+    """Yield the spelling and type of each of `rows` ids; ids without a token have the type UNUSED."""
     added = tokenizer.inner.get_added_tokens_decoder()
     unknown = getattr(tokenizer.inner.model, "unk_token", None)
     for i in range(rows):
@@ -211,14 +211,14 @@ def _tokens(tokenizer: Tokenizer, by_score: bool, merged: set[str], rows: int) -
 
 
 def _own_token(raw: bytes) -> tuple[bytes, int]:
-    """A token of a tokenizer trained here, spelled as in sentencepiece."""
+    """The sentencepiece spelling and type of a token, given its bytes in a tokenizer trained here."""
     if len(raw) == 1 and raw >= b"\x80":
         return f"<0x{raw[0]:02X}>".encode(), BYTE
     return raw.replace(b" ", SPACE.encode()), NORMAL
 
 
 def _scores(vocab: Mapping[str, int], merges: list[tuple[str, ...]], rows: int) -> list[float]:
-    """A score for each token: the earlier its merge, the higher."""
+    """A score for each token; the earlier its merge, the higher its score."""
     scores = [0.0] * rows
     for rank, parts in reversed(list(enumerate(merges))):
         scores[vocab["".join(parts)]] = -1.0 - rank
@@ -248,10 +248,10 @@ def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
-    """llama.cpp's tokenizer for these `vocabulary_fields`: a function of a text that returns its ids.
+    """llama.cpp's tokenizer for these `vocabulary_fields`: a function of a text and a flag that returns ids.
 
-    Its flag parses special tokens in the text, and adds BOS and EOS. There is no normalizer. Special tokens are
-    searched in the raw text by their type (lstrip and rstrip are set by name for a few models, not from the file).
+    If the flag is True, special tokens in the text are parsed, and BOS and EOS are added. User-defined tokens are
+    always parsed. The text is not normalized. (llama.cpp knows lstrip and rstrip for a few models only, by name.)
     """
     tokens, types = [token.decode(errors=RAW) for token in fields["ggml.tokens"]], fields["ggml.token_type"]
     encode: Callable[[str], list[int]]
@@ -280,7 +280,7 @@ def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
 
 
 def _split(text: str, special: Mapping[str, int]) -> list[str | int]:
-    """The text around special tokens, and their ids; each token in turn is searched in the remaining text."""
+    """Split a text into ids of special tokens and the texts around them; tokens are searched one after another."""
     parts: list[str | int] = [text]
     for token, i in special.items():
         if token in text:

@@ -1,8 +1,8 @@
-"""Calls of the `tokenizers` library: its errors become one line that names the part.
+"""Call the `tokenizers` library, and turn its errors into one line that names the damaged part.
 
-The library raises bare Exception in Rust's words, TypeError over several lines, and panics, which are no Exception
-and print a stack trace before they can be caught. So the content of a file is first compared with what the library
-expects: vocabulary, merges and added tokens by their index.
+The library raises plain Exception with messages from Rust, TypeError with several lines, and panics. A panic is
+not an Exception, and prints a stack trace before it can be caught. So vocabulary, merges and added tokens of a
+file are first checked here, and errors name their index.
 """
 
 import json
@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 _INTERNAL = "untagged enum|invalid (type|value|length)|Error\\(|index|slice|unwrap"
-"""Words of messages about the library's own types, which say nothing about a file."""
+"""Words of messages about the library's own types, which do not help with a file."""
 
 
 def call(subject: str, make: Callable[[], _T]) -> _T:
@@ -35,7 +35,7 @@ def call(subject: str, make: Callable[[], _T]) -> _T:
 
 
 def _is_failure(error: BaseException) -> bool:
-    """True for an error or a panic (no Exception), but not for an interrupt or a disk error."""
+    """True for an error or a panic (which is not an Exception), but not for an interrupt or a disk error."""
     is_error = isinstance(error, Exception) and not isinstance(error, OSError)
     return is_error or type(error).__name__ == "PanicException"
 
@@ -57,12 +57,12 @@ def _reason(error: BaseException) -> str:
 
 
 def abbreviate(value: Any) -> str:
-    """A value of a file, for a message."""
+    """The value in at most 60 ASCII characters, for a message."""
     return ascii(value)[:60]
 
 
 def item(container: Any, key: str, value_type: type[_T], place: str = "") -> _T:
-    """The value of a key of a file; `place` prefixes its name. Raises ValueError if missing or of another type."""
+    """The value of a key of a file. Raises ValueError that names `place` and key if it is missing or mistyped."""
     if not isinstance(container, Mapping):
         raise ValueError(f"{place.rstrip('.') or 'the file'} is {abbreviate(container)}; expected an object")
     if type(value := container.get(key)) is value_type:
@@ -75,7 +75,7 @@ _NOUNS = {str: "a text", int: "a number", bool: "true or false", dict: "an objec
 
 
 def regex(pattern: Any, place: str) -> Regex:
-    """A compiled pattern; `place` names its origin. Raises ValueError for an invalid one."""
+    """A compiled pattern; `place` names its origin. Raises ValueError for an invalid pattern."""
     if not isinstance(pattern, str):
         raise ValueError(f"{place} is {abbreviate(pattern)}; expected a regular expression")
     return call(f"{place} {abbreviate(pattern)}", lambda: Regex(pattern))
@@ -91,7 +91,7 @@ def bpe(
 
 
 def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, prefix: int = 0) -> None:
-    """Raise ValueError unless each merge joins two tokens into a token; the second loses `prefix` characters."""
+    """Raise ValueError unless each merge joins two tokens into a token; the second omits `prefix` characters."""
     for i, pair in enumerate(merges):
         parts = pair.split(" ") if isinstance(pair, str) else pair
         if not (isinstance(parts, list | tuple) and len(parts) == 2 and all(isinstance(p, str) for p in parts)):
@@ -103,7 +103,7 @@ def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, pr
 
 
 def parse(text: str) -> tokenizers.Tokenizer:
-    """The tokenizer in a text written by `Tokenizer.json`. Raises ValueError if it was damaged since."""
+    """The tokenizer in a text written by `Tokenizer.json`. Raises ValueError if the text was damaged since."""
     return call("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
 
 
@@ -127,7 +127,7 @@ def steps(content: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _check_steps(content: Mapping[str, Any]) -> None:
-    """Raise ValueError for steps on which the library panics, some only when a text is encoded."""
+    """Raise ValueError for steps on which the library panics, on some of them only when it encodes a text."""
     for step in steps(content, "normalizer"):
         if isinstance(data := step.get("precompiled_charsmap"), str):
             table = b64decode(data)
@@ -145,9 +145,9 @@ def _check_steps(content: Mapping[str, Any]) -> None:
 
 
 def parse_untrusted(content: Mapping[str, Any], text: str) -> tokenizers.Tokenizer:
-    """The tokenizer in the text of a tokenizer.json with this `content`.
+    """The tokenizer in `text`, which is a tokenizer.json; `content` is the same file, parsed.
 
-    Raises ValueError that names the damaged part, and key and index if known.
+    Raises ValueError that names the damaged part, and the key and index if they are known.
     """
     _check_model(item(content, "model", dict))
     _check_added(item({"added_tokens": [], **content}, "added_tokens", list))
@@ -205,7 +205,7 @@ def _check_added(tokens: Sequence[Any]) -> None:
 
 
 def text(data: bytes, place: str) -> str:
-    """A text of a file in UTF-8. Raises ValueError that names its `place`."""
+    """Decode a text from a file as UTF-8. Raises ValueError that names its `place` if it is not UTF-8."""
     try:
         return data.decode()
     except UnicodeDecodeError:

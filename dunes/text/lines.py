@@ -14,7 +14,7 @@ _START = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines with their line ends; the last has none, and is empty after a line end and for an empty text."""
+    """The lines with their line ends. The last has none, and is empty after a line end or in an empty text."""
     return _START.split(text)
 
 
@@ -30,7 +30,7 @@ def decode_text(data: bytes, source: str) -> str:
 
 
 def line_parts(text: str, size: int = 1 << 16) -> Iterator[str]:
-    """Parts of about `size` characters that end at \\n, where tokens end too; lines are never split."""
+    """Yield parts of about `size` characters, each ending after a \\n; no line, and so no token, is split."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + size)
@@ -40,15 +40,15 @@ def line_parts(text: str, size: int = 1 << 16) -> Iterator[str]:
 
 
 def valid_text(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which an editor may send, and no tokenizer accepts."""
+    """The text with each lone surrogate replaced by U+FFFD. Editors may send them; no tokenizer accepts them."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def text_around_cursor(place: str) -> tuple[Path, str, str]:
-    """The file of FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one), and its text before
-    and after this position.
+    """The file in FILE:LINE:COLUMN, and its text before and after this position.
 
-    Raises ValueError for another format, a missing file, or a position outside of it.
+    Line and column are counted from 1, columns in characters (a tab is one). Raises ValueError for another format,
+    a missing file, or a position outside the file.
     """
     parts = re.fullmatch(r"(.+):([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", place, re.DOTALL)
     if parts is None:

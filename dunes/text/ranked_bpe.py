@@ -1,15 +1,17 @@
-"""Mistral's `tekken.json` and Llama 3's `tokenizer.model` as tokenizers of the `tokenizers` library.
+"""Convert Mistral's `tekken.json` and Llama 3's `tokenizer.model` to tokenizers of the `tokenizers` library.
 
-Both are byte-level BPE as in tiktoken (https://github.com/openai/tiktoken/blob/main/src/lib.rs): a pattern splits
-the text into words; a word in the vocabulary becomes one token, other words merge the pair of lowest rank first.
+Both are byte-level BPE as in tiktoken (https://github.com/openai/tiktoken/blob/main/src/lib.rs). A pattern splits
+the text into words. A word in the vocabulary becomes one token; within any other word, the pair of lowest rank is
+merged first.
 
 In a tekken.json (NeMo, Pixtral, Mistral Small 3) special tokens have the first ids
-(https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py). Llama 3's file has one line per token
-with its bytes in base64 and its rank (https://github.com/openai/tiktoken/blob/main/tiktoken/load.py); pattern and
-special tokens are in Llama's code. 256 special tokens follow the others. Their spelling varies: Llama 3
-(https://github.com/meta-llama/llama3, llama/tokenizer.py) names only special tokens of texts and turns, 3.1 three
-more, and later code (https://github.com/meta-llama/llama-models, models/llama3) another two. The file does not
-name its version; here all are spelled as in the 3.1 folders on the Hub.
+(https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py). Llama 3's file has one line per token:
+the token's bytes in base64, and its rank (https://github.com/openai/tiktoken/blob/main/tiktoken/load.py). The
+pattern and the special tokens are in Llama's code. The 256 special tokens have the last ids. Their spelling
+varies: Llama 3 (https://github.com/meta-llama/llama3, llama/tokenizer.py) names only the special tokens of texts
+and turns, Llama 3.1 names three more, and later code (https://github.com/meta-llama/llama-models, models/llama3)
+names another two. The file does not record its version, so special tokens are spelled here as in the folders of
+Llama 3.1 on the Hub.
 """
 
 import base64
@@ -33,7 +35,7 @@ MAX_TOKEN = 1024
 MAX_WORK = 100_000_000
 """Maximum sum of the squared lengths of tokens."""
 MAX_ITEMS = 16_000_000
-"""Maximum commas and brackets of a tokenizer file; a vocabulary of 262,144 with its merges has two million."""
+"""Maximum number of commas and brackets in a tokenizer file; 262,144 tokens and their merges have two million."""
 
 TEKKEN_SPECIAL = [
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -48,7 +50,7 @@ LLAMA3_PATTERN = (
 )
 LLAMA3_BEGIN, LLAMA3_END = "<|begin_of_text|>", "<|end_of_text|>"
 LLAMA3_TURNS = ("<|eom_id|>", "<|eot_id|>")
-"""Ends of a message and of a turn, at which a model stops, too."""
+"""End-of-message and end-of-turn tokens; generation also stops at these."""
 LLAMA3_SPECIAL = (
     *(LLAMA3_BEGIN, LLAMA3_END, "<|reserved_special_token_0|>", "<|reserved_special_token_1|>"),
     *("<|finetune_right_pad_id|>", "<|reserved_special_token_2|>", "<|start_header_id|>", "<|end_header_id|>"),
@@ -57,9 +59,10 @@ LLAMA3_SPECIAL = (
 
 
 def convert_llama3(data: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer with the same ids as Llama 3's code; LLAMA3_BEGIN is added before a text with special tokens.
+    """A tokenizer with the same ids as Llama 3's code.
 
-    Raises ValueError, without the file's name, if the file is invalid or exceeds a limit.
+    If special tokens are requested, a text starts with LLAMA3_BEGIN. Raises ValueError, without the file's name,
+    if the file is invalid or exceeds a limit.
     """
     lines = data.split(b"\n", MAX_VOCAB)
     tokens = [_llama3_token(line, rank) for rank, line in enumerate(lines if lines[-1] else lines[:-1])]
@@ -87,7 +90,7 @@ def _llama3_token(line: bytes, rank: int) -> str:
 
 
 def convert_tekken(data: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer with the same ids as mistral-common; `<s>` is added before a text with special tokens.
+    """A tokenizer with the same ids as mistral-common. If special tokens are requested, a text starts with `<s>`.
 
     Raises ValueError, without the file's name, if the file is invalid or exceeds a limit.
     """
@@ -145,9 +148,9 @@ def _tekken_token(token: Any, rank: int) -> str:
 def _build(
     pattern: str, tokens: Sequence[str], special: Mapping[str, int], first: int, begin: str | None
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer of tokens by rank, whose ids start at `first`.
+    """A byte-level BPE tokenizer. The `tokens` are in the order of their ranks, and their ids start at `first`.
 
-    `begin` is put before a text with special tokens. Raises ValueError for duplicate tokens.
+    `begin` is put before a text if special tokens are requested. Raises ValueError for duplicate tokens.
     """
     vocab = {**special, **{text: first + i for i, text in enumerate(tokens)}}
     if len(vocab) != len(special) + len(tokens) or len({*vocab.values()}) != len(vocab):
@@ -167,7 +170,7 @@ def _build(
 
 
 def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str], list[str]]]:
-    """The last merge of each token reachable by merges, by rank, and a function that merges any text."""
+    """The last merge of each token that merges can produce, by rank, and a function that merges any text."""
     if sum(len(token) ** 2 for token in tokens) > MAX_WORK:
         raise ValueError("not a list of tokens that can be read: they are too long in total")
     scores = {token: -rank for rank, token in enumerate(tokens)}

@@ -1,11 +1,11 @@
-"""A sentencepiece `tokenizer.model` (LLaMA 1 and 2, Mistral v1 to v7) as a tokenizer of the `tokenizers` library.
+"""Convert a sentencepiece `tokenizer.model` (LLaMA 1 and 2, Mistral v1 to v7) for the `tokenizers` library.
 
 The file is a protobuf message; only the fields that determine ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,
 https://protobuf.dev/programming-guides/encoding/). For BPE, sentencepiece merges the two neighbours whose merged
-piece has the highest score, the leftmost first. A piece is only produced by the last merge of its own encoding, so
-one merge per piece, ordered by score, gives the same ids. Unigram models, and models that normalize characters,
-are refused: LLaMA and Mistral use neither.
+piece has the highest score; of equal scores, it merges the leftmost first. Only the last merge in the encoding of
+a piece can produce the piece, so one merge per piece, ordered by score, gives the same ids. Unigram models, and
+models that normalize characters, raise ValueError: LLaMA and Mistral use neither.
 """
 
 import math
@@ -34,7 +34,7 @@ MAX_WORK = 100_000_000
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 _MARK = " "
-"""Placeholder for the dummy prefix until the spaces of the text are `SPACE`."""
+"""Placeholder for the dummy prefix, until the spaces of the text are replaced by `SPACE`."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,11 @@ class Model:
 
 
 def convert(data: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer with the same ids as sentencepiece.
+    """A tokenizer with the same ids as sentencepiece, from the bytes of its file.
 
-    Control symbols (`<s>`, `[INST]`) are special tokens; `<s>` is added before a text with special tokens. Raises
-    ValueError, without the file's name, if the file is invalid, exceeds a limit, or has an unsupported setting.
+    Control symbols (`<s>`, `[INST]`) are special tokens. If special tokens are requested, a text starts with
+    `<s>`. Raises ValueError, without the file's name, if the file is invalid, exceeds a limit, or has an
+    unsupported setting.
     """
     return build(read(data))
 
@@ -123,7 +124,7 @@ def read(data: bytes) -> Model:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(field number, value) of a message: an integer, or bytes for any other type."""
+    """Yield (field number, value) for each field of a message; values are integers, or bytes for other types."""
     offset = 0
     while offset < len(data):
         key, offset = _varint(data, offset)
@@ -243,7 +244,7 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
 
 
 def _lookalikes(model: Model) -> dict[str, list[str]]:
-    """Tokens whose spelling is encoded as other tokens, mapped to these."""
+    """Maps each token whose spelling is encoded as several other tokens to these tokens."""
     scores = {p.text: p.score for p in model.pieces if p.type == NORMAL}
     parts_by_text = {p.text: merge_pairs(list(p.text), scores.get)[0] for p in model.pieces if p.type != USER}
     return {text: parts for text, parts in parts_by_text.items() if len(parts) > 1}

@@ -10,7 +10,7 @@ from dunes.files import json_file
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids in a folder's config files, None if they are not set.
+    """Special ids in a folder's config files; `bos` and `eos` are None if no file sets them.
 
     `bos` is put before a text, `eos` after it, and generation stops at each of `stops`.
     """
@@ -37,7 +37,7 @@ def read_special_tokens(folder: Path, token_id: Callable[[str], int | None]) -> 
 
 
 def token_text(config: dict[str, Any], key: str) -> str | None:
-    """A token in tokenizer_config.json: a string, or an object with its `content`."""
+    """The text of a token in tokenizer_config.json (a string, or an object with `content`); otherwise None."""
     token = config.get(key)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

@@ -1,13 +1,13 @@
 """Chat templates in Jinja: built-in named templates, and templates that come with a model.
 
-A template turns a conversation into segments. Each is tokenized separately and the ids are concatenated, so that a
-prompt has the same ids in training and generation, whatever the answer starts with. Special tokens are separate
-segments that are inserted as ids: they are never parsed from a user's text.
+A template turns a conversation into segments. Each segment is tokenized separately and the ids are concatenated,
+so that a prompt has the same ids in training and in generation, independent of the start of the answer. Special
+tokens are separate segments that are inserted as ids: they are never parsed from a user's text.
 
-Sources: Alpaca's two prompts are quoted from https://github.com/tatsu-lab/stanford_alpaca/blob/main/train.py,
-llama2 follows https://github.com/meta-llama/llama/blob/main/llama/generation.py, llama3
-https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py, mistral the first version in
-https://github.com/mistralai/mistral-common, chatml https://github.com/openai/openai-python/blob/v0.28.1/chatml.md.
+Sources of the templates: alpaca (both prompts) https://github.com/tatsu-lab/stanford_alpaca/blob/main/train.py;
+llama2 https://github.com/meta-llama/llama/blob/main/llama/generation.py; llama3
+https://github.com/meta-llama/llama3/blob/main/llama/tokenizer.py; mistral: the first version in
+https://github.com/mistralai/mistral-common; chatml https://github.com/openai/openai-python/blob/v0.28.1/chatml.md.
 """
 
 import json
@@ -25,12 +25,12 @@ from dunes.text import chat_template
 from dunes.text.tokenizer import Tokenizer
 
 SURROGATES = range(0xDC00, 0xE000)
-"""Lone surrogates, absent from valid text, of which two escape a special token in a user's text."""
+"""Lone surrogates, which valid text never contains. A pair of them replaces a special token in a user's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message. `input` is Alpaca's input field; a message that is not `trained` is only context."""
+    """One message. `input` is Alpaca's input field. A message that is not `trained` is excluded from the loss."""
 
     role: str
     text: str
@@ -51,9 +51,9 @@ ANSWER_ROLES = ("assistant", "text")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A text that is tokenized separately or, if `special`, the spelling of one special token.
+    """A text that is tokenized separately. If `special`, the text is the spelling of one special token.
 
-    A `masked` segment is never trained on: an answer that its record marks as context.
+    A `masked` segment is never trained on: it is part of an answer that the record excludes from the loss.
     """
 
     text: str
@@ -69,10 +69,10 @@ END = Segment("{end}", special=True)
 
 
 class Template(ABC):
-    """A Jinja chat template with its special tokens, and the special token that ends an answer.
+    """A Jinja chat template, its special tokens, and `end`, the special token that ends an answer.
 
-    An answer starts at the end of the rendered text before it, including the generation prompt, and ends with that
-    token. `special_tokens` maps each token to flags for stripping spaces (left, right).
+    An answer starts after the rendered text of the messages before it, including the generation prompt, and ends
+    with `end`. `special_tokens` maps each token to two flags: True if spaces to its left (right) are stripped.
     """
 
     name: str
@@ -95,10 +95,10 @@ class Template(ABC):
     def render(
         self, turns: Conversation, add_generation_prompt: bool = False, variables: Mapping[str, Any] | None = None
     ) -> list[Segment]:
-        """Segments of a conversation, with `add_generation_prompt` up to the start of an answer.
+        """Segments of a conversation; with `add_generation_prompt`, they end where the next answer starts.
 
-        `variables` are additional variables of the template. Raises ValueError for a conversation that it does not
-        support, and for a variable that it does not read.
+        `variables` are additional variables of the template. Raises ValueError for a conversation that the
+        template does not support, and for a variable that it does not read.
         """
         variables = variables or {}
         if unread := [name for name in variables if not self.reads(name)]:
@@ -123,7 +123,7 @@ class Template(ABC):
 
     @abstractmethod
     def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
-        """The text of the messages, with the generation prompt if `is_open`. Raises ValueError if refused."""
+        """The text of the messages, with the generation prompt if `is_open`. Raises ValueError if this fails."""
 
     def _message(self, turn: Turn) -> dict[str, str]:
         return {"role": turn.role, "content": self._escape(turn.full_text)}
@@ -149,7 +149,7 @@ class Template(ABC):
         return [*segments, *self._split(text[stop:], False, stop > 0)]
 
     def _split(self, text: str, trained: bool, after_answer: bool) -> Iterator[Segment]:
-        """A part of the text, split at special tokens; after an answer, leading spaces may be stripped."""
+        """Yield segments of a text, split at special tokens; after an answer, leading spaces may be stripped."""
         start, strip_left = 0, after_answer and self.special_tokens[self.end][1]
         for match in self._pattern.finditer(text):
             left, right = self.special_tokens[match[0]]
@@ -173,7 +173,7 @@ class Template(ABC):
 
     @cached_property
     def _escapes(self) -> dict[str, str]:
-        """Two lone surrogates for each special token, and the token for these."""
+        """Maps each special token to a pair of lone surrogates, and each of these pairs to its token."""
         surrogates = (chr(first) + chr(second) for first in SURROGATES for second in SURROGATES)
         escapes = dict(zip(self.special_tokens, surrogates, strict=False))
         return escapes | {pair: token for token, pair in escapes.items()}
@@ -182,8 +182,8 @@ class Template(ABC):
 class NamedTemplate(Template):
     """A built-in template. `needs` are its special tokens; `words` must not be special tokens of the tokenizer.
 
-    The last of `needs`, or else the tokenizer's eos, ends an answer; BEGIN and END in the source stand for the
-    tokenizer's `document_start` and `eos`. With `inputs` a task's input is a separate key.
+    The last of `needs` ends an answer; if `needs` is empty, the tokenizer's EOS does. BEGIN and END in the source
+    stand for the tokenizer's `document_start` and `eos`. With `inputs`, a message has a separate key `input`.
     """
 
     def __init__(
@@ -234,9 +234,10 @@ class NamedTemplate(Template):
 
 
 class ModelTemplate(Template):
-    """The chat template that came with a model; its stop token is determined by rendering an answer.
+    """The chat template that came with a model. An answer is rendered to determine the stop token.
 
-    Raises ValueError if the template fails on a question and an answer, or ends it without a special token.
+    Raises ValueError if the template fails on a question and an answer, or writes no special token after the
+    answer.
     """
 
     name = "the model's own"
@@ -260,7 +261,7 @@ class ModelTemplate(Template):
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
-    """The special tokens, each with flags for stripping spaces (left, right)."""
+    """Maps special tokens to two flags: True if spaces to the left (right) of the token are stripped."""
     added = tokenizer.inner.get_added_tokens_decoder().values()
     return {t.content: (t.lstrip, t.rstrip) for t in added if t.special}
 
@@ -268,7 +269,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
 def encode_segments(
     segments: Sequence[Segment], tokenizer: Tokenizer, train_all: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """The ids of the segments, and a mask of trained ids; `train_all` trains all but BOS and masked segments.
+    """The ids of the segments, and a mask of trained ids. `train_all` trains all but BOS and masked segments.
 
     Raises ValueError for a special token that the tokenizer lacks.
     """
@@ -296,15 +297,15 @@ def _encode_segment(segment: Segment, tokenizer: Tokenizer, continues: bool) -> 
 def encode_prompt(
     template: Template, turns: Conversation, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """The ids of a prompt, identical to those before its answer in training."""
+    """The ids of a prompt, which are the same as the ids before its answer in training."""
     template.check_tokenizer(tokenizer)
     return encode_segments(template.render(turns, True, variables), tokenizer)[0]
 
 
 def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer with the template and its stop token in its extra files, for other tools.
+    """A copy of the tokenizer whose extra files have the template and its stop token, for other tools.
 
-    Raises ValueError if it lacks tokens that the template needs.
+    Raises ValueError if the tokenizer lacks tokens that the template needs.
     """
     template.check_tokenizer(tokenizer)
     result = tokenizer.with_stop(template.stop_id(tokenizer))
@@ -318,9 +319,9 @@ def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | None:
-    """The template of a model: the one named in its card, else its own, if any.
+    """The template that a model's card names, otherwise the model's own template; None if it has neither.
 
-    Raises ValueError if the tokenizer lacks tokens that it needs, or it has no stop token.
+    Raises ValueError if the tokenizer lacks tokens that the template needs, or if the template has no stop token.
     """
     name = card.get("template")
     if isinstance(name, str) and name in TEMPLATES:
@@ -363,7 +364,7 @@ def _open_messages(name: str) -> str:
 
 
 def _turns(name: str) -> str:
-    """Jinja that separates the system message, and opens the loop over the others."""
+    """Jinja that separates the system message, and opens the loop over the other messages."""
     return (
         "{% if messages and messages[0]['role'] == 'system' %}"
         "{% set system = messages[0]['content'] %}{% set rest = messages[1:] %}"
@@ -417,7 +418,7 @@ TEMPLATES = {template.name: template for template in _TEMPLATES}
 
 
 def get_template(name: str) -> NamedTemplate:
-    """A template by its name. Raises ValueError for an unknown name."""
+    """The built-in template with this name. Raises ValueError for an unknown name."""
     if name not in TEMPLATES:
         raise ValueError(f"no template named {name!r}; available: {', '.join(TEMPLATES)}")
     return TEMPLATES[name]

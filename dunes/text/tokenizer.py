@@ -1,9 +1,9 @@
-"""Tokenizers, loaded or trained, all saved as a tokenizer.json for Hugging Face's tools.
+"""Load and train tokenizers, which are saved as a tokenizer.json for Hugging Face's tools.
 
-Three kinds are trained: `bytes` (nothing to train), `chars` (the characters of the corpus) and `bpe` (byte-level
-BPE, https://arxiv.org/abs/1508.07909). Pairs never merge across a line end (\\n, \\r\\n or \\r): no token extends
-into the next line, and encoding line by line gives the same ids. Within a line they merge across spaces, which
-saves a fifth of the tokens of Python code.
+Three kinds can be trained: `bytes` (nothing to train), `chars` (the characters of the corpus) and `bpe`
+(byte-level BPE, https://arxiv.org/abs/1508.07909). BPE never merges pairs across a line end (\\n, \\r\\n or \\r),
+so no token extends into the next line, and encoding line by line gives the same ids. Within a line, pairs merge
+across spaces, which saves a fifth of the tokens of Python code.
 """
 
 import json
@@ -44,20 +44,20 @@ KINDS = ("bpe", "bytes", "chars")
 MAX_BYTES = 1 << 27
 """Maximum bytes of a tokenizer file."""
 MAX_IDS = 1 << 22
-"""Upper bound of ids."""
+"""Upper bound of token ids; each id is below it."""
 
 EXTRA_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-"""Files with special tokens, stop ids and the chat template."""
+"""Names of files with special tokens, stop ids and the chat template."""
 
 _MODEL_NAME = re.compile(r"tokenizer\.model(\.v\w+)?")
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 class Tokenizer:
-    """Text to ids and back. `decode(encode(text)) == text` holds; `encode(decode(ids)) == ids` need not.
+    """Text to ids and back. `decode(encode(text)) == text` holds; `encode(decode(ids)) == ids` need not hold.
 
     `extra_files` maps names of the folder's other tokenizer files to their contents.
     """
@@ -99,10 +99,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path | str) -> "Tokenizer":
-        """Load `folder`/tokenizer.json, else a tokenizer.model (of sentencepiece or Llama 3), else a tekken.json.
+        """Load the folder's tokenizer.json, tokenizer.model (of sentencepiece or Llama 3) or tekken.json.
 
-        Raises ValueError if all are missing or the first of them is not a tokenizer, and for invalid special
-        tokens in the config files.
+        If several exist, the first of these is read. `folder` may also be a GGUF file. Raises ValueError if none
+        exists, if the file is not a tokenizer, and for invalid special tokens in the config files.
         """
         folder = Path(folder)
         path = cls.find_file(folder)
@@ -139,7 +139,7 @@ class Tokenizer:
 
     @classmethod
     def load_if_present(cls, folder: Path) -> "Tokenizer | None":
-        """`load`, or None if the folder has no tokenizer."""
+        """Load the folder's tokenizer as `load` does; None if the folder has no tokenizer."""
         return None if cls.find_file(folder) is None else cls.load(folder)
 
     def with_stop(self, stop: int) -> "Tokenizer":
@@ -162,7 +162,7 @@ class Tokenizer:
 
     @staticmethod
     def find_file(folder: Path) -> Path | None:
-        """The file in the folder that `load` reads, or a GGUF file itself; None if there is none.
+        """The file that `load` reads, also if `folder` is itself a GGUF file; None if no such file exists.
 
         Raises ValueError for a link that leads out of the folder, and for anything but a regular file.
         """
@@ -195,12 +195,12 @@ class Tokenizer:
 
     @property
     def document_start(self) -> list[int]:
-        """Ids that start a document: `bos`, or for a tokenizer trained here `eos`, the end of the previous one."""
+        """Ids that start a document: `bos`, or `eos` of the previous document for a tokenizer trained here."""
         return [self.eos] if self.line_separable and self._special.bos is None else self.bos
 
     @property
     def text_start(self) -> list[int]:
-        """`document_start` without EOS, which ends the previous text."""
+        """`document_start` without EOS, since EOS belongs to the previous text."""
         return [i for i in self.document_start if i != self._eos]
 
     @cached_property
@@ -237,7 +237,7 @@ class Tokenizer:
 
     @property
     def configured_ids(self) -> set[int]:
-        """Ids in the extra files."""
+        """The BOS and stop ids that the config files set."""
         return {*(self._special.bos or ()), *self._special.stops}
 
     @property
@@ -249,9 +249,9 @@ class Tokenizer:
         return {f"{name}_token": token for name, token in tokens.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of a prompt: `bos` and the text, or a document's start for an empty text; at least one id.
+        """The ids of a prompt: `bos` and the text. An empty text gives `document_start`, or EOS if that is empty.
 
-        For a tokenizer trained here, no EOS is put before a text: prompts are rarely the start of a document.
+        For a tokenizer trained here, no EOS is put before a text, since a prompt rarely starts a document.
         """
         return [*(self.bos if text else self.document_start), *self.encode(text)] or [self.eos]
 
@@ -262,7 +262,7 @@ class Tokenizer:
 
     @cached_property
     def splits(self) -> str:
-        """The parts into which a tokenizer trained here splits a text: a value of _SPLITS; empty for others."""
+        """The parts into which a tokenizer trained here splits a text, a value of _SPLITS; empty for others."""
         pre_tokenizer = self.inner.pre_tokenizer
         return "" if pre_tokenizer is None else _SPLITS.get(pre_tokenizer.__getstate__(), "")
 
@@ -287,7 +287,7 @@ class Tokenizer:
         return ids
 
     def encode_continuation(self, text: str) -> list[int]:
-        """The ids of a text that continues another: without the space that some tokenizers put before a text."""
+        """The ids of a text that continues another text, so no tokenizer puts a space before it."""
         return self._ids(self._without_prefix, text)
 
     @cached_property
@@ -300,17 +300,17 @@ class Tokenizer:
         return inner
 
     def encode_document(self, blocks: Iterable[str]) -> Iterator[list[int]]:
-        """The ids of a document in blocks of lines; blocks are joined unless `line_separable`."""
+        """Yield the ids of each block of lines of a document; the blocks are joined unless `line_separable`."""
         yield from map(self.encode, blocks if self.line_separable else ["".join(blocks)])
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """The ids of each text, on all cores."""
+        """Yield the ids of each text; the texts are encoded on all cores."""
         encode = partial(self.inner.encode_batch_fast, list(texts), add_special_tokens=False)
         for encoding in library.call("the tokenizer fails", encode):
             yield encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids; special tokens and unused ids are skipped, broken UTF-8 gives U+FFFD."""
+        """The text of the ids; special tokens and unused ids are skipped, broken UTF-8 becomes U+FFFD."""
         if not self.byte_decoder.metaspace:
             return str(self.inner.decode(list(ids)))
         stream = DecodeStream(self)
@@ -332,7 +332,7 @@ class Tokenizer:
 
 
 def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer of a tokenizer.json without the step that puts a space before a text."""
+    """The `part` (a normalizer or pre-tokenizer) without the step that puts a space before a text."""
     if part is None or part["type"] == "Prepend":
         return None
     for key in ("normalizers", "pretokenizers"):
@@ -344,7 +344,7 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def original_files(folder: Path, *first: str) -> Iterator[Path]:
-    """The existing files of these names and of other libraries' tokenizers. Raises ValueError like `find_file`."""
+    """The folder's files named `first` and other libraries' tokenizers. Raises ValueError like `find_file`."""
     models = sorted(path.name for path in folder.glob("tokenizer.model*") if _MODEL_NAME.fullmatch(path.name))
     return (path for name in (*first, *models, "tekken.json") if (path := find_file(folder, name)))
 
@@ -370,7 +370,7 @@ def _parse_json(data: bytes) -> tokenizers.Tokenizer:
 
 
 def _config_for_json(config: dict[str, Any]) -> bytes:
-    """The tokenizer_config.json of a converted tokenizer.json, which names the class that uses all of it."""
+    """The tokenizer_config.json for a converted tokenizer.json. It names the class that uses all of that file."""
     settings = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
