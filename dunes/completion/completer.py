@@ -1,5 +1,4 @@
-"""The completer of a folder: for a trained model, or for a run in training, where it only copies (the
-baseline)."""
+"""The completer of a model folder, or of a run in training, which only copies (the baseline)."""
 
 import re
 import sysconfig
@@ -109,7 +108,7 @@ class CopyCompleter:
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """A list with the suggestion of `complete`, cut at a stop string. Raises Cancelled if
+        """The suggestion of `complete` in a list, cut at a stop string. Raises Cancelled if
         `options.cancelled()`."""
         texts = [text for other, text in self._open.items() if text and other != name]
         texts += [text for _, text in options.files]

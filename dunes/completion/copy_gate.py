@@ -36,8 +36,7 @@ the model alone."""
 PLACES_PER_STEP = 5
 """Between minimum and maximum, one Adam step is made for this many positions."""
 RENEWED = 100
-"""The sources of a long text are rebuilt once it has grown by 1/RENEWED. Rebuilding for every line would sort N
-lines N times."""
+"""Sources of a long text are rebuilt once it has grown by 1/RENEWED; to rebuild per line sorts N lines N times."""
 CONTEXT = 64
 """Number of ids before a position that are matched."""
 ROOM = 3 * CANDIDATES + TOP
@@ -96,8 +95,7 @@ def fit_gate(places: Places) -> Gate:
 def places_of(
     loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int
 ) -> Places | None:
-    """About `most` positions, equally many per text, in chunks spread over each text; None if the texts have
-    none."""
+    """About `most` positions, equally many per text, in chunks spread over each text; None if texts have none."""
     random = np.random.default_rng(0)
     texts = [texts[i] for i in random.permutation(len(texts))[: max(1, most // FEWEST)]]
     per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)
@@ -111,8 +109,8 @@ def places_of(
 
 
 def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """(start, length) of chunks with about `most` of `size` indices in total; each of several equal parts has one
-    chunk."""
+    """(start, length) of chunks with about `most` of `size` indices in total, one chunk in each of several
+    parts."""
     if most >= size:
         return [(0, size)]
     parts = max(1, most // CHUNK)
@@ -121,8 +119,7 @@ def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int
 
 
 def even_share(sizes: Sequence[int], most: int) -> int:
-    """The number of items to take from each group so that about `most` are taken; smaller groups give all
-    items."""
+    """The number of items to take from each group to take about `most`; smaller groups give all their items."""
     share, remaining = most, most
     for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
         if (share := remaining // count) < size:
@@ -148,8 +145,7 @@ def scored_places(
     """Yield for each id of a text, from index `first` on (default: after the header): the id, the model's
     log-probabilities (V,) at its place, and the candidates for copying.
 
-    `sources_of` gets the ids of the lines above. In a long text and without `first`, their last percent may be
-    missing.
+    `sources_of` gets the ids of the lines above. In a long text, their last percent may be missing.
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)

@@ -1,5 +1,4 @@
-"""The distribution of the next id at a cursor: a mixture of model and copies that excludes ids contradicting the
-typed text.
+"""The distribution of the next id at a cursor: a mixture of model and copies, limited to ids that fit typed text.
 
 Logits and mixtures are cached by text from one request to the next, since a keystroke leaves most texts the same.
 """
@@ -30,8 +29,7 @@ FEW = 32
 
 @dataclass
 class Entry:
-    """The logits (V,) after a text, and the last mixture (V,) from them with its request number and other
-    inputs."""
+    """The logits (V,) after a text, and the last mixture (V,) from them, with its request and other inputs."""
 
     logits: Tensor
     mixed: Tensor | None = None
@@ -92,7 +90,7 @@ class RememberedLogits:
             self._current[tuple(text)] = Entry(logits)
 
     def _evaluate(self, texts: Sequence[list[int]]) -> None:
-        """Evaluate texts in one batch: in rows that contain their prefixes, or, if many ids are missing, in new
+        """Evaluate texts in one batch, in rows that contain their prefixes; if many ids are missing, in new
         rows."""
         rows = assign_rows(self.rows.ids, texts)
         missing = (len(text) - common_length(self.rows.ids[row], text, 1) for row, text in rows.items())
@@ -102,8 +100,7 @@ class RememberedLogits:
             self._put(rows[row], logits[-1])
 
     def _copy_prefix(self, texts: Sequence[list[int]]) -> dict[int, list[int]]:
-        """Copy the texts' common prefix to all rows, so that most ids are evaluated only once; returns the texts
-        by row."""
+        """Copy the texts' common prefix to all rows, so that most ids are evaluated once; returns texts by row."""
         assert self.cache.cache is not None, "both caches are of the same model"
         start = texts[0][: min(common_length(texts[0], text, 0) for text in texts)]
         if len(start) - common_length(self.cache.ids[0], start, 0) > PADDED:
@@ -163,8 +160,7 @@ class Mixture:
         return [self._mixed(text) for text in texts]
 
     def after_one(self, text: Sequence[int], room: int) -> Tensor:
-        """Next-id log-probabilities (V,) after one text; its forward also evaluates up to `room` ids from
-        copies."""
+        """Next-id log-probabilities (V,) after one text; the forward also evaluates up to `room` copied ids."""
         vocab = self.logits.cache.vocab
         if self.gate and vocab is not None and self.logits.get(text) is None:
             self._stop_if_cancelled()
@@ -173,8 +169,7 @@ class Mixture:
         return self.after([text])[0]
 
     def typed_logprob(self, prompt: Sequence[int]) -> float:
-        """`log P(typed text | prompt)`; subtract it from a line's log-probability to condition it on the typed
-        text.
+        """`log P(typed text | prompt)`; subtract it from a line's log-probability, given the prompt.
 
         An id that covers only a part of the typed text counts after this request has evaluated its continuation.
         """
@@ -182,8 +177,7 @@ class Mixture:
         return math.log(prob) if prob > 0 else 0.0
 
     def word_end_logprob(self, text: Sequence[int]) -> float:
-        """Log-probability that an identifier at the end of this text is complete; 0 if the text was not
-        evaluated."""
+        """Log-probability that an identifier at the end of this text is complete; 0 if not yet evaluated."""
         mixed = self._evaluated(text)
         return 0.0 if mixed is None else float(mixed[self.files.ends_word[: len(mixed)]].logsumexp(-1))
 

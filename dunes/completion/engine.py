@@ -47,8 +47,8 @@ MERGED = 3
 
 @dataclass(frozen=True, eq=False)
 class OpenFiles:
-    """`texts` has the files that changed since the index was built, by name (None: deleted); `parts`, their
-    indexes. Each index comes with the names of the files whose newest text it contains; later indexes are
+    """Files that changed since the index was built: `texts` by name (None: deleted), and indexes of them
+    (`parts`). Each index comes with the names of the files whose newest text it contains; later indexes are
     smaller."""
 
     texts: Mapping[str, str | None] = field(default_factory=dict)
@@ -63,8 +63,7 @@ class CompletionEngine:
     """Completes lines with a model and by copying: from the file, from open files, and from an index.
 
     `gate` mixes both; without a gate, only the model is used. `header` is True if the model was trained on files
-    with their paths. `find_step()` returns a compiled step or None. Raises ValueError if the model has no
-    tokenizer.
+    with their paths. `find_step()` returns a compiled step or None. Raises ValueError without a tokenizer.
     """
 
     def __init__(
@@ -158,8 +157,7 @@ class CompletionEngine:
     def explain(
         self, before: str, rest: str, name: str = "", cancelled: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """For each token of the rest of a line: text, probability, the model's own probability, and likeliest
-        tokens.
+        """For each token of the rest of a line: text, probability, the model's probability, likeliest tokens.
 
         The text behind the cursor is not used. Raises Cancelled if `cancelled()`.
         """

@@ -31,8 +31,7 @@ from dunes.units import plural
 BEFORE = 1.2
 """If the tails of the texts are for validation, a text is indexed up to this many tail lengths before its end."""
 BEHIND = 0.9
-"""If the tails of the texts are for validation, the gate is fitted on the last BEHIND tail lengths of each
-text."""
+"""If the tails of the texts are for validation, the gate is fitted on the last BEHIND tail lengths of a text."""
 PLACES = (40.0, 500, 20_000)
 """Number of positions on which the gate is fitted: per second of the run, minimum and maximum."""
 LINES = (0.05, 4, 120)
@@ -90,8 +89,7 @@ def begin_completion(run: Path, files: CompletionFiles) -> str:
 
 
 def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
-    """Fit and write the gate and thresholds on texts that model and index have not seen, then index these texts
-    too.
+    """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
 
     `seconds` is the duration of the run; the fit takes a few percent of it. Returns a line for the user.
     """
@@ -181,8 +179,7 @@ def _unseen_texts(texts: Sequence[Text]) -> Sequence[Text]:
 
 
 def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int) -> list[TypedFile]:
-    """About `lines` lines of these files, with the completer's suggestions; at most the first `lines` files are
-    used."""
+    """About `lines` lines of these files, with the completer's suggestions; at most `lines` files are used."""
     texts = texts[:lines]
     lines_per_file = math.ceil(lines / max(1, len(texts)))
     samples = [sample_lines(name, text, file_lines(text), count=lines_per_file) for name, text in texts]

@@ -1,5 +1,4 @@
-"""Simulated typing: choose cursors in the lines of a file, and count the keys saved by a suggestion after every
-key.
+"""Simulated typing: choose cursors in a file's lines, and count keys saved by a suggestion after every key.
 
 Cursors and lines depend only on the seed, the file's name and its text. All completers thus get the same requests,
 and a new file changes no cursor in other files. The simulated user is greedy and knows the line: the
@@ -161,8 +160,7 @@ TypedFile = tuple[FileSuggestions, Sequence[Line]]
 def type_line(content: str, suggest: Callable[[int], Suggestion], threshold: float = 0.0) -> Typing:
     """Simulate typing a line; a suggestion is shown if the probability of its first word is at least `threshold`.
 
-    `content` is the line without indentation; a suggestion is requested at each column where the cursor stops. One
-    key accepts the first word of a suggestion.
+    `content` is the line without indentation. One key accepts the first word of a suggestion.
     """
     column = keys = shown = accepted = 0
     displayed, is_accepted = "", False
@@ -219,8 +217,7 @@ def _cut_point(text: str, line: Line, column: int, kind: Literal["character", "l
 
 
 def _inside_brackets(text: str, cut: CutPoint) -> CutPoint | None:
-    """The cursor with closing brackets for all open brackets behind it; None unless the line closes the
-    innermost."""
+    """The cursor with closing brackets for all open ones behind it; None unless the line closes the innermost."""
     typed = split_lines(text[: cut.offset])[-1]
     behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)
     if not behind or not place or cut.rest[place] != behind[0] or not cut.rest[:place].strip():

@@ -37,12 +37,11 @@ were right (docs/log/completion.md, "Lines that repeat one with another name")."
 
 @dataclass(frozen=True)
 class CompleteOptions:
-    """Options of a request: `lines` to complete, beams (`width`; 1 is greedy decoding), and suggestions
-    (`alternatives`, at most `width`).
+    """Numbers of `lines`, of beams (`width`; 1 means greedy), and of suggestions (`alternatives`, at most
+    `width`).
 
     A suggestion ends before a string in `stop`, and after at most `max_tokens` tokens. `cancelled` is called
-    between two forwards; if it returns True, Cancelled is raised. `files` are (name, text) pairs to copy from in
-    this request only.
+    between two forwards. `files` are (name, text) pairs to copy from in this request only.
     """
 
     lines: int = 1
@@ -89,8 +88,7 @@ class Beam(NamedTuple):
 
 
 class LineSearch:
-    """The search for a line's rest at a cursor after a prompt and the typed bytes. At most `room` ids fit after
-    the prompt.
+    """The search at a cursor after a prompt and the typed bytes. At most `room` ids fit after the prompt.
 
     `renamed` is the rest of the line if it repeats the line above with a name replaced.
     """
@@ -156,8 +154,7 @@ class LineSearch:
 
     def _or_copy(self, beam: Beam) -> Beam:
         """The beam, or the line after the text's longest match if the beam is too improbable: below HOPELESS, or
-        below SURE if the file has a long match. A beam whose first word differs from the copy's and is likely
-        stays."""
+        below SURE if the file has a long match. A beam with a likely other first word stays."""
         copies = self.mixture.copies
         if self.mixture.gate is None or (beam.ids and (beam.total >= SURE or self._uncovered(beam))):
             return beam
@@ -170,8 +167,7 @@ class LineSearch:
         return beam if is_likely else copy
 
     def _repeat_above(self) -> Beam | None:
-        """A beam with the line that repeats the line above with a name replaced; None if the line repeats
-        nothing."""
+        """A beam with the line that repeats the line above with a name replaced; None if nothing is repeated."""
         if self.mixture.gate is None or not self.renamed or self.options.lines > 1:
             return None
         line = self.mixture.copies.typed + f"{self.renamed}\n".encode()
@@ -182,8 +178,7 @@ class LineSearch:
         return beam
 
     def _score(self, ids: Sequence[int]) -> Beam | None:
-        """A beam with these ids and log-probabilities given the typed text; None if the ids do not end the
-        line."""
+        """The beam of these ids with log-probabilities given the typed text; None if they do not end the line."""
         if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
             return None
         beam = Beam()
@@ -212,8 +207,7 @@ class LineSearch:
         return not any(map(self._uncovered, beams)) and (lead >= LEAD or self._is_hopeless(beams))
 
     def _is_hopeless(self, beams: Sequence[Beam]) -> bool:
-        """True if the first beam, given the typed text, is below HOPELESS; False while a beam has not covered this
-        text."""
+        """True if the first beam, given the typed text, is below HOPELESS; False if a beam has not covered it."""
         if any(map(self._uncovered, beams)):
             return False
         return beams[0].total < HOPELESS and beams[0].total - self.mixture.typed_logprob(self.prompt) < HOPELESS
@@ -243,8 +237,7 @@ def beam_search(
     ends: Callable[[Beam], bool],
     decided: Callable[[Sequence[Beam]], bool] = lambda beams: False,
 ) -> list[Beam]:
-    """The results of beam search with `width` beams of up to `max_tokens` ids, most probable first; empty if no id
-    is allowed.
+    """The beams of a beam search, at most `width` of up to `max_tokens` ids, most probable first.
 
     `logprobs` returns the next-id log-probabilities (V,) after each of several texts, -inf for forbidden ids.
     `ends` returns True for a finished beam. The search stops when no unfinished beam is more probable than the

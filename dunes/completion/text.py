@@ -96,11 +96,9 @@ class FileTokenizer:
         return ids, b""
 
     def _find_allowed(self, typed: bytes) -> Tensor | None:
-        """Mask (V,), bool, of the ids that may come next if the text must continue with `typed`; None if it is
-        empty.
+        """Mask (V,), bool, of the ids that may come next if the text must continue with `typed`; None if empty.
 
-        An id is allowed if its bytes start with `typed`, or are a prefix of `typed`, which shorter tokens may
-        spell.
+        An id is allowed if its bytes start with `typed`, or are a prefix of `typed` (a shorter token).
         """
         if not typed:
             return None
@@ -129,8 +127,7 @@ class FileTokenizer:
         return [self.tokenizer.token_id(FILE), *(self.line(f"{name}\n") if name else ())]
 
     def tokenize(self, text: str, name: str = "") -> TokenizedText:
-        """The ids of a text from its start, with the starts of its lines; an unfinished last line counts as a
-        line."""
+        """The ids of a text from its start, and the starts of its lines; an unfinished last line counts."""
         if self.tokenizer.line_separable:
             last = max(text.rfind("\n"), text.rfind("\r")) + 1
             above = self.recent(self._tokenize_lines, text[:last], name)
@@ -153,8 +150,7 @@ class FileTokenizer:
 
 
 class FimForm(NamedTuple):
-    """The sentinel ids before prefix, suffix and middle. If `suffix_first` is True, a prompt ends with the
-    prefix."""
+    """The sentinel ids before prefix, suffix and middle. If `suffix_first`, a prompt ends with the prefix."""
 
     ids: tuple[int, int, int]
     suffix_first: bool
@@ -200,8 +196,8 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
 
 
 def _before_closing(line: str, rest: str, typed: str) -> str:
-    """The line, cut before the closing bracket or quote that `rest` already has for one opened before the
-    cursor."""
+    """The line, cut before a bracket or quote that closes one opened before the cursor and is in `rest`
+    already."""
     (_, line_place), (_, rest_place) = unmatched(line), unmatched(rest)
     if line_place is not None and rest_place is not None and line[line_place] == rest[rest_place]:
         line = line[:line_place]

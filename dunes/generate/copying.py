@@ -72,15 +72,14 @@ class Candidates(NamedTuple):
 
 
 class TextSource(NamedTuple):
-    """A text as bytes, with indexes of its bytes (`contexts`) and of its ids. Without `contexts`, bytes are
-    searched from the end of the text."""
+    """A text with indexes of its bytes (`contexts`) and `ids`; without `contexts`, it is searched from its end."""
 
     text: bytes
     contexts: ContextIndex | None = None
     ids: ContextIndex | None = None
 
     def longest(self, context: bytes) -> tuple[int, list[int]]:
-        """Length of the longest suffix of `context` that occurs, and positions after occurrences, the last one
+        """Length of the longest suffix of `context` that occurs, and the positions after it, the last one
         first."""
         if self.contexts is None:
             length, position = last_match(self.text, context)
@@ -214,11 +213,8 @@ class Copies:
 
 
 def longest_match(sources: Sequence[TextSource], context: bytes) -> tuple[int, list[int], bytes]:
-    """The longest suffix of `context` that occurs in a source: its length, positions after it, and that source's
-    text.
-
-    Among equally long matches, the first source wins.
-    """
+    """The longest suffix of `context` that occurs in a source: its length, the positions after it, and the
+    source's text. Among equally long matches, the first source wins."""
     matches = ((*source.longest(context), source.text) for source in sources)
     return max(matches, key=lambda match: match[0], default=(0, [], b""))
 
@@ -264,15 +260,15 @@ def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float
 
 
 class Gate(nn.Module):
-    """Predicts the change of each candidate's log-probability from its features and the model's logprobs (two
-    layers)."""
+    """Two layers that predict the change of each candidate's logprob from its features and the model's
+    logprobs."""
 
     def __init__(self, hidden: int = 24) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(Copies.FEATURES + 2, hidden), nn.Linear(hidden, 1)
 
     def forward(self, features: Tensor, logprobs: Tensor, best: Tensor) -> Tensor:
-        """Changes (..., C) for features (..., C, F), the model's logprobs (..., C) and its highest logprob
+        """Changes (..., C) for features (..., C, F), their logprobs (..., C) and the model's highest logprob
         (...)."""
         own = torch.stack([logprobs, best[..., None].expand_as(logprobs)], -1).clamp(min=-15)
         x: Tensor = self.down(torch.tanh(self.up(torch.cat([features, own], -1))))
@@ -289,8 +285,7 @@ class Gate(nn.Module):
         return self.change(copies.candidates(ids, top), logprobs)
 
     def change(self, candidates: Candidates, logprobs: Tensor) -> Tensor:
-        """Log-probabilities (V,) of the mixture, from the model's `logprobs` (V,); without candidates, both are
-        equal."""
+        """Log-probabilities (V,) of the mixture, from the model's `logprobs` (V,), returned without candidates."""
         count = int(torch.searchsorted(candidates.ids, len(logprobs)))
         if not count:
             return logprobs

@@ -89,8 +89,7 @@ def generate(
 
     `context_length` is the number of tokens that the model can attend to; a text that exceeds it continues from
     its last half. By default, decoding is greedy. A `proposer` saves forwards and leaves the distribution of the
-    text unchanged. Raises ValueError for an empty prompt, and for a proposal with ids that the model does not
-    have.
+    text unchanged. Raises ValueError for an empty prompt, and for a proposal with unknown ids.
     """
     request = Request(prompt, max_tokens, sample, stop, proposer=proposer)
     for row in generate_all(model, [request], context_length=context_length, cache=cache):
@@ -101,8 +100,7 @@ def generate(
 def generate_all(
     model: nn.Module, requests: Sequence[Request | None], *, context_length: int, cache: PrefixCache | None = None
 ) -> Iterator[list[Token | None]]:
-    """Yield the next token of each request; None for a text that has ended, or while accepted ids of others
-    follow.
+    """Yield the next token of each request; None if its text has ended, or while other rows have accepted ids.
 
     Each text is the same as if it were generated alone. Between two tokens the caller may replace an entry of
     `requests` by another request or None. A `cache` needs one row per request. A text's prefix that it contains is

@@ -1,5 +1,4 @@
-"""Compiled decode steps in the user's cache: one package for each model architecture, dtype, torch version and
-CPU.
+"""Compiled decode steps in the user's cache: one package per model architecture, dtype, torch version and CPU.
 
 A package contains native code, so it is read only from a folder that no other user can write to, never from a
 model folder. It contains no weights. It is compiled by AOTInductor:
@@ -61,8 +60,7 @@ OPTIONS = TEXT_OPTIONS | {
     "realize_reads_threshold": 1,
     "score_fusion_memory_threshold": 1,
 }
-"""Inductor's options for a step: the code contains no weights, runs with any number of threads, and computes each
-norm only once.
+"""Inductor's options for a step: code without weights, for any number of threads, that computes each norm once.
 
 Buffers of up to ten times Inductor's limit are on the stack, since allocating some hundred tensors would take a
 seventh of a step's time at ten million parameters.
@@ -326,8 +324,7 @@ def _bind(model: nn.Module, package: Path, names: Collection[str], dtype: torch.
 def bind_step(
     model: nn.Module, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype
 ) -> CompiledStep:
-    """The compiled step in these files with these weights. Raises ValueError if its logits differ from the
-    model's."""
+    """The compiled step from these files and weights. Raises ValueError if its logits differ from the model's."""
     step = CompiledStep(files, dtype)
     cache, expected = _check_tokens(model)
     step.state, step.example = model_state(model), cache
@@ -346,7 +343,7 @@ def bind_step(
 
 
 def require_close(subject: str, difference: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError if the compiled code's difference from `expected` exceeds the tolerance of its weights'
+    """Raise ValueError if `difference`, relative to `expected`, exceeds the tolerance for weights of this
     dtype."""
     worst, largest = difference.abs().max(), expected.abs().max()
     if not worst <= TOLERANCE[dtype] * largest:
@@ -366,8 +363,7 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
 
 
 def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: bool = True) -> None:
-    """Write the native code of a graph; if the code calls operators without a C interface, also a file with these
-    calls.
+    """Write the native code of a graph, and a file with its calls of operators without a C interface, if any.
 
     `as_usual` selects Inductor's usual wrapper code and TEXT_OPTIONS, otherwise wrapper code with buffers on the
     stack, and OPTIONS. Raises ValueError for a graph that Inductor cannot compile.
@@ -412,8 +408,7 @@ def buffers_unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def export_graph(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
-    """The graph that `export` returns. Raises ValueError if `export` fails, or if the graph has constant
-    tensors."""
+    """The graph that `export` returns. Raises ValueError if `export` fails, or if the graph has constants."""
     graph = attempt("torch cannot export this model", export)
     if constants := graph.graph_signature.lifted_tensor_constants:
         raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")

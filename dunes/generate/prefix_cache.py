@@ -162,8 +162,7 @@ class PrefixCache:
         return self._fitting_state is not None
 
     def _state(self) -> object:
-        """State that may change between two tokens: the step, the number of registered hooks, the active
-        adapters."""
+        """State that may change between two tokens: the step, the number of hooks so far, the active adapters."""
         return self.step, RemovableHandle.next_id, [m.active for m in self._adapter_modules]
 
     def _evaluate(

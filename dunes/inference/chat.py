@@ -34,8 +34,7 @@ from dunes.text.templates import Conversation, Template, Turn, encode_prompt, fi
 from dunes.units import plural
 
 NONE = "none"
-"""Name of the model without adapters from other folders; an adapter in the model's own folder belongs to the
-model."""
+"""Name of the model without adapters from other folders; an adapter in the model's own folder is part of it."""
 ROOM = 4
 """Conversations are truncated to leave room for an answer of `max_tokens`, but at most 1/ROOM of the context."""
 
@@ -46,7 +45,7 @@ class NoTemplate(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ChatModel:
-    """A model to chat with: `adapter` (None: the base model alone) on the model `loaded`, from the folder
+    """The model `loaded` with the adapter named `adapter` (None: the base model alone), from the folder
     `place`."""
 
     place: Path
@@ -312,8 +311,7 @@ class Chat:
         return [Turn("system", self.system)] if self.system else []
 
     def command(self, line: str) -> bool:
-        """Execute a line that starts with /; returns False to end the chat. Raises ValueError for an invalid
-        command."""
+        """Execute a line that starts with /; False means that the chat ends. Raises ValueError if invalid."""
         word, _, rest = line.partition(" ")
         if word == "/quit":
             return False

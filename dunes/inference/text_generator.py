@@ -64,8 +64,8 @@ class TextGenerator:
         until: Sequence[str] = (),
         **options: Any,
     ) -> Generator[Piece, None, None]:
-        """Yield a piece for each token of one `request`, which gets `options`. Closing the generator cancels the
-        rest."""
+        """Yield a piece for each token of one `request`, which gets `options`; closing the generator cancels
+        it."""
         stream = DecodeStream(self.tokenizer)
         for (token,) in self.tokens([self.request(prompt, max_tokens, sample, **options)], until):
             assert token is not None, "generation ends with its only row"
@@ -93,8 +93,7 @@ class TextGenerator:
     def tokens(
         self, requests: Sequence[Request | None], until: Sequence[str] = ()
     ) -> Iterator[list[Token | None]]:
-        """Yield the rows of `generate_all` for these requests; the cache of the last call is used if its size
-        fits.
+        """Yield the rows of `generate_all` for these requests; the last call's cache is used if its size fits.
 
         Each text also ends with the token that completes one of the strings in `until`; empty strings are ignored.
         """
@@ -140,8 +139,7 @@ class TextGenerator:
         return f"{plural(self.cache.forwards, 'forward')}, {tokens / self.cache.forwards:.2f} tokens per forward"
 
     def prompt_tokens(self, prompt: str | Sequence[int], alternatives: int = 0) -> list[Token]:
-        """The prompt's tokens after the first, with log-probabilities; only its last `context_length` ids are
-        used."""
+        """The prompt's tokens after the first, with log-probabilities; a long prompt is cut at its start."""
         return prompt_tokens(self.model, self._ids(prompt)[-self.context_length :], alternatives)
 
     def _bytes(self, request: Request) -> bytes:
@@ -167,8 +165,7 @@ def sample_text(loaded: LoadedModel, seed: int = 0, max_tokens: int = 120) -> st
 def describe_generation(
     generator: TextGenerator, prompt: int, times: Sequence[float], max_tokens: int | None
 ) -> Iterator[str]:
-    """Yield lines about the generation after `prompt` tokens; `times` (s) are the time of the start and of each
-    token.
+    """Yield lines about the generation after `prompt` tokens; `times` (s) has the start, then each token.
 
     `max_tokens` is the limit of new tokens; None if the text was interrupted.
     """
@@ -185,8 +182,7 @@ def describe_generation(
 
 
 def describe_rates(prompt: int, times: Sequence[float]) -> str:
-    """Tokens/s of prefill (`prompt` tokens) and of decoding; `times` (s) are the time of the start and of each
-    token."""
+    """Tokens/s of prefill (`prompt` tokens) and of decoding; `times` (s) has the start, then each token."""
     start, first, last = times[0], times[1], times[-1]
     text = f"prompt: {plural(prompt, 'token')}, {format_count(prompt / (first - start))} tokens/s"
     if len(times) == 2:
