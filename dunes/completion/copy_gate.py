@@ -36,7 +36,7 @@ the model alone."""
 PLACES_PER_STEP = 5
 """Between minimum and maximum, one Adam step is made for this many positions."""
 RENEWED = 100
-"""Sources of a long text are rebuilt once it has grown by 1/RENEWED; to rebuild per line sorts N lines N times."""
+"""Sources of a long text are rebuilt once it has grown by 1/RENEWED, since a rebuild per line would be slow."""
 CONTEXT = 64
 """Number of ids before a position that are matched."""
 ROOM = 3 * CANDIDATES + TOP

@@ -237,7 +237,7 @@ def beam_search(
     ends: Callable[[Beam], bool],
     decided: Callable[[Sequence[Beam]], bool] = lambda beams: False,
 ) -> list[Beam]:
-    """The beams of a beam search, at most `width` of up to `max_tokens` ids, most probable first.
+    """The beams of a beam search of this width, of up to `max_tokens` ids each, most probable first; maybe none.
 
     `logprobs` returns the next-id log-probabilities (V,) after each of several texts, -inf for forbidden ids.
     `ends` returns True for a finished beam. The search stops when no unfinished beam is more probable than the

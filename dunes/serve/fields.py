@@ -12,7 +12,7 @@ from dunes.text.lines import valid_text
 from dunes.text.templates import Conversation, Turn
 
 BODY = 4 << 20
-"""Maximum bytes of a request."""
+"""Maximum bytes of a request's body."""
 TEXT = BODY
 """Maximum characters of a text."""
 PATH = 4_096
@@ -26,22 +26,22 @@ CHOICES = 4
 FILES = 64
 """Maximum number of open files."""
 ENDLESS = 4096
-"""Maximum new tokens of an answer, also if the client asks for no limit."""
+"""Maximum number of new tokens of an answer, even if the client asks for no limit."""
 OPEN = 256_000
-"""Maximum characters of open files in a request; the last files count."""
+"""Maximum characters of all open files in a request; the last files that fit are used."""
 SEEDS = 2**64 - 1
 REFERENCE: dict[str, dict[str, Any]] = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
-"""Properties and neutral settings that the reference server reports and this one lacks."""
+"""Properties and neutral settings that llama-server reports and this server lacks."""
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
     503: "unavailable_error",
 }  # fmt: skip
-"""Error types of the reference server by status; other errors are invalid requests."""
+"""Error types of llama-server by status; any other status means an invalid request."""
 Number = TypeVar("Number", int, float)
 
 
 class Refused(Exception):
-    """A request that is answered with this status and message."""
+    """Raised to answer a request with this status and message."""
 
     def __init__(self, status: int, message: str, error_type: str = "", retry: int = 0) -> None:
         super().__init__(message)
@@ -80,8 +80,8 @@ def _type_name(value: Any) -> str:
 
 
 class Fields:
-    """The fields of an object. Each method raises Refused, naming the field, for a value of another type or out of
-    its range; null counts as missing."""
+    """The fields of a JSON object. Each method raises Refused, with the field's name, if the value has another
+    type or is out of range; null counts as missing."""
 
     def __init__(self, body: Mapping[str, Any], place: str = "") -> None:
         self.body, self.place = body, place
@@ -98,7 +98,7 @@ class Fields:
         return valid_text(value)
 
     def path(self, *names: str) -> str:
-        """The path of a file in the first of these fields that is present."""
+        """The path of a file, from the first of these fields that is present."""
         name = next(filter(self.has, names), names[0])
         path = self.text(name)
         if len(path) > PATH or "\0" in path:
@@ -122,12 +122,12 @@ class Fields:
         return self._check_bounds(name, value, low, high)
 
     def limit(self, name: str, default: int = -1) -> int:
-        """The maximum number of new tokens, up to ENDLESS, which a negative value stands for."""
+        """The maximum number of new tokens, at most ENDLESS; a negative value means ENDLESS."""
         count = self.integer(name, default, -2, 2**63)
         return ENDLESS if count < 0 else min(count, ENDLESS)
 
     def seed(self, name: str = "seed") -> int:
-        """The seed of a request; a random one if it is missing or -1."""
+        """The seed of a request; a random seed if the field is missing or negative."""
         seed = self.integer(name, -1, -(2**63), SEEDS)
         return seed if seed >= 0 else uuid.uuid4().int % 2**63
 
@@ -183,14 +183,14 @@ class Fields:
         return files
 
     def refuse_unsupported(self, *names: str) -> None:
-        """Refuse fields whose effect a client would miss, unless their value has no effect."""
+        """Raise Refused if one of these unsupported fields has a value that should have an effect."""
         for name in names:
             value = self.body.get(name)
             if value and value not in (REFERENCE["settings"].get(name), {"type": "text"}):
                 raise self.refusal(name, "not supported by this server; leave it out")
 
     def refusal(self, name: str, why: str) -> Refused:
-        """The refusal of a field."""
+        """The error that refuses a field, with this reason."""
         return Refused(400, f"Field '{self.place}{name}': {why}")
 
     def _value(self, name: str, value_type: type | UnionType, expected: str, default: Any) -> Any:
