@@ -67,7 +67,7 @@ class FolderCompleter(CompletionEngine):
         return self.index.texts() if self.index else []
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """Suggestions are shown if their first word has this probability, so that about this share is accepted.
+        """Minimum probability of the first word for showing a suggestion, so that about this share is accepted.
 
         It is the lowest threshold fitted for at least this share; 0 if no threshold was fitted, 2 if all were
         fitted for lower shares.
@@ -108,8 +108,7 @@ class CopyCompleter:
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """The suggestion of `complete` in a list, cut at a stop string. Raises Cancelled if
-        `options.cancelled()`."""
+        """A list with one suggestion, cut at a stop string. Raises Cancelled if `options.cancelled()`."""
         texts = [text for other, text in self._open.items() if text and other != name]
         texts += [text for _, text in options.files]
         sources = [TextSource(text.encode(errors="replace")) for text in texts]

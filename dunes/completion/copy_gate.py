@@ -34,7 +34,7 @@ STEPS = (200, 1600)
 """Minimum and maximum number of Adam steps. With 500 positions, 800 steps overfitted: the mixture was worse than
 the model alone."""
 PLACES_PER_STEP = 5
-"""Between minimum and maximum, one Adam step is made for this many positions."""
+"""The number of Adam steps is the number of positions divided by this, within the minimum and maximum."""
 RENEWED = 100
 """Sources of a long text are rebuilt once it has grown by 1/RENEWED, since a rebuild per line would be slow."""
 CONTEXT = 64
@@ -45,7 +45,7 @@ CHUNK = 64
 """Approximate number of positions in a contiguous chunk."""
 FEWEST = 8
 """Minimum positions per text. With fewer, most positions came from many small files and had little text above
-them; on other positions, the gate lost 0.17 nats (docs/log/completion.md, "Completion of lines: probabilities
+them; at other positions, the gate was 0.17 nats worse (docs/log/completion.md, "Completion of lines: probabilities
 given what is typed, a gate of whole files")."""
 FORMAT = 2
 REMEDY = "remove gate.json there to complete by copying alone, or train again"
@@ -109,8 +109,7 @@ def places_of(
 
 
 def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """(start, length) of chunks with about `most` of `size` indices in total, one chunk in each of several
-    parts."""
+    """(start, length) of chunks with about `most` of `size` indices in total; each equal part has one chunk."""
     if most >= size:
         return [(0, size)]
     parts = max(1, most // CHUNK)

@@ -90,8 +90,8 @@ class RememberedLogits:
             self._current[tuple(text)] = Entry(logits)
 
     def _evaluate(self, texts: Sequence[list[int]]) -> None:
-        """Evaluate texts in one batch, in rows that contain their prefixes; if many ids are missing, in new
-        rows."""
+        """Evaluate texts in one batch, in rows that contain their prefixes, or in new rows if many ids are
+        missing."""
         rows = assign_rows(self.rows.ids, texts)
         missing = (len(text) - common_length(self.rows.ids[row], text, 1) for row, text in rows.items())
         if self.rows.cache is not None and max(missing) > PADDED:
@@ -169,7 +169,7 @@ class Mixture:
         return self.after([text])[0]
 
     def typed_logprob(self, prompt: Sequence[int]) -> float:
-        """`log P(typed text | prompt)`; subtract it from a line's log-probability, given the prompt.
+        """`log P(typed text | prompt)`; subtract it from a line's log-probability to condition on the typed text.
 
         An id that covers only a part of the typed text counts after this request has evaluated its continuation.
         """

@@ -47,9 +47,8 @@ MERGED = 3
 
 @dataclass(frozen=True, eq=False)
 class OpenFiles:
-    """Files that changed since the index was built: `texts` by name (None: deleted), and indexes of them
-    (`parts`). Each index comes with the names of the files whose newest text it contains; later indexes are
-    smaller."""
+    """Files that changed since the index was built: `texts` by name (None: deleted), and `parts`, their indexes.
+    Each index comes with the names of the files whose newest text it contains; later indexes are smaller."""
 
     texts: Mapping[str, str | None] = field(default_factory=dict)
     parts: Sequence[tuple[frozenset[str], TextIndex]] = ()

@@ -86,7 +86,7 @@ def named_texts(documents: Sequence[Document], first: float = 0, last: float = 1
     """The path within its source and the text of each document, without byte order marks.
 
     With `first` and `last`, each text is cut to the part between these fractions of its bytes; texts too short to
-    split become empty. A text has at most `MOST` bytes.
+    split become empty. The text of a document has at most `MOST` bytes.
     """
     return [(d.header.rstrip("\n"), _part(d, first, last).removeprefix("\ufeff")) for d in documents]
 

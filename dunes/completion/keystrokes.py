@@ -1,9 +1,9 @@
 """Simulated typing: choose cursors in a file's lines, and count keys saved by a suggestion after every key.
 
 Cursors and lines depend only on the seed, the file's name and its text. All completers thus get the same requests,
-and a new file changes no cursor in other files. The simulated user is greedy and knows the line: the
-first word of a suggestion is accepted as soon as it saves a key. Keys saved are thus an upper bound. Indentation
-costs no keys, and Enter is not counted.
+and a new file changes no cursor in other files. The simulated user is greedy and knows the line: the first word of
+a suggestion is accepted as soon as it saves a key. Keys saved are thus an upper bound. Indentation costs no keys,
+and Enter is not counted.
 """
 
 import math

@@ -37,8 +37,7 @@ were right (docs/log/completion.md, "Lines that repeat one with another name")."
 
 @dataclass(frozen=True)
 class CompleteOptions:
-    """Numbers of `lines`, of beams (`width`; 1 means greedy), and of suggestions (`alternatives`, at most
-    `width`).
+    """Numbers of `lines`, of beams (`width`; 1: greedy), and of suggestions (`alternatives`, at most `width`).
 
     A suggestion ends before a string in `stop`, and after at most `max_tokens` tokens. `cancelled` is called
     between two forwards. `files` are (name, text) pairs to copy from in this request only.
@@ -154,7 +153,7 @@ class LineSearch:
 
     def _or_copy(self, beam: Beam) -> Beam:
         """The beam, or the line after the text's longest match if the beam is too improbable: below HOPELESS, or
-        below SURE if the file has a long match. A beam with a likely other first word stays."""
+        below SURE if the file has a long match. A beam whose likely first word differs from the copy's stays."""
         copies = self.mixture.copies
         if self.mixture.gate is None or (beam.ids and (beam.total >= SURE or self._uncovered(beam))):
             return beam
@@ -237,7 +236,7 @@ def beam_search(
     ends: Callable[[Beam], bool],
     decided: Callable[[Sequence[Beam]], bool] = lambda beams: False,
 ) -> list[Beam]:
-    """The beams of a beam search of this width, of up to `max_tokens` ids each, most probable first; maybe none.
+    """The beams of a beam search of this width, of up to `max_tokens` ids each, most probable first.
 
     `logprobs` returns the next-id log-probabilities (V,) after each of several texts, -inf for forbidden ids.
     `ends` returns True for a finished beam. The search stops when no unfinished beam is more probable than the

@@ -196,7 +196,7 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
 
 
 def _before_closing(line: str, rest: str, typed: str) -> str:
-    """The line, cut before a bracket or quote that closes one opened before the cursor and is in `rest`
+    """The line, cut before a bracket or quote that closes one opened before the cursor, if `rest` has it
     already."""
     (_, line_place), (_, rest_place) = unmatched(line), unmatched(rest)
     if line_place is not None and rest_place is not None and line[line_place] == rest[rest_place]:
@@ -235,8 +235,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """The closing brackets that a text's open brackets lack, innermost first, and None. If the text has an
-    unmatched closing bracket, an empty string and the position of the first one."""
+    """The closing brackets missing at the end of a text, innermost first, and None. If the text has a closing
+    bracket without an opening one: an empty string, and the position of the first such bracket."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:

@@ -79,8 +79,7 @@ class TextSource(NamedTuple):
     ids: ContextIndex | None = None
 
     def longest(self, context: bytes) -> tuple[int, list[int]]:
-        """Length of the longest suffix of `context` that occurs, and the positions after it, the last one
-        first."""
+        """Length of the longest suffix of `context` that occurs, and positions after it, the last one first."""
         if self.contexts is None:
             length, position = last_match(self.text, context)
             return length, [position] if length else []
@@ -260,16 +259,14 @@ def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float
 
 
 class Gate(nn.Module):
-    """Two layers that predict the change of each candidate's logprob from its features and the model's
-    logprobs."""
+    """Predicts each candidate's change of logprob from its features and the model's logprobs, with two layers."""
 
     def __init__(self, hidden: int = 24) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(Copies.FEATURES + 2, hidden), nn.Linear(hidden, 1)
 
     def forward(self, features: Tensor, logprobs: Tensor, best: Tensor) -> Tensor:
-        """Changes (..., C) for features (..., C, F), their logprobs (..., C) and the model's highest logprob
-        (...)."""
+        """Changes (..., C) for features (..., C, F), logprobs (..., C) and the model's highest logprob (...)."""
         own = torch.stack([logprobs, best[..., None].expand_as(logprobs)], -1).clamp(min=-15)
         x: Tensor = self.down(torch.tanh(self.up(torch.cat([features, own], -1))))
         return x[..., 0]

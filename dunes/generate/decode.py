@@ -182,7 +182,7 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -> list[Token]:
-    """Tokens of the ids after the first, each with its log-probability given the ids before it.
+    """A token for each id after the first, with its log-probability given the ids before it.
 
     Raises ValueError for an id that the model does not have.
     """
@@ -210,7 +210,7 @@ def text_logprobs(model: nn.Module, ids: Sequence[int], context_length: int, fir
 
 
 def _tokens(logprobs: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[Token]:
-    """Tokens of ids (N,) from log-probabilities (N, V); `alternatives` has their numbers of alternatives."""
+    """Tokens of ids (N,) from log-probabilities (N, V); `alternatives` has each token's number of them."""
     own = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
     if not any(alternatives):
         return [Token(i, logprob) for i, logprob in zip(ids.tolist(), own, strict=True)]

@@ -343,8 +343,7 @@ def bind_step(
 
 
 def require_close(subject: str, difference: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError if `difference`, relative to `expected`, exceeds the tolerance for weights of this
-    dtype."""
+    """Raise ValueError if `difference`, relative to `expected`, exceeds the tolerance of this dtype."""
     worst, largest = difference.abs().max(), expected.abs().max()
     if not worst <= TOLERANCE[dtype] * largest:
         raise ValueError(f"{subject} differ by {worst:.1e} from the model's, of up to {largest:.1e}")

@@ -75,7 +75,7 @@ def first_proposal(*proposers: Proposer) -> Proposer:
 def choose(sample: Sampler, logits: Tensor, ids: Sequence[int], proposal: Proposal, index: int) -> Tensor:
     """The next id () for logits (V,) after `ids`, which end with the first `index` ids of the proposal.
 
-    The id has the distribution of `sample`. It equals the proposed id as often as this distribution allows.
+    The id has the same distribution as without a proposal, and equals the proposed id as often as possible.
     """
     logits = sample.process(logits, ids)
     if index < len(proposal.probs):

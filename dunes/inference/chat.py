@@ -45,8 +45,7 @@ class NoTemplate(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ChatModel:
-    """The model `loaded` with the adapter named `adapter` (None: the base model alone), from the folder
-    `place`."""
+    """The model `loaded` with the adapter named `adapter` (None: base model alone), from the folder `place`."""
 
     place: Path
     adapter: str | None
@@ -311,7 +310,8 @@ class Chat:
         return [Turn("system", self.system)] if self.system else []
 
     def command(self, line: str) -> bool:
-        """Execute a line that starts with /; False means that the chat ends. Raises ValueError if invalid."""
+        """Execute a line that starts with /; returns False if the chat ends. Raises ValueError for an invalid
+        line."""
         word, _, rest = line.partition(" ")
         if word == "/quit":
             return False

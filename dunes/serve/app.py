@@ -206,8 +206,7 @@ class Server:
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Yield each answer or part of one, after the index of its choice; if the client disconnects, cancel the
-        rest.
+        """Yield (index of a choice, its answer or a part of it); if the client disconnects, the rest is cancelled.
 
         Raises Refused.
         """

@@ -1,7 +1,6 @@
 """Requests to a server that this user runs, so that this process needs no model.
 
-Such a server also listens on a Unix socket in the user's own folder. No other user can reach or replace the
-socket.
+Such a server also listens on a Unix socket in the user's own folder; no other user can reach or replace it.
 """
 
 import http.client
@@ -83,8 +82,7 @@ def listen(folder: Path) -> socket.socket | None:
 
 @contextmanager
 def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
-    """A context with listening sockets for these folders, where possible; at its end, the socket files are
-    removed."""
+    """A context with listening sockets for these folders, where possible; their files are removed at its end."""
     listeners = {socket_file(folder): listener for folder in folders if (listener := listen(folder)) is not None}
     bound = {file: file.stat().st_mtime_ns for file in listeners}
     try:

@@ -15,8 +15,7 @@ AFTER = "\n\n\nprint(volume(1, 2, 3))\n"
 
 
 class Check(NamedTuple):
-    """A client's request. `shown` returns the text that the client shows for a reply's bytes, or raises
-    ValueError."""
+    """A client's request. `shown` returns the text that the client shows for a reply, or raises ValueError."""
 
     client: str
     path: str

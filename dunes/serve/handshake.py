@@ -1,7 +1,6 @@
 """Answer `initialize` in the language server before the protocol's library is imported, which takes a second.
 
-The library then reads the same message, and its answer is dropped. Tests check that both answers have the same
-`capabilities`.
+The library then reads the same message, and its answer is dropped. A test compares the `capabilities` in both.
 """
 
 import json

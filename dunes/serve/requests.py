@@ -44,8 +44,7 @@ class LineRequest:
     model: str = ""
     shows_all: bool = False
     explains: bool = False
-    """True to get the tokens of the first suggestion. `shows_all` keeps suggestions however improbable or
-    short."""
+    """True to get the tokens of the first suggestion. `shows_all` keeps improbable and short suggestions."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,7 @@ class TokenText(NamedTuple):
 
 @dataclass
 class Answer:
-    """An answer; if `reason` is empty, a part of one. Reasons: stop, length, word (at the stop string
-    `stopped_at`)."""
+    """An answer; if `reason` is empty, a part of one. Reasons: stop, length, word (stop string `stopped_at`)."""
 
     text: str = ""
     reason: str = ""
@@ -182,8 +180,7 @@ def choices(request: TextRequest, count: int) -> list[Request]:
 def line_or_texts(
     text: TextRequest, prompt: str | Sequence[int], after: str | None = None, count: int = 1
 ) -> list[Request]:
-    """A line request if `after` is given, or if the prompt has fill-in-the-middle sentinels; otherwise text
-    requests.
+    """A line request if `after` is given, or if the prompt contains a suffix (`MARKS`); otherwise text requests.
 
     The list is empty for a line of at most 0 tokens.
     """

@@ -56,15 +56,13 @@ class Running:
             follower.start()
 
     def facts_by_name(self, name: str) -> Named:
-        """(name, facts) of the model or adapter with this name; of all models and adapters if the name is
-        empty."""
+        """(name, facts) of the model or adapter with this name; for an empty name, of all models and adapters."""
         models = [self.find(name)] if name else self.served.values()
         entries = [(entry, model.current.facts) for model in models for entry in model.names]
         return [entry for entry in entries if entry[0] == name] or entries
 
     def find(self, name: str) -> ServedModel:
-        """The model with this name, or with an adapter of this name. The first model is the default; a single
-        model is returned for any name.
+        """The model with this name, or with this adapter. The first is the default; a single model has any name.
 
         Raises Refused for an unknown name.
         """

@@ -212,8 +212,7 @@ class ServedModel:
         return completer.threshold(self.acceptance) if fitted else UNFITTED
 
     def lines(self, request: LineRequest, is_cancelled: Callable[[], bool]) -> list[Answer]:
-        """The suggestions at a cursor, best first; a suggestion that is too improbable or too short gets an empty
-        text."""
+        """The suggestions at a cursor, best first; a too improbable or too short suggestion has an empty text."""
         start, completer, files = perf_counter(), self.current.completer, self.current.files
         name = request.name and self.name_of(request.name)
         name = name or files.find(request.before, request.after)

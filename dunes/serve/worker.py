@@ -66,8 +66,7 @@ class Worker:
         return task
 
     def call(self, work: Callable[[], T]) -> "Future[T]":
-        """Run a function in the worker's thread, between two requests; the future is cancelled if the worker is
-        closed."""
+        """Run a function in the worker's thread, between two requests; closing the worker cancels the future."""
         result: Future[T] = Future()
         with self._wake:
             if self._is_closed:
