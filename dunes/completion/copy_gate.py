@@ -95,7 +95,7 @@ def fit_gate(places: Places) -> Gate:
 def places_of(
     loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int
 ) -> Places | None:
-    """About `most` positions, equally many per text, in chunks spread over each text; None if texts have none."""
+    """About `most` positions, equally many per text, in chunks spread over each text; None without a position."""
     random = np.random.default_rng(0)
     texts = [texts[i] for i in random.permutation(len(texts))[: max(1, most // FEWEST)]]
     per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)

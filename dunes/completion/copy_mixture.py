@@ -90,8 +90,7 @@ class RememberedLogits:
             self._current[tuple(text)] = Entry(logits)
 
     def _evaluate(self, texts: Sequence[list[int]]) -> None:
-        """Evaluate texts in one batch, in rows that contain their prefixes, or in new rows if many ids are
-        missing."""
+        """Evaluate texts in one batch: in rows with their prefixes, or in new rows if many ids are missing."""
         rows = assign_rows(self.rows.ids, texts)
         missing = (len(text) - common_length(self.rows.ids[row], text, 1) for row, text in rows.items())
         if self.rows.cache is not None and max(missing) > PADDED:

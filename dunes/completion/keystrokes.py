@@ -109,7 +109,7 @@ class Typing:
 
     @property
     def acceptance(self) -> float:
-        """Share of shown suggestions that is accepted; NaN if none was shown."""
+        """Share of shown suggestions that is accepted; NaN without suggestions."""
         return self.accepted / self.shown if self.shown else math.nan
 
     @property
@@ -186,7 +186,7 @@ def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
 
 
 def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) -> float:
-    """The threshold that saves most keys with at least this share of suggestions accepted; infinite if none does.
+    """The threshold that saves most keys with at least this share of suggestions accepted, or infinity.
 
     The completer must not have seen the files, and no evaluation may use them.
     """

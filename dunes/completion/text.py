@@ -196,8 +196,7 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
 
 
 def _before_closing(line: str, rest: str, typed: str) -> str:
-    """The line, cut before a bracket or quote that closes one opened before the cursor, if `rest` has it
-    already."""
+    """The line, cut before a bracket or quote that closes one opened before the cursor, if `rest` has it."""
     (_, line_place), (_, rest_place) = unmatched(line), unmatched(rest)
     if line_place is not None and rest_place is not None and line[line_place] == rest[rest_place]:
         line = line[:line_place]

@@ -176,8 +176,8 @@ class Copies:
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
     def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
-        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, those in
-        `near` come first, then the last position."""
+        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the first in
+        `near` and the last position in a text win."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         length, positions, text = longest_match((*sources.near, *sources.far), context)

@@ -51,8 +51,8 @@ from dunes.tree.summary import stable_repr
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 6
 FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so"}
-"""Names of native code files by number of tokens. All packages have the first; some also have those for FEW tokens
-and for the start of a text (TEXT)."""
+"""Names of native code files by number of tokens. All packages have the first file; some also have a file for FEW
+tokens, or for the start of a text (TEXT)."""
 TEXT_OPTIONS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 OPTIONS = TEXT_OPTIONS | {
     "aot_inductor.allow_stack_allocation": True,

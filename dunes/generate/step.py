@@ -280,7 +280,7 @@ def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _step_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that replace a model's layers in a step, by name: those that `for_step()` returns anew."""
+    """The layers that replace a model's layers in a step, by name: new layers from `for_step()`."""
     layers = {name: m.for_step() for name, m in model.named_modules() if hasattr(m, "for_step")}
     return {name: layer for name, layer in layers.items() if layer is not model.get_submodule(name)}
 

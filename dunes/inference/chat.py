@@ -310,8 +310,7 @@ class Chat:
         return [Turn("system", self.system)] if self.system else []
 
     def command(self, line: str) -> bool:
-        """Execute a line that starts with /; returns False if the chat ends. Raises ValueError for an invalid
-        line."""
+        """Execute a line that starts with /; returns False if the chat ends. Raises ValueError if invalid."""
         word, _, rest = line.partition(" ")
         if word == "/quit":
             return False

@@ -185,7 +185,7 @@ class Batch:
         self.rows[self.rows.index(None)] = row
 
     def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
-        """Emit the prompt, with its tokens if log-probabilities are wanted; the first token's is None."""
+        """Emit the prompt; if log-probabilities are wanted, also its tokens, the first with None."""
         tokens: list[TokenText] = []
         if row.text_request.logprobs is not None:
             scored = prompt_tokens(self.loaded.model, ids, tops)

@@ -1,4 +1,4 @@
-"""Follow the user's work: index saved files, and load a run's model when its training ends.
+"""Follow the user's work: index saved files, and load a run's model once it is written.
 
 Editors need not send anything. Every second, the times and sizes of the training source files are checked. The
 times of their folders are checked, too, since they change when a file is added or deleted.
@@ -119,7 +119,7 @@ class Follower(threading.Thread):
             self.model.take_in(self.worker, dict.fromkeys(deleted))
 
     def _stamp(self, path: Path) -> Stamp | None:
-        """Modification time (ns) and size of a regular file; None otherwise, as for a link not followed."""
+        """Modification time (ns) and size of a regular file; None for others, such as links not followed."""
         try:
             status = os.stat(path, follow_symlinks=self._follow_links)
         except OSError:

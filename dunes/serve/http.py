@@ -26,7 +26,7 @@ ENDING = 30
 
 
 class DeadlineProtocol(H11Protocol):
-    """HTTP/1.1 with a deadline for requests; uvicorn has none, so a client could send single bytes forever."""
+    """HTTP/1.1 with a deadline for requests. In uvicorn alone, a client could send single bytes forever."""
 
     _deadline: asyncio.TimerHandle | None = None
 

@@ -62,7 +62,7 @@ class Running:
         return [entry for entry in entries if entry[0] == name] or entries
 
     def find(self, name: str) -> ServedModel:
-        """The model with this name, or with this adapter. The first is the default; a single model has any name.
+        """The model with this name or adapter: the first one for an empty name, the only one for any name.
 
         Raises Refused for an unknown name.
         """
