@@ -1,4 +1,4 @@
-"""Line completion: the engine, the index, copying, the gate, simulated typing, and thresholds fitted with it.
+"""Line completion: engine, index, copies, gate, simulated typing and the thresholds fitted by it.
 
 Start with `completer.find_completer`, `completer.FolderCompleter` and `search.CompleteOptions`; any
 `LineCompleter` can be scored and served.

@@ -153,7 +153,7 @@ def name_in_sources(path: Path, folder: Path) -> str:
 
 
 def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
-    """The training sources of a model or run, and its `follow_links`; without `of_anyone`, only this user's."""
+    """The training sources of a model or run, and its `follow_links`; another user's only with `of_anyone`."""
     with suppress(ValueError):  # a damaged record, or sources of another user
         trained = trained_text(read_card(folder) or {"trained": read_sources(folder)})
         if trained and not of_anyone:

@@ -57,7 +57,8 @@ SourcesOf = Callable[[list[int]], Sources]
 class Places(NamedTuple):
     """Training data of the gate. Per candidate: features (N, C, F), log-probability under the model (N, C), and a
     mask, False for padding (N, C). Per position (N,): the model's highest log-probability, the target's candidate
-    index (-1: none) and log-probability, and the log of the total probability of all ids that are no candidates.
+    index (-1: no candidate) and log-probability, and the log of the total probability of all ids that are no
+    candidates.
     """
 
     features: Tensor
@@ -95,7 +96,8 @@ def fit_gate(places: Places) -> Gate:
 def places_of(
     loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int
 ) -> Places | None:
-    """About `most` positions, equally many per text, in chunks spread over each text; None without a position."""
+    """About `most` positions, equally many per text, in chunks spread over each text; None for texts without
+    ids."""
     random = np.random.default_rng(0)
     texts = [texts[i] for i in random.permutation(len(texts))[: max(1, most // FEWEST)]]
     per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)
@@ -118,7 +120,8 @@ def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int
 
 
 def even_share(sizes: Sequence[int], most: int) -> int:
-    """The number of items to take from each group to take about `most`; smaller groups give all their items."""
+    """The number of items to take from each group for about `most` in total; smaller groups give all their
+    items."""
     share, remaining = most, most
     for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
         if (share := remaining // count) < size:
@@ -144,7 +147,8 @@ def scored_places(
     """Yield for each id of a text, from index `first` on (default: after the header): the id, the model's
     log-probabilities (V,) at its place, and the candidates for copying.
 
-    `sources_of` gets the ids of the lines above. In a long text, their last percent may be missing.
+    `sources_of` gets the ids of the lines above. In a long text and without `first`, their last 1 % may be
+    missing.
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)

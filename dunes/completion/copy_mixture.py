@@ -1,4 +1,4 @@
-"""The distribution of the next id at a cursor: a mixture of model and copies, limited to ids that fit typed text.
+"""The next-id distribution at a cursor: a mixture of model and copies, limited to ids that fit the typed text.
 
 Logits and mixtures are cached by text from one request to the next, since a keystroke leaves most texts the same.
 """

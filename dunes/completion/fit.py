@@ -155,7 +155,7 @@ def _scale(rule: tuple[float, int, int], seconds: float) -> int:
 def fit_mixture(
     engine: CompletionEngine, texts: Sequence[NamedText], most: int
 ) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
-    """Fit two gates for the engine's model and index. Returns both, or None if the texts have no token, and facts.
+    """Fit two gates for the engine's model and index. Returns both (None if the texts have no token) and facts.
 
     The first gate is fitted without every third text, so that thresholds fitted on these texts are not
     overconfident. The second gate is fitted on all texts, for use. The facts have the loss in nats/token on every

@@ -66,8 +66,8 @@ def file_lines(text: str) -> list[Line]:
 
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
-    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. A
-    cursor inside brackets that close later in the line occurs a second time, with the closing brackets behind it.
+    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. If
+    a cursor is inside brackets that close later in the line, it occurs again with the closing brackets behind it.
 
     Lines are drawn without replacement, then a character in each line, so that long lines have no more cursors
     than short ones. A cursor inside a line has at least one character of the line before it, without indentation,
@@ -186,7 +186,7 @@ def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
 
 
 def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) -> float:
-    """The threshold that saves most keys with at least this share of suggestions accepted, or infinity.
+    """The threshold that saves most keys while at least this share is accepted; infinity without such a threshold.
 
     The completer must not have seen the files, and no evaluation may use them.
     """

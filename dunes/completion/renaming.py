@@ -3,8 +3,8 @@
     first = padded(first, 3)
     second = padded(▏second, 3)
 
-Both lines are compared token by token up to the cursor. If they differ in a single word, the rest is copied from
-the line above, and in it this word is replaced. Inside other words, only the differing part of the word is
+Both lines are compared token by token up to the cursor. If they differ in a single word, the rest of the
+line above is copied with this word replaced. Inside other words, only the differing part of the word is
 replaced (for `first_cost` and `second_cost`, `first`).
 """
 

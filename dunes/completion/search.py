@@ -66,7 +66,7 @@ DEFAULTS = CompleteOptions()
 
 
 class Beam(NamedTuple):
-    """Ids after the prompt, and the log-probability (nats) of each."""
+    """Ids after the prompt, and the log-probability (nats) of each id."""
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -236,7 +236,7 @@ def beam_search(
     ends: Callable[[Beam], bool],
     decided: Callable[[Sequence[Beam]], bool] = lambda beams: False,
 ) -> list[Beam]:
-    """The beams of a beam search of this width, of up to `max_tokens` ids each, most probable first.
+    """Beam search with `width` beams of up to `max_tokens` ids; returns beams, the most probable first.
 
     `logprobs` returns the next-id log-probabilities (V,) after each of several texts, -inf for forbidden ids.
     `ends` returns True for a finished beam. The search stops when no unfinished beam is more probable than the

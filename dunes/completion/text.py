@@ -54,7 +54,7 @@ class TokenizedText(NamedTuple):
 
 
 class FileTokenizer:
-    """Encodes the texts of files; `header` is True if the model was trained on paths before the files.
+    """Encodes the texts of files; `header` is True if the model was trained on files after their paths.
 
     It caches the ids of lines. The function `recent(make, *arguments)` returns `make(*arguments)` and caches the
     result, since most of a file is the same after a keystroke.
@@ -76,7 +76,7 @@ class FileTokenizer:
         return log_probs(logits[: len(self.pieces)].cpu())
 
     def line(self, text: str) -> tuple[int, ...]:
-        """The ids of a line or part of a line; a very long one is encoded in pieces."""
+        """The ids of a line or part of a line; a very long line is encoded in pieces."""
         if len(text) <= LINE:
             return self._line(text)
         return tuple(chain.from_iterable(self._line(text[i : i + LINE]) for i in range(0, len(text), LINE)))
@@ -96,7 +96,7 @@ class FileTokenizer:
         return ids, b""
 
     def _find_allowed(self, typed: bytes) -> Tensor | None:
-        """Mask (V,), bool, of the ids that may come next if the text must continue with `typed`; None if empty.
+        """Mask (V,), bool, of ids that may come next if the text must continue with `typed`; None if it is empty.
 
         An id is allowed if its bytes start with `typed`, or are a prefix of `typed` (a shorter token).
         """
@@ -127,7 +127,7 @@ class FileTokenizer:
         return [self.tokenizer.token_id(FILE), *(self.line(f"{name}\n") if name else ())]
 
     def tokenize(self, text: str, name: str = "") -> TokenizedText:
-        """The ids of a text from its start, and the starts of its lines; an unfinished last line counts."""
+        """The ids of a text from its start, and the starts of its lines; an unfinished last line counts, too."""
         if self.tokenizer.line_separable:
             last = max(text.rfind("\n"), text.rfind("\r")) + 1
             above = self.recent(self._tokenize_lines, text[:last], name)

@@ -49,10 +49,10 @@ class ContextIndex:
         return len(self.items)
 
     def matches(self, context: Sequence[int], lengths: Sequence[int] = ()) -> list[Match]:
-        """Matches of a context's suffixes; the last match has the longest, of at most `depth` items.
+        """Matches of a context's suffixes; the last one is for the longest suffix that occurs.
 
-        Before it come the matches of shorter suffixes with a length in `lengths` (ascending). The list is empty if
-        no suffix occurs.
+        Before it come the matches of shorter suffixes with a length in `lengths` (ascending). At most
+        `depth` items are compared. The list is empty if no suffix occurs.
         """
         context, size = context[-self.depth :], self.items.itemsize
         key = context[::-1] if isinstance(context, bytes) else _backwards(np.array(context, self.items.dtype))

@@ -176,8 +176,8 @@ class Copies:
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
     def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
-        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the first in
-        `near` and the last position in a text win."""
+        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, one in
+        `near` wins, and in a text the last one."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         length, positions, text = longest_match((*sources.near, *sources.far), context)
@@ -282,7 +282,7 @@ class Gate(nn.Module):
         return self.change(copies.candidates(ids, top), logprobs)
 
     def change(self, candidates: Candidates, logprobs: Tensor) -> Tensor:
-        """Log-probabilities (V,) of the mixture, from the model's `logprobs` (V,), returned without candidates."""
+        """Log-probabilities (V,) of the mixture; without candidates, the model's `logprobs` (V,) unchanged."""
         count = int(torch.searchsorted(candidates.ids, len(logprobs)))
         if not count:
             return logprobs
@@ -305,7 +305,7 @@ def mixture_loss(
     For each candidate, `change` (N, C) is the gate's change, `logprobs` (N, C) the log-probability under the
     model; `mask` (N, C) is False for padding. `target` (N,) is the target's index among the candidates, or -1;
     `target_logprob` (N,) is its log-probability under the model. `rest_logprob` (N,) is the log of the total
-    probability of all ids that are no candidates. If this is small, 1 minus the candidates' total is too inexact.
+    probability of all ids that are no candidates. Computing it as 1 - the candidates' total is inexact.
     """
     # A finite value: gradients stay finite in rows without a candidate.
     mixed = (logprobs + change).masked_fill(~mask, -1e30)

@@ -1,4 +1,4 @@
-"""A KV cache that records which ids it contains: only the ids of a text after the common prefix are evaluated.
+"""A KV cache that records its ids: of a new text, only the ids after the common prefix are evaluated.
 
 Long texts are prefilled in pieces; between two pieces, other work can run, or the request can be cancelled.
 """

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 LARGEST_TEMPERATURE = 1e37
-"""Temperatures are clamped between 1 / this and this, so that logits divided by them fit into float32."""
+"""Temperatures are clamped to the range [1 / this, this], so that logits divided by them fit into float32."""
 LARGEST_PENALTY = 1e30
-"""Penalties are clamped between 1 / this and this, so that penalised logits fit into float32."""
+"""Penalties are clamped to the range [1 / this, this], so that penalised logits fit into float32."""
 
 Processor = Callable[[Tensor, Sequence[int]], Tensor]
 """(logits (V,), ids so far) -> changed logits of all ids (V,), or of the first ids only; -inf excludes an id."""

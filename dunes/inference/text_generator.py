@@ -64,7 +64,7 @@ class TextGenerator:
         until: Sequence[str] = (),
         **options: Any,
     ) -> Generator[Piece, None, None]:
-        """Yield a piece for each token of one request (with `options`); closing the generator cancels it."""
+        """Yield a piece for each token of one request (with `options`); closing the generator cancels the rest."""
         stream = DecodeStream(self.tokenizer)
         for (token,) in self.tokens([self.request(prompt, max_tokens, sample, **options)], until):
             assert token is not None, "generation ends with its only row"

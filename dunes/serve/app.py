@@ -280,7 +280,7 @@ async def _ignore(request: Request) -> Response:
 async def _chunks(
     protocol: Protocol, asked: Asked, first: tuple[int, Answer], events: AsyncIterator[tuple[int, Answer]]
 ) -> AsyncIterator[bytes]:
-    """Yield the bytes of a stream."""
+    """Yield the bytes of a reply that is streamed."""
     head, tail = (b"", b"\n") if protocol.form == "ndjson" else (b"data: ", b"\n\n")
     answers = dict([first])
     try:

@@ -140,7 +140,7 @@ class Batch:
 
     @property
     def is_full(self) -> bool:
-        """True if another text has to wait."""
+        """True if another text would have to wait."""
         return sum(row is not None for row in self.rows) >= ROWS
 
     def prompt_ids(self, text: TextRequest) -> Sequence[int]:
@@ -185,7 +185,7 @@ class Batch:
         self.rows[self.rows.index(None)] = row
 
     def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
-        """Emit the prompt; if log-probabilities are wanted, also its tokens, the first with None."""
+        """Emit the prompt; if log-probabilities are wanted, also its tokens. The first has no logprob."""
         tokens: list[TokenText] = []
         if row.text_request.logprobs is not None:
             scored = prompt_tokens(self.loaded.model, ids, tops)

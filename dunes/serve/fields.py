@@ -91,7 +91,7 @@ class Fields:
         return self.body.get(name) is not None
 
     def text(self, name: str, default: str | None = "") -> str:
-        """A string, with U+FFFD for lone surrogates; required if the default is None."""
+        """The string in a field, with U+FFFD for lone surrogates; the field is required if the default is None."""
         value = self._value(name, str, "a string", default)
         if len(value) > TEXT:
             raise self.refusal(name, f"{len(value)} characters; at most {TEXT}")
@@ -106,18 +106,18 @@ class Fields:
         return path
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A boolean."""
+        """The value of a boolean field."""
         return bool(self._value(name, bool, "true or false", default))
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
-        """An integer within these bounds."""
+        """The value of an integer field, within these bounds."""
         value = self._value(name, int | float, "a whole number", default)
         if value % 1:
             raise self.refusal(name, "a number; expected a whole number")
         return self._check_bounds(name, int(value), low, high)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """A number within these bounds."""
+        """The value of a number field, within these bounds."""
         value: float = self._value(name, int | float, "a number", default)
         return self._check_bounds(name, value, low, high)
 
@@ -132,7 +132,7 @@ class Fields:
         return seed if seed >= 0 else uuid.uuid4().int % 2**63
 
     def stops(self, name: str = "stop") -> tuple[str, ...]:
-        """Stop strings from a string or a list, without empty ones."""
+        """The stop strings in a field with a string or a list, without empty strings."""
         value, expected = self.body.get(name), f"a string, or a list of at most {STOPS}"
         values = [value] if isinstance(value, str) else self._value(name, list, expected, [])
         if len(values) > STOPS:
@@ -143,14 +143,14 @@ class Fields:
         return tuple(valid_text(stop) for stop in values if stop)
 
     def items(self, name: str, most: int) -> list[Any]:
-        """A list of at most `most` values."""
+        """The value of a list field, with at most `most` entries."""
         value: list[Any] = self._value(name, list, "a list", [])
         if len(value) > most:
             raise self.refusal(name, f"{len(value)} values; at most {most}")
         return value
 
     def objects(self, name: str, most: int) -> list["Fields"]:
-        """A list of at most `most` objects."""
+        """The objects in a list field, at most `most`."""
         values = self.items(name, most)
         for i, value in enumerate(values):
             if not isinstance(value, dict):
@@ -158,7 +158,7 @@ class Fields:
         return [Fields(value, f"{self.place}{name}[{i}].") for i, value in enumerate(values)]
 
     def object(self, name: str) -> "Fields":
-        """An object; empty if it is missing."""
+        """The fields of the object in a field; empty if the field is missing."""
         return Fields(self._value(name, dict, "an object", {}), f"{self.place}{name}.")
 
     def messages(self, name: str = "messages") -> Conversation:

@@ -134,7 +134,7 @@ def _timings(answer: Answer) -> dict[str, Any]:
 
 
 def settings(request: Request | None) -> dict[str, Any]:
-    """The settings of a request under llama-server's names; settings unknown to this server are neutral."""
+    """A request's settings under llama-server's names; settings that this server lacks are neutral."""
     text = request if isinstance(request, TextRequest) else TextRequest(temperature=0.0)
     limit = text.max_tokens if text.max_tokens < ENDLESS else -1
     return REFERENCE["settings"] | {

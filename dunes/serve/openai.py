@@ -96,13 +96,13 @@ def _protocol(
 
 
 def usage(answers: Answers) -> dict[str, dict[str, int]]:
-    """The tokens of a request; prompts count once per choice."""
+    """The numbers of tokens of a request; a prompt counts once per choice."""
     prompt, new = (sum(getattr(a, name) for a in answers.values()) for name in ("prompt_tokens", "new_tokens"))
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
 
 
 def text_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]:
-    """The text of a choice."""
+    """The text and the log-probabilities of a choice."""
     has_logprobs = answer.tokens if streams else request.fields.has("logprobs")
     logprobs = legacy_logprobs(answer.tokens, answer.offset) if has_logprobs else None
     return {"text": answer.text, "logprobs": logprobs}
@@ -139,7 +139,7 @@ def read_tabby(fields: Fields) -> Asked:
 
 
 def write_tabby(request: Asked, answers: Answers, streams: bool) -> Any:
-    """The best suggestion; no choice if it is empty."""
+    """The reply with the best suggestion; without a choice if the suggestion is empty."""
     text = answers[0].text
     return {"id": request.id, "choices": [{"index": 0, "text": text}] if text else []}
 

@@ -155,7 +155,7 @@ class Protocol(NamedTuple):
 
 
 Settings = Mapping[str, tuple[float, float, float]]
-"""Sampling settings by field of the request and of TextRequest: default, minimum and maximum."""
+"""Sampling settings by name, in a request and in TextRequest: default, minimum and maximum."""
 
 
 def read_text(

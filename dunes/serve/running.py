@@ -62,9 +62,10 @@ class Running:
         return [entry for entry in entries if entry[0] == name] or entries
 
     def find(self, name: str) -> ServedModel:
-        """The model with this name or adapter: the first one for an empty name, the only one for any name.
+        """The model with this name, or with an adapter of this name.
 
-        Raises Refused for an unknown name.
+        An empty name selects the first model; if only one model is served, every name selects it. Raises Refused
+        for an unknown name.
         """
         for model in self.served.values():
             if not name or name in model.names or len(self.served) == 1:

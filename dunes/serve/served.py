@@ -262,7 +262,7 @@ class ServedModel:
 
     @property
     def is_full(self) -> bool:
-        """True if another text has to wait."""
+        """True if another text would have to wait."""
         return self.current.batch is not None and self.current.batch.is_full
 
     def require_batch(self) -> Batch:
@@ -333,7 +333,7 @@ class FileFinder:
         return self._lines.keys()
 
     def update(self, texts: Mapping[str, str | None]) -> None:
-        """Replace the texts of these files; None for deleted ones."""
+        """Replace the texts of these files; None for deleted files."""
         for name, text in texts.items():
             number = self._numbers.setdefault(name, len(self._numbers))
             for key in self._lines.pop(name, ()):
