@@ -29,7 +29,7 @@ LIKELY = -1.9
 LONG = 10
 """Minimum length in bytes of a long match within the file."""
 SURE = -1.8
-"""If a line's log-probability (nats) is below this and the file has a long match, a copied line replaces it."""
+"""If a line's log-probability (nats) is below this and the file has a LONG match, a copied line replaces it."""
 REPEATED = math.log(0.4)
 """Minimum log-probability that a line gets if it repeats the line above with a name replaced; 30 of 69 such lines
 were right (docs/log/completion.md, "Lines that repeat one with another name")."""

@@ -54,7 +54,7 @@ class TokenizedText(NamedTuple):
 
 
 class FileTokenizer:
-    """Encodes the texts of files; `header` is True if the model was trained on files after their paths.
+    """Encodes the texts of files; `header` is True if each file followed its path in training.
 
     It caches the ids of lines. The function `recent(make, *arguments)` returns `make(*arguments)` and caches the
     result, since most of a file is the same after a keystroke.

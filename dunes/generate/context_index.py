@@ -85,7 +85,8 @@ class ContextIndex:
         return self.order[match.first : match.last : step]
 
     def _reader(self, size: int) -> Callable[[int], bytes]:
-        """A function that returns the `size` bytes before a position, read backwards; fewer near the start."""
+        """A function that returns the `size` bytes before a position, read backwards; fewer bytes near the
+        start."""
         backwards, end, step = self._backwards, len(self._backwards), self.items.itemsize
 
         def before(position: int) -> bytes:

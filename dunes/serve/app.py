@@ -29,7 +29,7 @@ SENDING = 30.0
 """Seconds in which a client must receive what is sent."""
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 EMPTY = Answer(reason="length")
-"""The answer to a request for no tokens, and the answer of a missing choice."""
+"""The answer to a request for no tokens, and in place of a missing choice."""
 
 
 def read_suggest(fields: Fields) -> Asked:

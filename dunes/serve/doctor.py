@@ -1,4 +1,4 @@
-"""Send a server the requests of each editor, and report what the editor would show, or why nothing appears."""
+"""Send a server the requests of each editor, and report the text that the editor would show, or the problem."""
 
 import http.client
 import json
