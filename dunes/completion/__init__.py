@@ -12,8 +12,8 @@ __all__ = ["Cancelled", "LineCompleter", "Suggestion"]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The rest of a line; `word` is the probability in [0, 1] that its first word is right, `line` that all of it
-    is. `ends_line` is False if the line goes on."""
+    """A suggested rest of a line. `word` is the probability in [0, 1] that its first word is right, `line` the
+    probability that all of it is right. `ends_line` is False if the line continues after it."""
 
     text: str
     word: float = 1.0
@@ -22,7 +22,7 @@ class Suggestion:
 
 
 class LineCompleter(Protocol):
-    """Completes lines. The answers depend on the arguments alone, not on earlier requests."""
+    """Completes lines. A suggestion depends only on the arguments, not on earlier requests."""
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
         """The rest of the line, given the text before and after the cursor and the file's path."""

@@ -1,4 +1,4 @@
-"""The completer of a folder: of a trained model, or of a run in training, which only copies (the baseline)."""
+"""The completer of a model folder, or of a run in training, which only copies (the baseline)."""
 
 import re
 import sysconfig
@@ -30,9 +30,9 @@ from dunes.generate.copying import TextSource, longest_match
 from dunes.generate.packages import step_source
 
 LONGEST = 128
-"""Longest match before the cursor, in bytes."""
+"""Maximum length of a match before the cursor, in bytes."""
 FILTERED = 4
-"""Indexes without some files that are cached while there is no model."""
+"""Number of copies of the index, each without some files, that are cached while a run has no model."""
 _REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
 
 
@@ -50,8 +50,8 @@ class FolderCompleter(CompletionEngine):
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """The most probable suggestions; only the copied line if no gate was fitted, or if the model was worse
-        than copying on validation lines. Raises Cancelled if `options.cancelled()`."""
+        """The most probable suggestions. Only the copied line is returned if no gate was fitted, or if the model
+        was worse than copying on validation lines. Raises Cancelled if `options.cancelled()`."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
 
@@ -63,13 +63,14 @@ class FolderCompleter(CompletionEngine):
 
     @cached_property
     def training_files(self) -> list[tuple[str, str]]:
-        """The files in the index."""
+        """The name and text of each file in the index."""
         return self.index.texts() if self.index else []
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """Minimum probability of a shown suggestion's first word, so that about this share is accepted.
+        """Minimum probability of the first word for showing a suggestion, so that about this share is accepted.
 
-        It was fitted for the next higher share; 0 if none was fitted.
+        It is the lowest threshold fitted for at least this share; 0 if no threshold was fitted, 2 if all were
+        fitted for lower shares.
         """
         pairs = self.facts.get("thresholds", {}).get("word", ())
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
@@ -82,7 +83,7 @@ class FolderCompleter(CompletionEngine):
         return None
 
     def test_documents(self) -> list[Document]:
-        """The files of the test split. Raises ValueError if there is none."""
+        """The files of the test split. Raises ValueError if the split has no files."""
         if documents := split_documents(self.loaded.card).test:
             return documents
         raise ValueError(f"{self.folder}: its training left no files for a test; pass files to complete")
@@ -97,7 +98,7 @@ class CopyCompleter:
 
     @property
     def training_files(self) -> list[tuple[str, str]]:
-        """The files in the index."""
+        """The name and text of each file in the index."""
         return self.index.texts()
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
@@ -107,7 +108,7 @@ class CopyCompleter:
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """The same as a list, cut at a stop string. Raises Cancelled if `options.cancelled()`."""
+        """A list with one suggestion, cut at a stop string. Raises Cancelled if `options.cancelled()`."""
         texts = [text for other, text in self._open.items() if text and other != name]
         texts += [text for _, text in options.files]
         sources = [TextSource(text.encode(errors="replace")) for text in texts]
@@ -116,7 +117,7 @@ class CopyCompleter:
         return [_copy_line(far, before, after, options, lambda text: text[:room])]
 
     def with_texts(self, texts: Mapping[str, str | None]) -> Mapping[str, str | None]:
-        """The texts of files as given, to pass to `use`."""
+        """The texts unchanged, to pass to `use`."""
         return texts
 
     def use(self, files: Mapping[str, str | None]) -> None:
@@ -124,7 +125,7 @@ class CopyCompleter:
         self._open |= files
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """Minimum probability of a shown copy, reached by a match of 32 bytes."""
+        """The probability from which a copy is shown; a match of 32 bytes reaches it."""
         return 0.5
 
 
@@ -142,7 +143,7 @@ def _copy_line(
 
 
 def name_in_sources(path: Path, folder: Path) -> str:
-    """The file's path as it was named in training: relative to the source that contains it."""
+    """The name that the file has in training: its path relative to the source that contains it."""
     for source in training_sources(folder, of_anyone=True)[0]:
         with suppress(OSError, ValueError, RuntimeError):  # a path of another user may be invalid here
             root = Path(sysconfig.get_path("stdlib") if source == STDLIB else source).expanduser().resolve()
@@ -152,7 +153,7 @@ def name_in_sources(path: Path, folder: Path) -> str:
 
 
 def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
-    """The training sources of a model or run, and its `follow_links`; without `of_anyone`, only this user's."""
+    """The training sources of a model or run, and its `follow_links`; another user's only with `of_anyone`."""
     with suppress(ValueError):  # a damaged record, or sources of another user
         trained = trained_text(read_card(folder) or {"trained": read_sources(folder)})
         if trained and not of_anyone:
@@ -172,7 +173,7 @@ def find_completer(
 ) -> FolderCompleter | CopyCompleter:
     """The completer of a model folder, or of a run that has no model yet.
 
-    `line` is called with a note if it only copies.
+    `line` is called with a note if the completer only copies.
     """
     if (index := index_in_training(folder)) is not None:
         line("the model is still in training: copying from the training files alone")
@@ -187,8 +188,8 @@ def find_completer(
 class CopyNearest:
     """Copies the text after the longest match of the text before the cursor, of at most 128 bytes.
 
-    Matches are searched in `far`, and in the file above and (if given) below the cursor. Of equally long matches
-    the file's wins, then the last in a text. Both probabilities only rank matches, by their length.
+    Matches are searched in `far` and in the file above and below the cursor. Of equally long matches, the file's
+    wins, then the last one in a text. The probabilities in a suggestion only rank matches by their length.
     """
 
     def __init__(self, far: Sequence[TextSource]) -> None:
@@ -196,7 +197,7 @@ class CopyNearest:
 
     @classmethod
     def of_files(cls, files: Sequence[NamedText]) -> "CopyNearest":
-        """Copies from these files."""
+        """A completer that copies from these files."""
         data = b"".join(text.encode(errors="replace") + b"\0" for _, text in files)
         return cls([TextSource(data, ContextIndex(np.frombuffer(data, np.uint8), depth=LONGEST))])
 

@@ -1,7 +1,7 @@
-"""The gate that mixes a model and its copies, fitted on files that neither has seen.
+"""The gate that mixes a model with copying, fitted on files that neither the model nor the index has seen.
 
-`gate.safetensors` and `gate.json` in RUN/completion have a gate, its thresholds and figures. They are written at
-the end of a run.
+At the end of a run, the gate is written to `gate.safetensors` in RUN/completion, its thresholds and figures to
+`gate.json`.
 """
 
 # Shapes: N places, C candidates, F features, V vocabulary.
@@ -27,25 +27,26 @@ from dunes.generate.copying import CANDIDATES, TOP, Candidates, Copies, Gate, So
 from dunes.generate.decode import text_logprobs
 
 BATCH = 256
-"""Positions per step of Adam."""
+"""Batch size: text positions per Adam step."""
 RATE = 5e-3
 """Learning rate of Adam."""
 STEPS = (200, 1600)
-"""Minimum and maximum number of steps: with 500 positions, 800 steps overfitted (worse than the model alone)."""
+"""Minimum and maximum number of Adam steps. With 500 positions, 800 steps overfitted: the mixture was worse than
+the model alone."""
 PLACES_PER_STEP = 5
-"""Positions per additional step."""
+"""The number of Adam steps is the number of positions divided by this, within the minimum and maximum."""
 RENEWED = 100
-"""Sources of a long text are rebuilt once it has grown by 1/100; rebuilding per line sorts N lines N times."""
+"""Sources of a long text are rebuilt once it has grown by 1/RENEWED, since a rebuild per line would be slow."""
 CONTEXT = 64
-"""Ids before a position that are matched."""
+"""Number of ids before a position that are matched."""
 ROOM = 3 * CANDIDATES + TOP
 """Maximum number of candidates of a position."""
 CHUNK = 64
 """Approximate number of positions in a contiguous chunk."""
 FEWEST = 8
-"""Minimum positions per text. With fewer, many small files give only positions with little text above, and the
-gate lost 0.17 nats on others (docs/log/completion.md, "Completion of lines: probabilities given what is typed, a
-gate of whole files")."""
+"""Minimum positions per text. With fewer, most positions came from many small files and had little text above
+them; at other positions, the gate was 0.17 nats worse (docs/log/completion.md, "Completion of lines: probabilities
+given what is typed, a gate of whole files")."""
 FORMAT = 2
 REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
@@ -56,7 +57,8 @@ SourcesOf = Callable[[list[int]], Sources]
 class Places(NamedTuple):
     """Training data of the gate. Per candidate: features (N, C, F), log-probability under the model (N, C), and a
     mask, False for padding (N, C). Per position (N,): the model's highest log-probability, the target's candidate
-    index (-1: none) and log-probability, and the log of the total probability of all ids that are no candidates.
+    index (-1: no candidate) and log-probability, and the log of the total probability of all ids that are no
+    candidates.
     """
 
     features: Tensor
@@ -68,7 +70,7 @@ class Places(NamedTuple):
     rest_logprob: Tensor
 
     def loss(self, gate: Gate, rows: Tensor | slice = slice(None)) -> Tensor:
-        """Negative log-likelihood in nats of the target at each position under the mixture (N,)."""
+        """Negative log-likelihood (N,), in nats, of the target at each position under the mixture."""
         part = Places(*(t[rows] for t in self))
         change = gate(part.features, part.logprobs, part.best)
         return mixture_loss(change, part.logprobs, part.target, part.mask, part.target_logprob, part.rest_logprob)
@@ -94,7 +96,8 @@ def fit_gate(places: Places) -> Gate:
 def places_of(
     loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int
 ) -> Places | None:
-    """About `most` positions, equally many per text, in chunks spread over each text; None if there are none."""
+    """About `most` positions, equally many per text, in chunks spread over each text; None for texts without
+    ids."""
     random = np.random.default_rng(0)
     texts = [texts[i] for i in random.permutation(len(texts))[: max(1, most // FEWEST)]]
     per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)
@@ -108,7 +111,7 @@ def places_of(
 
 
 def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """Start and length of chunks with about `most` of `size` indices in total, one chunk in each equal part."""
+    """(start, length) of chunks with about `most` of `size` indices in total; each equal part has one chunk."""
     if most >= size:
         return [(0, size)]
     parts = max(1, most // CHUNK)
@@ -117,7 +120,8 @@ def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int
 
 
 def even_share(sizes: Sequence[int], most: int) -> int:
-    """Number to take of each group so that about `most` are taken in total; smaller groups give all they have."""
+    """The number of items to take from each group for about `most` in total; smaller groups give all their
+    items."""
     share, remaining = most, most
     for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
         if (share := remaining // count) < size:
@@ -140,10 +144,11 @@ def _row(id: int, logprobs: Tensor, candidates: Candidates) -> Places:
 def scored_places(
     loaded: LoadedModel, text: TokenizedText, sources_of: SourcesOf, first: int | None = None
 ) -> Iterator[tuple[int, Tensor, Candidates]]:
-    """For each id of a text, after its header or from index `first` on: the id, the model's log-probabilities
-    (V,), and the candidates for copying.
+    """Yield for each id of a text, from index `first` on (default: after the header): the id, the model's
+    log-probabilities (V,) at its place, and the candidates for copying.
 
-    The sources are the lines above; in a long text they may lack the last percent, unless `first` is given.
+    `sources_of` gets the ids of the lines above. In a long text and without `first`, their last 1 % may be
+    missing.
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)
@@ -161,14 +166,14 @@ def scored_places(
 
 
 def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
-    """Write the gate of a run, with the facts fitted and measured with it."""
+    """Write the gate of a run, and `facts`: thresholds and figures that were fitted and measured with the gate."""
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     write_file(run / FOLDER / "gate.safetensors", save(gate.state_dict()))
     write_file(run / FOLDER / "gate.json", json.dumps({"format": FORMAT, **facts}, indent=1).encode())
 
 
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
-    """The gate of a run and the facts with it; None if it has none. Raises ValueError for a damaged one."""
+    """The gate of a run and its facts; None if the run has no gate. Raises ValueError for a damaged gate."""
     find_file(run, f"{FOLDER}/gate.safetensors")
     if (facts := read_record(run, "gate.json", FORMAT, REMEDY)) is None:
         return None

@@ -1,6 +1,6 @@
-"""Distribution of the next id at a cursor: the mixture of model and copies, restricted to what is typed.
+"""The next-id distribution at a cursor: a mixture of model and copies, limited to ids that fit the typed text.
 
-Logits and mixtures after texts are cached from one request to the next: after a keystroke most texts are the same.
+Logits and mixtures are cached by text from one request to the next, since a keystroke leaves most texts the same.
 """
 
 # Shapes: V vocabulary.
@@ -22,14 +22,14 @@ from dunes.generate.step import CompiledStep
 PROPOSED = 16
 """Maximum number of ids of a copy that are evaluated in one forward."""
 ROOM = 128
-"""Capacities are multiples of this, since growing copies all keys and values."""
+"""Cache capacities are multiples of this, since each growth of a cache copies all its keys and values."""
 FEW = 32
-"""Requests with fewer texts than this, and than the previous request, may have been cancelled."""
+"""A request with fewer texts than this, and with fewer than the previous request, may have been cancelled."""
 
 
 @dataclass
 class Entry:
-    """The logits (V,) after a text; the last mixture (V,) from them, its request, and the rest of its inputs."""
+    """The logits (V,) after a text, and the last mixture (V,) from them, with its request and other inputs."""
 
     logits: Tensor
     mixed: Tensor | None = None
@@ -38,11 +38,11 @@ class Entry:
 
 
 class RememberedLogits:
-    """Cached logits (V,) after texts, for a model whose weights must not change.
+    """Cached logits (V,) after texts. The model's weights must not change.
 
-    Up to `width` texts, which should have a common prefix, are evaluated in one batch, a single text by the
-    `step`, if any. Texts that this request used, or the previous one that was not cancelled, are not evaluated
-    again, nor is the prefix of a text that is in the KV cache.
+    Up to `width` texts, which should have a common prefix, are evaluated in one batch. A single text is evaluated
+    by `step`, if given. Texts used by this request, or by the last one that was not cancelled, are not evaluated
+    again. Of other texts, the ids after the prefix in the KV cache are evaluated.
     """
 
     def __init__(self, model: nn.Module, width: int, step: CompiledStep | None = None) -> None:
@@ -51,7 +51,7 @@ class RememberedLogits:
         self._current = dict[tuple[int, ...], Entry]()
 
     def begin(self, length: int) -> None:
-        """Begin a request for texts of up to `length` ids, and drop entries that the last one did not use."""
+        """Begin a request for texts of up to `length` ids, and drop entries that the last request did not use."""
         if len(self._current) >= min(len(self._previous), FEW):
             self._previous, self._current = self._current, {}
         room = -(-length // ROOM) * ROOM
@@ -77,7 +77,7 @@ class RememberedLogits:
     def after_one(self, text: Sequence[int], more: Sequence[int] = ()) -> Tensor:
         """The logits after a text; also computes and caches the logits after each id of its continuation `more`.
 
-        A model that mixes tokens, which has no KV cache, evaluates the text alone.
+        For a model that mixes tokens, which has no KV cache, only `text` is evaluated.
         """
         ids = [*text, *(more if self.cache.cache is not None else ())]
         rows = self.cache.logits({0: ids}, {0: len(ids) - len(text) + 1})[0]
@@ -90,7 +90,7 @@ class RememberedLogits:
             self._current[tuple(text)] = Entry(logits)
 
     def _evaluate(self, texts: Sequence[list[int]]) -> None:
-        """Evaluate texts in one batch, in rows with their prefixes if possible, else in new rows."""
+        """Evaluate texts in one batch: in rows with their prefixes, or in new rows if many ids are missing."""
         rows = assign_rows(self.rows.ids, texts)
         missing = (len(text) - common_length(self.rows.ids[row], text, 1) for row, text in rows.items())
         if self.rows.cache is not None and max(missing) > PADDED:
@@ -99,7 +99,7 @@ class RememberedLogits:
             self._put(rows[row], logits[-1])
 
     def _copy_prefix(self, texts: Sequence[list[int]]) -> dict[int, list[int]]:
-        """Rows for these texts with copies of their common prefix, so that nearly all ids are evaluated once."""
+        """Copy the texts' common prefix to all rows, so that most ids are evaluated once; returns texts by row."""
         assert self.cache.cache is not None, "both caches are of the same model"
         start = texts[0][: min(common_length(texts[0], text, 0) for text in texts)]
         if len(start) - common_length(self.cache.ids[0], start, 0) > PADDED:
@@ -111,7 +111,7 @@ class RememberedLogits:
 
 
 def assign_rows(cached: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> dict[int, list[int]]:
-    """A row for each text; if possible, one that contains all but its last id."""
+    """The texts by row; if possible, a text gets a row that contains all of its ids but the last."""
     free, rows, later = set(range(len(cached))), dict[int, list[int]](), []
     for text in texts:
         row = next((r for r in sorted(free) if list(cached[r]) == text[:-1]), None)
@@ -126,7 +126,7 @@ def assign_rows(cached: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> 
 
 
 class Mixture:
-    """Next-id log-probabilities (V,) after texts, cached with the logits while gate and sources stay the same."""
+    """The mixture's next-id log-probabilities (V,) after texts, cached while gate and sources stay the same."""
 
     def __init__(self, logits: RememberedLogits, files: FileTokenizer) -> None:
         self.logits, self.files = logits, files
@@ -138,9 +138,9 @@ class Mixture:
     def begin(
         self, copies: Copies, gate: Gate | None, prompt: Sequence[int], room: int, cancelled: Callable[[], bool]
     ) -> None:
-        """Begin a request for up to `room` ids after a prompt, with the copies in it and a check for cancellation.
+        """Begin a request for up to `room` ids after a prompt; `copies` proposes ids for it.
 
-        Raises Cancelled.
+        Raises Cancelled once `cancelled()` returns True.
         """
         self._request += 1
         if copies.sources is not self._sources or gate is not self.gate:
@@ -159,7 +159,7 @@ class Mixture:
         return [self._mixed(text) for text in texts]
 
     def after_one(self, text: Sequence[int], room: int) -> Tensor:
-        """The same for one text. A forward also evaluates up to `room` ids that copies propose."""
+        """Next-id log-probabilities (V,) after one text; the forward also evaluates up to `room` copied ids."""
         vocab = self.logits.cache.vocab
         if self.gate and vocab is not None and self.logits.get(text) is None:
             self._stop_if_cancelled()
@@ -168,15 +168,15 @@ class Mixture:
         return self.after([text])[0]
 
     def typed_logprob(self, prompt: Sequence[int]) -> float:
-        """log P(typed text | prompt); subtract it to condition a line on what is typed.
+        """`log P(typed text | prompt)`; subtract it from a line's log-probability to condition on the typed text.
 
-        Ids that are only a part of the typed text count once this request has evaluated their continuation.
+        An id that covers only a part of the typed text counts after this request has evaluated its continuation.
         """
         prob = self._typed_prob(tuple(prompt))
         return math.log(prob) if prob > 0 else 0.0
 
     def word_end_logprob(self, text: Sequence[int]) -> float:
-        """Log-probability that an identifier at the end of this text is complete; 0 if not evaluated."""
+        """Log-probability that an identifier at the end of this text is complete; 0 if not yet evaluated."""
         mixed = self._evaluated(text)
         return 0.0 if mixed is None else float(mixed[self.files.ends_word[: len(mixed)]].logsumexp(-1))
 

@@ -1,8 +1,9 @@
-"""Line completion by a language model trained on the code, and by copying from the files at hand.
+"""Line completion by a language model trained on the code, and by copying from the user's files.
 
-Both are one distribution over the next id (`generate/copying.py`); beam search finds the most probable line in it.
-The last ids of the typed line are generated again, since a token may continue past the cursor (token healing). The
-text behind the cursor comes first in the prompt, as in training, so that a typed character costs about one id.
+Both are mixed into one distribution over the next id (`generate/copying.py`), in which beam search looks for the
+most probable line. The last ids of the typed line are generated again, since a token may continue past the cursor
+(token healing). The text behind the cursor comes first in the prompt, as in training. After a typed character,
+only about one id has to be evaluated.
 """
 
 import math
@@ -39,14 +40,14 @@ from dunes.text.lines import valid_text
 SUFFIX = 0.25
 """Fraction of the context length available to the text behind the cursor."""
 LIKELY = 4
-"""Alternatives shown per token."""
+"""Number of alternatives shown per token."""
 MERGED = 3
-"""Number of indexes of changed files above which the smaller ones are merged."""
+"""If changed files have more indexes than this, the smaller indexes are merged."""
 
 
 @dataclass(frozen=True, eq=False)
 class OpenFiles:
-    """Texts of the files that changed since the index was built, by name (None: deleted), and indexes of them.
+    """Files that changed since the index was built: `texts` by name (None: deleted), and `parts`, their indexes.
     Each index comes with the names of the files whose newest text it contains; later indexes are smaller."""
 
     texts: Mapping[str, str | None] = field(default_factory=dict)
@@ -60,8 +61,8 @@ class OpenFiles:
 class CompletionEngine:
     """Completes lines with a model and by copying: from the file, from open files, and from an index.
 
-    `gate` mixes the two; without one, the model is alone. `header` is True if the model was trained on files with
-    their paths. `find_step` returns a compiled step, if any. Raises ValueError if the model has no tokenizer.
+    `gate` mixes both; without a gate, only the model is used. `header` is True if the model was trained on files
+    with their paths. `find_step()` returns a compiled step or None. Raises ValueError without a tokenizer.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class CompletionEngine:
         self.use(self.with_texts({name: text}))
 
     def with_texts(self, texts: Mapping[str, str | None]) -> OpenFiles:
-        """The open files with these texts added, for `use`; thread-safe while lines are completed."""
+        """The open files with these texts added, to pass to `use`. Another thread may complete lines meanwhile."""
         # Files without a name could not be hidden.
         by_name = ((valid_text(name), text) for name, text in texts.items() if name)
         changed = {name: valid_text(text) if text else None for name, text in by_name}
@@ -112,7 +113,7 @@ class CompletionEngine:
         self._open = files
 
     def index_files(self, files: Sequence[NamedText]) -> None:
-        """Index files in advance that the options of the next requests contain."""
+        """Index in advance the files that the next requests have in their options."""
         self.files.recent(index_texts, tuple(files), self.files)
 
     def complete(
@@ -155,9 +156,9 @@ class CompletionEngine:
     def explain(
         self, before: str, rest: str, name: str = "", cancelled: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """Each token of the rest of a line: text, probability, the model's probability, and the likeliest tokens.
+        """For each token of the rest of a line: text, probability, the model's probability, likeliest tokens.
 
-        The text behind the cursor is not used. Raises Cancelled.
+        The text behind the cursor is not used. Raises Cancelled if `cancelled()`.
         """
         before, name = near_text(before), valid_text(name)
         text, size = self.files.tokenize(before + rest, name), len(before.encode())
@@ -181,7 +182,7 @@ class CompletionEngine:
         return tokens
 
     def bits(self, text: str, name: str = "") -> float:
-        """Information content of a file's text in bits, each id predicted from the ids above it."""
+        """Information content of a file's text in bits, each id predicted from the ids before it."""
         tokenized, total = self.files.tokenize(text, name), 0.0
         for id, logprobs, candidates in scored_places(self.loaded, tokenized, partial(self.sources, name=name)):
             mixed = self.gate.change(candidates, logprobs) if self.gate else logprobs
@@ -205,7 +206,8 @@ class CompletionEngine:
     def sources(
         self, above: Sequence[int], below: Sequence[int] = (), name: str = "", texts: Collection[NamedText] = ()
     ) -> Sources:
-        """The sources to copy from at a cursor between these ids; the same object while the lines are the same."""
+        """The sources to copy from if the cursor is between the ids `above` and `below`. They are cached: the same
+        object is returned until these lines or other files change."""
         parts = (tuple(above), tuple(below)) if below else (tuple(above),)
         sources: Sources = self.files.recent(self._find_sources, parts, name, tuple(texts), self._open)
         return sources

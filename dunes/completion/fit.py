@@ -1,6 +1,6 @@
-"""Completion data of a training run: an index from the start, and the gate and thresholds at the end.
+"""Completion data that a training run writes: the index at its start, the gate and thresholds at its end.
 
-Intervals are over files: cursors in one file are alike, and one large file must not dominate.
+Confidence intervals resample files, since cursors in one file are alike, and one large file must not dominate.
 """
 
 import math
@@ -29,21 +29,21 @@ from dunes.progress import Display
 from dunes.units import plural
 
 BEFORE = 1.2
-"""The indexed part of a text ends this many tail lengths before its end, if its tail is for validation."""
+"""If the tails of the texts are for validation, a text is indexed up to this many tail lengths before its end."""
 BEHIND = 0.9
-"""The part that the gate is fitted on starts this many tail lengths before the end of a text."""
+"""If the tails of the texts are for validation, the gate is fitted on the last BEHIND tail lengths of a text."""
 PLACES = (40.0, 500, 20_000)
-"""Positions that the gate is fitted on: per second of the run, minimum and maximum."""
+"""Number of positions on which the gate is fitted: per second of the run, minimum and maximum."""
 LINES = (0.05, 4, 120)
-"""Lines that are typed to fit the thresholds: per second of the run, minimum and maximum."""
+"""Number of lines that are typed to fit the thresholds: per second of the run, minimum and maximum."""
 PLACE_SECONDS = 2e-3
-"""Seconds per position, at 4M parameters with one thread."""
+"""Seconds to fit the gate, per position, at 4M parameters with one thread."""
 LINE_SECONDS = 0.75
 """Seconds per typed line, at 4M parameters with one thread."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 8
-"""Minimum number of lines on which copying beats the model before the model is disabled."""
+"""Minimum number of typed lines to compare model and copying; with fewer lines, the model is never disabled."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
 """Target shares of accepted suggestions, for which thresholds are fitted."""
 RESAMPLES = 2_000
@@ -52,8 +52,8 @@ Text = TypeVar("Text")
 
 @dataclass(frozen=True)
 class CompletionFiles:
-    """The index of a run's training files, the (name, text) pairs for fitting the gate, and the pairs of all files
-    for the index at the end of the run."""
+    """A run's texts for completion: `index` of its training files, the (name, text) pairs `gate` for fitting the
+    gate, and the pairs `all_texts` of all files for the index at the end of the run."""
 
     index: TextIndex
     gate: Sequence[NamedText]
@@ -65,7 +65,7 @@ class CompletionFiles:
 def prepare_completion(
     corpus: Corpus, tokenizer: FileTokenizer, display: Display, sources: Sequence[str], follow_links: bool
 ) -> CompletionFiles:
-    """Index the training files, and read the texts that the gate is fitted on.
+    """Index the training files, and read the texts on which the gate will be fitted.
 
     Raises ValueError if a file changed since it was collected.
     """
@@ -89,9 +89,9 @@ def begin_completion(run: Path, files: CompletionFiles) -> str:
 
 
 def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
-    """Fit and write the gate and thresholds, on texts unseen by model and index; then add these to the index.
+    """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
 
-    `seconds` is the duration of the run, of which this takes a few percent. Returns a line for the user.
+    `seconds` is the duration of the run; the fit takes a few percent of it. Returns a line for the user.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for single tokens, more threads only wait for each other
@@ -132,7 +132,7 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
 
 
 def right_by_line(typed: Sequence[TypedFile]) -> NDArray[np.float64]:
-    """Share of cursors of each typed line at which the suggestion equals the rest of the line."""
+    """For each typed line, the share of its cursors at which the suggestion equals the rest of the line."""
     shares = [
         [suggestions.in_line(line, c).text.rstrip() == line.text[c:] for c in range(len(line.text))]
         for suggestions, lines in typed
@@ -142,7 +142,7 @@ def right_by_line(typed: Sequence[TypedFile]) -> NDArray[np.float64]:
 
 
 def closing_seconds(files: CompletionFiles, seconds: float) -> float:
-    """Estimated seconds of `finish_completion` at the end of a run of `seconds`."""
+    """Estimated seconds that `finish_completion` takes after a run of `seconds`."""
     fitted = PLACE_SECONDS * _scale(PLACES, seconds) + LINE_SECONDS * _scale(LINES, seconds)
     return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
 
@@ -155,11 +155,11 @@ def _scale(rule: tuple[float, int, int], seconds: float) -> int:
 def fit_mixture(
     engine: CompletionEngine, texts: Sequence[NamedText], most: int
 ) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
-    """Two gates for the engine's model and index, and facts: the loss in nats/token on the unseen third of the
-    texts, without and with the first gate. None without a token.
+    """Fit two gates for the engine's model and index. Returns both (None if the texts have no token) and facts.
 
-    The first gate leaves out every third text, so that thresholds fitted on these are not overconfident. The
-    second gate is fitted on all texts, and is the one to use.
+    The first gate is fitted without every third text, so that thresholds fitted on these texts are not
+    overconfident. The second gate is fitted on all texts, for use. The facts have the loss in nats/token on every
+    third text, without a gate and with the first one.
     """
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized
@@ -174,12 +174,12 @@ def fit_mixture(
 
 
 def _unseen_texts(texts: Sequence[Text]) -> Sequence[Text]:
-    """Every third text, unseen by the first gate."""
+    """Every third text; the first gate is not fitted on these."""
     return texts[::3]
 
 
 def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int) -> list[TypedFile]:
-    """About `lines` lines of these files, or of the first files, with the completer's suggestions in them."""
+    """About `lines` lines of these files, with the completer's suggestions; at most `lines` files are used."""
     texts = texts[:lines]
     lines_per_file = math.ceil(lines / max(1, len(texts)))
     samples = [sample_lines(name, text, file_lines(text), count=lines_per_file) for name, text in texts]
@@ -195,7 +195,7 @@ class Interval:
     high: float
 
     def percent(self, sign: str = "") -> str:
-        """The mean and the interval in percent, as in 21.5 [18.5, 24.8]; `sign` "+" writes signs."""
+        """The mean and the interval in percent, as in 21.5 [18.5, 24.8]; with "+" as `sign`, signs are written."""
         return f"{100 * self.mean:{sign}.1f} [{100 * self.low:{sign}.1f}, {100 * self.high:{sign}.1f}]"
 
 

@@ -1,7 +1,8 @@
-"""Files indexed for copying from them, in memory and in RUN/completion.
+"""An index of files to copy from, in memory and in RUN/completion.
 
-There `index.safetensors` has the training files as ids and as bytes with their sorted contexts, `files.json` their
-names and offsets; both are written in the first seconds of a run, and again with the validation files at its end.
+`index.safetensors` contains the training files as ids and as bytes, with their sorted contexts; `files.json`
+contains their names and offsets. Both are written to RUN/completion in the first seconds of a run. At its end they
+are written again, with the validation files.
 """
 
 import json
@@ -55,11 +56,11 @@ class TextIndex:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of the files; records have none."""
+        """Names of the files; a record of a data file has no name."""
         return frozenset(file.name for file in self.files if file.name)
 
     def without(self, hidden: Set[str] = frozenset()) -> TextSource:
-        """The text to copy from, without the files of these names, all of them in `names`."""
+        """The text to copy from, without the files with these names; all these names must be in `names`."""
         if not hidden:
             return TextSource(self.text, self.contexts, self.ids)
         ends = [*self.files, IndexedFile("", len(self.ids), len(self.text))]
@@ -84,8 +85,8 @@ def first_documents(documents: Sequence[Document], most: int = MOST) -> Sequence
 def named_texts(documents: Sequence[Document], first: float = 0, last: float = 1) -> list[tuple[str, str]]:
     """The path within its source and the text of each document, without byte order marks.
 
-    With `first` and `last`, only the part of each text between these fractions of its bytes. At most `MOST` bytes
-    in total; texts too short to split are left empty.
+    With `first` and `last`, each text is cut to the part between these fractions of its bytes; texts too short to
+    split become empty. The text of a document has at most `MOST` bytes.
     """
     return [(d.header.rstrip("\n"), _part(d, first, last).removeprefix("\ufeff")) for d in documents]
 
@@ -140,7 +141,7 @@ def read_sources(run: Path) -> Mapping[str, Any]:
 
 
 def read_index(run: Path) -> TextIndex | None:
-    """The index of a run; None if it has none. Raises ValueError for a damaged one."""
+    """The index of a run; None if the run has no index. Raises ValueError for a damaged index."""
     find_file(run, f"{FOLDER}/index.safetensors")
     if (record := read_record(run, "files.json", FORMAT, REMEDY)) is None:
         return None
@@ -168,7 +169,7 @@ def _context_index(items: NDArray[Any], order: NDArray[Any], dtypes: Collection[
 
 
 def read_record(run: Path, name: str, format: int, remedy: str) -> dict[str, Any] | None:
-    """A record in RUN/completion; None if it does not exist. Raises ValueError for one in another format."""
+    """A record in RUN/completion; None if it does not exist. Raises ValueError for another format."""
     if (path := find_file(run, f"{FOLDER}/{name}")) is None:
         return None
     record = json_file.read(path)
@@ -179,7 +180,7 @@ def read_record(run: Path, name: str, format: int, remedy: str) -> dict[str, Any
 
 @contextmanager
 def damage_reported(run: Path, subject: str, remedy: str) -> Iterator[None]:
-    """Raise ValueError with the remedy for any error of reading a damaged file inside."""
+    """Raise ValueError with the remedy if code inside this context fails to read a damaged file."""
     errors = OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError, ArithmeticError
     try:
         yield

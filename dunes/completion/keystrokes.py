@@ -1,9 +1,9 @@
-"""Simulated typing: cursors in the lines of a file, and keys saved with a suggestion after every key.
+"""Simulated typing: choose cursors in a file's lines, and count keys saved by a suggestion after every key.
 
-Cursors and lines are a pure function of the seed, the file's name and its text, so that all completers get the
-same requests, and a new file changes no position in another. The simulated user is greedy and knows the line: the
-first word of a suggestion is accepted as soon as it saves a key. Keys saved are thus an upper bound. Indentation
-is free, and Enter is not counted.
+Cursors and lines depend only on the seed, the file's name and its text. All completers thus get the same requests,
+and a new file changes no cursor in other files. The simulated user is greedy and knows the line: the first word of
+a suggestion is accepted as soon as it saves a key. Keys saved are thus an upper bound. Indentation costs no keys,
+and Enter is not counted.
 """
 
 import math
@@ -26,14 +26,14 @@ ACCEPTANCE = 0.35
 GRID = 33
 """Number of thresholds that are tried."""
 LONGEST = 200
-"""Longest line that is typed, in characters: nobody types longer ones, and each character is a request."""
+"""Maximum characters of a typed line: nobody types longer lines, and each character costs a request."""
 _IDENTIFIER = re.compile(r"\w\w")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is not blank: `text` without indentation and trailing white space; the offsets of its start and
-    of the line's end in the file, in characters."""
+    """A line that is not blank. `text` is the line without indentation and trailing white space. `start` is the
+    offset of `text` in the file, `end` the offset of the line's end, in characters."""
 
     start: int
     end: int
@@ -42,8 +42,8 @@ class Line:
 
 @dataclass(frozen=True)
 class CutPoint:
-    """A cursor in a line of a file. `offset` and `end` (of the line) are in characters from the start of the file,
-    `rest` is the text between them, without trailing white space and never empty. `behind` has the closing
+    """A cursor in a line of a file. Its `offset` and the line's `end` are in characters from the start of the
+    file. `rest` is the text between them without trailing white space; it is never empty. `behind` has the closing
     brackets that an editor inserted behind the cursor; `rest` then ends before them."""
 
     offset: int
@@ -66,11 +66,12 @@ def file_lines(text: str) -> list[Line]:
 
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
-    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. A
-    cursor inside brackets that the line closes later occurs twice, also with the closing brackets behind it.
+    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. If
+    a cursor is inside brackets that close later in the line, it occurs again with the closing brackets behind it.
 
-    Lines are drawn without replacement, then a character in each, so that long lines have no more cursors than
-    short ones. A cursor has at least one character of the line before it (without indentation), and one after it.
+    Lines are drawn without replacement, then a character in each line, so that long lines have no more cursors
+    than short ones. A cursor inside a line has at least one character of the line before it, without indentation,
+    and one after it.
     """
     random = _generator(name, text, seed)
     longer = [line for line in lines if len(line.text) > 1]
@@ -82,7 +83,7 @@ def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count
 
 
 def sample_lines(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 12) -> list[Line]:
-    """At most `count` of the lines of at most 200 characters, in their order."""
+    """A sample of at most `count` lines of up to LONGEST characters, in the file's order."""
     lines = [line for line in lines if len(line.text) <= LONGEST]
     indices = _generator(name, text, seed + 1).choice(len(lines), min(count, len(lines)), replace=False)
     return [lines[number] for number in np.sort(indices)]
@@ -108,20 +109,20 @@ class Typing:
 
     @property
     def acceptance(self) -> float:
-        """Share of shown suggestions that is accepted; NaN if none was shown."""
+        """Share of shown suggestions that is accepted; NaN without suggestions."""
         return self.accepted / self.shown if self.shown else math.nan
 
     @property
     def shown_per_line(self) -> float:
-        """Different suggestions shown on a line."""
+        """Mean number of different suggestions shown per line; NaN without lines."""
         return self.shown / self.lines if self.lines else math.nan
 
 
 class FileSuggestions:
-    """The suggestions of a completer in a file; each is requested once.
+    """The suggestions of a completer in a file; each position is requested once.
 
-    `cold` has the seconds of the first request, `warm` of requests one key after the previous one on the same
-    line. With `below`, the completer gets the text from the next line on, otherwise no text after the cursor.
+    `cold` has the seconds that the first request took, `warm` the seconds of requests one key after another
+    request in the same line. With `below`, the completer gets the text from the next line on.
     """
 
     def __init__(self, completer: LineCompleter, name: str, text: str, below: bool = False) -> None:
@@ -132,9 +133,9 @@ class FileSuggestions:
         self._suggestions: dict[tuple[int, str], Suggestion] = {}
 
     def ask(self, end: int, offset: int, warm: bool = False, behind: str = "") -> Suggestion:
-        """The suggestion at an offset of a line that ends at `end`, both in characters of the file.
+        """The suggestion at `offset` in a line that ends at `end`; both are in characters from the file's start.
 
-        `behind` is the text behind the cursor, in place of the rest of the line.
+        The completer gets `behind` as the text behind the cursor, in place of the rest of the line.
         """
         if (offset, behind) not in self._suggestions:
             after = behind + (self.text[end:] if self._below else "")
@@ -157,9 +158,9 @@ TypedFile = tuple[FileSuggestions, Sequence[Line]]
 
 
 def type_line(content: str, suggest: Callable[[int], Suggestion], threshold: float = 0.0) -> Typing:
-    """Type a line with suggestions after each column, shown from a probability of `threshold` on.
+    """Simulate typing a line; a suggestion is shown if the probability of its first word is at least `threshold`.
 
-    `content` is without indentation. One key accepts the first word of a suggestion.
+    `content` is the line without indentation. One key accepts the first word of a suggestion.
     """
     column = keys = shown = accepted = 0
     displayed, is_accepted = "", False
@@ -178,16 +179,16 @@ def type_line(content: str, suggest: Callable[[int], Suggestion], threshold: flo
 
 
 def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
-    """Type the lines of a file with suggestions."""
+    """Simulate typing the lines of a file."""
     suggestions, lines = file
     typed = (type_line(line.text, partial(suggestions.in_line, line), threshold) for line in lines)
     return sum(typed, Typing())
 
 
 def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) -> float:
-    """The threshold that saves most keys while at least this share is accepted; infinite if none does.
+    """The threshold that saves most keys while at least this share is accepted; infinity without such a threshold.
 
-    The files must be unseen by the completer, and not be evaluated on.
+    The completer must not have seen the files, and no evaluation may use them.
     """
     probabilities = [
         s.in_line(line, c).word for s, lines in files for line in lines for c in range(len(line.text))
@@ -216,7 +217,7 @@ def _cut_point(text: str, line: Line, column: int, kind: Literal["character", "l
 
 
 def _inside_brackets(text: str, cut: CutPoint) -> CutPoint | None:
-    """The cursor with the closing brackets of all open ones behind it, if the line closes the innermost later."""
+    """The cursor with closing brackets for all open ones behind it; None unless the line closes the innermost."""
     typed = split_lines(text[: cut.offset])[-1]
     behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)
     if not behind or not place or cut.rest[place] != behind[0] or not cut.rest[:place].strip():

@@ -1,10 +1,11 @@
-"""The rest of a line that repeats the line above with another name.
+"""Suggest the rest of a line that repeats the line above with another name.
 
     first = padded(first, 3)
     second = padded(▏second, 3)
 
-Both lines are compared token by token up to the cursor. If they differ in a single word, the rest is copied from
-the line above with this word replaced, or its differing part (of `first_cost` and `second_cost`, `first`).
+Both lines are compared token by token up to the cursor. If they differ in a single word, the rest of the
+line above is copied with this word replaced. Inside other words, only the differing part of the word is
+replaced (for `first_cost` and `second_cost`, `first`).
 """
 
 import re
@@ -14,9 +15,9 @@ from typing import NamedTuple
 from dunes.text.lines import split_lines
 
 LINES = 4096
-"""Characters before the cursor in which the line above is searched."""
+"""Number of characters before the cursor in which the line above is searched."""
 REACH = 20_000
-"""Characters before the cursor in which a partly typed word is looked up."""
+"""Number of characters before the cursor in which a partly typed word is looked up."""
 LEAST = 2
 """Minimum characters of a partly typed word."""
 LONGEST = 400
@@ -27,7 +28,8 @@ _CASES = (str, str.lower, str.upper, lambda w: w[:1].upper() + w[1:], lambda w: 
 
 
 class _Name(NamedTuple):
-    """A word `new` that replaces `old`, and (old, new) spellings of their differing parts inside other words."""
+    """A word `new` that replaces the word `old`. `parts` has (old, new) spellings of the part in which they
+    differ, to be replaced inside other words."""
 
     old: str
     new: str
@@ -35,7 +37,7 @@ class _Name(NamedTuple):
 
 
 def renamed_rest(before: str) -> str:
-    """The rest of the last line, if it repeats the line above with another name; else empty."""
+    """The rest of the last line, if it repeats the line above with another name; otherwise empty."""
     *lines, typed = split_lines(before[-LINES:] + "|")
     above, typed = next((line.strip() for line in reversed(lines) if line.strip()), ""), typed[:-1].lstrip()
     if max(len(above), len(typed)) > LONGEST:
@@ -44,7 +46,7 @@ def renamed_rest(before: str) -> str:
 
 
 def _repeat(typed: Sequence[str], above: Sequence[str], text: str) -> str:
-    """The rest of the line above with the renaming of the typed line; empty if nothing is renamed."""
+    """The rest of the line above, with its name replaced as in the typed line; empty if no name is replaced."""
     if not 1 < len(typed) <= len(above):
         return ""
     pairs, part = [*zip(typed, above, strict=False)], typed[-1]
@@ -66,7 +68,7 @@ def _repeat(typed: Sequence[str], above: Sequence[str], text: str) -> str:
 
 
 def _complete_word(part: str, old: str, text: str) -> str:
-    """The last word of the text that starts with `part`; empty if there is none, or `part` is too short."""
+    """The last word of the text that starts with `part`; empty without such a word, or if `part` is too short."""
     if len(part) < LEAST or not _is_word(part) or not _is_word(old):
         return ""
     *_, last = "", *(match[0] for match in re.finditer(rf"\b{part}\w+", text[: -len(part)]))
@@ -85,7 +87,7 @@ def _name(new: str, old: str) -> _Name:
 
 
 def _rename(token: str, name: _Name) -> str:
-    """The token with the old name replaced by the new, or the part of it that differs."""
+    """The token with the old name replaced by the new one, or with the differing part of the name replaced."""
     if token == name.old:
         return name.new
     parts = _PART.findall(token)

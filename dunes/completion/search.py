@@ -19,28 +19,28 @@ LIMIT = 48
 WIDTH = 3
 """Number of beams."""
 BEAMED = 5
-"""Beam search covers the first 5 tokens."""
+"""Number of tokens after which beam search ends and beams continue by greedy decoding."""
 LEAD = 1.5
-"""Lead in nats at which the best beam continues alone."""
+"""Beam search ends once the best beam leads the second one by this many nats."""
 HOPELESS = -2.3
-"""Log-probability (nats) of a line below which decoding stops and the line is copied instead."""
+"""If a line's log-probability (nats) is below this, decoding stops and a copied line replaces it."""
 LIKELY = -1.9
-"""Log-probability (nats) of a beam's first word from which a copy with another first word is rejected."""
+"""If a beam's first word has at least this log-probability (nats), a copy with another first word is rejected."""
 LONG = 10
-"""Minimum length in bytes of a match within the file for copying its line."""
+"""Minimum length in bytes of a long match within the file."""
 SURE = -1.8
-"""Log-probability (nats) of a line below which the line of such a match is copied."""
+"""If a line's log-probability (nats) is below this and the file has a LONG match, a copied line replaces it."""
 REPEATED = math.log(0.4)
-"""Minimum log-probability of a line that repeats another, renamed; 30 of 69 such lines were right
-(docs/log/completion.md, "Lines that repeat one with another name")."""
+"""Minimum log-probability that a line gets if it repeats the line above with a name replaced; 30 of 69 such lines
+were right (docs/log/completion.md, "Lines that repeat one with another name")."""
 
 
 @dataclass(frozen=True)
 class CompleteOptions:
-    """Numbers of `lines`, of beams (`width`; 1 is greedy), and of suggestions (`alternatives`, up to `width`).
+    """Numbers of `lines`, of beams (`width`; 1: greedy), and of suggestions (`alternatives`, at most `width`).
 
-    Suggestions end before a string of `stop`, and after `max_tokens`. `cancelled` is called between two forwards.
-    `files` are names and texts to copy from in this request alone.
+    A suggestion ends before a string in `stop`, and after at most `max_tokens` tokens. `cancelled` is called
+    between two forwards. `files` are (name, text) pairs to copy from in this request only.
     """
 
     lines: int = 1
@@ -66,7 +66,7 @@ DEFAULTS = CompleteOptions()
 
 
 class Beam(NamedTuple):
-    """Ids after the prompt, and the log-probability (nats) of each."""
+    """Ids after the prompt, and the log-probability (nats) of each id."""
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -81,13 +81,13 @@ class Beam(NamedTuple):
         return Beam((*self.ids, id), (*self.logprobs, logprob))
 
     def condition(self, logprob: float) -> "Beam":
-        """The beam conditioned on an event of this log-probability, subtracted from the first id."""
+        """The beam conditioned on an event with this log-probability, which is subtracted from the first id's."""
         first, *rest = self.logprobs
         return Beam(self.ids, (first - logprob, *rest))
 
 
 class LineSearch:
-    """The search at a cursor behind a prompt and the text typed since. At most `room` ids fit behind the prompt.
+    """The search at a cursor after a prompt and the typed bytes. At most `room` ids fit after the prompt.
 
     `renamed` is the rest of the line if it repeats the line above with a name replaced.
     """
@@ -100,7 +100,7 @@ class LineSearch:
         self.limit = min(options.max_tokens or LIMIT * options.lines, room)
 
     def beams(self) -> list[Beam]:
-        """The most probable ids up to the end of the lines, with log-probabilities given the typed text."""
+        """The most probable beams up to the end of the lines, with log-probabilities given the typed text."""
         count = self.options.alternatives
         beams = [Beam()]
         if self.options.width > 1:
@@ -119,7 +119,7 @@ class LineSearch:
         return beams[:count]
 
     def text(self, beam: Beam) -> str:
-        """The text of these ids without the typed part, and without a last word that may be incomplete."""
+        """The text of a beam without the typed part, and without a last word that may be incomplete."""
         text = "".join(split_lines(self._data(beam).decode(errors="ignore"))[: self.options.lines])
         places = [place for stop in self.options.stop if (place := text.find(stop)) >= 0]
         if places:
@@ -139,7 +139,7 @@ class LineSearch:
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
 
     def _decode(self, beam: Beam) -> Beam:
-        """The beam with greedily decoded ids, until it ends, or has a whole word and is hopeless."""
+        """The beam continued by greedy decoding until it ends, or until it has a complete word and is hopeless."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
             if first_word(text) != text and self._is_hopeless([beam]):
@@ -152,8 +152,8 @@ class LineSearch:
         return beam
 
     def _or_copy(self, beam: Beam) -> Beam:
-        """The beam; if it is hopeless, the line after the longest match of the text instead, unless the beam's
-        first word differs and is likely."""
+        """The beam, or the line after the text's longest match if the beam is too improbable: below HOPELESS, or
+        below SURE if the file has a long match. A beam whose likely first word differs from the copy's stays."""
         copies = self.mixture.copies
         if self.mixture.gate is None or (beam.ids and (beam.total >= SURE or self._uncovered(beam))):
             return beam
@@ -166,7 +166,7 @@ class LineSearch:
         return beam if is_likely else copy
 
     def _repeat_above(self) -> Beam | None:
-        """The line that repeats the one above with a name replaced, if any, as a beam."""
+        """A beam with the line that repeats the line above with a name replaced; None if nothing is repeated."""
         if self.mixture.gate is None or not self.renamed or self.options.lines > 1:
             return None
         line = self.mixture.copies.typed + f"{self.renamed}\n".encode()
@@ -177,7 +177,7 @@ class LineSearch:
         return beam
 
     def _score(self, ids: Sequence[int]) -> Beam | None:
-        """The ids of a line with log-probabilities conditioned on the typed text; None if they do not end it."""
+        """The beam of these ids with log-probabilities given the typed text; None if they do not end the line."""
         if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
             return None
         beam = Beam()
@@ -191,7 +191,7 @@ class LineSearch:
         return beam.condition(self.mixture.typed_logprob(self.prompt)) if has_typed else beam
 
     def ends(self, beam: Beam) -> bool:
-        """True if these ids have `lines` line ends, a stop string, or the end of the text."""
+        """True if the beam has `lines` line ends, a stop string, or the end of the text."""
         text = self._data(beam).decode(errors="replace")
         if len(split_lines(text)) > self.options.lines or any(stop in text for stop in self.options.stop):
             return True
@@ -200,13 +200,13 @@ class LineSearch:
     def _is_decided(self, beams: Sequence[Beam]) -> bool:
         """True if the first beam is far more probable than the second, or hopeless.
 
-        Beams that have not yet covered the typed text are not comparable with others.
+        False while a beam has not covered the typed text, since it cannot be compared with other beams.
         """
         lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
         return not any(map(self._uncovered, beams)) and (lead >= LEAD or self._is_hopeless(beams))
 
     def _is_hopeless(self, beams: Sequence[Beam]) -> bool:
-        """True if the first beam is below HOPELESS, given the typed text; False if a beam has not covered it."""
+        """True if the first beam, given the typed text, is below HOPELESS; False if a beam has not covered it."""
         if any(map(self._uncovered, beams)):
             return False
         return beams[0].total < HOPELESS and beams[0].total - self.mixture.typed_logprob(self.prompt) < HOPELESS
@@ -216,11 +216,11 @@ class LineSearch:
         return self.mixture.copies.uncovered([*self.prompt, *beam.ids])
 
     def _data(self, beam: Beam) -> bytes:
-        """Bytes of the ids without the typed part."""
+        """Bytes of a beam's ids without the typed part."""
         return b"".join(self.pieces[i] for i in beam.ids)[len(self.mixture.copies.typed) :]
 
     def _word_logprob(self, beam: Beam) -> float:
-        """Log-probability of the first word; -inf without one."""
+        """Log-probability of a beam's first word; -inf if it has no word."""
         word = first_word(self._data(beam).decode(errors="ignore"))
         return self.logprob(beam, word) if word.strip() else -math.inf
 
@@ -236,11 +236,11 @@ def beam_search(
     ends: Callable[[Beam], bool],
     decided: Callable[[Sequence[Beam]], bool] = lambda beams: False,
 ) -> list[Beam]:
-    """Beam search with `width` beams of up to `max_tokens` ids, most probable first; empty if nothing may follow.
+    """Beam search with `width` beams of up to `max_tokens` ids; returns beams, the most probable first.
 
-    `logprobs` returns the next-id log-probabilities (V,) of each of several texts, -inf for forbidden ids. The
-    search stops when no unfinished beam is as probable as the best finished one (`ends`), or when `decided`
-    returns True for the beams, sorted by probability.
+    `logprobs` returns the next-id log-probabilities (V,) after each of several texts, -inf for forbidden ids.
+    `ends` returns True for a finished beam. The search stops when no unfinished beam is more probable than the
+    best finished one, or when `decided` returns True for the beams, sorted by probability.
     """
     beams, finished, ranked = [Beam()], list[Beam](), list[Beam]()
     for _ in range(max_tokens):
@@ -257,7 +257,7 @@ def beam_search(
 
 
 def _extensions(beam: Beam, logprobs: Tensor, width: int) -> list[Beam]:
-    """The beam with each of the most probable next ids."""
+    """The beam extended by each of the `width` most probable next ids."""
     best = logprobs.topk(min(width, len(logprobs)))
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [beam.extend(id, logprob) for id, logprob in pairs if logprob > -torch.inf]

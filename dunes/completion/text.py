@@ -1,4 +1,4 @@
-"""A file's text as ids, as in training and completion: its path, then its lines."""
+"""Encode a file as ids, for training and completion: its path, then its lines."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -19,11 +19,11 @@ from dunes.text import Tokenizer
 from dunes.text.lines import split_lines, valid_text
 
 NEAR = 200_000
-"""Characters above the cursor that are used."""
+"""Maximum number of characters above the cursor that are used."""
 BELOW = 20_000
-"""Characters below the cursor that are used."""
+"""Maximum number of characters below the cursor that are used."""
 LINE = 4096
-"""Characters of a line that are encoded at once."""
+"""Maximum number of characters of a line that are encoded at once."""
 FORMS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -40,10 +40,10 @@ QUOTES = "\"'`"
 """Quotes that an editor closes automatically."""
 _LINE_END = re.compile(r"[\r\n]")
 CACHED_LINES = 1 << 16
-"""Lines whose ids are cached: after a keystroke, all but one are the same."""
+"""Number of lines whose ids are cached; after a keystroke, all lines but one are the same."""
 RECENT = 12
-"""Results of `FileTokenizer.recent` that are cached. A file has four: lines above the cursor, sources to copy
-from, the index without this file, and an index of the request's files."""
+"""Number of cached results of `FileTokenizer.recent`. Each file takes four cache entries: the lines above the
+cursor, the sources to copy from, the index without this file, and an index of the request's files."""
 
 
 class TokenizedText(NamedTuple):
@@ -54,10 +54,10 @@ class TokenizedText(NamedTuple):
 
 
 class FileTokenizer:
-    """Encodes the texts of files; `header` is True if the model was trained on paths before the files.
+    """Encodes the texts of files; `header` is True if each file followed its path in training.
 
-    It caches what is computed from texts: the ids of lines, and in `recent(make, *arguments)` the results of
-    functions, since the files are the same after a keystroke.
+    It caches the ids of lines. The function `recent(make, *arguments)` returns `make(*arguments)` and caches the
+    result, since most of a file is the same after a keystroke.
     """
 
     def __init__(self, tokenizer: Tokenizer, header: bool) -> None:
@@ -72,19 +72,20 @@ class FileTokenizer:
         self._line = lru_cache(CACHED_LINES)(lambda line: tuple(tokenizer.encode_continuation(line)))
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """Log-probabilities (V,) of the tokenizer's ids, on the CPU as the gate is, from a model's logits."""
+        """Log-probabilities (V,) of the tokenizer's ids, from a model's logits; on the CPU, where the gate is."""
         return log_probs(logits[: len(self.pieces)].cpu())
 
     def line(self, text: str) -> tuple[int, ...]:
-        """The ids of a line or part of a line; a very long one is encoded in pieces."""
+        """The ids of a line or part of a line; a very long line is encoded in pieces."""
         if len(text) <= LINE:
             return self._line(text)
         return tuple(chain.from_iterable(self._line(text[i : i + LINE]) for i in range(0, len(text), LINE)))
 
     def split_typed(self, ids: Sequence[int]) -> tuple[Sequence[int], bytes]:
-        """The ids before those that a longer token could replace, and the bytes of the replaceable ids.
+        """Split ids into the ids to keep, and the bytes of the last ids, which a longer token could replace.
 
-        Text that ends in several tokens may continue as one longer token. Characters that no token has stay.
+        After more typing, the last tokens may become one longer token. Characters that are in no token of the
+        vocabulary are never replaced.
         """
         first = next((n for n in range(len(ids), 0, -1) if not self.pieces[ids[n - 1]]), 0)
         for cut in range(max(first, len(ids) - 8), len(ids)):
@@ -95,9 +96,9 @@ class FileTokenizer:
         return ids, b""
 
     def _find_allowed(self, typed: bytes) -> Tensor | None:
-        """Mask (V,), bool, of ids that may follow when the text must continue with these bytes; None if all may.
+        """Mask (V,), bool, of ids that may come next if the text must continue with `typed`; None if it is empty.
 
-        These ids start with the bytes, or are a prefix of them: the line may be spelled in shorter tokens.
+        An id is allowed if its bytes start with `typed`, or are a prefix of `typed` (a shorter token).
         """
         if not typed:
             return None
@@ -126,7 +127,7 @@ class FileTokenizer:
         return [self.tokenizer.token_id(FILE), *(self.line(f"{name}\n") if name else ())]
 
     def tokenize(self, text: str, name: str = "") -> TokenizedText:
-        """The ids of a text from its start, in lines; an unfinished last line counts as one."""
+        """The ids of a text from its start, and the starts of its lines; an unfinished last line counts, too."""
         if self.tokenizer.line_separable:
             last = max(text.rfind("\n"), text.rfind("\r")) + 1
             above = self.recent(self._tokenize_lines, text[:last], name)
@@ -149,16 +150,16 @@ class FileTokenizer:
 
 
 class FimForm(NamedTuple):
-    """Sentinel ids before prefix, suffix and middle; with `suffix_first`, a prompt ends with the prefix."""
+    """The sentinel ids before prefix, suffix and middle. If `suffix_first`, a prompt ends with the prefix."""
 
     ids: tuple[int, int, int]
     suffix_first: bool
 
 
 def fim_form(loaded: LoadedModel) -> FimForm | None:
-    """The fill-in-the-middle format of a model; None if it was not trained to fill in.
+    """The fill-in-the-middle format of a model; None if it was not trained on such text.
 
-    Models trained here have it in their card; for others, the tokenizer's sentinels decide.
+    The card of a model trained with dunes records this; for other models, the tokenizer's sentinels decide.
     """
     trained, tokenizer = trained_text(loaded.card), loaded.require_tokenizer()
     if trained and not (trained.get("complete") and trained.get("fim_rate")):
@@ -171,7 +172,7 @@ def fim_form(loaded: LoadedModel) -> FimForm | None:
 
 
 def near_text(before: str) -> str:
-    """The last part of the text above the cursor, from the start of a line if one is near."""
+    """The last part of the text above the cursor, from the start of a line if a line starts nearby."""
     if len(before) > NEAR:
         part = before[-NEAR:]
         before = part[part.find("\n", 0, LINE) + 1 :]
@@ -181,9 +182,9 @@ def near_text(before: str) -> str:
 def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
     """The suggestion without the part that already follows the cursor; empty if it repeats the next lines.
 
-    `typed` is the line before the cursor: together with the suggestion it may equal the next line. If the line
-    goes on behind the cursor, the suggestion is a single line. It ends before a closing bracket or quote that the
-    text behind the cursor already has.
+    `typed` is the part of the line before the cursor; together with the suggestion, it may equal the next line. If
+    the line continues behind the cursor, the suggestion is cut to a single line, which ends before a closing
+    bracket or quote that already follows the cursor.
     """
     if (rest := first_line(after).rstrip()).strip():
         line = _before_closing(first_line(suggestion), rest, typed)
@@ -195,7 +196,7 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
 
 
 def _before_closing(line: str, rest: str, typed: str) -> str:
-    """The line up to a bracket or quote that is open before the cursor, if `rest` closes it."""
+    """The line, cut before a bracket or quote that closes one opened before the cursor, if `rest` has it."""
     (_, line_place), (_, rest_place) = unmatched(line), unmatched(rest)
     if line_place is not None and rest_place is not None and line[line_place] == rest[rest_place]:
         line = line[:line_place]
@@ -206,7 +207,8 @@ def _before_closing(line: str, rest: str, typed: str) -> str:
 
 
 def _overlaps(line: str, part: str, typed: str) -> bool:
-    """True if the line ends with this part, which closes no bracket or quote opened in the typed line."""
+    """True if the line ends with this part. False if the part closes a quote that the line opens, or a bracket
+    that the line opens while `typed` has open brackets."""
     if not line.endswith(part):
         return False
     before = line[: -len(part)]
@@ -216,9 +218,9 @@ def _overlaps(line: str, part: str, typed: str) -> bool:
 
 
 def window(ids: Sequence[int], length: int) -> Sequence[int]:
-    """The last ids that fit into this context length, from an offset that seldom moves.
+    """The last ids that fit into this context length, from an offset that seldom changes.
 
-    When a text grows by one id, the window nearly always grows by one, so that the KV cache stays valid.
+    When a text grows by one id, its window nearly always grows by the same id, so that the KV cache stays valid.
     """
     if len(ids) <= length:
         return ids
@@ -232,8 +234,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """Closing brackets for a text's open ones, innermost first, and the position of its first unmatched closing
-    one."""
+    """The closing brackets missing at the end of a text, innermost first, and None. If the text has a closing
+    bracket without an opening one: an empty string, and the position of the first such bracket."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:
@@ -252,6 +254,6 @@ def whole_words(text: str) -> str:
 
 
 def first_word(text: str) -> str:
-    """The line up to the end of its first identifier, or the whole line if it has none."""
+    """The line up to the end of its first identifier, or the entire line if it has no identifier."""
     word = _WORD.match(text)
     return word[0] if word else ""

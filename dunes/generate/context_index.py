@@ -1,8 +1,8 @@
-"""Index of all contexts of a text, sorted, to look up what followed a context earlier in the text.
+"""A sorted index of all contexts of a text, to look up which items followed a context earlier in the text.
 
 A context is the text before a position, read backwards. In the sorted order, contexts with the same last n items
-are adjacent: their positions form a range, which contains the range for one more item. The order is a suffix array
-of the reversed text, limited to some depth and built by prefix doubling.
+are adjacent: their positions form a range. The range for the same last n + 1 items lies inside it. The order is a
+suffix array of the reversed text, limited to `depth` items and built by prefix doubling.
 https://doi.org/10.1137/0222058
 """
 
@@ -24,7 +24,7 @@ Text = TypeVar("Text", str, bytes)
 
 
 class Match(NamedTuple):
-    """Positions `order[first:last]` of an index, whose contexts end with the same `length` items."""
+    """Positions `order[first:last]` of an index whose contexts all end with the same `length` items."""
 
     length: int
     first: int
@@ -35,7 +35,7 @@ class ContextIndex:
     """Index of the contexts of all positions in `items` (N,), unsigned integers below 2^32 - 1.
 
     `order` (N,), int32, is the sorted order of the positions, computed if not given. The index takes 4 bytes per
-    item in addition to the items and their bytes.
+    item, in addition to the items and a reversed copy of their bytes.
     """
 
     def __init__(self, items: NDArray[Any], order: NDArray[np.int32] | None = None, depth: int = DEPTH) -> None:
@@ -49,9 +49,10 @@ class ContextIndex:
         return len(self.items)
 
     def matches(self, context: Sequence[int], lengths: Sequence[int] = ()) -> list[Match]:
-        """The match of as many last items of a context as possible, at most `depth`; none without a match.
+        """Matches of a context's suffixes; the last one is for the longest suffix that occurs.
 
-        Before it, the matches of fewer last items, of those numbers that are in `lengths` (ascending).
+        Before it come the matches of shorter suffixes with a length in `lengths` (ascending). At most
+        `depth` items are compared. The list is empty if no suffix occurs.
         """
         context, size = context[-self.depth :], self.items.itemsize
         key = context[::-1] if isinstance(context, bytes) else _backwards(np.array(context, self.items.dtype))
@@ -76,7 +77,7 @@ class ContextIndex:
         return index
 
     def positions(self, match: Match, most: int | None = None) -> NDArray[np.int32]:
-        """Positions of a match, which are the indices of the items that followed it.
+        """The positions of a match: the indices in `items` of the items that followed it.
 
         At most about `most` of them are returned, spread evenly over their order.
         """
@@ -84,7 +85,8 @@ class ContextIndex:
         return self.order[match.first : match.last : step]
 
     def _reader(self, size: int) -> Callable[[int], bytes]:
-        """A function that returns the `size` bytes before a position, read backwards; fewer at the start."""
+        """A function that returns the `size` bytes before a position, read backwards; fewer bytes near the
+        start."""
         backwards, end, step = self._backwards, len(self._backwards), self.items.itemsize
 
         def before(position: int) -> bytes:
@@ -100,7 +102,7 @@ class ContextIndex:
 
 
 def _backwards(items: NDArray[Any]) -> bytes:
-    """The bytes of the items from the last to the first, which sort like the items."""
+    """The bytes of the items from the last to the first, each big-endian, so that bytes sort like items."""
     return items[::-1].astype(items.dtype.newbyteorder(">")).tobytes()
 
 
@@ -123,7 +125,7 @@ def last_match(text: Text, context: Text) -> tuple[int, int]:
 
 
 def sorted_contexts(items: NDArray[Any], depth: int) -> NDArray[np.int32]:
-    """Positions (N,), int32, of a text, sorted by the `depth` items before each, the nearest item first."""
+    """Positions (N,), int32, of a text, sorted by the `depth` items before each position, nearest item first."""
     count, bits = len(items), (int(items.max(initial=0)) + 1).bit_length()
     padded = np.zeros(depth + count, np.int64)  # zero, before the first item, is none of them
     padded[depth:] = items

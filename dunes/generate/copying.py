@@ -1,11 +1,11 @@
-"""Copying: continuations of earlier occurrences of a text, mixed with a language model by a fitted gate.
+"""Copying: ids that followed earlier occurrences of a text are mixed with a language model by a fitted gate.
 
-In texts as ids, the ids that followed the longest match with the context, and shorter matches, are blended as in
-prediction by partial matching (PPM): the counts after n ids, and one pseudocount from shorter contexts for each
-distinct id. In texts as bytes, which match wherever a token ends, the lines after the longest match are proposed.
-A gate then changes the log-probability of each proposed id, and of the model's most probable ids, by features: how
-long the matches are, how sure the sources and the model are, how often and how recently the file has the id, and
-what characters it consists of. The result is normalised again.
+Texts are searched as ids and as bytes. The ids after the longest match of ids and after shorter matches are
+blended as in prediction by partial matching (PPM): the counts after n ids get one pseudocount per distinct id,
+divided as in the blend of shorter matches. A match of bytes does not depend on token boundaries; the lines after
+the longest one are proposed. A gate then changes the log-probabilities of the proposed ids and of the model's most
+probable ids. Its features are how long the matches are, how sure the sources and the model are, how often and how
+recently the file contains an id, and which characters the id has. The result is normalised again.
 https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
 
@@ -28,30 +28,30 @@ from dunes.generate.context_index import ContextIndex, last_match
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 """Lengths of the matches that are blended, besides the longest."""
 FOLLOWERS = 256
-"""Maximum positions of a match that are read."""
+"""Maximum number of positions that are read for a match of ids."""
 CANDIDATES = 16
-"""Maximum ids that a source proposes."""
+"""Maximum number of ids that a source proposes."""
 TOP = 24
-"""Ids that the model proposes."""
+"""Number of the model's most probable ids that are candidates."""
 DEPTH_BYTES = 64
-"""Maximum bytes of a match."""
+"""Maximum length of a match of bytes."""
 CONTEXT_IDS = 48
-"""Last ids of a text whose bytes are matched."""
+"""Number of ids at the end of a text whose bytes are matched."""
 CONTINUATIONS = 8
-"""Maximum positions of a match of bytes that are read."""
+"""Maximum number of positions that are read for a match of bytes."""
 AHEAD = 24
-"""Bytes after a match that are encoded."""
+"""Maximum number of bytes after a match that are encoded."""
 LINE = 120
-"""Maximum bytes of a proposed line."""
+"""Maximum length of a proposed line in bytes."""
 LEAST = 1e-4
-"""Probability that is added before the logarithm in a feature."""
+"""Added to a probability before its logarithm becomes a feature."""
 
 
 class Followers(NamedTuple):
     """Ids (C,), int64, that followed a context in one source.
 
-    `probs` are their blended probabilities, which leave some for other ids; `shares` are their fractions among the
-    ids after the longest match, which has `length` ids and `places` positions.
+    `probs` are their blended probabilities, whose sum is at most 1. `shares` are their fractions of the ids after
+    the longest match. The longest match has `length` items (ids or bytes) and occurs at `places` positions.
     """
 
     ids: NDArray[np.int64]
@@ -72,14 +72,14 @@ class Candidates(NamedTuple):
 
 
 class TextSource(NamedTuple):
-    """A text as bytes, and its ids. Without an index of its contexts, the text is searched from its end."""
+    """A text with indexes of its bytes (`contexts`) and `ids`; without `contexts`, it is searched from its end."""
 
     text: bytes
     contexts: ContextIndex | None = None
     ids: ContextIndex | None = None
 
     def longest(self, context: bytes) -> tuple[int, list[int]]:
-        """Length of the longest match of the end of `context`, and positions after it, the last one first."""
+        """Length of the longest suffix of `context` that occurs, and positions after it, the last one first."""
         if self.contexts is None:
             length, position = last_match(self.text, context)
             return length, [position] if length else []
@@ -129,10 +129,10 @@ class Sources:
 
     @cached_property
     def uses(self) -> NDArray[np.float32]:
-        """Features of the file's use of each id, (V, USES), as logarithms.
+        """Features of each id's use in the file, (V, USES), each as `log2(1 + x)`.
 
-        These are its count, its distance before the cursor (in ids; the length of the text above if absent), and
-        the length of the text above.
+        The three values x are the id's count, the distance in ids from its last occurrence above the cursor to the
+        cursor (without one, the length of the text above), and the length of the text above.
         """
         size = len(self.vocabulary.pieces)
         uses = np.zeros((size, self.USES), np.float32)
@@ -150,7 +150,7 @@ class Sources:
 class Copies:
     """Proposes ids to copy after the ids of a text.
 
-    `typed` are bytes after its first `start` ids, with which the next ids have to start.
+    After the first `start` ids, the text must start with the bytes `typed`.
     """
 
     sources: Sources
@@ -160,7 +160,7 @@ class Copies:
     FEATURES: ClassVar[int] = 18 + Sources.USES + Vocabulary.KINDS
 
     def candidates(self, ids: Sequence[int], top: Sequence[int] = ()) -> Candidates:
-        """Ids that may follow, from all sources and from `top`, the model's most probable ids."""
+        """Candidates for the next id: ids from all sources, and `top`, the model's most probable ids."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         parts = sources.near, sources.far
@@ -176,30 +176,31 @@ class Copies:
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
     def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
-        """Up to `limit` ids of the rest of the line after the longest match; of equal ones, the near and last."""
+        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, one in
+        `near` wins, and in a text the last one."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         length, positions, text = longest_match((*sources.near, *sources.far), context)
         return sources.vocabulary.encode(rest + line_at(text, positions[0], LINE))[:limit] if length else ()
 
     def uncovered(self, ids: Sequence[int]) -> bytes:
-        """Typed bytes that the ids do not cover yet."""
+        """The typed bytes that the ids after `start` do not cover yet."""
         pieces = self.sources.vocabulary.pieces
         covered = sum(len(pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
         return self.typed[covered:]
 
     def near_match(self, ids: Sequence[int]) -> int:
-        """Length in bytes of the longest match of a text in its own file."""
+        """Length in bytes of the longest match of the text of these ids in its own file (`near`)."""
         return longest_match(self.sources.near, self._context(ids, self.uncovered(ids)))[0]
 
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
-        """Last bytes of a text since its last sentinel, with the uncovered typed bytes."""
+        """The last bytes of a text after its last sentinel, followed by the uncovered typed bytes."""
         pieces = self.sources.vocabulary.pieces
         parts = [*takewhile(len, (pieces[i] for i in reversed(ids[-CONTEXT_IDS:])))]
         return (b"".join(reversed(parts)) + rest)[-DEPTH_BYTES:]
 
     def _lines(self, part: Sequence[TextSource], context: bytes, rest: bytes) -> Followers:
-        """First ids of the lines after the longest match, with their frequencies."""
+        """The first ids of the lines that follow the longest match, with their frequencies."""
         length, positions, text = longest_match(part, context)
         if length <= len(rest):
             return NONE
@@ -211,25 +212,26 @@ class Copies:
 
 
 def longest_match(sources: Sequence[TextSource], context: bytes) -> tuple[int, list[int], bytes]:
-    """Longest match of the end of `context`: its length, positions after it, and its text; the first if equal."""
+    """The longest suffix of `context` that occurs in a source: its length, the positions after it, and the
+    source's text. Among equally long matches, the first source wins."""
     matches = ((*source.longest(context), source.text) for source in sources)
     return max(matches, key=lambda match: match[0], default=(0, [], b""))
 
 
 def line_at(text: bytes, position: int, size: int) -> bytes:
-    """The rest of the line at a position with its line end, at most `size` bytes, within its file."""
+    """The rest of the line from a position on, with its line end; at most `size` bytes, all of one file."""
     line = text[position : position + size].partition(b"\0")[0]
     end = line.find(b"\n")
     return line if end < 0 else line[: end + 1]
 
 
 def index_ids(ids: Sequence[int], vocab: int) -> ContextIndex:
-    """The index of ids below `vocab`."""
+    """The context index of a text's ids, all below `vocab`."""
     return ContextIndex(np.array(ids, np.uint16 if vocab <= 1 << 16 else np.uint32))
 
 
 def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
-    """Ids that followed this context in an index."""
+    """The ids that followed this context in an index, with their probabilities."""
     if not (matches := index.matches(context, LENGTHS)):
         return NONE
     *shorter, longest = matches
@@ -257,14 +259,14 @@ def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float
 
 
 class Gate(nn.Module):
-    """Predicts each candidate's change of log-probability: two layers on its features and the model's logprobs."""
+    """Predicts each candidate's change of logprob from its features and the model's logprobs, with two layers."""
 
     def __init__(self, hidden: int = 24) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(Copies.FEATURES + 2, hidden), nn.Linear(hidden, 1)
 
     def forward(self, features: Tensor, logprobs: Tensor, best: Tensor) -> Tensor:
-        """Changes (..., C) for features (..., C, F), the model's logprobs (..., C) and the highest one (...)."""
+        """Changes (..., C) for features (..., C, F), logprobs (..., C) and the model's highest logprob (...)."""
         own = torch.stack([logprobs, best[..., None].expand_as(logprobs)], -1).clamp(min=-15)
         x: Tensor = self.down(torch.tanh(self.up(torch.cat([features, own], -1))))
         return x[..., 0]
@@ -280,7 +282,7 @@ class Gate(nn.Module):
         return self.change(copies.candidates(ids, top), logprobs)
 
     def change(self, candidates: Candidates, logprobs: Tensor) -> Tensor:
-        """Log-probabilities (V,) of the mixture, from the model's (V,), which it equals without candidates."""
+        """Log-probabilities (V,) of the mixture; without candidates, the model's `logprobs` (V,) unchanged."""
         count = int(torch.searchsorted(candidates.ids, len(logprobs)))
         if not count:
             return logprobs
@@ -290,7 +292,7 @@ class Gate(nn.Module):
 
 
 def top_ids(logprobs: Tensor) -> list[int]:
-    """The most probable ids of log-probabilities (V,)."""
+    """The ids, at most TOP, with the highest log-probabilities in `logprobs` (V,)."""
     best = logprobs.topk(min(TOP, len(logprobs)))
     return best.indices[best.values > -math.inf].tolist()
 
@@ -300,10 +302,10 @@ def mixture_loss(
 ) -> Tensor:
     """Negative log-likelihood (N,) of the targets under the mixture, in nats.
 
-    `change`, `logprobs` and `mask` (N, C) are the candidates' changes by the gate, log-probabilities under the
-    model, and False for padding. `target` (N,) is the target's index among the candidates, or -1, `target_logprob`
-    (N,) its log-probability under the model. `rest_logprob` (N,) is the log of the total probability of all other
-    ids; 1 minus the candidates' total would lose it in rounding if that is nearly 1.
+    For each candidate, `change` (N, C) is the gate's change, `logprobs` (N, C) the log-probability under the
+    model; `mask` (N, C) is False for padding. `target` (N,) is the target's index among the candidates, or -1;
+    `target_logprob` (N,) is its log-probability under the model. `rest_logprob` (N,) is the log of the total
+    probability of all ids that are no candidates. Computing it as 1 - the candidates' total is inexact.
     """
     # A finite value: gradients stay finite in rows without a candidate.
     mixed = (logprobs + change).masked_fill(~mask, -1e30)

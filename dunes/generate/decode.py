@@ -34,8 +34,9 @@ class Token:
 class Request:
     """A text to generate: up to `max_tokens` tokens after the prompt, or until an id in `stop`.
 
-    `ids` grows with the text. `adapter` names an adapter of the model. Proposals of the `proposer` are verified by
-    one forward, so that the tokens are the same in fewer forwards. Raises ValueError for an empty prompt.
+    `ids` are the ids of the prompt and of the text so far. `adapter` is the name of an adapter of the model. One
+    forward verifies all ids that `proposer` proposes; the distribution of the text stays the same. Raises
+    ValueError for an empty prompt.
     """
 
     prompt: Sequence[int]
@@ -57,14 +58,15 @@ class Request:
         return len(self.ids) < self.end
 
     def window(self, context_length: int) -> list[int]:
-        """The ids that the model attends to; beyond the context length, they restart from their last half."""
+        """The ids that the model attends to. Once the text exceeds the context length, it continues from its last
+        half; a prompt that exceeds it keeps its last `context_length` ids."""
         if len(self.ids) - self._start > context_length:
             has_new = len(self.ids) > len(self.prompt)
             self._start = len(self.ids) - (max(1, context_length // 2) if has_new else context_length)
         return self.ids[self._start :] if self._start else self.ids
 
     def append(self, token: Token) -> Token | None:
-        """Append the token and return it; None if it ends the text instead."""
+        """Append the token and return it; None if the token is in `stop` and ends the text."""
         if token.id in self.stop:
             self.end = len(self.ids)
             return None
@@ -85,9 +87,9 @@ def generate(
 ) -> Iterator[Token]:
     """Yield up to `max_tokens` tokens after the prompt, or until an id in `stop`, which is not yielded.
 
-    `context_length` is the number of tokens that the model can attend to; a text that reaches it continues from
-    its last half. Decoding is greedy without a sampler. With a `proposer`, the tokens are the same in fewer
-    forwards. Raises ValueError for an empty prompt, and for a proposal with ids that the model does not have.
+    `context_length` is the number of tokens that the model can attend to; a text that exceeds it continues from
+    its last half. By default, decoding is greedy. A `proposer` saves forwards and leaves the distribution of the
+    text unchanged. Raises ValueError for an empty prompt, and for a proposal with unknown ids.
     """
     request = Request(prompt, max_tokens, sample, stop, proposer=proposer)
     for row in generate_all(model, [request], context_length=context_length, cache=cache):
@@ -98,11 +100,11 @@ def generate(
 def generate_all(
     model: nn.Module, requests: Sequence[Request | None], *, context_length: int, cache: PrefixCache | None = None
 ) -> Iterator[list[Token | None]]:
-    """Yield the next token of each request; None for a row that has ended, or waits for others' accepted tokens.
+    """Yield the next token of each request; None if its text has ended, or while other rows have accepted ids.
 
-    The text of each row is the same as alone. Between two tokens the caller may replace an entry of `requests` by
-    another request or None. A `cache` has as many rows: the prefix of a text that it contains is not evaluated
-    again, and afterwards it contains the new texts.
+    Each text is the same as if it were generated alone. Between two tokens the caller may replace an entry of
+    `requests` by another request or None. A `cache` needs one row per request. A text's prefix that it contains is
+    not evaluated again; afterwards it contains the new texts.
     """
     cache = cache or PrefixCache(model, len(requests))
     while active := {i: r for i, r in enumerate(requests) if r is not None and r.unfinished}:
@@ -121,7 +123,8 @@ def generate_all(
 
 
 def _step_token(request: Request, context_length: int, cache: PrefixCache) -> Token | None:
-    """The next token of a single row by the compiled step; None if the request needs more, or no step fits."""
+    """The next token of a single row, computed with the compiled step; None if the request has a proposer or asks
+    for alternatives, or if no compiled step fits."""
     if request.proposer is not None or request.alternatives:
         return None
     if (steps := cache.scores(request.window(context_length))) is None:
@@ -135,7 +138,7 @@ def _propose(request: Request, room: int, cache: PrefixCache) -> Proposal:
     """A proposal that fits into the `room` left in the context and into the request's `max_tokens`.
 
     It is empty for a model that reads entire texts, since its logits may depend on all ids of a forward. With a
-    quantized cache it is limited to the tokens that a rollback drops exactly.
+    quantized cache it has at most SLACK ids, as many as a rollback can drop exactly.
     """
     room = min(room, request.end - len(request.ids) - 1, room if cache.format is None else SLACK)
     if request.proposer is None or room < 1 or cache.cache is None or cache.vocab is None:
@@ -179,7 +182,7 @@ def _stack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -> list[Token]:
-    """The ids after the first, each with its log-probability after the ids before it.
+    """A token for each id after the first, with its log-probability given the ids before it.
 
     Raises ValueError for an id that the model does not have.
     """
@@ -191,9 +194,10 @@ def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -
 
 
 def text_logprobs(model: nn.Module, ids: Sequence[int], context_length: int, first: int = 1) -> Iterator[Tensor]:
-    """Log-probabilities (V,), on the CPU, of each of the ids from index `first` >= 1 on.
+    """Yield, for each id from index `first` >= 1 on, the log-probabilities (V,) at its place, on the CPU.
 
-    Windows overlap by half, so that all ids after the first window have half of the context length before them.
+    The text is evaluated in windows that overlap by half. Every id after the first window thus has at least half
+    of the context length before it.
     """
     half, position = max(1, context_length // 2), first - 1
     data = torch.tensor(ids[:-1], device=next(model.parameters()).device)
@@ -206,7 +210,7 @@ def text_logprobs(model: nn.Module, ids: Sequence[int], context_length: int, fir
 
 
 def _tokens(logprobs: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[Token]:
-    """Tokens of ids (N,) with log-probabilities (N, V), each with its number of alternatives."""
+    """Tokens of ids (N,) from log-probabilities (N, V); `alternatives` has each token's number of them."""
     own = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
     if not any(alternatives):
         return [Token(i, logprob) for i, logprob in zip(ids.tolist(), own, strict=True)]

@@ -1,4 +1,4 @@
-"""Compiled decode steps in the user's cache: a package for each shape of model, dtype, torch version and CPU.
+"""Compiled decode steps in the user's cache: one package per model architecture, dtype, torch version and CPU.
 
 A package contains native code, so it is read only from a folder that no other user can write to, never from a
 model folder. It contains no weights. It is compiled by AOTInductor:
@@ -51,7 +51,8 @@ from dunes.tree.summary import stable_repr
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 6
 FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so"}
-"""Files of native code by number of tokens: one, and for some models FEW, and TEXT for the start of a text."""
+"""Names of native code files by number of tokens. All packages have the first file; some also have a file for FEW
+tokens, or for the start of a text (TEXT)."""
 TEXT_OPTIONS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 OPTIONS = TEXT_OPTIONS | {
     "aot_inductor.allow_stack_allocation": True,
@@ -59,26 +60,27 @@ OPTIONS = TEXT_OPTIONS | {
     "realize_reads_threshold": 1,
     "score_fusion_memory_threshold": 1,
 }
-"""Inductor's options for a step: weights stay outside, any number of threads, each norm is computed only once.
+"""Inductor's options for a step: code without weights, for any number of threads, that computes each norm once.
 
-Buffers of up to ten times Inductor's limit are on the stack: allocating some hundred tensors takes a seventh of a
-step at ten million parameters.
+Buffers of up to ten times Inductor's limit are on the stack, since allocating some hundred tensors would take a
+seventh of a step's time at ten million parameters.
 """
 TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
-"""Maximum error of a step with matrices of this dtype, as a fraction of the largest logit."""
+"""Maximum error of a step's logits, as a fraction of the largest logit, by the dtype of its matrices."""
 GREEDY_TOKENS = 64
-"""Tokens that the model and a float16 step generate for comparison."""
+"""Number of tokens that the model and a float16 step generate for comparison."""
 CHECKED = 6
-"""Tokens in the cache when the logits of a step are checked."""
+"""Number of tokens in the cache when the logits of a step are checked."""
 LOOK_EVERY = 1.0
 """Seconds between two checks for a new package."""
 SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step*.py"
 
 
 def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
-    """The compiled step of this model if its package exists; warns of a package that cannot be used.
+    """The compiled step of this model; None if no package exists, or, with a warning, if it cannot be used.
 
-    Its matrices have this dtype; by default the dtype that `compile_step` chose for these weights, or their own.
+    Its matrices have this dtype, by default the dtype that `compile_step` chose for these weights. If no package
+    with the chosen dtype exists, the weights' own dtype is used.
     """
     try:
         if not packages_folder().is_dir() or (dtype or _dtype(model)) not in _dtypes(model):
@@ -97,7 +99,7 @@ Start = Callable[[], "subprocess.Popen[bytes]"]
 
 
 def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], CompiledStep | None]:
-    """A function that returns the compiled step of the model as soon as its package exists, else None.
+    """A function that returns the compiled step of the model as soon as its package exists, and None before.
 
     If the package is missing and a compiler exists, `start` starts the process that compiles it.
     """
@@ -137,8 +139,8 @@ def compile_step(
     """Compile the package that `load_step` will choose, unless it exists; returns its folder and dtype.
 
     By default, float32 matrices are rounded to float16 if greedy decoding then gives the same ids. Raises
-    ValueError with the reason if the step cannot be exported or compiled, if it does not support the dtype, and
-    without a C++ compiler. Steps for FEW tokens and for the start of a text are added if the model supports them.
+    ValueError with the reason if the step cannot be exported or compiled, if it does not support the dtype, or if
+    no C++ compiler exists. Steps for FEW tokens and for the start of a text are added if the model supports them.
     """
     own = _dtype(model)
     choices = [dtype] if dtype else [torch.float16, own] if own == torch.float32 else [own]
@@ -159,7 +161,10 @@ def compile_step(
 
 
 def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
-    """The step with matrices of this dtype, compiled unless it exists. Raises ValueError like `compile_step`."""
+    """The step with matrices of this dtype, compiled unless its package exists.
+
+    Raises ValueError in the same cases as `compile_step`.
+    """
     check_step(model, dtype)
     packages_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     package = _folder(model) / str(dtype)
@@ -194,8 +199,8 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> No
 
 
 def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Raise ValueError for a model that is no Decoder, is on another device, has hooks, or needs its entire text
-    for each token, and for an unsupported dtype."""
+    """Raise ValueError for an unsupported dtype, and for a model that is no Decoder, is not on the CPU, has hooks,
+    or needs its entire text for each token."""
     Step(model)
     if cache_for(model, 1, 1) is None:
         raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
@@ -209,7 +214,7 @@ def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def has_hooks(model: nn.Module) -> bool:
-    """True if a forward calls hooks, which compiled code would not."""
+    """True if a forward of the model calls hooks; compiled code would not call them."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -238,23 +243,24 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """Supported dtypes of a step's matrices, the model's own last; empty on another device, and with hooks."""
+    """Supported dtypes of a step's matrices, the model's own last; empty if it is not on the CPU, or has hooks."""
     if next(model.parameters()).device.type != "cpu" or has_hooks(model):
         return []
     return [*TOLERANCE] if _dtype(model) == torch.float32 else [d for d in TOLERANCE if d == _dtype(model)]
 
 
 def _read_choice(model: nn.Module, folder: Path) -> torch.dtype:
-    """The dtype that `compile_step` chose for these weights; their own if none is recorded."""
+    """The dtype that `compile_step` chose for these weights; their own dtype if no choice is recorded."""
     record = _record(model, folder) if any(folder.glob(f"{CHOSEN}*")) else folder
     choice = record.read_text() if record.is_file() else ""
     return next((dtype for dtype in _dtypes(model) if str(dtype) == choice), _dtype(model))
 
 
 def _record(model: nn.Module, folder: Path) -> Path:
-    """The file with the dtype chosen for these weights.
+    """The file that records the dtype chosen for these weights.
 
-    Its name is a digest of some words of each tensor, and of the sum of all, which takes as long as reading them.
+    Its name is a digest of some 8-byte words of each tensor and of the sum of all its words. Computing the name
+    takes as long as reading the weights.
     """
     digest = sha256()
     for name, tensor in sorted(step_weights(model, _dtype(model)).items()):
@@ -283,7 +289,7 @@ def _folder(model: nn.Module) -> Path:
 
 
 def _describe(value: Any, files: set[str], depth: int = 4) -> str:
-    """A text with everything in an attribute that traced code may depend on; `files` gets its source files."""
+    """A text of everything in an attribute that traced code may depend on; adds its source files to `files`."""
     if isinstance(value, Tensor | nn.Module):
         return type(value).__qualname__
     if not depth:
@@ -318,7 +324,7 @@ def _bind(model: nn.Module, package: Path, names: Collection[str], dtype: torch.
 def bind_step(
     model: nn.Module, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype
 ) -> CompiledStep:
-    """The step of these files with these weights. Raises ValueError if its logits differ from the model's."""
+    """The compiled step from these files and weights. Raises ValueError if its logits differ from the model's."""
     step = CompiledStep(files, dtype)
     cache, expected = _check_tokens(model)
     step.state, step.example = model_state(model), cache
@@ -337,14 +343,14 @@ def bind_step(
 
 
 def require_close(subject: str, difference: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError if the difference of compiled code with weights of this dtype exceeds its tolerance."""
+    """Raise ValueError if `difference`, relative to `expected`, exceeds the tolerance of this dtype."""
     worst, largest = difference.abs().max(), expected.abs().max()
     if not worst <= TOLERANCE[dtype] * largest:
         raise ValueError(f"{subject} differ by {worst:.1e} from the model's, of up to {largest:.1e}")
 
 
 def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
-    """A cache of 8 slots with CHECKED tokens, which count down to 1, and the logits (FEW, V) after the last FEW.
+    """A cache of 8 slots with the tokens CHECKED, ..., 2, 1, and the logits (FEW, V) after the last FEW of them.
 
     The tokens differ if the vocabulary is large enough.
     """
@@ -356,9 +362,10 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
 
 
 def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: bool = True) -> None:
-    """Write native code of a graph, and beside it a file for its calls of other operators, if any.
+    """Write the native code of a graph, and a file with its calls of operators without a C interface, if any.
 
-    `as_usual` selects TEXT_OPTIONS instead of OPTIONS. Raises ValueError for a graph that Inductor cannot compile.
+    `as_usual` selects Inductor's usual wrapper code and TEXT_OPTIONS, otherwise wrapper code with buffers on the
+    stack, and OPTIONS. Raises ValueError for a graph that Inductor cannot compile.
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.codegen import common
@@ -391,7 +398,7 @@ def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.E
 
 @contextmanager
 def buffers_unchanged(model: nn.Module) -> Iterator[None]:
-    """Raise ValueError if a forward inside changes a buffer, which compiled code cannot."""
+    """Raise ValueError if a forward inside the context changes a buffer; compiled code cannot change buffers."""
     buffers = [(name, b, b._version) for name, b in model.named_buffers()]
     yield
     for (name, before, version), after in zip(buffers, model.buffers(), strict=True):
@@ -400,7 +407,7 @@ def buffers_unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def export_graph(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:
-    """The graph from `export`. Raises ValueError if that fails, or if the graph needs tensors besides weights."""
+    """The graph that `export` returns. Raises ValueError if `export` fails, or if the graph has constants."""
     graph = attempt("torch cannot export this model", export)
     if constants := graph.graph_signature.lifted_tensor_constants:
         raise ValueError(f"{constants[0]}: a tensor made in forward; register it as a buffer")

@@ -1,6 +1,6 @@
-"""A KV cache that records its ids, so that only the part of a text after the common prefix is evaluated.
+"""A KV cache that records its ids: of a new text, only the ids after the common prefix are evaluated.
 
-Long texts are prefilled in pieces, so that other work, or a cancellation, can come in between.
+Long texts are prefilled in pieces; between two pieces, other work can run, or the request can be cancelled.
 """
 
 # Shapes: B rows of the cache, N rows of a forward, T new tokens, V vocabulary.
@@ -26,23 +26,23 @@ from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 CHUNK = 2048
 """Maximum tokens of a prompt per forward: shorter chunks are no faster, longer ones take more memory."""
 MAX_STEPPED = 16
-"""New ids that steps of FEW compute in the time of a forward: 16 to 28 at 10M parameters, 13 to 16 at 124M, 15 at
-1B."""
+"""Up to this many new ids are computed by steps for FEW tokens, more ids by a forward. Both take equally long at
+16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
 IN_FLOAT32 = 8
-"""MAX_STEPPED for matrices in float32: 16, 9 and 10."""
+"""`MAX_STEPPED` for a step with float32 matrices: both take equally long at 16, 9 and 10 ids."""
 PADDED = 8
-"""Padding in tokens up to which batching is cheaper than copying a row's KV cache."""
+"""Up to this many tokens of padding per row, batching rows is cheaper than copying a row's KV cache."""
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
-"""Returns a context in which row i of a forward uses the adapter `names[i]`."""
+"""Given `names`, returns a context manager in which row i of a forward uses the adapter `names[i]`."""
 
 
 class PrefixCache:
-    """The KV cache of a model, whose weights must not change, and the ids in each of its rows.
+    """The KV cache of a model and the ids in each of its rows. The model's weights must not change.
 
-    `activate(names)` is a context in which row i of a forward uses the adapter `names[i]`; by default all rows use
-    the model's active adapter. `step`, if set, computes single tokens of a single row. `format` quantizes keys and
-    values. Raises ValueError for a format together with a step.
+    `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
+    all rows use the model's active adapter. `step`, if set, computes a few new tokens if the cache has one row.
+    `format` quantizes keys and values. Raises ValueError if both a format and a step are given.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PrefixCache:
         self._adapter_modules: list[Any] = []
         self._fitting_state: object = None  # the `_state` in which the step fitted the model
         self.vocab: int | None = None
-        """The number of logits, known after a forward."""
+        """The number of logits per token; None before the first forward."""
         self.forwards = 0
 
     def __repr__(self) -> str:
@@ -86,9 +86,9 @@ class PrefixCache:
     def logits(
         self, texts: Mapping[int, Sequence[int]], last: Mapping[int, int] | None = None
     ) -> dict[int, Tensor]:
-        """Logits (n, V) after the last n ids of each text, by row; `last` maps rows to n (default: 1).
+        """Logits (n, V) after each of the last n ids of a text, by row; `last` maps rows to n (default: 1).
 
-        The prefix of a text that is in the row already is not evaluated.
+        Only the ids after the prefix that the row already contains are evaluated.
         """
         last = last or dict.fromkeys(texts, 1)
         if last.keys() == {0} and (scores := self.scores(texts[0], last[0])):
@@ -106,9 +106,9 @@ class PrefixCache:
         return {i: logits[i][-last[i] :] for i in texts}
 
     def scores(self, text: Sequence[int], last: int = 1) -> list[Scores] | None:
-        """Scores of the next token after each of the text's `last` ids, by the step.
+        """The compiled step's scores of the next token after each of the text's final `last` ids.
 
-        None if the step does not fit, or if a forward of the new ids is faster.
+        None if the step cannot be used here, or if a forward over the new ids is faster.
         """
         cached, step, cache = self.ids[0], self.step, self.cache
         if step is None or cache is None or self.format or torch.is_autocast_enabled("cpu"):
@@ -138,7 +138,7 @@ class PrefixCache:
         return scores[-last:]
 
     def _reads_text(self, step: CompiledStep, tokens: int) -> bool:
-        """True if the step reads a text of this many tokens at once, faster than the model."""
+        """True if the step can evaluate a text of this many tokens in one call, faster than the model."""
         if not step.reads_texts or self.cache is None or tokens > min(CHUNK, self.cache.capacity):
             return False
         return not multiplies_in_float32(next(self.model.parameters()), tokens)
@@ -146,7 +146,7 @@ class PrefixCache:
     def _step_fits(self, common: int, step: CompiledStep, cache: Cache) -> bool:
         """True if the step can continue after the `common` cached ids or, if that is 0, start a text.
 
-        It has to match the model's present state and the cache; rows with adapters need the model.
+        The step has to match the model's present state and the cache's dtypes. It supports no rows with adapters.
         """
         if len(self.ids) > 1 or any(self.adapters) or (not common and step.most(cache, 0) == 1):
             return False
@@ -168,7 +168,10 @@ class PrefixCache:
     def _evaluate(
         self, texts: Mapping[int, Sequence[int]], rows: Sequence[int], last: Mapping[int, int]
     ) -> dict[int, Tensor]:
-        """Logits (n, V) after the texts' last ids by a forward of these rows; rows without a text are padding."""
+        """Logits (n, V) of each text from one forward over these rows; n is the largest value in `last`.
+
+        Rows without a text are filled with padding.
+        """
         if not texts:
             return {}
         assert self.cache is not None, "reserve comes first"
@@ -192,7 +195,7 @@ class PrefixCache:
         return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
 
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:
-        """Logits (N, last, V) after the last of the pending ids, which are padded on the left."""
+        """Logits (N, last, V) after the final `last` ids of each row; shorter rows are padded on the left."""
         check_ids(vocabulary_size(self.model), pending)
         self.forwards += 1
         width, weight = max(map(len, pending)), next(self.model.parameters())
@@ -211,14 +214,14 @@ class PrefixCache:
 
 
 def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
-    """Raise ValueError for an id outside of a vocabulary of this size, if it is known."""
+    """Raise ValueError for an id below 0 or not below `vocab`; None, an unknown size, allows all ids."""
     for id in (i for text in texts if text for i in (min(text), max(text))):
         if vocab is not None and not 0 <= id < vocab:
             raise ValueError(f"a text has id {id}; the model has ids 0 to {vocab - 1}")
 
 
 def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
-    """Length of the common prefix, without the last ids of the text, which give the logits."""
+    """Length of the common prefix of `cached` and `ids`, without the final `last` ids, which give the logits."""
     equal, most = 0, min(len(cached), len(ids) - last)
     if (cached if most == len(cached) else cached[:most]) == ids[:most]:  # as usual
         return max(most, 0)
@@ -232,7 +235,7 @@ def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
 
 
 FIRST = 128
-"""Tokens of the first piece."""
+"""Number of tokens in the first piece."""
 LEAST = 32
 """Minimum tokens of a piece."""
 
@@ -246,7 +249,7 @@ class PieceReader:
     def read(self, cache: PrefixCache, row: int, text: Sequence[int]) -> Iterator[None]:
         """Prefill all but the last piece of a text into a row, and yield before each piece.
 
-        The cache needs room for the text. Nothing is read for a model that mixes tokens, which has no cache.
+        The cache needs room for the text. A model that mixes tokens has no cache, so nothing is prefilled for it.
         """
         while cache.cache is not None:
             cached = common_length(cache.ids[row], text, 1)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 LARGEST_TEMPERATURE = 1e37
-"""Temperatures are clamped to this and its reciprocal, so that dividing by them stays within float32."""
+"""Temperatures are clamped to the range [1 / this, this], so that logits divided by them fit into float32."""
 LARGEST_PENALTY = 1e30
-"""Penalties are clamped to this and its reciprocal, which leaves room for the logits in float32."""
+"""Penalties are clamped to the range [1 / this, this], so that penalised logits fit into float32."""
 
 Processor = Callable[[Tensor, Sequence[int]], Tensor]
-"""(logits (V,), ids so far) -> logits (V,), or of the first ids only; -inf excludes an id."""
+"""(logits (V,), ids so far) -> changed logits of all ids (V,), or of the first ids only; -inf excludes an id."""
 
 Choice = Callable[[Tensor], Tensor]
 """Processed logits (V,) -> id ()."""
@@ -46,7 +46,7 @@ def draw(seed: int) -> Choice:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Processors in order, and a choice. Each request that samples needs its own sampler."""
+    """Applies processors in order, then chooses an id. Each request that samples needs its own sampler."""
 
     processors: tuple[Processor, ...] = ()
     choose: Choice = greedy
@@ -63,7 +63,7 @@ class Sampler:
         return logits
 
     def returns_best(self, best: int) -> bool:
-        """True if the next id is certain to be `best`, the first of the most probable ids."""
+        """True if the next id is certainly `best`, the first id with the highest logit."""
         is_greedy = type(self) is Sampler and self.choose is greedy  # a subclass may process logits otherwise
         return is_greedy and all(_preserves(processor, best) for processor in self.processors)
 
@@ -83,7 +83,7 @@ def sampler(
 ) -> Sampler:
     """A sampler with processors in this order: penalty, temperature, top-k, top-p, min-p.
 
-    Temperature 0 is greedy. Raises ValueError for settings out of range.
+    Temperature 0 means greedy decoding. Raises ValueError for settings out of range.
     """
     checks = {
         "temperature": (temperature, 0 <= temperature < math.inf, "a finite number of at least 0"),
@@ -106,7 +106,7 @@ def sampler(
 
 
 def limit_vocab(count: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Keep ids below `count`: an embedding may have more rows than its tokenizer has ids."""
+    """Keep the logits of ids below `count`: an embedding may have more rows than the tokenizer has ids."""
     return logits[:count]
 
 
@@ -116,7 +116,7 @@ def _preserves(processor: Processor, id: int) -> bool:
 
 
 def penalise(penalty: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Divide the positive logits of ids that occurred before by the penalty, and multiply the negative ones.
+    """For ids that occurred before, divide positive logits by the penalty and multiply negative logits by it.
 
     https://arxiv.org/abs/1909.05858
     """
@@ -128,7 +128,7 @@ def penalise(penalty: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def scale_logits(temperature: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Divide by the temperature, after subtracting the largest logit, which thus stays 0 for any temperature."""
+    """Subtract the largest logit, then divide by the temperature: the largest becomes 0 at any temperature."""
     return (logits - logits.amax()) / min(max(temperature, 1 / LARGEST_TEMPERATURE), LARGEST_TEMPERATURE)
 
 

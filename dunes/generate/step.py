@@ -1,8 +1,8 @@
-"""The forward of one or a few new tokens in one row, as a unit that can be compiled ahead of time.
+"""A step: the forward of one or a few new tokens in one row, in a form that can be compiled ahead of time.
 
-The model's own parts are traced; only the operations that they call are replaced by forms in which Inductor fuses
-the step into few loops: matrix products as a multiplication and a sum, with weights of any dtype, and attention
-over the readable slots of the cache, whose number is dynamic, without a mask for a single token. The cache is
+The model's own parts are traced. Some operations that they call are replaced by forms that Inductor fuses into few
+loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the cache's
+readable slots, whose number is dynamic; without a window, it needs no mask for a single token. The cache is
 changed in place.
 """
 
@@ -29,22 +29,22 @@ from dunes.parts.context import ForwardContext
 
 Function = Callable[..., Any]
 Run = Callable[[list[Tensor]], list[Tensor]]
-"""Runs native code; the next call in the same thread may overwrite the results."""
+"""Runs native code; the next call in the same thread may overwrite the returned tensors."""
 LARGE = 1 << 20
-"""Elements of a matrix from which it is read from memory, not from a cache."""
+"""A matrix with at least this many elements is read from memory, not from the CPU's cache."""
 STACK = 1 << 20
 """Maximum bytes of the buffers that native code puts on the stack of its thread."""
 FEW = 4
-"""Tokens of a step of a few, which takes 1.9 times as long as a step of one; with 8 it would be 3.5 times."""
+"""Tokens of the larger step. It takes 1.9 times as long as a step for one token; with 8 tokens, 3.5 times."""
 TEXT = 0
 """Key of the step for any number of tokens at the start of a text."""
 
 
 class Step(nn.Module):
-    """Logits (T, V) in float32 after each new token, and a summary; writes keys and values into the cache.
+    """Computes float32 logits (T, V) after each new token, and a summary; writes keys and values into the cache.
 
-    The summary (T, 3) in float64 has the most probable id, its logit, and the logsumexp of all logits minus that
-    logit. Raises ValueError for a model that is no plain decoder.
+    Each row of the summary (T, 3), float64, has the most probable id, its logit `top`, and
+    `logsumexp(logits - top)`. Raises ValueError unless the model's class is `Decoder` itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,8 +56,8 @@ class Step(nn.Module):
     def forward(
         self, ids: Tensor, slots: Tensor, slot_positions: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Arguments: new ids (T,), slots (T,) to write, the position in each readable slot (S,), and the layers'
-        keys and values (1, K, slots, D)."""
+        """Arguments: new ids (T,), slots (T,) to write, the position of the token in each readable slot
+        (S,), and for each layer keys and values (1, K, slots, D)."""
         return self._score(self._hidden(ids, _StepContext(keys, values, slots, slot_positions)))
 
     def _hidden(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
@@ -76,19 +76,19 @@ class Step(nn.Module):
 
 
 class TextStep(Step):
-    """The step for the first tokens of a text, computed like the model's own forward, with the last token's
-    scores.
+    """A step for the first tokens of a text, computed like the model's own forward. It returns only the last
+    token's logits and summary.
 
-    Raises ValueError for a model with windows, whose mask would have to be a constant.
+    Raises ValueError for a model with windows, since the size of their mask would have to be constant.
     """
 
     def forward(self, ids: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Arguments: ids (T,), and the layers' keys and values (1, K, slots, D); the first T slots are written."""
+        """Arguments: ids (T,), and per layer keys and values (1, K, slots, D); the first T slots are written."""
         return self._score(self._hidden(ids, _TextContext(keys, values, torch.arange(ids.shape[0])))[:, -1:])
 
 
 class _TextContext(ForwardContext):
-    """Context of the first tokens of a text: each attends to itself and the tokens before it."""
+    """Context of the first tokens of a text: each token attends to itself and the tokens before it."""
 
     def __init__(self, keys: list[Tensor], values: list[Tensor], positions: Tensor) -> None:
         super().__init__(positions[None])
@@ -106,7 +106,7 @@ class _TextContext(ForwardContext):
 
 
 class _StepContext(ForwardContext):
-    """Context of new tokens: a single one reads all slots except those outside of a layer's window."""
+    """Context of new tokens: a single token attends to all slots except those outside of a layer's window."""
 
     def __init__(self, keys: list[Tensor], values: list[Tensor], slots: Tensor, slot_positions: Tensor) -> None:
         super().__init__(slot_positions[slots][None])
@@ -131,8 +131,8 @@ class _StepContext(ForwardContext):
 def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.ExportedProgram:
     """The step as a graph, for caches of any capacity with the dtypes of `cache`, which has tokens and 8 slots.
 
-    The graph of a TextStep takes any number of tokens above FEW. In other graphs, operations have forms that
-    Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
+    The graph of a `TextStep` takes any number of tokens above FEW. In the graph of another step, operations are
+    replaced by forms that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
     """
     args: tuple[Tensor, ...]
     shapes: dict[str, Any] = {}
@@ -150,7 +150,7 @@ def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.Expor
 
 
 class Scores(NamedTuple):
-    """Scores of the next token: row `row` of the logits (T, V), and that row of the summary of a `Step`."""
+    """Scores of the next token: row `row` of `all_logits` (T, V), and the same row of a `Step`'s summary."""
 
     all_logits: Tensor
     row: int
@@ -169,9 +169,10 @@ class Scores(NamedTuple):
 
 
 class _Numbers(threading.local):
-    """Ids and slots of one and of FEW tokens, written through NumPy views in a tenth of the time of new tensors.
+    """Tensors for the ids and slots of 1 and of FEW tokens. Writing into their NumPy views takes a tenth of the
+    time that new tensors take.
 
-    Each thread has its own, since native code runs while other threads run Python.
+    Each thread has its own tensors, since native code reads them while other threads run Python.
     """
 
     def __init__(self) -> None:
@@ -186,10 +187,10 @@ _COUNTS = [torch.tensor([n]) for n in range(FEW + 1)]
 class CompiledStep:
     """Native code of a step, bound to the model's weights without copying them.
 
-    `files` maps numbers of tokens to a file and its weights by name: 1; FEW, for up to that many; TEXT, for the
-    start of a text. `dtype` is the dtype of the matrices, `example` a cache like those it was compiled for,
-    `state` the model's `model_state`. Raises ValueError for a package that torch cannot load, or that needs other
-    weights.
+    `files` maps a number of tokens to a file and its weights by name: 1 for one token, FEW for up to FEW tokens,
+    TEXT for the start of a text. `dtype` is the dtype of the matrices. `example` is a cache like those that the
+    step was compiled for, `state` the model's `model_state`. Raises ValueError for a package that torch cannot
+    load, or that needs other weights.
     """
 
     def __init__(self, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype) -> None:
@@ -206,14 +207,14 @@ class CompiledStep:
         return f"CompiledStep({dtype} matrices, tokens at once: {', '.join(map(str, self._run))})"
 
     def most(self, cache: Cache, length: int) -> int:
-        """Maximum tokens per call after `length` tokens; a call writes that many slots even for fewer tokens."""
+        """Maximum number of tokens per call after `length` tokens. A call for 2 to FEW tokens writes FEW slots."""
         takes_few = FEW in self._run and cache.window is None and length + FEW <= cache.capacity
         return FEW if takes_few else 1
 
     def __call__(self, ids: Sequence[int], cache: Cache) -> list[Scores]:
-        """Scores after each of these new tokens, at most `most`, in the only row of a cache.
+        """Scores after each of these new tokens, at most `most` of them; the cache has one row.
 
-        A single token must follow earlier ones.
+        The first token of a text needs the code for FEW tokens.
         """
         n = 1 if len(ids) == 1 and cache.max_length else FEW
         (id_view, slot_view), (slot, slot_positions) = _numbers.views[n], cache.start_row(len(ids), n)
@@ -224,7 +225,7 @@ class CompiledStep:
         return _scores(summary, logits.clone())[: len(ids)]
 
     def read_text(self, ids: Sequence[int], cache: Cache) -> list[Scores]:
-        """Scores after the last of two or more ids that start a text, in the only row of an empty cache."""
+        """Scores after the last of two or more ids that start a text; the cache is empty and has one row."""
         cache.start(len(ids))
         logits, summary = self._run[TEXT]([torch.tensor(ids), *cache.keys, *cache.values])
         cache.advance(torch.tensor([len(ids)]))
@@ -236,7 +237,7 @@ def _scores(summary: Tensor, logits: Tensor) -> list[Scores]:
 
 
 def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
-    """A function that runs native code with these weights. Raises ValueError if threads have small stacks."""
+    """A function that runs native code with these weights. Raises ValueError if threads have too small a stack."""
     import resource  # which Windows does not have, nor such code
 
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
@@ -279,7 +280,7 @@ def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _step_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that have another form in a step of few tokens, by name."""
+    """The layers that replace a model's layers in a step, by name: new layers from `for_step()`."""
     layers = {name: m.for_step() for name, m in model.named_modules() if hasattr(m, "for_step")}
     return {name: layer for name, layer in layers.items() if layer is not model.get_submodule(name)}
 
@@ -289,13 +290,13 @@ def _matrices(model: nn.Module) -> list[Tensor]:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by all of their names; tied tensors have several."""
+    """Parameters and buffers by all of their names; a tied tensor has several names."""
     parameters, buffers = module.named_parameters, module.named_buffers
     return {**dict(parameters(remove_duplicate=False)), **dict(buffers(remove_duplicate=False))}
 
 
 class _OneRow(TorchFunctionMode):
-    """Replaces operations of a step by these forms for one row."""
+    """A mode in which each operation that is a key of `forms` is replaced by its form for one row."""
 
     def __init__(self, forms: Mapping[Function, Function]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Chat with a model in its own chat template, and with several adapters on one base model.
+"""Chat with a model in the format of its chat template, and with several adapters on one base model.
 
 `ChatEngine.answer` streams an answer; `Chat` is one conversation; `run` reads lines and writes answers.
 """
@@ -36,16 +36,16 @@ from dunes.units import plural
 NONE = "none"
 """Name of the model without adapters from other folders; an adapter in the model's own folder is part of it."""
 ROOM = 4
-"""Conversations are truncated to leave 1/ROOM of the context to the answer, if its limit is that long."""
+"""Conversations are truncated to leave room for an answer of `max_tokens`, but at most 1/ROOM of the context."""
 
 
 class NoTemplate(ValueError):
-    """A model without a chat template."""
+    """Raised for a model without a chat template."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChatModel:
-    """An adapter (None: the base model alone) in the folder `place`, with the model on which it is loaded."""
+    """The model `loaded` with the adapter named `adapter` (None: base model alone), from the folder `place`."""
 
     place: Path
     adapter: str | None
@@ -97,7 +97,7 @@ class ChatModel:
 
 @dataclass(frozen=True)
 class ChatEngine:
-    """A model with its adapters by name; the first one is the default."""
+    """A base model with its adapters, as chat models by name; the first is the default."""
 
     models: Mapping[str, ChatModel]
 
@@ -117,7 +117,7 @@ class ChatEngine:
     def answer(
         self, talk: Conversation, sample: Sampler, max_tokens: int, name: str | None = None
     ) -> Iterator[str]:
-        """Stream the model's answer, of at most `max_tokens` tokens and as many as still fit into the context.
+        """Stream the model's answer: at most `max_tokens` tokens, and no more than still fit into the context.
 
         Answers of several adapters may be streamed alternately. Raises ValueError for a conversation that the
         template does not support, or that is too long.
@@ -161,12 +161,12 @@ def load_chat_engine(
     compiles: bool = False,
     format: CacheFormat | None = None,
 ) -> ChatEngine:
-    """Load a model from a folder or the Hub once, with these adapters on it; the first adapter is the default.
+    """Load a model once, from a folder or the Hub, with these adapters on it; the first adapter is the default.
 
-    With `compiles`, a step for decoding with the folder's model is compiled in the background; with a cache
-    `format`, no step is used. Raises ValueError, before anything is loaded, for a folder that is not an adapter,
-    two adapters of the same name, adapters trained on differently quantized bases, and adapters of another base
-    unless `any_base`.
+    With `compiles` and without `adapters`, a step for decoding is compiled in the background; with a cache
+    `format`, no step is used. Before anything is loaded, raises ValueError for a folder that is not an adapter,
+    for two adapters of the same name, for adapters trained on differently quantized bases, and for adapters of
+    another base unless `any_base`.
     """
     folder = checkpoint.locate_model(model).folder
     folders = [*adapters, *([folder] if is_adapter(folder) else [])]
@@ -229,7 +229,7 @@ COMMANDS = {
 class Chat:
     """One conversation. `note` is called with messages that are not from the model.
 
-    `pending` is the last message while it has no answer.
+    `pending` is the last message as long as it has no answer.
     """
 
     engine: ChatEngine
@@ -253,7 +253,7 @@ class Chat:
         self.name = name
 
     def say(self, text: str) -> Generator[str, None, None]:
-        """Stream the answer; it becomes part of the conversation even if the caller stops early."""
+        """Stream the answer to `text`. Both become part of the conversation, even if the caller stops early."""
         before = [] if self.engine.chat_model(self.name).single_turn else self.talk
         system, self.pending = self._system(), text
         talk = (*system, *before, Turn("user", text))
@@ -271,9 +271,9 @@ class Chat:
                 self.talk, self.pending = [*prompt[len(system) :], Turn("assistant", "".join(pieces))], ""
 
     def retry(self) -> Generator[str, None, None]:
-        """Stream another answer to the last message; if there is none, the earlier answer stays.
+        """Stream another answer to the last message; if the new answer is empty, the earlier answer stays.
 
-        Raises ValueError if there is no message, or for greedy decoding.
+        Raises ValueError if the conversation has no message, or for greedy decoding.
         """
         if self.sample.choose is greedy:
             raise ValueError(
@@ -289,7 +289,7 @@ class Chat:
                 self.talk, self.pending = before, pending
 
     def undo(self) -> str:
-        """Drop the last message and its answer; returns the message. Raises ValueError if there is none."""
+        """Drop the last message and its answer; returns the message. Raises ValueError without a message."""
         if not self.talk:
             raise ValueError("there is no message yet")
         last = max(i for i, turn in enumerate(self.talk) if turn.role == "user")
@@ -297,7 +297,7 @@ class Chat:
         return text
 
     def save(self, path: Path) -> None:
-        """Write the conversation as a record of finetuning data. Raises ValueError or OSError without writing."""
+        """Write the conversation to a new file, as a record of finetuning data. Raises ValueError or OSError."""
         if path.suffix != ".jsonl" or os.path.lexists(path):
             raise ValueError(f"/save: expected a new file name that ends in .jsonl, found {str(path)!r}")
         if not self.talk:
@@ -310,7 +310,7 @@ class Chat:
         return [Turn("system", self.system)] if self.system else []
 
     def command(self, line: str) -> bool:
-        """Execute a line that starts with /; False ends the chat. Raises ValueError for an invalid command."""
+        """Execute a line that starts with /; returns False if the chat ends. Raises ValueError if invalid."""
         word, _, rest = line.partition(" ")
         if word == "/quit":
             return False
@@ -339,8 +339,8 @@ class Chat:
 def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], interactive: bool = False) -> None:
     """Answer each line; a line that starts with / is a command.
 
-    An empty line separates two answers, and an invalid line raises ValueError or OSError. On a terminal
-    (`interactive`) the prompt separates them, and the error is only printed.
+    Without `interactive`, an empty line is written between two answers, and an invalid line raises ValueError or
+    OSError. With `interactive`, the terminal's prompt separates the answers, and errors are only printed.
     """
     answers = 0
     for line in lines:
@@ -361,7 +361,7 @@ def run(chat: Chat, lines: Iterable[str], write: Callable[[str], None], interact
 
 
 def answer(chat: Chat, text: Generator[str, None, None], write: Callable[[str], None]) -> None:
-    """Write the answer and a newline; Ctrl-C stops it, and the text so far stays in the conversation."""
+    """Write the answer and a newline; Ctrl-C stops the answer, and its text so far stays in the conversation."""
     length = 0
     with closing(text) as pieces:
         try:

@@ -27,7 +27,7 @@ class SamplingOptions:  # temperature, filters and penalty of sampling, and the 
     """Random seed."""
 
     def sampler(self) -> "Sampler":
-        """The sampler with these options. Raises ValueError for invalid ones."""
+        """The sampler with these options. Raises ValueError for invalid options."""
         if self.max_tokens < 1:
             raise ValueError(f"--max-tokens is {self.max_tokens}; it must be at least 1")
         from dunes.generate import sampler

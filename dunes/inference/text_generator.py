@@ -1,4 +1,4 @@
-"""Text generation: a prompt becomes ids, and ids become pieces of text, up to a limit or a stop."""
+"""Text generation: a prompt is encoded to ids, and new ids are decoded to text, up to a limit or a stop."""
 
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from dunes.units import format_bytes, format_count, plural
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A token, and the text that it completes: empty while a character is incomplete."""
+    """A token, and the text that it completes; the text is empty while a character is incomplete."""
 
     text: str
     token: Token
@@ -37,9 +37,9 @@ class Piece:
 class TextGenerator:
     """Generates text with a model whose weights do not change. Raises ValueError if it has no tokenizer.
 
-    The KV cache of the last text is kept: a text with a common prefix, such as the next turn of a conversation, is
-    evaluated only from there. A prompt is a text or its ids. `find_step` is called for a compiled step before each
-    token of a single request; with a cache `format`, no step is used.
+    The KV cache of the last text is kept. If the next text has the same prefix, as the next turn of a conversation
+    has, only the ids after the prefix are evaluated. A prompt is a text or its ids. Before each token of a single
+    request, `find_step()` is called for a compiled step; with a cache `format`, no step is used.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TextGenerator:
         until: Sequence[str] = (),
         **options: Any,
     ) -> Generator[Piece, None, None]:
-        """Yield a piece for each of the `tokens` of a `request`. Closing it cancels the rest."""
+        """Yield a piece for each token of one request (with `options`); closing the generator cancels the rest."""
         stream = DecodeStream(self.tokenizer)
         for (token,) in self.tokens([self.request(prompt, max_tokens, sample, **options)], until):
             assert token is not None, "generation ends with its only row"
@@ -84,7 +84,7 @@ class TextGenerator:
         alternatives: int = 0,
         proposer: Proposer | None = None,
     ) -> Request:
-        """A request for ids of the tokenizer; by default greedy, and up to the tokenizer's stops."""
+        """A request that generates ids of the tokenizer; by default greedily, and up to the tokenizer's stops."""
         sample = (sample or Sampler()).after(partial(limit_vocab, self.tokenizer.vocab))
         stop = self.tokenizer.stops if stop is None else stop
         return Request(self._ids(prompt), max_tokens, sample, stop, alternatives, proposer=proposer)
@@ -92,9 +92,9 @@ class TextGenerator:
     def tokens(
         self, requests: Sequence[Request | None], until: Sequence[str] = ()
     ) -> Iterator[list[Token | None]]:
-        """`generate_all` for these requests, with the cache of the last call if it has as many rows.
+        """Yield the rows of `generate_all` for these requests; the last call's cache is used if its size fits.
 
-        Each text also ends with the token that completes one of the strings `until`; empty strings are ignored.
+        Each text also ends with the token that completes one of the strings in `until`; empty strings are ignored.
         """
         until = [stop for stop in until if stop]
         if self.cache is None or len(self.cache.ids) != len(requests):
@@ -115,7 +115,7 @@ class TextGenerator:
             cache.step = step if verifies or not proposes else None
 
     def proposer(self, lookup: bool, draft: LoadedModel | None) -> Proposer | None:
-        """A proposer for one text at a time: prompt lookup first, then the draft model.
+        """A proposer for one text at a time: prompt lookup first, then the draft model; None without both.
 
         Raises ValueError for a draft with another vocabulary.
         """
@@ -138,7 +138,7 @@ class TextGenerator:
         return f"{plural(self.cache.forwards, 'forward')}, {tokens / self.cache.forwards:.2f} tokens per forward"
 
     def prompt_tokens(self, prompt: str | Sequence[int], alternatives: int = 0) -> list[Token]:
-        """The prompt's tokens after the first, with log-probabilities, as far as they fit into the context."""
+        """The prompt's tokens after the first, with log-probabilities; a long prompt is cut at its start."""
         return prompt_tokens(self.model, self._ids(prompt)[-self.context_length :], alternatives)
 
     def _bytes(self, request: Request) -> bytes:
@@ -164,9 +164,9 @@ def sample_text(loaded: LoadedModel, seed: int = 0, max_tokens: int = 120) -> st
 def describe_generation(
     generator: TextGenerator, prompt: int, times: Sequence[float], max_tokens: int | None
 ) -> Iterator[str]:
-    """Lines about the generation after a prompt of `prompt` tokens; `times` (s): the start, then each token.
+    """Yield lines about the generation after `prompt` tokens; `times` (s) has the start, then each token.
 
-    `max_tokens` is the limit of new tokens, None if the text was interrupted.
+    `max_tokens` is the limit of new tokens; None if the text was interrupted.
     """
     count, cache = len(times) - 1, generator.cache
     if count:
@@ -181,7 +181,7 @@ def describe_generation(
 
 
 def describe_rates(prompt: int, times: Sequence[float]) -> str:
-    """Tokens/s of a prompt of this many tokens, and of decoding; `times` (s): the start, then each token."""
+    """Tokens/s of prefill (`prompt` tokens) and of decoding; `times` (s) has the start, then each token."""
     start, first, last = times[0], times[1], times[-1]
     text = f"prompt: {plural(prompt, 'token')}, {format_count(prompt / (first - start))} tokens/s"
     if len(times) == 2:

@@ -29,11 +29,11 @@ SENDING = 30.0
 """Seconds in which a client must receive what is sent."""
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 EMPTY = Answer(reason="length")
-"""The answer to a request for no tokens, and for a missing choice."""
+"""The answer to a request for no tokens, and in place of a missing choice."""
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """A request of the page or `dunes complete`: suggestions with probabilities, and tokens if wanted."""
+    """A request of the page or `dunes complete` for suggestions with probabilities, and for tokens if wanted."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
     count = 3 if explains else 1
@@ -106,8 +106,8 @@ def client_error(error: Exception) -> Refused:
 
 
 class Gate:
-    """Middleware that admits requests of local programs, or with the key, and refuses web pages of other origins
-    and foreign host names (DNS rebinding). It also ends requests whose client takes too long."""
+    """Middleware that refuses requests to foreign host names (DNS rebinding), requests of web pages of other
+    origins, and, if a key is set, requests without the key. It also ends requests whose client takes too long."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
@@ -206,7 +206,7 @@ class Server:
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Yield answers and parts of them, with the index of their choice; a disconnected client cancels the rest.
+        """Yield (index of a choice, its answer or a part of it); if the client disconnects, the rest is cancelled.
 
         Raises Refused.
         """
@@ -280,7 +280,7 @@ async def _ignore(request: Request) -> Response:
 async def _chunks(
     protocol: Protocol, asked: Asked, first: tuple[int, Answer], events: AsyncIterator[tuple[int, Answer]]
 ) -> AsyncIterator[bytes]:
-    """The bytes of a stream."""
+    """Yield the bytes of a reply that is streamed."""
     head, tail = (b"", b"\n") if protocol.form == "ndjson" else (b"data: ", b"\n\n")
     answers = dict([first])
     try:

@@ -1,4 +1,4 @@
-"""Continuous batching: one token of each text in turn, and long prompts in pieces."""
+"""Continuous batching: each step generates one token of every text, and prefills a piece of a long prompt."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from dunes.text import DecodeStream, Tokenizer
 from dunes.units import plural
 
 EXCEEDS = "the request exceeds the available context size"
-"""Message of the reference server for a prompt that is too long."""
+"""Message of llama-server for a prompt that is too long."""
 TOO_LONG = "exceed_context_size_error"
-"""Error type of the reference server for a prompt that is too long."""
+"""Error type of llama-server for a prompt that is too long."""
 ROWS = 16
-"""Maximum texts in a batch; others wait."""
+"""Maximum number of texts in a batch; further texts wait."""
 
 
 @dataclass(eq=False)
 class Row:
-    """A text in generation. `emit` is called with its parts, and finally with the answer."""
+    """A text that is generated. `emit` is called with its parts, and finally with the answer."""
 
     text_request: TextRequest
     request: Request
@@ -40,7 +40,7 @@ class Row:
     """Errors of its own sampler."""
     pieces: Iterator[None] | None = None
     ready: bool = False
-    """True once all of the prompt but its last token is in the cache."""
+    """True once all of the prompt but its last piece is in the cache."""
 
     def __post_init__(self) -> None:
         self.start, self.answer = perf_counter(), Answer(prompt_tokens=len(self.request.prompt))
@@ -87,7 +87,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
-    """A sampler that lists its errors and then returns the most probable id, to leave other texts unharmed."""
+    """A sampler that adds an error to `errors` and returns the most probable id, so that other texts continue."""
     if choose.choose is greedy:
         return choose  # it cannot fail, and compiled steps recognise it
 
@@ -102,7 +102,7 @@ def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
 
 
 def token_text(tokenizer: Tokenizer, token: Token) -> TokenText:
-    """A token with its bytes and its alternatives; special tokens as they are spelled."""
+    """A token with its bytes and its alternatives; the bytes of a special token are its name."""
 
     def data(id: int) -> bytes:
         piece = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""
@@ -135,16 +135,16 @@ class Batch:
 
     @property
     def active(self) -> bool:
-        """True while there is a text."""
+        """True while the batch has a text."""
         return any(self.rows)
 
     @property
     def is_full(self) -> bool:
-        """True if another text has to wait."""
+        """True if another text would have to wait."""
         return sum(row is not None for row in self.rows) >= ROWS
 
     def prompt_ids(self, text: TextRequest) -> Sequence[int]:
-        """The ids of a prompt. Raises Refused for one that the model cannot read."""
+        """The ids of a prompt. Raises Refused for a prompt that the model cannot read."""
         vocab, room, prompt = self.tokenizer.vocab, self.loaded.context_length, text.prompt
         longest = max(map(len, self.tokenizer.token_bytes))
         if isinstance(prompt, str) and len(prompt.encode()) > longest * room:
@@ -159,7 +159,7 @@ class Batch:
         return ids
 
     def add(self, text: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
-        """Generate a text. Raises Refused for a prompt that the model cannot read."""
+        """Add a text to generate. Raises Refused for a prompt that the model cannot read."""
         ids = self.prompt_ids(text)
         choose = sampler(
             text.temperature,
@@ -185,7 +185,7 @@ class Batch:
         self.rows[self.rows.index(None)] = row
 
     def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
-        """Emit the prompt, with its tokens if log-probabilities are wanted; the first token has none."""
+        """Emit the prompt; if log-probabilities are wanted, also its tokens. The first has no logprob."""
         tokens: list[TokenText] = []
         if row.text_request.logprobs is not None:
             scored = prompt_tokens(self.loaded.model, ids, tops)

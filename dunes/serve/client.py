@@ -1,6 +1,6 @@
-"""Requests to a running server of this user, which need no model in this process.
+"""Requests to a server that this user runs, so that this process needs no model.
 
-Such a server also listens on a socket in the user's own folder, which no other user can reach or replace.
+Such a server also listens on a Unix socket in the user's own folder; no other user can reach or replace it.
 """
 
 import http.client
@@ -48,7 +48,7 @@ def exchange(
 
 
 def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> str | None:
-    """The rest of a line, completed by a running server of this folder; None if there is none."""
+    """The rest of a line, completed by a running server of this folder; None if no server answers."""
     if not hasattr(socket, "AF_UNIX"):
         return None
     body = {"before": before, "after": after, "path": str(path.absolute()) if path else ""}
@@ -61,8 +61,8 @@ def complete_by_server(folder: Path, before: str, after: str, path: Path | None)
 
 
 def listen(folder: Path) -> socket.socket | None:
-    """A listening socket for a folder's server; None if another server has it, or if it cannot be created (as in
-    another user's folder)."""
+    """A listening socket for a folder's server; None if another server listens on it, or if it cannot be
+    created (as in another user's folder)."""
     if not hasattr(socket, "AF_UNIX"):
         return None
     listener = socket.socket(socket.AF_UNIX)
@@ -82,7 +82,7 @@ def listen(folder: Path) -> socket.socket | None:
 
 @contextmanager
 def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
-    """Listening sockets for the servers of these folders, as far as possible; their files are removed."""
+    """A context with listening sockets for these folders, where possible; their files are removed at its end."""
     listeners = {socket_file(folder): listener for folder in folders if (listener := listen(folder)) is not None}
     bound = {file: file.stat().st_mtime_ns for file in listeners}
     try:

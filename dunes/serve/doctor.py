@@ -1,4 +1,4 @@
-"""Send a server the requests of each editor, and report what the editor would show, or why nothing appears."""
+"""Send a server the requests of each editor, and report the text that the editor would show, or the problem."""
 
 import http.client
 import json
@@ -15,7 +15,7 @@ AFTER = "\n\n\nprint(volume(1, 2, 3))\n"
 
 
 class Check(NamedTuple):
-    """A client's request; `shown` extracts the shown text from the reply's bytes, or raises ValueError."""
+    """A client's request. `shown` returns the text that the client shows for a reply, or raises ValueError."""
 
     client: str
     path: str
@@ -24,7 +24,7 @@ class Check(NamedTuple):
 
 
 class Line(NamedTuple):
-    """The result for a client; `problem` is empty if it works."""
+    """The result for a client; `problem` is empty if the client works."""
 
     client: str
     text: str
@@ -80,7 +80,7 @@ def _ollama(data: bytes) -> str:
 
 
 def checks(before: str, after: str, model: str) -> list[Check]:
-    """The request of each client at a cursor."""
+    """The requests that the clients send at a cursor."""
     start = before.rfind("\n") + 1
     infill = {"id_slot": 0, "input_prefix": before[:start], "prompt": before[start:], "input_suffix": after}
     infill |= {"input_extra": [], "n_predict": 128, "stop": [], "top_k": 40, "top_p": 0.9, "stream": False}
@@ -99,7 +99,7 @@ def checks(before: str, after: str, model: str) -> list[Check]:
 
 
 def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTER) -> Iterator[Line]:
-    """The result for the server itself, then for each client.
+    """Yield the result for the server itself, then for each client.
 
     Raises ValueError if no server answers.
     """

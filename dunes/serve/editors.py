@@ -6,7 +6,7 @@ EDITORS = ("vim", "nvim", "vscode", "zed", "emacs", "helix")
 
 
 def url(host: str, port: int) -> str:
-    """The URL of a server that listens on `host`; wildcard addresses become this machine's own."""
+    """The URL of a server that listens on `host`; a wildcard address becomes this machine's own."""
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host.strip("[]"), host)
     return f"http://[{name}]:{port}" if ":" in name and not name.startswith("[") else f"http://{name}:{port}"
 

@@ -12,7 +12,7 @@ from dunes.text.lines import valid_text
 from dunes.text.templates import Conversation, Turn
 
 BODY = 4 << 20
-"""Maximum bytes of a request."""
+"""Maximum bytes of a request's body."""
 TEXT = BODY
 """Maximum characters of a text."""
 PATH = 4_096
@@ -26,22 +26,22 @@ CHOICES = 4
 FILES = 64
 """Maximum number of open files."""
 ENDLESS = 4096
-"""Maximum new tokens of an answer, also if the client asks for no limit."""
+"""Maximum number of new tokens of an answer, even if the client asks for no limit."""
 OPEN = 256_000
-"""Maximum characters of open files in a request; the last files count."""
+"""Maximum characters of all open files in a request; the last files that fit are used."""
 SEEDS = 2**64 - 1
 REFERENCE: dict[str, dict[str, Any]] = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
-"""Properties and neutral settings that the reference server reports and this one lacks."""
+"""Properties and neutral settings that llama-server reports and this server lacks."""
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
     503: "unavailable_error",
 }  # fmt: skip
-"""Error types of the reference server by status; other errors are invalid requests."""
+"""Error types of llama-server by status; any other status means an invalid request."""
 Number = TypeVar("Number", int, float)
 
 
 class Refused(Exception):
-    """A request that is answered with this status and message."""
+    """Raised to answer a request with this status and message."""
 
     def __init__(self, status: int, message: str, error_type: str = "", retry: int = 0) -> None:
         super().__init__(message)
@@ -80,8 +80,8 @@ def _type_name(value: Any) -> str:
 
 
 class Fields:
-    """The fields of an object. Each method raises Refused, naming the field, for a value of another type or out of
-    its range; null counts as missing."""
+    """The fields of a JSON object. Each method raises Refused, with the field's name, if the value has another
+    type or is out of range; null counts as missing."""
 
     def __init__(self, body: Mapping[str, Any], place: str = "") -> None:
         self.body, self.place = body, place
@@ -91,14 +91,14 @@ class Fields:
         return self.body.get(name) is not None
 
     def text(self, name: str, default: str | None = "") -> str:
-        """A string, with U+FFFD for lone surrogates; required if the default is None."""
+        """The string in a field, with U+FFFD for lone surrogates; the field is required if the default is None."""
         value = self._value(name, str, "a string", default)
         if len(value) > TEXT:
             raise self.refusal(name, f"{len(value)} characters; at most {TEXT}")
         return valid_text(value)
 
     def path(self, *names: str) -> str:
-        """The path of a file in the first of these fields that is present."""
+        """The path of a file, from the first of these fields that is present."""
         name = next(filter(self.has, names), names[0])
         path = self.text(name)
         if len(path) > PATH or "\0" in path:
@@ -106,33 +106,33 @@ class Fields:
         return path
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A boolean."""
+        """The value of a boolean field."""
         return bool(self._value(name, bool, "true or false", default))
 
     def integer(self, name: str, default: int, low: int, high: int) -> int:
-        """An integer within these bounds."""
+        """The value of an integer field, within these bounds."""
         value = self._value(name, int | float, "a whole number", default)
         if value % 1:
             raise self.refusal(name, "a number; expected a whole number")
         return self._check_bounds(name, int(value), low, high)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """A number within these bounds."""
+        """The value of a number field, within these bounds."""
         value: float = self._value(name, int | float, "a number", default)
         return self._check_bounds(name, value, low, high)
 
     def limit(self, name: str, default: int = -1) -> int:
-        """The maximum number of new tokens, up to ENDLESS, which a negative value stands for."""
+        """The maximum number of new tokens, at most ENDLESS; a negative value means ENDLESS."""
         count = self.integer(name, default, -2, 2**63)
         return ENDLESS if count < 0 else min(count, ENDLESS)
 
     def seed(self, name: str = "seed") -> int:
-        """The seed of a request; a random one if it is missing or -1."""
+        """The seed of a request; a random seed if the field is missing or negative."""
         seed = self.integer(name, -1, -(2**63), SEEDS)
         return seed if seed >= 0 else uuid.uuid4().int % 2**63
 
     def stops(self, name: str = "stop") -> tuple[str, ...]:
-        """Stop strings from a string or a list, without empty ones."""
+        """The stop strings in a field with a string or a list, without empty strings."""
         value, expected = self.body.get(name), f"a string, or a list of at most {STOPS}"
         values = [value] if isinstance(value, str) else self._value(name, list, expected, [])
         if len(values) > STOPS:
@@ -143,14 +143,14 @@ class Fields:
         return tuple(valid_text(stop) for stop in values if stop)
 
     def items(self, name: str, most: int) -> list[Any]:
-        """A list of at most `most` values."""
+        """The value of a list field, with at most `most` entries."""
         value: list[Any] = self._value(name, list, "a list", [])
         if len(value) > most:
             raise self.refusal(name, f"{len(value)} values; at most {most}")
         return value
 
     def objects(self, name: str, most: int) -> list["Fields"]:
-        """A list of at most `most` objects."""
+        """The objects in a list field, at most `most`."""
         values = self.items(name, most)
         for i, value in enumerate(values):
             if not isinstance(value, dict):
@@ -158,7 +158,7 @@ class Fields:
         return [Fields(value, f"{self.place}{name}[{i}].") for i, value in enumerate(values)]
 
     def object(self, name: str) -> "Fields":
-        """An object; empty if it is missing."""
+        """The fields of the object in a field; empty if the field is missing."""
         return Fields(self._value(name, dict, "an object", {}), f"{self.place}{name}.")
 
     def messages(self, name: str = "messages") -> Conversation:
@@ -183,14 +183,14 @@ class Fields:
         return files
 
     def refuse_unsupported(self, *names: str) -> None:
-        """Refuse fields whose effect a client would miss, unless their value has no effect."""
+        """Raise Refused if one of these unsupported fields has a value that should have an effect."""
         for name in names:
             value = self.body.get(name)
             if value and value not in (REFERENCE["settings"].get(name), {"type": "text"}):
                 raise self.refusal(name, "not supported by this server; leave it out")
 
     def refusal(self, name: str, why: str) -> Refused:
-        """The refusal of a field."""
+        """The error that refuses a field, with this reason."""
         return Refused(400, f"Field '{self.place}{name}': {why}")
 
     def _value(self, name: str, value_type: type | UnionType, expected: str, default: Any) -> Any:

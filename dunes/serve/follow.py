@@ -1,7 +1,7 @@
-"""Follow the user's work: saved files enter the index, and a run's model is loaded when it is complete.
+"""Follow the user's work: index saved files, and load a run's model once it is written.
 
-Editors need not send anything. Every second, times and sizes of the training source files are checked, and the
-times of their folders, which change when a file is added or deleted.
+Editors need not send anything. Every second, the times and sizes of the training source files are checked. The
+times of their folders are checked, too, since they change when a file is added or deleted.
 """
 
 import os
@@ -25,14 +25,14 @@ PERIOD = 1.0
 PATIENCE = 60.0
 """Maximum seconds between two attempts to load a model."""
 LARGE = 400_000
-"""Bytes of a file above which changes are not followed."""
+"""Changes to a file of more than this many bytes are not followed."""
 Stamp = tuple[int, int]
 
 
 class Follower(threading.Thread):
-    """Keeps a served model in step with its folder and its training source files.
+    """Updates a served model when its folder or its training source files change.
 
-    Errors are reported once, and do not end the thread.
+    An error is reported once, and does not end the thread.
     """
 
     def __init__(self, model: ServedModel, worker: Worker, say: Callable[[str], object]) -> None:
@@ -105,7 +105,7 @@ class Follower(threading.Thread):
             self._begin()
 
     def _walk(self) -> None:
-        """Find the files of the sources, and their folders; deleted files leave the index."""
+        """List the files of the sources, and their folders; remove deleted files from the index."""
         sources, self._follow_links = training_sources(self.model.folder)
         if not sources:
             self._folders = {self.model.folder: file_time(self.model.folder)}
@@ -119,7 +119,7 @@ class Follower(threading.Thread):
             self.model.take_in(self.worker, dict.fromkeys(deleted))
 
     def _stamp(self, path: Path) -> Stamp | None:
-        """Modification time (ns) and size of a regular file; None for others, such as a link not followed."""
+        """Modification time (ns) and size of a regular file; None for others, such as links not followed."""
         try:
             status = os.stat(path, follow_symlinks=self._follow_links)
         except OSError:
@@ -127,7 +127,7 @@ class Follower(threading.Thread):
         return (status.st_mtime_ns, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
     def _take_in(self, paths: list[Path]) -> None:
-        """Update the model with these files, in order, as long as their text fits."""
+        """Update the model with these files, in order, as far as they fit into `MOST // 4` bytes."""
         texts, stamps, room = dict[str, str | None](), dict[Path, Stamp](), MOST // 4
         for path in paths:
             stamp, name = self._stamp(path), self._files[path]
@@ -145,7 +145,7 @@ class Follower(threading.Thread):
 
 
 def _read(path: Path, name: str) -> str | None:
-    """The text of a file that training would read; None for others."""
+    """The text of a file; None for a file that training would not read."""
     document = plain_document(SourceFile(path, name, False))
     if isinstance(document, str):
         return None

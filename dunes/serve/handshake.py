@@ -1,6 +1,6 @@
-"""The language server's answer to `initialize`, before the protocol's library is imported, which takes a second.
+"""Answer `initialize` in the language server before the protocol's library is imported, which takes a second.
 
-The library then reads the same message, and its answer is dropped. `capabilities` equal the library's (tested).
+The library then reads the same message, and its answer is dropped. A test compares the `capabilities` in both.
 """
 
 import json
@@ -33,7 +33,8 @@ def message(content: dict[str, Any]) -> bytes:
 
 
 def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes, bool]:
-    """Answer a first message `initialize`; returns its text and True, or another message's bytes and False."""
+    """Read the first message, and answer it if it is `initialize`: returns its JSON and True. For another message,
+    returns its bytes and False."""
     head = b""
     while (line := stdin.readline()).strip():
         head += line

@@ -16,9 +16,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from dunes.serve.app import RECEIPT
 
 PORT = 8012
-"""Default of llama.vim."""
+"""Default port of llama.vim."""
 OLLAMA_PORT = 11434
-"""Default of Ollama."""
+"""Default port of Ollama."""
 CONNECTIONS = 512
 """Maximum concurrent connections."""
 ENDING = 30
@@ -26,7 +26,7 @@ ENDING = 30
 
 
 class DeadlineProtocol(H11Protocol):
-    """HTTP/1.1 with a deadline for requests: uvicorn lets a client send a byte now and then forever."""
+    """HTTP/1.1 with a deadline for requests. In uvicorn alone, a client could send single bytes forever."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -55,7 +55,7 @@ class DeadlineProtocol(H11Protocol):
 
 
 def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
-    """Listening sockets. Raises ValueError for a port in use, and an unknown host."""
+    """Sockets that listen on these ports. Raises ValueError if a port is in use, or if the host is unknown."""
     sockets: list[socket.socket] = []
     try:
         for port in ports:

@@ -1,7 +1,7 @@
-"""The paths of llama-server, used by llama.vim and llama.vscode.
+"""The HTTP paths of llama-server, which llama.vim and llama.vscode use.
 
-https://github.com/ggml-org/llama.cpp/tree/master/tools/server; contrary to its README, `prompt` in `/infill` is
-the text before the cursor.
+https://github.com/ggml-org/llama.cpp/tree/master/tools/server; contrary to its README, the field `prompt`
+of `/infill` is the text before the cursor.
 """
 
 from collections.abc import Mapping
@@ -38,13 +38,13 @@ NEUTRAL = (
     "grammar", "logit_bias", "ignore_eos", "lora", "presence_penalty", "frequency_penalty", "typical_p",
     "mirostat", "dynatemp_range", "top_n_sigma", "xtc_probability", "dry_multiplier",
 )  # fmt: skip
-"""Settings that would change a text, and are refused unless neutral."""
+"""Unsupported settings that would change a text; values other than the neutral one are refused."""
 REASONS = {"stop": "eos", "length": "limit", "word": "word"}
 PROBS = "completion_probabilities"
 
 
 def read_infill(fields: Fields) -> Asked:
-    """The rest of a line, or no request with `n_predict` 0, which warms up other servers."""
+    """A request for the rest of a line; no request if `n_predict` is 0, with which clients warm up a server."""
     before = fields.text("input_prefix", None) + fields.text("prompt")
     after, limit = fields.text("input_suffix", None), fields.limit("n_predict")
     count, stop = fields.integer("n_cmpl", 1, 1, CHOICES), fields.stops()
@@ -55,7 +55,7 @@ def read_infill(fields: Fields) -> Asked:
 
 
 def read_completion(fields: Fields) -> Asked:
-    """Texts after prompts, or the rest of a line if a prompt spells it."""
+    """Requests for texts after prompts, or for the rest of a line if a prompt has fill-in-the-middle sentinels."""
     fields.refuse_unsupported("json_schema", *NEUTRAL)
     text = read_text(fields, SETTINGS, "n_predict", logprobs=fields.integer("n_probs", 0, 0, 100) or None)
     count = fields.integer("n_cmpl", 1, 1, CHOICES)
@@ -64,7 +64,7 @@ def read_completion(fields: Fields) -> Asked:
 
 
 def write(request: Asked, answers: Answers, streams: bool) -> Any:
-    """One object per answer or part, in a list if several were requested."""
+    """An object for each answer, or part of an answer; a list of objects if several answers were requested."""
     body = request.fields.body
     replies = [(_reply if answer.reason else _part)(request, i, answer) for i, answer in answers.items()]
     if streams:
@@ -76,7 +76,7 @@ def write(request: Asked, answers: Answers, streams: bool) -> Any:
 
 
 def _reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
-    """The object of an answer, or only its requested fields; a slash in a name leads into an object."""
+    """The object of an answer, or only its requested fields; a slash in a name selects a field of an object."""
     body = request.fields.body
     reply = {
         "index": index,
@@ -105,14 +105,14 @@ def _reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
 
 
 def _field(reply: Any, name: str) -> Any:
-    """The value of a name in which a slash leads into an object; None if missing."""
+    """The value of the field `name`, in which a slash selects a field of an object; None if it is missing."""
     for part in name.split("/"):
         reply = reply.get(part) if isinstance(reply, Mapping) else None
     return reply
 
 
 def _part(request: Asked, index: int, part: Answer) -> dict[str, Any]:
-    """A part of a stream."""
+    """The object for a part of an answer in a stream."""
     chunk: dict[str, Any] = {"index": index, "content": part.text, "tokens": part.ids}
     chunk |= {"stop": False, "id_slot": 0, "tokens_predicted": 0, "tokens_evaluated": 0}
     if part.tokens and request.fields.body.get("n_probs"):
@@ -121,7 +121,7 @@ def _part(request: Asked, index: int, part: Answer) -> dict[str, Any]:
 
 
 def _timings(answer: Answer) -> dict[str, Any]:
-    """Tokens and milliseconds of prefill and decoding."""
+    """Numbers of tokens, and milliseconds, of prefill and decoding."""
     read, new_tokens = max(0, answer.prompt_tokens - answer.cached_tokens), answer.new_tokens
     prompt = 1e3 * (answer.prompt_seconds if answer.line is None else answer.seconds)
     decoding = max(0.0, 1e3 * answer.seconds - prompt)
@@ -134,7 +134,7 @@ def _timings(answer: Answer) -> dict[str, Any]:
 
 
 def settings(request: Request | None) -> dict[str, Any]:
-    """The settings of a request under the reference server's names; settings that we lack have neutral values."""
+    """A request's settings under llama-server's names; settings that this server lacks are neutral."""
     text = request if isinstance(request, TextRequest) else TextRequest(temperature=0.0)
     limit = text.max_tokens if text.max_tokens < ENDLESS else -1
     return REFERENCE["settings"] | {
@@ -149,14 +149,14 @@ def settings(request: Request | None) -> dict[str, Any]:
 
 
 def health(models: Named) -> dict[str, Any]:
-    """The reference server's /health, with fields for Tabby's clients."""
+    """The reply to llama-server's /health, with additional fields for Tabby's clients."""
     version = dict.fromkeys(("build_date", "build_timestamp", "git_sha", "git_describe"), "")
     device = {"device": "cpu", "arch": "", "cpu_info": "", "cpu_count": 1, "cuda_devices": []}
     return {"status": "ok", "model": models[0][0], **device, "version": version}
 
 
 def list_models(models: Named) -> dict[str, Any]:
-    """OpenAI's /v1/models, with fields for Ollama's clients."""
+    """The reply to OpenAI's /v1/models, with additional fields for Ollama's clients."""
     return {"object": "list", "data": [_entry(*model) for model in models], **ollama.tags(models)}
 
 
@@ -176,7 +176,7 @@ def _entry(name: str, facts: Facts) -> dict[str, Any]:
 
 
 def props(models: Named) -> dict[str, Any]:
-    """The reference server's /props; llama.vscode reads the context length."""
+    """The reply to llama-server's /props, from which llama.vscode reads the context length."""
     name, facts = models[0]
     return REFERENCE["props"] | {
         "default_generation_settings": {"params": settings(None), "n_ctx": facts["context_length"]},
@@ -190,7 +190,7 @@ def props(models: Named) -> dict[str, Any]:
 
 
 def slots(models: Named) -> list[dict[str, Any]]:
-    """The reference server's /slots: a single slot, idle between two requests."""
+    """The reply to llama-server's /slots: a single slot, which is always reported as idle."""
     return [REFERENCE["slot"] | {"n_ctx": models[0][1]["context_length"], "params": settings(None)}]
 
 

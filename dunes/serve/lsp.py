@@ -1,6 +1,6 @@
-"""The language server: completion of lines for editors with inline completion, or plain completion.
+"""The language server: completes lines for editors that support inline completion, or only plain completion.
 
-`handshake.py` has already answered `initialize`; the model loads meanwhile, and the newest request waits for it.
+`handshake.py` has already answered `initialize`. A thread loads the model, and the newest request waits for it.
 https://microsoft.github.io/language-server-protocol/specifications/lsp/3.18/specification/
 """
 
@@ -38,7 +38,10 @@ COMMAND = types.Command("accepted", ACCEPTED)
 def start(
     load: Callable[[], "Running"], stdin: BinaryIO, stdout: BinaryIO, first: bytes, is_answered: bool
 ) -> None:
-    """Serve on these streams until the editor ends it; `load` loads the model in another thread."""
+    """Serve on these streams until the editor ends the server; another thread calls `load` to load the model.
+
+    `first` has the first message, which was answered already if `is_answered`.
+    """
     server = Server(load)
     if is_answered:
         server.protocol.set_writer(StdoutWriter(io.BytesIO()))
@@ -48,7 +51,7 @@ def start(
 
 
 class Replayed:
-    """A stream that starts with these bytes."""
+    """A stream that starts with the bytes `first` and continues with `rest`."""
 
     def __init__(self, first: bytes, rest: BinaryIO) -> None:
         self._first, self._rest = io.BytesIO(first), rest
@@ -62,7 +65,7 @@ class Replayed:
 
 
 class Server(LanguageServer):
-    """The server, with the model once it is loaded, and the newest request."""
+    """The language server, which has the models once they are loaded, and the newest request."""
 
     def __init__(self, load: Callable[[], "Running"]) -> None:
         super().__init__("dunes", __version__)
@@ -109,7 +112,7 @@ class Server(LanguageServer):
             self._running.close()
 
     def _count(self, *_: Any) -> None:
-        """Count an acceptance, for the log at the end."""
+        """Count an accepted suggestion; the log reports the number at the end."""
         self._accepted += 1
 
     def _index_later(self, uri: str) -> None:
@@ -127,7 +130,7 @@ class Server(LanguageServer):
             self._take_in(uri, self.workspace.text_documents[uri].source)
 
     def _take_in(self, uri: str, text: str | None) -> None:
-        """Let other files copy from this text; None reads the saved file."""
+        """Let completions in other files copy from this text; if it is None, from the saved file."""
 
         def work() -> None:
             if running is not None:
@@ -144,7 +147,7 @@ class Server(LanguageServer):
         self.window_log_message(types.LogMessageParams(message_type, f"dunes: {message}"))
 
     def _split_at(self, uri: str, position: types.Position) -> tuple[str, str] | None:
-        """The text of an open file before and after a position; None for another file."""
+        """The text of an open file before and after a position; None if the file is not open."""
         if uri not in self.workspace.text_documents:
             return None
         document = self.workspace.text_documents[uri]
@@ -152,7 +155,7 @@ class Server(LanguageServer):
         return document.source[:offset], document.source[offset:]
 
     async def _answers(self, uri: str, position: types.Position) -> list["Answer"]:
-        """The suggestions at a position. A newer request ends an older one, even one that waits for the model."""
+        """The suggestions at a position. A newer request ends an older request, even one still waiting."""
         if self._newest is not None and not self._newest.done():
             self._newest.set_result([])
         loop = asyncio.get_running_loop()

@@ -31,8 +31,8 @@ VERSION = "0.12.0"
 
 
 def read_generate(fields: Fields) -> Asked:
-    """A text after a prompt, or the rest of a line if there is a suffix. An empty prompt, with which clients load
-    a model, gives no request."""
+    """A request for a text after a prompt, or for the rest of a line if a suffix is given. No request for an empty
+    prompt, which clients send to load a model."""
     text = _text_request(fields, "images")
     prompt, after = fields.text("prompt"), fields.text("suffix") or None
     requests = line_or_texts(text, prompt, after) if prompt or after else []
@@ -40,7 +40,7 @@ def read_generate(fields: Fields) -> Asked:
 
 
 def read_chat(fields: Fields) -> Asked:
-    """The model's next turn in a chat."""
+    """A request for the model's next turn in a chat."""
     text = _text_request(fields, "tools", messages=fields.messages())
     return Asked(fields, [text], "", fields.flag("stream", True))
 
@@ -56,7 +56,7 @@ def format_time(time: datetime) -> str:
 
 
 def _protocol(read: Callable[[Fields], Asked], content: Callable[[str], dict[str, Any]]) -> Protocol:
-    """A protocol whose answers, or parts of a stream, have their text in `content`."""
+    """A protocol whose replies have their text in the fields that `content` returns."""
 
     def write(request: Asked, answers: Answers, streams: bool) -> dict[str, Any]:
         answer = answers[0]
@@ -81,7 +81,7 @@ def _end(answer: Answer) -> dict[str, Any]:
 
 
 def tags(models: Named) -> dict[str, Any]:
-    """The models in /api/tags, by name, with their facts."""
+    """The reply to /api/tags: the models by name, with their facts."""
     listed = []
     for name, facts in models:
         about = {key: facts[key] for key in ("modified_at", "size", "digest")}
@@ -90,7 +90,7 @@ def tags(models: Named) -> dict[str, Any]:
 
 
 def show(models: Named) -> dict[str, Any]:
-    """The first model in /api/show. The template has `.Suffix`, which clients look for."""
+    """The reply to /api/show for the first model. Its template has `.Suffix`, which clients look for."""
     _, facts = models[0]
     info = {"general.architecture": facts["family"], "general.parameter_count": facts["parameters"]}
     info[f"{facts['family']}.context_length"] = facts["context_length"]

@@ -1,5 +1,5 @@
-"""The paths of OpenAI's API, with `suffix`, `echo` and log-probabilities, of Mistral's fill-in-the-middle, and of
-Tabby, which uses OpenAI's path.
+"""The paths of OpenAI's API (with `suffix`, `echo` and log-probabilities) and of Mistral's fill-in-the-middle API.
+Tabby's requests use OpenAI's path.
 
 https://platform.openai.com/docs/api-reference/completions, https://docs.mistral.ai/api/#tag/fim,
 https://tabby.tabbyml.com/api
@@ -33,13 +33,13 @@ SETTINGS: Settings = {
 UNSUPPORTED = ("logit_bias", "presence_penalty", "frequency_penalty")
 REASONS = {"stop": "stop", "length": "length", "word": "stop", "": None}
 DEFAULT_TOKENS = 16
-"""Default of new tokens, as in OpenAI's API."""
+"""Default maximum number of new tokens, as in OpenAI's API."""
 LOGPROBS = 20
 """Maximum alternatives per token."""
 
 
 def read_completions(fields: Fields) -> Asked:
-    """Texts after prompts; the rest of a line if there is a suffix, or if a prompt spells one."""
+    """Requests for texts after prompts, or for the rest of a line if the body or a prompt has a suffix."""
     fields.refuse_unsupported(*UNSUPPORTED)
     count, after = fields.integer("n", 1, 1, CHOICES), fields.text("suffix") if fields.has("suffix") else None
     logprobs = fields.integer("logprobs", 0, 0, LOGPROBS) if fields.has("logprobs") else None
@@ -51,7 +51,7 @@ def read_completions(fields: Fields) -> Asked:
 
 
 def read_chat(fields: Fields) -> Asked:
-    """The model's next turn in a chat."""
+    """Requests for the model's next turn in a chat."""
     fields.refuse_unsupported("tools", "functions", "response_format", *UNSUPPORTED)
     limit = next(filter(fields.has, ("max_completion_tokens", "max_tokens", "n_predict")), "max_tokens")
     _wants_usage(fields)
@@ -61,7 +61,7 @@ def read_chat(fields: Fields) -> Asked:
 
 
 def read_mistral(fields: Fields) -> Asked:
-    """The rest of a line between a prompt and a suffix."""
+    """A request for the rest of a line between a prompt and a suffix."""
     fields.refuse_unsupported(*UNSUPPORTED)
     text = read_text(fields, SETTINGS, "max_tokens", seed=fields.seed("random_seed"))
     return Asked(fields, line_or_texts(text, fields.text("prompt", None), fields.text("suffix")), "fim-")
@@ -75,7 +75,7 @@ def _wants_usage(fields: Fields) -> bool:
 def _protocol(
     read: Callable[[Fields], Asked], full: str, chunk: str, choice: Callable[[Asked, Answer, bool], dict[str, Any]]
 ) -> Protocol:
-    """A protocol of objects with choices; in a stream, chunks, of which the last has no text."""
+    """A protocol whose replies are objects with choices. A stream has chunks; the last chunk has no text."""
 
     def reply(request: Asked, name: str, choices: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
         head = {"id": request.id, "object": name, "created": request.created, "model": request.model}
@@ -96,13 +96,13 @@ def _protocol(
 
 
 def usage(answers: Answers) -> dict[str, dict[str, int]]:
-    """The tokens of a request; prompts count once per choice."""
+    """The numbers of tokens of a request; a prompt counts once per choice."""
     prompt, new = (sum(getattr(a, name) for a in answers.values()) for name in ("prompt_tokens", "new_tokens"))
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
 
 
 def text_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]:
-    """The text of a choice."""
+    """The text and the log-probabilities of a choice."""
     has_logprobs = answer.tokens if streams else request.fields.has("logprobs")
     logprobs = legacy_logprobs(answer.tokens, answer.offset) if has_logprobs else None
     return {"text": answer.text, "logprobs": logprobs}
@@ -130,7 +130,7 @@ def chat_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]
 
 
 def read_tabby(fields: Fields) -> Asked:
-    """The rest of a line in a file."""
+    """A request for the rest of a line in a file."""
     parts = fields.object("segments")
     extras = (*parts.objects("declarations", FILES), *parts.objects("relevant_snippets_from_changed_files", FILES))
     files = [(extra.text("filepath"), extra.text("body")) for extra in extras]
@@ -139,7 +139,7 @@ def read_tabby(fields: Fields) -> Asked:
 
 
 def write_tabby(request: Asked, answers: Answers, streams: bool) -> Any:
-    """The best suggestion; no choice if it is empty."""
+    """The reply with the best suggestion; without a choice if the suggestion is empty."""
     text = answers[0].text
     return {"id": request.id, "choices": [{"index": 0, "text": text}] if text else []}
 

@@ -12,7 +12,7 @@ from dunes.serve.fields import ENDLESS, SEEDS, Fields, Refused
 from dunes.text.templates import Turn
 
 PROMPTS = 48
-"""Maximum choices of all prompts of one request, so that the queue has room for others."""
+"""Maximum number of choices per body, over all its prompts, so that the queue has room for other requests."""
 MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -26,12 +26,13 @@ REPOSITORY = re.compile(r"^(?:<\|repo_name\|>|<repo_name>)[^\n]*\n")
 HINTS = re.compile(r"\A\W{1,4} language: [^\n]*\n(?:\W{1,4} indentation: [^\n]*\n)?")
 """Lines that minuet puts before the text: https://github.com/milanglacier/minuet-ai.nvim."""
 UNNAMED = "filename"
-"""Name that the reference server gives the file of an `/infill` request."""
+"""Name that llama-server gives to the file of an `/infill` request."""
 
 
 @dataclass(frozen=True)
 class LineRequest:
-    """The rest of a line between two texts, in a file if its path is known. `files` are texts to copy from."""
+    """A request for the rest of a line between two texts; `name` is the file's path, if known. `files` are (name,
+    text) pairs to copy from."""
 
     before: str
     after: str = ""
@@ -43,13 +44,13 @@ class LineRequest:
     model: str = ""
     shows_all: bool = False
     explains: bool = False
-    """True to get suggestions however improbable or short, and the tokens of the first one."""
+    """True to get the tokens of the first suggestion. `shows_all` keeps improbable and short suggestions."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
-    """The text after a prompt, given as text or ids. `logprobs` is the number of alternatives per token, None for
-    no log-probabilities; `echo` includes the prompt's."""
+    """A request for the text after a prompt, which is a text or ids. `logprobs` is the number of alternatives per
+    token; None means no log-probabilities. With `echo`, the answer starts with the prompt."""
 
     prompt: str | Sequence[int] = ""
     max_tokens: int = ENDLESS
@@ -63,7 +64,7 @@ class TextRequest:
     stop_ids: Sequence[int] = ()
     messages: Sequence[Turn] = ()
     batch: object = None
-    """The batch of the model that tokenized the prompt, if the server did."""
+    """The batch of the model for which the server encoded `messages`; None without messages."""
     logprobs: int | None = None
     echo: bool = False
     model: str = ""
@@ -73,7 +74,7 @@ Request = LineRequest | TextRequest
 
 
 class TokenText(NamedTuple):
-    """A token, its bytes, its log-probability (nats; None for the first of a text), and the likeliest tokens."""
+    """A token, its bytes, its log-probability (nats; None for a text's first token), and the likeliest tokens."""
 
     id: int
     data: bytes
@@ -86,7 +87,7 @@ class TokenText(NamedTuple):
         return self.data.decode(errors="replace")
 
     def entry(self, has_id: bool) -> dict[str, Any]:
-        """The token and the most probable ones with log-probabilities, in the clients' format."""
+        """The token and the most probable tokens, with log-probabilities, in the clients' format."""
 
         def entry(id: int, data: bytes, logprob: float | None) -> dict[str, Any]:
             fields = {"token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob}
@@ -98,7 +99,7 @@ class TokenText(NamedTuple):
 
 @dataclass
 class Answer:
-    """An answer, or a part if `reason` is empty; reasons are stop, length and word (stop string `stopped_at`)."""
+    """An answer; if `reason` is empty, a part of one. Reasons: stop, length, word (stop string `stopped_at`)."""
 
     text: str = ""
     reason: str = ""
@@ -129,8 +130,8 @@ Answers = Mapping[int, Answer]
 
 
 class Asked:
-    """The requests of a body: a line with alternatives, or several texts, one per choice of the reply. The reply's
-    id starts with `prefix`. Raises Refused for too many."""
+    """The requests in a body: a line with alternatives, or several texts, each for one choice of the reply. The
+    reply's id starts with `prefix`. Raises Refused for too many requests."""
 
     def __init__(
         self, fields: Fields, requests: Sequence[Request], prefix: str = "", stream: bool | None = None
@@ -143,25 +144,25 @@ class Asked:
 
 
 class Protocol(NamedTuple):
-    """A path's functions that read a body and write answers: all at once, or in a stream a part or the end of an
-    answer. `end` returns the objects that follow the answers of a stream."""
+    """The functions of a path: `read` reads a body, `write` returns the reply with all answers or, in a stream, an
+    object for a part or the end of an answer. `end` returns the objects that follow the answers of a stream."""
 
     read: Callable[[Fields], Asked]
     write: Callable[[Asked, Answers, bool], Any]
     form: str = "sse"
-    """Format of a stream: sse ends with `data: [DONE]`, sse-bare does not; or ndjson."""
+    """Format of a stream: sse, which ends with `data: [DONE]`; sse-bare, which does not; ndjson."""
     end: Callable[[Asked, Answers], Sequence[Any]] = lambda request, answers: ()
 
 
 Settings = Mapping[str, tuple[float, float, float]]
-"""Sampling settings by field of the request and of TextRequest: default, minimum and maximum."""
+"""Sampling settings by name, in a request and in TextRequest: default, minimum and maximum."""
 
 
 def read_text(
     fields: Fields, settings: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """Read a TextRequest from the fields, with settings in `options` if given and attributes in `more`; `tokens`
-    is the default of the field named `limit`."""
+    """Read a TextRequest from the fields; its settings are read from `options`, if given. `more` are additional
+    attributes. The field named `limit` has the maximum number of tokens, by default `tokens`."""
     options, values = options or fields, dict[str, Any]()
     for name, (default, low, high) in settings.items():
         read: Any = options.integer if isinstance(default, int) else options.number
@@ -179,9 +180,9 @@ def choices(request: TextRequest, count: int) -> list[Request]:
 def line_or_texts(
     text: TextRequest, prompt: str | Sequence[int], after: str | None = None, count: int = 1
 ) -> list[Request]:
-    """A line request if there is text behind the cursor, or the prompt spells it; otherwise text requests.
+    """A line request if `after` is given, or if the prompt contains a suffix (`MARKS`); otherwise text requests.
 
-    Empty for a line of no tokens.
+    The list is empty for a line of at most 0 tokens.
     """
     line, has_tokens = None, text.echo or text.logprobs is not None
     if isinstance(prompt, str) and after is not None:
@@ -217,7 +218,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def fill_in_the_middle(prompt: str) -> LineRequest | None:
-    """The fill-in-the-middle request that a raw prompt spells; None for other prompts."""
+    """The line request of a prompt with fill-in-the-middle sentinels; None for other prompts."""
     for prefix, suffix, middle in MARKS:
         if prefix in prompt and suffix in prompt and (not middle or middle in prompt):
             places = {prefix: prompt.find(prefix), suffix: prompt.find(suffix)}
@@ -239,5 +240,5 @@ def _files(head: str) -> tuple[str, Sequence[NamedText]]:
 
 
 def file_name(name: str) -> str:
-    """The name of a file; empty for the placeholder."""
+    """The name of a file; empty for the placeholder UNNAMED."""
     return "" if name == UNNAMED else name

@@ -1,4 +1,4 @@
-"""The served models by name, in their worker, and the followers of their files."""
+"""The models of a running server by name, their worker thread, and the followers of their files."""
 
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
@@ -15,7 +15,7 @@ from dunes.serve.worker import Worker
 
 
 class Running:
-    """Models in their worker. Raises ValueError for a folder that cannot complete, before anything is served."""
+    """Models in their worker thread. Raises ValueError for a model folder that cannot be used for completion."""
 
     def __init__(
         self,
@@ -56,15 +56,16 @@ class Running:
             follower.start()
 
     def facts_by_name(self, name: str) -> Named:
-        """The facts of the model of this name (empty: of all models), by the names of models and adapters."""
+        """(name, facts) of the model or adapter with this name; for an empty name, of all models and adapters."""
         models = [self.find(name)] if name else self.served.values()
         entries = [(entry, model.current.facts) for model in models for entry in model.names]
         return [entry for entry in entries if entry[0] == name] or entries
 
     def find(self, name: str) -> ServedModel:
-        """The model of this name or with this adapter; the first is the default, a single one has any name.
+        """The model with this name, or with an adapter of this name.
 
-        Raises Refused for an unknown name.
+        An empty name selects the first model; if only one model is served, every name selects it. Raises Refused
+        for an unknown name.
         """
         for model in self.served.values():
             if not name or name in model.names or len(self.served) == 1:

@@ -1,6 +1,6 @@
-"""A served model folder: completer of lines, batch of texts, and updates of both.
+"""A served model folder: a completer of lines, a batch of texts, and updates of both.
 
-A file without a path is recognised by its lines.
+If a request names no path, its file is recognised by its lines.
 """
 
 import gc
@@ -47,7 +47,7 @@ from dunes.units import plural
 SHORT = 3
 """Minimum characters of a suggestion that does not end its line."""
 PATHS = 64
-"""Paths whose names are cached: finding one reads the model's card."""
+"""Number of paths whose names in training are cached, since each look-up reads the model's card."""
 UNFITTED = 0.3
 """Minimum probability of a shown suggestion if no threshold was fitted."""
 FILES = (
@@ -58,7 +58,10 @@ FILES = (
 
 
 class LoadedFolder:
-    """The state of a model folder when it was loaded. Raises ValueError for one that cannot complete."""
+    """The state of a model folder when it was loaded.
+
+    Raises ValueError for a model folder that cannot be used for completion.
+    """
 
     def __init__(self, folder: Path, name: str, adapters: Sequence[Path], say: Callable[[str], object]) -> None:
         self.stamp, self.chats = model_stamp(folder), dict[str, ChatModel]()
@@ -91,7 +94,7 @@ class LoadedFolder:
 
 
 def take_out_of_file(model: nn.Module) -> None:
-    """Copy weights of a memory-mapped file into memory: truncating the file would kill the process."""
+    """Copy memory-mapped weights into memory, since truncating the mapped file would kill the process."""
     copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         storage: Any = tensor.untyped_storage()
@@ -104,7 +107,7 @@ def take_out_of_file(model: nn.Module) -> None:
 
 
 def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
-    """The facts of a model, with the modification times of its files; most are zero while it is in training."""
+    """The facts of a model, with the modification times of its files; most are 0 during training."""
     modified = max(stamp) / 1e9
     facts: dict[str, Any] = {
         "modified_at": ollama.format_time(datetime.fromtimestamp(modified, UTC)),
@@ -133,10 +136,10 @@ def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | Non
 
 
 class ServedModel:
-    """A model folder. Only `take_in` and `warm` may be called outside of the worker's thread.
+    """A model folder. Only the worker's thread may load it, complete lines or generate texts with it.
 
-    `acceptance` is the share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
-    Raises ValueError for a folder that cannot complete.
+    `acceptance` selects a threshold, fitted in training, with which users accept about this share of the shown
+    suggestions; 0 shows all suggestions. Raises ValueError for a folder that cannot be used for completion.
     """
 
     def __init__(
@@ -156,9 +159,9 @@ class ServedModel:
         self.current = self._load()
 
     def reload(self) -> None:
-        """Load the folder again: its training may have ended. Texts in generation continue with the old model.
+        """Load the folder again, for example after training. Texts already started continue with the old model.
 
-        Raises ValueError or OSError if it cannot be loaded; the old model stays.
+        Raises ValueError or OSError if the folder cannot be loaded; the old model then stays in use.
         """
         new, was_copying = self._load(), self.current.copies
         if self.current.batch is not None and self.current.batch.active:
@@ -172,9 +175,9 @@ class ServedModel:
         gc.collect()  # engines are cycles, and the old one has a model
 
     def take_in(self, worker: Worker, texts: Mapping[str, str | None]) -> None:
-        """Complete lines with these texts of files from now on; None for a deleted file.
+        """From now on, complete lines with these texts of files, by name; None for a deleted file. Thread-safe.
 
-        The calling thread indexes them, unless an earlier call in another thread includes them.
+        The calling thread indexes the texts, unless an earlier call in another thread includes them.
         """
         with self._adding:
             self._pending |= texts
@@ -209,7 +212,7 @@ class ServedModel:
         return completer.threshold(self.acceptance) if fitted else UNFITTED
 
     def lines(self, request: LineRequest, is_cancelled: Callable[[], bool]) -> list[Answer]:
-        """The suggestions at a cursor, best first; a suggestion that is too improbable or too short is empty."""
+        """The suggestions at a cursor, best first; a too improbable or too short suggestion has an empty text."""
         start, completer, files = perf_counter(), self.current.completer, self.current.files
         name = request.name and self.name_of(request.name)
         name = name or files.find(request.before, request.after)
@@ -239,7 +242,7 @@ class ServedModel:
             self.current.completer.index_files(files)
 
     def name_of(self, path: str) -> str:
-        """The name of a file in training, given its path or that name."""
+        """The name that a file has in training, given its path or this name."""
         return path if path in self.current.files.names else self.current.name_in_sources(path)
 
     def add(self, request: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
@@ -250,7 +253,7 @@ class ServedModel:
         batch.add(request, emit, is_cancelled)
 
     def advance(self) -> bool:
-        """Generate a token of each text; False if there is no text."""
+        """Generate a token of each text; False if no text is in progress."""
         self._ending = [batch for batch in self._ending if batch.active]
         batches = [batch for batch in (self.current.batch, *self._ending) if batch is not None and batch.active]
         for batch in batches:
@@ -259,7 +262,7 @@ class ServedModel:
 
     @property
     def is_full(self) -> bool:
-        """True if another text has to wait."""
+        """True if another text would have to wait."""
         return self.current.batch is not None and self.current.batch.is_full
 
     def require_batch(self) -> Batch:
@@ -269,7 +272,7 @@ class ServedModel:
         return self.current.batch
 
     def with_prompt(self, request: TextRequest) -> TextRequest:
-        """The request with the ids of its chat, whose next turn is the model's; thread-safe.
+        """The request with its messages encoded as a prompt for the model's next turn; thread-safe.
 
         Raises Refused if the model has no chat template, or the template refuses the messages.
         """
@@ -305,17 +308,17 @@ def file_time(path: Path) -> int:
 
 
 LINES = 400
-"""Maximum lines of a text that are looked up, nearest to the cursor first."""
+"""Maximum number of lines looked up on each side of the cursor: the nearest ones."""
 LENGTH = 8
-"""Minimum length of these lines without indentation."""
+"""Minimum characters of a line that is looked up, without white space at its ends."""
 FEWEST = 3
-"""Minimum number of lines that occur only in the selected file."""
+"""Minimum number of lines that must occur in the selected file and in no other file."""
 SHARE = 0.5
-"""Minimum fraction of such lines among all lines that occur in a single file."""
+"""Minimum fraction of these lines among all looked-up lines that occur in exactly one file."""
 
 
 class FileFinder:
-    """The lines of files, indexed to find a text's file by lines that only one file has."""
+    """An index of the lines of files, to identify a text's file by lines that occur in only one file."""
 
     def __init__(self, files: Iterable[tuple[str, str]]) -> None:
         self._lines: dict[str, frozenset[int]] = {}
@@ -330,7 +333,7 @@ class FileFinder:
         return self._lines.keys()
 
     def update(self, texts: Mapping[str, str | None]) -> None:
-        """Replace the texts of these files; None for deleted ones."""
+        """Replace the texts of these files; None for deleted files."""
         for name, text in texts.items():
             number = self._numbers.setdefault(name, len(self._numbers))
             for key in self._lines.pop(name, ()):

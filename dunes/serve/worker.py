@@ -1,4 +1,4 @@
-"""One thread that owns the models: requests come from other threads, and are answered through a function.
+"""One thread owns the models: other threads send it requests, and it answers them by calling a function.
 
 An engine's caches change with each call, so concurrent calls would give wrong answers. Lines have priority: they
 are completed between two tokens of generated texts.
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Task:
-    """A request to a model. `emit` gets its parts and its answer, or an error, in the worker's thread; nothing is
-    emitted after it is cancelled."""
+    """A request to a model. The worker's thread calls `emit` with the parts and the answer, or with an error, but
+    not after the task is cancelled."""
 
     request: Request
     emit: Callable[[Event], None]
@@ -54,7 +54,7 @@ class Worker:
         threading.stack_size(before)
 
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Task:
-        """Queue a request. Raises Refused if too many wait."""
+        """Queue a request. Raises Refused if too many requests wait, or if the worker is closed."""
         task = Task(request, emit)
         with self._wake:
             if self._is_closed:
@@ -66,7 +66,7 @@ class Worker:
         return task
 
     def call(self, work: Callable[[], T]) -> "Future[T]":
-        """Run a function in the worker's thread, between two requests; cancelled once the worker is closed."""
+        """Run a function in the worker's thread, between two requests; closing the worker cancels the future."""
         result: Future[T] = Future()
         with self._wake:
             if self._is_closed:
@@ -95,7 +95,7 @@ class Worker:
                     self._wake.wait_for(lambda: self._is_closed or self._calls or self._lines or self._texts)
 
     def _do_next(self) -> bool:
-        """Do one piece of work; False if there is none."""
+        """Do one piece of work; False if no work is waiting."""
         if self._lines:
             self._work_on(self._lines.popleft())
             return True
@@ -114,13 +114,13 @@ class Worker:
         return sum(model.advance() for model in self._models.served.values()) > 0  # each goes on
 
     def _must_wait(self, task: Task) -> bool:
-        """True for a text whose model has no room for it yet."""
+        """True if a text has to wait until its model has room for it."""
         with suppress(Refused):  # an unknown model, refused when the text starts
             return self._models.find(task.request.model).is_full
         return False
 
     def _work_on(self, task: Task) -> None:
-        """Complete a line, or start generating a text; an error is emitted, and ends nothing."""
+        """Complete a line, or start generating a text; an error is emitted, and does not end the thread."""
         request = task.request
         try:
             if task.is_cancelled():
