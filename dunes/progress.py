@@ -100,6 +100,8 @@ class Display:
 
     def print_highlighted(self, title: str, parts: Iterable[tuple[str, bool]]) -> None:
         """Print text with the marked parts highlighted: in colour, or in brackets if the console has no colour."""
+        if self.silent:
+            return
         from rich.text import Text
 
         no_colour = self.console.color_system is None

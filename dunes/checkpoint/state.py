@@ -151,7 +151,8 @@ def snapshot(state: Mapping[str, Any]) -> Snapshot:
 
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            tensors[path] = ranks.full(value.detach()).cpu().contiguous().clone()
+            if (complete := ranks.gathered(value)) is not None:
+                tensors[path] = complete.contiguous().clone()
             return {"tensor": path}
         if isinstance(value, Mapping):
             # Optimizers number their parameters; JSON has string keys only.

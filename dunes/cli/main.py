@@ -41,8 +41,8 @@ def _main() -> int:
     from dunes.cli import serve, verbs
 
     warnings.showwarning = _show_warning
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and sys.argv[1:2] not in (["train"], ["finetune"]):
-        if os.environ.get("RANK") != "0":
+    if int(os.environ.get("WORLD_SIZE") or "1") > 1 and sys.argv[1:2] not in (["train"], ["finetune"]):
+        if os.environ.get("RANK") not in (None, "0"):
             return 2
         raise ValueError("several processes of torchrun train and finetune; start other commands without it")
     if sys.argv[1:] == ["--version"]:

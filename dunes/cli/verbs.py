@@ -115,14 +115,17 @@ def _run(
         raise ValueError("--out is missing; pass a folder for the run")
     from dunes.measure import ranks
     from dunes.progress import Display
+    from dunes.runs.run import was_started_by_parent
 
     flags = {word.partition("=")[0][2:].replace("-", "_") for word in sys.argv if word.startswith("--")}
-    if ranks.restarted() and out and (out / "state" / "plan.json").exists():
-        options = replace(options, resume=True)
     set_options = config.changed() | {flag.removeprefix("no_") for flag in flags} & config.names()
     display = Display(quiet=(quiet and not options.dry_run) or not ranks.is_first(), silent=not ranks.is_first())
     folder = out or Path("runs/none")
+    if not 0 < options.rank_timeout < 1e6:
+        raise ValueError(f"--rank-timeout is {options.rank_timeout} minutes; expected more than 0")
     with ranks.joined(config.device, 60 * options.rank_timeout, folder / "state"):
+        if ranks.decide(ranks.restarted() and was_started_by_parent(folder)):
+            options = replace(options, resume=True)
         return work(config, folder, display, **vars(options) | {"asked": set_options} | more)
 
 

@@ -41,7 +41,7 @@ def restarted() -> bool:
 
 def asked() -> bool:
     """True if torchrun started this process together with others."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+    return int(os.environ.get("WORLD_SIZE") or "1") > 1
 
 
 @contextmanager
@@ -56,11 +56,9 @@ def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path(
         yield
         return
     machine.set_device(device)
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     store, number, ranks = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
-    store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     longer, ended = timedelta(seconds=limit + 60), Event()
     Thread(target=_watch, args=(ended, limit, folder, store), daemon=True).start()
     try:
@@ -87,12 +85,21 @@ def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
             continue
         with suppress(OSError), (folder / f"stacks-rank-{rank()}.txt").open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        with suppress(RuntimeError):
-            if store.add("failed", 1) == 1:
-                where = f"where the others wait is in {folder}/stacks-rank-*.txt"
-                line = f"dunes: a rank did not answer for {format_seconds(limit)}; {where}"
-                print(line, file=sys.stderr, flush=True)
+        line = f"dunes: a rank did not answer for {format_seconds(limit)}; where the others wait is in {folder}"
+        report = Thread(target=_report, args=(store, f"{line}/stacks-rank-*.txt"), daemon=True)
+        report.start()
+        report.join(2.0)  # the store may not answer, either
         os._exit(STALLED)
+
+
+def _report(store: Any, line: str) -> None:
+    """Print the line unless another rank has reported an error."""
+    if store.add("failed", 1) == 1:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def _alive() -> None:
@@ -103,7 +110,7 @@ def _alive() -> None:
 def _backend() -> str:
     device = machine.device()
     if device.type == "cuda":
-        local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        local, gpus = _local_rank(), torch.cuda.device_count()
         if local >= gpus:
             raise ValueError(f"rank {local} of this machine has no GPU of its own; start {gpus} ranks here")
         torch.cuda.set_device(local)
@@ -131,7 +138,9 @@ def count() -> int:
 
 def rank() -> int:
     """The number of this rank; also available before it has joined the others."""
-    return dist.get_rank() if count() > 1 else 0 if _alone.get() else int(os.environ.get("RANK", "0"))
+    if count() > 1:
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0")) if asked() and not _alone.get() else 0
 
 
 def is_first() -> bool:
@@ -187,7 +196,7 @@ def agree(facts: Mapping[str, Any]) -> None:
 
 def in_turn(work: Callable[[], T]) -> T:
     """The result of `work()`, called by each machine's first rank before the others, which can use its cache."""
-    first = count() == 1 or os.environ["LOCAL_RANK"] == "0"
+    first = count() == 1 or _local_rank() == 0
     result = work() if first else None
     agree({})
     return cast(T, result) if first else work()
@@ -196,7 +205,8 @@ def in_turn(work: Callable[[], T]) -> T:
 def rows(size: int) -> slice:
     """This rank's rows in a batch of `size` rows. Raises ValueError if the number of ranks does not divide it."""
     if size % count():
-        fitting = f"{size - size % count() or count()} or {size + count() - size % count()}"
+        below, above = max(count(), size - size % count()), size + count() - size % count()
+        fitting = f"{below} or {above}" if below < above else f"{above}"
         raise ValueError(f"--batch is {size}, of all ranks; {count()} ranks do not divide it; use {fitting}")
     share = size // count()
     return slice(rank() * share, (rank() + 1) * share)
@@ -213,7 +223,10 @@ def shard(model: M, units: Iterable[nn.Module]) -> M | None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    outline, modules = deepcopy(model).to("meta"), [*units, cast(nn.Module, model)]
+    # deepcopy takes these for copies that it has made, so that no values are copied.
+    copies: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    copies |= {id(b): b.to("meta") for b in model.buffers()}
+    outline, modules = deepcopy(model, copies), [*units, cast(nn.Module, model)]
     mesh = init_device_mesh(next(model.parameters()).device.type, (count(),))
     frozen = {p for p in model.parameters() if not p.requires_grad}
     for module in modules:
@@ -228,10 +241,16 @@ def unsharded(model: M, outline: M | None) -> M:
     """
     if outline is None:
         return model
-    state = {name: full(tensor).cpu() for name, tensor in model.state_dict().items()}
+    state = {name: gathered(tensor) for name, tensor in model.state_dict().items()}
     if is_first():
         outline.load_state_dict(state, assign=True)
     return outline
+
+
+def gathered(tensor: Tensor) -> Tensor | None:
+    """A tensor on the CPU, of a sharded one with the parts of all ranks; None on ranks other than the first."""
+    complete = full(tensor.detach())
+    return complete.cpu() if is_first() else None
 
 
 def full(value: Any) -> Any:

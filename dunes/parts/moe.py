@@ -212,11 +212,16 @@ def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
 def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
     """`load_balance`, computed from the choices `load` (N, E), 0 or 1, and the probabilities (N, E)."""
     if real is None:
+        count: Tensor | int = len(probs)
         load, probs = load.mean(0), probs.mean(0)
     else:
+        count = _count(probs, real)
         load, probs = ((x * real[:, None]).sum(0) / _count(x, real) for x in (load, probs))
-    ranks.add(load)  # a batch is balanced as one, as the sum of the ranks' losses is that of one process
-    return len(probs) * (load / ranks.count() * probs).sum()
+    if ranks.count() > 1:  # the rows of all ranks are balanced together, as in one process
+        tokens = torch.cat([load, load.new_ones(1)]) * count
+        ranks.add(tokens)
+        load = tokens[:-1] / tokens[-1]
+    return len(probs) * (load * probs).sum()
 
 
 def _one_hot(expert_ids: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import sha256
-from math import inf, nan
+from math import gcd, inf, nan
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -104,6 +104,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
         with timings("preparing"):
             data, text = choose_options(data, display), forgetting_text(data, display)
             data = replace(data, config=ranks.decide(data.config))
+            text = None if any(ranks.largest(text is None)) else text  # each machine remembers its own sources
         if run_options.dry_run:
             return 0
         with run_lock(folder):
@@ -153,6 +154,7 @@ def choose_options(data: FinetuneData, display: Display) -> FinetuneData:
         display.line(f"warning: {line}")
     rows = Batches(data.train, context, 1, packed=config.packing).rows_per_epoch
     batch = choose_batch(config, context, rows)
+    batch += 0 if config.batch else -batch % ranks.count()
     steps, lr = choose_steps(config, rows, batch), learning_rate(config, width)
     config = with_hardware(replace(config, batch=batch, steps=steps, lr=lr))
     return _fit_memory(replace(data, config=config), display)
@@ -165,11 +167,8 @@ def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
     """
     config, free = data.config, measure.free_memory(measure.device())
     rows = len(range(config.batch)[ranks.rows(config.batch)])
-    if rows % (config.micro_batch or 1):
-        shared = f" of {ranks.count()} ranks" * (ranks.count() > 1)
-        raise ValueError(
-            f"--micro-batch is {config.micro_batch}, which does not divide --batch {config.batch}{shared}"
-        )
+    if config.batch % (config.micro_batch or 1):
+        raise ValueError(f"--micro-batch is {config.micro_batch}, which does not divide --batch {config.batch}")
     sizes = [config.micro_batch] if config.micro_batch else range(rows, 0, -1)
     for size in (n for n in sizes if rows % n == 0):
         data = replace(data, config=replace(config, micro_batch=size))
@@ -182,6 +181,11 @@ def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
     return data
 
 
+def micro_batch(config: FinetuneConfig) -> int:
+    """Rows of a micro-batch of each rank: those of the config, or a part that divides the rank's rows."""
+    return gcd(config.batch // ranks.count(), config.micro_batch)
+
+
 def memory(data: FinetuneData) -> dict[str, float]:
     """Bytes that a run needs, by purpose, estimated on fake tensors."""
     config = data.config
@@ -189,7 +193,7 @@ def memory(data: FinetuneData) -> dict[str, float]:
     batch = lambda shape: tuple(torch.zeros(part.shape, dtype=part.dtype) for part in rows)
     with torch.device("meta"):
         size = sum(t.nbytes for t in trainable_state(build()).values())
-    shape = Shape(config.micro_batch, config.context_length, autocast_dtype(config))
+    shape = Shape(micro_batch(config), config.context_length, autocast_dtype(config))
     return process_memory(build, shape, TrainSetup(partial(optimizer, config), next_token_loss, batch), size)
 
 
@@ -198,7 +202,7 @@ def _full_batch(config: FinetuneConfig) -> Batch:
     half = np.zeros(config.context_length // 2 + 1, np.int32)
     example = Example(half, np.ones(len(half), bool))
     row = [example] * (2 if config.packing else 1)
-    return collate([row] * config.micro_batch, config.context_length, full=True)
+    return collate([row] * micro_batch(config), config.context_length, full=True)
 
 
 def _meta_model(data: FinetuneData) -> Decoder:
@@ -225,7 +229,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     task = replace(task, before=before, base=base, changes=changes)
     cast_frozen_weights(model, config)
     task = replace(task, outline=ranks.shard(model, model.blocks))
-    accumulate = config.batch // (config.micro_batch * ranks.count())
+    accumulate = config.batch // (micro_batch(config) * ranks.count())
     return new_run(folder, config, task, optimizer(config, model), accumulate)
 
 
@@ -362,7 +366,7 @@ class FinetuneTask:
 
     def batches(self, start: int) -> Iterator[Batch]:
         config = self.config
-        size = config.micro_batch * ranks.count()
+        size = micro_batch(config) * ranks.count()
         rows = Batches(self.data.train, config.context_length, size, config.seed, config.packing)
         return rows.batches(start)
 
@@ -449,15 +453,18 @@ class FinetuneTask:
         return [
             f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(total)} parameters; "
             f"{plural(config.batch, 'row')} x {config.context_length} tokens per step, micro-batches of "
-            f"{config.micro_batch}; {run.hardware}; {config.length}"
+            f"{micro_batch(config)}; {run.hardware}; {config.length}"
         ]
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
-        if self.config.spec.adapter is None and self.stored != torch.float32:
-            run.model.to(self.stored)  # to score the weights as saved
+        rounds = self.config.spec.adapter is None and self.stored != torch.float32
+        if rounds:  # to score the weights as saved
+            round_weights(run.model, self.stored)
             score = self.score(FINAL_TOKENS)
         after = None if interrupted else self.measure_baseline(score)
         model = ranks.unsharded(run.model, self.outline)
+        if rounds:
+            model.to(self.stored)
         if not ranks.is_first():
             return [""]
         self._save(model, run.folder, card_facts(run, score, "finetuned"), after)
@@ -492,6 +499,16 @@ class FinetuneTask:
         options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
         base = Path(name) if Path(name).exists() else name  # else a name on the Hub
         checkpoint.save_adapter(model, folder, NAME, base, identity=self.base, facts=facts, **options)
+
+
+def round_weights(model: Decoder, dtype: torch.dtype) -> None:
+    """Round the weights to a dtype. Sharded ones, of which fully_shard knows the dtype, stay in float32."""
+    if ranks.count() == 1:
+        model.to(dtype)
+        return
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.to(dtype))
 
 
 def _append_once(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from time import monotonic, perf_counter, process_time
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -111,7 +111,6 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
     """
     with ThreadPoolExecutor(1, "saver") as pool:
         saver = Saver(pool, display.line, options.strict)
-        ranks.agree(run.task.fingerprints)
         with timings("building the model"):
             if options.resume:
                 restore_run(run, display.line, options.override, options.strict)
@@ -271,7 +270,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     steps = run.trainer.run(batches) if not over else iter(())
     for step in map(with_violation, steps):
         before = run.elapsed
-        busy, closing = _agree(run, request, saver)
+        agreed = _agree(run, request, saver)
         if run.warm:
             run.pace.append(run.elapsed - before)
         data = run.timings.seconds["data"]
@@ -279,7 +278,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
         run.timings.add("steps" if run.warm else "first step", step.seconds - (data - waited))
         run.warm, waited = True, data
         if clock is not None:
-            clock.seconds = config.seconds - min(closing, (config.seconds - run.begin) / 4)
+            clock.seconds = config.seconds - min(agreed.closing, (config.seconds - run.begin) / 4)
             clock.update(step.number, run.elapsed)
         over, score = run.schedule.is_over(step.number), None
         with run.timings("validation"), non_fatal("validation"):
@@ -302,24 +301,32 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             display.line(reason)
             run.schedule.records.append(Record(step.number, step.number))  # over for a resumed run, too
             return
-        if request.signal:
+        if agreed.stop:
             display.line("stopping after this step and saving; interrupt again to exit at once")
             return
         with run.timings("saves"):
-            if saver.ready() and not busy and (request.save or run.elapsed - saved > SAVE_SECONDS):
-                saver.start(run)
+            if saver.ready() and not agreed.busy and (agreed.save or run.elapsed - saved > SAVE_SECONDS):
                 saved, request.save = run.elapsed, False
+                saver.start(run)
 
 
-def _agree(run: Run, request: StopRequest, saver: Saver) -> tuple[bool, float]:
-    """Set the elapsed time and the requests to the largest values of all ranks, so that all ranks act alike.
+class Agreed(NamedTuple):
+    """Decisions of all ranks after a step: to stop, to save, if one is saving, and the seconds to end the run."""
 
-    Returns True if a rank is saving, and the estimated seconds of the end of the run.
+    stop: float
+    save: float
+    busy: float
+    closing: float
+
+
+def _agree(run: Run, request: StopRequest, saver: Saver) -> Agreed:
+    """Set the elapsed time, and return decisions, as the largest value of any rank.
+
+    Ranks that followed their own clocks and signals would soon wait for each other in different places.
     """
-    own = monotonic() - run.start_time, request.signal, request.save, saver.busy, run.closing_seconds
-    run.elapsed, number, save, busy, closing = ranks.largest(*own)
-    request.signal, request.save = int(number), bool(save)
-    return bool(busy), closing
+    own = request.signal, request.save, saver.busy, run.closing_seconds
+    run.elapsed, *agreed = ranks.largest(monotonic() - run.start_time, *own)
+    return Agreed(*agreed)
 
 
 @dataclass
@@ -443,7 +450,7 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
 def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> int:
     """Save the state and the results, plot the loss, and print the final report; returns the exit status."""
     step, non_fatal = run.trainer.number, board.non_fatal
-    number = ranks.decide(request.signal)  # later signals do not cut the report short
+    number = int(ranks.largest(request.signal)[0])  # later signals do not cut the report short
     interrupted, status = bool(number), 128 + number if number else 0
     try:
         with run.timings("saves"):

@@ -270,6 +270,7 @@ def build_schedule(config: RunConfig) -> Schedule:
 
 def new_run(folder: Path, config: RunConfig, task: Task, optimizer: Optimizer, accumulate: int = 1) -> Run:
     """A run at step 0, with the schedule of its config and the loss `next_token_loss`."""
+    ranks.agree(task.fingerprints)
     schedule = build_schedule(config)
     options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": autocast_dtype(config), "seed": config.seed}
     trainer = Trainer(task.loaded.model, optimizer, next_token_loss, accumulate=accumulate, **options)
@@ -298,10 +299,17 @@ def run_lock(folder: Path) -> Iterator[None]:
     lock.touch()
     try:
         with folder_lock(lock, wait=False):
+            lock.write_text(str(os.getppid()))
             yield
     except BlockingIOError:
         remedy = "wait for it, or choose another --out"
         raise FolderInUse(f"{folder}: in use by another training process; {remedy}") from None
+
+
+def was_started_by_parent(folder: Path) -> bool:
+    """True if the process that started this one, such as torchrun, started the last run in the folder, too."""
+    lock = folder / "state" / "lock"
+    return (folder / "state" / "plan.json").exists() and lock.read_text() == str(os.getppid())
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
