@@ -150,7 +150,7 @@ def test_compiled_steps_alone_are_deterministic(tmp_path, soon):
 no_cache = raising(FileNotFoundError("no folder of the cache"))
 
 
-def failing(loss, backend):
+def failing(loss):
     return raising(RuntimeError("no such\nkernel"))
 
 

@@ -211,14 +211,13 @@ def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
 
 def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
     """`load_balance`, computed from the choices `load` (N, E), 0 or 1, and the probabilities (N, E)."""
+    tokens = _count(probs, real)
     if real is None:
-        count: Tensor | int = len(probs)
         load, probs = load.mean(0), probs.mean(0)
     else:
-        count = _count(probs, real)
-        load, probs = ((x * real[:, None]).sum(0) / _count(x, real) for x in (load, probs))
+        load, probs = ((x * real[:, None]).sum(0) / tokens for x in (load, probs))
     if ranks.count() > 1:  # the rows of all ranks are balanced together, as in one process
-        tokens = torch.cat([load, load.new_ones(1)]) * count
+        tokens = torch.cat([load, load.new_ones(1)]) * tokens
         ranks.add(tokens)
         load = tokens[:-1] / tokens[-1]
     return len(probs) * (load * probs).sum()
