@@ -299,6 +299,7 @@ def test_the_bias_follows_the_load_of_the_whole_step_and_a_skipped_one_leaves_it
 def test_every_rank_gets_the_bias_of_the_loads_of_all(monkeypatch):
     model, other_rank = moe(bias_rate=0.5), torch.tensor([0, 0, 0, 9, 9])
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda t: t.add_(other_rank))
     model.load += torch.tensor([9, 4, 4, 0, 0])
     model.after_step()

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from time import monotonic, perf_counter, process_time
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -270,7 +270,8 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     steps = run.trainer.run(batches) if not over else iter(())
     for step in map(with_violation, steps):
         before = run.elapsed
-        agreed = _agree(run, request, saver)
+        # Ranks that followed their own clocks and signals would soon wait for each other in different places.
+        run.elapsed, closing = ranks.largest(monotonic() - run.start_time, run.closing_seconds)
         if run.warm:
             run.pace.append(run.elapsed - before)
         data = run.timings.seconds["data"]
@@ -278,7 +279,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
         run.timings.add("steps" if run.warm else "first step", step.seconds - (data - waited))
         run.warm, waited = True, data
         if clock is not None:
-            clock.seconds = config.seconds - min(agreed.closing, (config.seconds - run.begin) / 4)
+            clock.seconds = config.seconds - min(closing, (config.seconds - run.begin) / 4)
             clock.update(step.number, run.elapsed)
         over, score = run.schedule.is_over(step.number), None
         with run.timings("validation"), non_fatal("validation"):
@@ -301,32 +302,14 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             display.line(reason)
             run.schedule.records.append(Record(step.number, step.number))  # over for a resumed run, too
             return
-        if agreed.stop:
+        stop, save, busy = ranks.largest(request.signal, request.save, saver.busy)
+        if stop:
             display.line("stopping after this step and saving; interrupt again to exit at once")
             return
         with run.timings("saves"):
-            if saver.ready() and not agreed.busy and (agreed.save or run.elapsed - saved > SAVE_SECONDS):
+            if saver.ready() and not busy and (save or run.elapsed - saved > SAVE_SECONDS):
                 saved, request.save = run.elapsed, False
                 saver.start(run)
-
-
-class Agreed(NamedTuple):
-    """Decisions of all ranks after a step: to stop, to save, if one is saving, and the seconds to end the run."""
-
-    stop: float
-    save: float
-    busy: float
-    closing: float
-
-
-def _agree(run: Run, request: StopRequest, saver: Saver) -> Agreed:
-    """Set the elapsed time, and return decisions, as the largest value of any rank.
-
-    Ranks that followed their own clocks and signals would soon wait for each other in different places.
-    """
-    own = request.signal, request.save, saver.busy, run.closing_seconds
-    run.elapsed, *agreed = ranks.largest(monotonic() - run.start_time, *own)
-    return Agreed(*agreed)
 
 
 @dataclass
