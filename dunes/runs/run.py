@@ -27,8 +27,7 @@ from dunes.measure import ranks
 from dunes.parts import Decoder
 from dunes.progress import Line
 from dunes.runs.autosize import autocast_dtype
-from dunes.runs.config import MEASURED, RunConfig, T
-from dunes.runs.stored_state import (
+from dunes.runs.check_state import (
     check_optimizer,
     check_tensors,
     first_difference,
@@ -36,6 +35,7 @@ from dunes.runs.stored_state import (
     read_state,
     shard_optimizer,
 )
+from dunes.runs.config import MEASURED, RunConfig, T
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, mutable_buffers
 from dunes.train.loss import next_token_loss

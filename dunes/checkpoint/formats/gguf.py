@@ -49,7 +49,7 @@ PAIRED = ("llama", "arcee")
 UNBIASED = ("arcee", "qwen3", "qwen3moe")
 """Architectures without biases."""
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
-EXACT = ("ffn_gate_inp", "position_embd")
+UNROUNDED = ("ffn_gate_inp", "position_embd")
 """Parts of the names of matrices that llama.cpp needs in float32."""
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 32
@@ -123,7 +123,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def _type(key: str, shape: tuple[int, ...], kind: str) -> str:
-    if len(shape) == 1 or any(part in key for part in EXACT):
+    if len(shape) == 1 or any(part in key for part in UNROUNDED):
         return "F32"
     if kind == "Q4_0" and not key.startswith("blk."):
         kind = "Q8_0"
