@@ -10,7 +10,6 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from test_stored_state import resealed
 
 from conftest import change_json, display, metaspace_tokenizer, refuses, toy, training_output
 from dunes import checkpoint
@@ -41,6 +40,7 @@ from dunes.text import Tokenizer
 from dunes.text.tokenizer import SPECIAL
 from dunes.train.loss import next_token_loss
 from small_models import random_model
+from test_check_state import resealed
 
 WINDOWS = 10_000
 WORDS = [

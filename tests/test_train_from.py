@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from test_stored_state import resealed
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import expansion
@@ -32,6 +31,7 @@ from dunes.text import Tokenizer
 from killed_runs import exit_code
 from small_models import random_model
 from test_changes import KINDS, PAIRS, REFUSED
+from test_check_state import resealed
 from test_runs import assert_same_training, stop
 
 TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
