@@ -140,7 +140,10 @@ class Windows:
         return max(1, (len(self.tokens) - 1) // self.length - 1)
 
     def starts(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The start index of the window at each of these positions, which are counted through all epochs."""
+        """The first token index of each window.
+
+        `positions` number the windows consecutively across epochs (they do not restart at 0).
+        """
         epochs, within = np.divmod(positions, self.windows_per_epoch)
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -244,10 +247,11 @@ def tail_start(start: int, stop: int, share: float) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """Endless batches of the rows of tensors (N, ...). Each epoch has every row once, in its own order.
+    """Endless batches of the rows of tensors (N, ...).
 
-    A batch may span two epochs, so all batches have the same size. Raises ValueError if the tensors differ in
-    length, or have fewer rows than a batch.
+    Each epoch contains every row exactly once, in an order shuffled anew for that epoch. A batch may span two
+    epochs, so all batches have the same size. Raises ValueError if the tensors differ in length, or have fewer
+    rows than a batch.
     """
 
     tensors: tuple[Tensor, ...]

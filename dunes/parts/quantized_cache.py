@@ -126,7 +126,7 @@ def _words(count: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class _Writes:
-    """The places where a forward stores its new tokens (B, T); they are the same in all layers."""
+    """The cache slots in which a forward stores its new tokens (B, T); they are the same in all layers."""
 
     ring: Tensor
     """Slot (B, T) of each token in the ring; W for a token that the ring does not store."""

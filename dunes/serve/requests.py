@@ -114,9 +114,9 @@ class Answer:
     offset: int = 0
     """Number of characters of the tokens before a part."""
     word: float | None = None
-    """Probability of a line's first word; None for other texts."""
+    """Probability of the first word of a completed line; None if the answer is not a line completion."""
     line: float | None = None
-    """Probability of the entire line; None for other texts."""
+    """Probability of the entire completed line; None if the answer is not a line completion."""
     explained: dict[str, Any] = field(default_factory=dict)
 
 

@@ -177,7 +177,8 @@ class ServedModel:
     def take_in(self, worker: Worker, texts: Mapping[str, str | None]) -> None:
         """From now on, complete lines with these texts of files, by name; None for a deleted file. Thread-safe.
 
-        The calling thread indexes the texts, unless an earlier call in another thread includes them.
+        The texts are indexed in the calling thread, unless a concurrent call in another thread has already picked
+        them up.
         """
         with self._adding:
             self._pending |= texts

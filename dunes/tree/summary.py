@@ -88,7 +88,7 @@ def _type(module: nn.Module) -> str:
 
 
 def _run(model: nn.Module, example: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, _Run]:
-    """Run the example on a copy without values, or if that fails, on the network; returns each place's totals."""
+    """Run the example on a copy without values, or if that fails, on the network; returns totals by module."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
     with suppress(Exception):  # a network may raise anything when it is copied, or needs values
