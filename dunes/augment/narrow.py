@@ -2,8 +2,8 @@
 
 Importance is measured on calibration text. Heads (groups in grouped-query attention) and neurons are scored as in
 https://arxiv.org/abs/1905.10650, and experts by the sum of their neurons' scores. Blocks are scored by the cosine
-similarity of their input and output (https://arxiv.org/abs/2403.03853). This module is registered in the
-table `CHANGES` in `changes.py`.
+similarity of their input and output (https://arxiv.org/abs/2403.03853). This module is registered in the table
+`CHANGES` in `changes.py`.
 """
 
 # Shapes: S sequences, T tokens, U units (groups of heads or neurons), I inputs, O outputs.

@@ -180,7 +180,7 @@ def new_mixture(
 ) -> MoE:
     """An uninitialised mixture with experts of these widths; the first `shared` experts get every token.
 
-    The router is linear. With `gate`, the router has this class instead, which has its own balance loss.
+    The router is linear, or of the class `gate` if that is given; such a class has its own balance loss.
     """
     dim, experts = like.down.out_features, [new_mlp(like, width) for width in widths]
     with torch.device("meta"):

@@ -113,8 +113,8 @@ class MoE(nn.Module):
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
         """The auxiliary losses, already multiplied by their coefficients.
 
-        They are computed from the router logits recorded in all calls. The metric `expert_load` is the number of
-        tokens of each expert (E,) and the number of tokens. Tokens that are not `real` do not count.
+        They are computed from the router logits recorded in all calls. The metric `expert_load` is a pair: tokens
+        per expert (E,), and number of tokens. Tokens that are not `real` do not count.
         """
         real = None if real is None else real.repeat(len(recorded))
         logits = _without_padding(torch.cat([*recorded]), real)

@@ -127,7 +127,7 @@ def steps(content: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _check_steps(content: Mapping[str, Any]) -> None:
-    """Raise ValueError for steps on which the library panics, on some of them only when it encodes a text."""
+    """Raise ValueError for steps that make the library panic when it loads them or when it encodes a text."""
     for step in steps(content, "normalizer"):
         if isinstance(data := step.get("precompiled_charsmap"), str):
             table = b64decode(data)

@@ -106,7 +106,7 @@ def _hidden_matrices(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules with children that are in a ModuleList, or in a Sequential together with others of their class."""
+    """Modules with children, in a ModuleList, or in a Sequential that contains several modules of their class."""
     blocks = []
     for container in model.modules():
         parents = [m for m in container.children() if any(True for _ in m.children())]

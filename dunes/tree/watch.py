@@ -85,7 +85,7 @@ def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Statistics:
-    """Statistics of tensors. `count`, `nonfinite`, `zeros` (a fraction) cover all values, the rest finite values.
+    """Statistics of tensors. `count`, `nonfinite`, `zeros` (a fraction) cover all values; the others, finite ones.
 
     `std` is the population's standard deviation, `largest` the largest absolute value.
     """
