@@ -1,4 +1,4 @@
-"""A step: the forward of one or a few new tokens in one row, in a form that can be compiled ahead of time.
+"""A step: the forward of one or a few new tokens in one row, written so that it can be compiled ahead of time.
 
 The model's own parts are traced. Some operations that they call are replaced by functions that Inductor fuses into
 few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the

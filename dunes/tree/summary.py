@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """Figures of a module including its submodules; `name` is the module's place, "" for the network.
+    """Figures of a module including its submodules; `name` is the module's dotted name, "" for the network.
 
     `bytes` is the size of parameters and buffers. `flops` counts matrix products and convolutions in a forward
     pass; `kept` is the number of bytes saved for backward, including the output. Without an example, `calls`,
@@ -133,7 +133,7 @@ def _without_values(fake: "FakeTensorMode | None") -> Iterator[None]:
 
 
 class _Recorder:
-    """Records the shapes, FLOPs and memory of each place during a forward pass."""
+    """Records the shapes, FLOPs and memory of each module during a forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         from torch.utils.flop_counter import FlopCounterMode
