@@ -237,7 +237,7 @@ def importances(
 
 
 def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """The inputs of these layers times the loss gradients of these inputs: (S, T, I) float32 by layer name.
+    """Inputs of these layers times the loss's gradients with respect to them: (S, T, I) float32 by layer name.
 
     Layers that the forward does not call are missing in the result.
     """

@@ -150,7 +150,7 @@ def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
 
 
 def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yield each record's file and line, and its text (possibly empty): that in `fields`, if given, or all of it.
+    """Yield each record's file and line, and its text (possibly empty); with `fields`, only the text in these.
 
     Raises ValueError in the same cases as `read_records`, and if no record has text.
     """

@@ -54,7 +54,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ScoredFile:
-    """A file, and those of its lines that are completed."""
+    """A file, and the lines in it that are completed."""
 
     name: str
     text: str
