@@ -244,7 +244,7 @@ def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
 
 
 def how_to_make_dense(module: nn.Module | None) -> str:
-    """Advice on how to get a plain linear layer; error messages end with it."""
+    """Advice on how to get a plain linear layer, for the end of an error message."""
     if isinstance(module, Adapted) and any(a.depends_on_input for a in module.adapters.values()):
         return "a mixture of LoRA experts cannot be merged: make this change before that one"
     return (

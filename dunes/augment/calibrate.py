@@ -61,7 +61,7 @@ Forward = Callable[[Tensor], Tensor]
 Linears = Mapping[str, nn.Linear]
 Rows = Sequence[Tensor]
 Solve = Callable[[Mapping[str, Gram]], None]
-"""A function that changes the weights of linear layers; its argument has their Gram matrices by place."""
+"""A function that changes the weights of linear layers; its argument maps a layer's name to its Gram matrix."""
 
 
 def require_ids(model: nn.Module, ids: Any) -> None:
@@ -138,10 +138,10 @@ class _EnoughError(Exception):
 
 
 def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict[str, Gram]:
-    """The `Gram` of each layer that is called for the hidden states (S, T, D), by place, in execution order.
+    """Run the hidden states (S, T, D) through `run`; return the `Gram` of the inputs of each linear layer called.
 
-    The first forward counts the calls of each layer; later forwards stop after that many calls, at least one.
-    Layers that read the same tensor share a `Gram`.
+    The result is a dict keyed by layer name, in execution order. The first forward counts the calls of each layer;
+    later forwards stop after that many calls, at least one. Layers that read the same tensor share a `Gram`.
     """
     grams: dict[str, Gram] = {}
     calls, awaited = Counter[str](), Counter[str]()

@@ -64,7 +64,7 @@ class Change:
 class Part:
     """One of `Change.parts` after it was solved, with its completed record.
 
-    `solved` has, by place, the values that `fill` needs in addition to the weights.
+    `solved` maps a module's name to the values that `fill` needs in addition to the weights.
     """
 
     change: Change
@@ -83,7 +83,7 @@ def part_name(place: str) -> str:
 
 
 def modules_at(model: nn.Module, places: Collection[str]) -> dict[str, Any]:
-    """The modules at these places, by place; a wrapped module is returned with its wrappers."""
+    """The modules with these names, by name; a wrapped module is returned with its wrappers."""
     return {p.name: p.module for p in tree.places(model) if p.name in places}
 
 

@@ -1,6 +1,6 @@
 """Block expansion (LLaMA Pro): insert copies of blocks, with output projections of zero; only these are trained.
 
-https://arxiv.org/abs/2401.02415. This module is an entry of CHANGES, see `changes.py`.
+https://arxiv.org/abs/2401.02415. This module is registered in the table `CHANGES` in `changes.py`.
 """
 
 import re

@@ -1,7 +1,8 @@
 """Split dense MLPs into experts, each with a part of the hidden neurons (LLaMA-MoE).
 
 https://arxiv.org/abs/2406.16554. The number of parameters stays the same (plus routers), but each token uses fewer
-of them. The loss is much higher until the model is trained. This module is an entry of CHANGES, see `changes.py`.
+of them. The loss is much higher until the model is trained. This module is registered in the table `CHANGES` in
+`changes.py`.
 """
 
 # Shapes: E experts or groups, H hidden neurons, W neurons of an expert, S sequences, T tokens, D width, I inputs,
@@ -76,7 +77,7 @@ def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
 def _choose_neurons(
     model: nn.Module, mlps: Mapping[str, Any], ids: Tensor | None, request: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The neurons of each expert (E, W), by place; with `ids` they are chosen by importance."""
+    """The neurons of each expert, (E, W) by the MLP's name; with `ids` they are chosen by importance."""
     neurons, experts, shared, seed = {}, request["experts"], request["shared"], request["seed"]
     if ids is not None:
         groups = importances(model, mlps, ids, experts - shared, generator(seed, "experts"))
@@ -220,7 +221,7 @@ def balanced_assignment(scores: Tensor) -> Tensor:
 def importances(
     model: nn.Module, mlps: Mapping[str, Any], ids: Tensor, groups: int, draw: torch.Generator
 ) -> dict[str, Tensor]:
-    """Cluster the sequences `ids` (S, T) int64 into E groups; return each neuron's importance (E, H), by place.
+    """Cluster the sequences `ids` (S, T) int64 into E groups; return each neuron's importance, (E, H) by MLP name.
 
     The importance of a neuron is the sum over a group's tokens of |activation · gradient of the loss|. Sequences
     are clustered by the importance of the neurons in the last MLP.
@@ -236,7 +237,7 @@ def importances(
 
 
 def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """The inputs of these layers times the gradients of the loss with respect to them (S, T, I) float32, by place.
+    """Inputs of these layers times the loss's gradients with respect to them: (S, T, I) float32 by layer name.
 
     Layers that the forward does not call are missing in the result.
     """

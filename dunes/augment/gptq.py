@@ -75,10 +75,11 @@ Column = Callable[[int, Tensor], Tensor]
 
 
 def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: Column) -> None:
-    """Replace the columns (I, O) in place, one after another; later columns compensate the error of each.
+    """Set each column j of `columns` (I, O) in place to `replace(j, columns)`, in order.
 
-    `factor` (I, I) comes from `Hessian`. `blocks` maps the start of each block of columns to its stop. An error
-    updates the later columns of its own block immediately, and columns after the block at the end of the block.
+    After each, the later columns are adjusted to compensate for its error. `factor` (I, I) comes from `Hessian`.
+    `blocks` maps the start of each block of columns to its stop. An error updates the later columns of its own
+    block immediately, and columns after the block at the end of the block.
     """
     for start, stop in blocks.items():
         block, rows = columns[start:stop], factor[start:stop, start:stop]

@@ -1,6 +1,6 @@
 """LoRA adapters for any built model: add, select, merge and remove them.
 
-The papers are listed in `adapted.py`. This module is an entry of CHANGES, see `changes.py`.
+The papers are listed in `adapted.py`. This module is registered in the table `CHANGES` in `changes.py`.
 """
 
 import math
@@ -181,7 +181,7 @@ def _initialise(adapter: Adapter, base: nn.Module, generator: torch.Generator) -
 
 
 def adapted_modules(model: nn.Module, adapter: str | None = None) -> dict[str, Adapted]:
-    """The adapted modules by place; with `adapter`, only those that have this adapter.
+    """The adapted modules by name; with `adapter`, only those that have this adapter.
 
     If the model has no such module, raises ValueError with the names of its adapters.
     """
@@ -250,7 +250,7 @@ def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None
 def detach(model: nn.Module, adapter: str | None = None) -> list[str]:
     """Remove one adapter, or with None all adapters; unwrap modules that have no adapter left.
 
-    Returns the places of all modules that lost an adapter.
+    Returns the names of all modules that lost an adapter.
     """
     selected = adapted_modules(model, adapter)
     for outer in selected.values():
@@ -271,7 +271,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 class Merged(NamedTuple):
-    """The result of a merge: rounding `errors` by place, and with `keep=True` the replaced modules in `kept`.
+    """The result of a merge: rounding `errors` and, with `keep=True`, the replaced modules `kept`, by module name.
 
     An error is the norm of the rounding error divided by the norm of the update. It is about 1e-7 in float32, and
     0.1 or more in bfloat16, where an update that is small compared with the weights is mostly rounded away.

@@ -1,6 +1,6 @@
 """Sparse mixtures of LoRA experts: for each token, a router selects and weighs a few updates of a linear layer.
 
-This module is an entry of CHANGES, see `changes.py`. LLaVA-MoLE https://arxiv.org/abs/2401.16160, MoLA
+This module is registered in the table `CHANGES` in `changes.py`. LLaVA-MoLE https://arxiv.org/abs/2401.16160, MoLA
 https://arxiv.org/abs/2402.08562, LoRAMoE https://arxiv.org/abs/2312.09979, MoLoRA
 https://arxiv.org/abs/2309.05444, MixLoRA https://arxiv.org/abs/2404.15159
 """
@@ -247,7 +247,7 @@ def shape(model: nn.Module, change: Change) -> None:
 
 
 def _adapter_class(change: Change, place: tree.Place) -> Callable[..., Adapter]:
-    """The class of the adapter at a place, with its routing arguments bound."""
+    """The adapter class for this module; for expert adapters, a `partial` with the routing arguments filled in."""
     in_mlp = _router(change) == "mlp"
     if change.request["experts"] == 1 or (in_mlp and type(place.parent) not in MLPS):
         return Adapter

@@ -2,8 +2,8 @@
 
 Importance is measured on calibration text. Heads (groups in grouped-query attention) and neurons are scored as in
 https://arxiv.org/abs/1905.10650, and experts by the sum of their neurons' scores. Blocks are scored by the cosine
-similarity of their input and output (https://arxiv.org/abs/2403.03853). This module is an entry of CHANGES, see
-`changes.py`.
+similarity of their input and output (https://arxiv.org/abs/2403.03853). This module is registered in the table
+`CHANGES` in `changes.py`.
 """
 
 # Shapes: S sequences, T tokens, U units (groups of heads or neurons), I inputs, O outputs.
@@ -115,11 +115,11 @@ def _sides(name: str, linear: Any) -> tuple[int, int]:
 
 
 def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict[str, Tensor]:
-    """The importance (U,) float32 of each unit, by the place of the linear layer that reads the units.
+    """The importances (U,) float32 of the units, keyed by the name of the linear layer whose inputs they are.
 
     The importance of a unit is the sum over tokens of |outputs of the unit · gradient of the loss|, a first-order
-    estimate of how much the loss would change without the unit. `units` has the number of units by place; `ids`
-    are (S, T) int64.
+    estimate of how much the loss would change without the unit. `units` maps a layer's name to its number of
+    units; `ids` are (S, T) int64.
     """
     sums = {name: torch.zeros(count) for name, count in units.items()}
     layers = modules_at(model, units)

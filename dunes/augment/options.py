@@ -55,7 +55,7 @@ class Options:
     """Help text of --undo."""
 
     READERS: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """By option: the values with which the change needs calibration text. If empty, it always needs text."""
+    """Maps an option's name to those of its values that need calibration text. If empty, text is always needed."""
 
     @property
     def reads_text(self) -> bool:

@@ -1,7 +1,7 @@
 """Unstructured and N:M pruning of linear layers by SparseGPT, Wanda or magnitude; zeros stay zero in training.
 
 SparseGPT https://arxiv.org/abs/2301.00774, Wanda https://arxiv.org/abs/2306.11695. In memory and in files, pruned
-weights are stored as dense matrices. This module is an entry of CHANGES, see `changes.py`.
+weights are stored as dense matrices. This module is registered in the table `CHANGES` in `changes.py`.
 """
 
 # Shapes: O outputs, I inputs. SparseGPT transposes weights, so that a column is contiguous.
@@ -65,7 +65,7 @@ def _check_options(options: Prune, pattern: "Pattern | None", has_text: bool) ->
 
 
 def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
-    """The linear layers to prune, by place. Raises ValueError for a layer that is not dense or a tied head."""
+    """The linear layers to prune, by name. Raises ValueError for a layer that is not dense or a tied head."""
     if getattr(model, "head", True) is None and tree.matches(globs, "head"):
         raise ValueError("head: has the embedding's matrix, which is not pruned; exclude it with '!head'")
     linears = {}
@@ -286,8 +286,9 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
     """Refit the nonzero values of a pruned weight (O, I), by least squares, to the outputs of `weight`.
 
     The sweep does not change earlier columns to compensate for later zeros; this function does. Conjugate
-    gradients, preconditioned by the diagonal, solve the least-squares problems of all rows at once. A row whose
-    undamped error does not fall, or is not finite, is returned unchanged.
+    gradients, preconditioned by the diagonal, solve the least-squares problems of all rows at once. A row is
+    returned unchanged if refitting does not reduce its error (measured with the Hessian without damping), or if
+    that change in error is not finite.
     """
     fitted, nonzero, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     missing = weight.float() - pruned

@@ -1,4 +1,4 @@
-"""Quantization of linear layers by rounding to nearest or by calibration: an entry of CHANGES in `changes.py`."""
+"""Quantization of linear layers by rounding to nearest or by calibration: registered in `changes.CHANGES`."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -133,7 +133,7 @@ def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str
 def _dense_layers(
     model: nn.Module, globs: list[str], kind: str, overrides: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The linear layers to quantize, and their kinds, both by place.
+    """The linear layers to quantize, and their kinds, both keyed by layer name.
 
     Layers that are quantized already are skipped if a wildcard selects them; if their exact name is given, or if
     no other layer is selected, ValueError is raised. Raises ValueError also for a glob that selects nothing.
@@ -265,6 +265,6 @@ def undo(model: nn.Module, change: Change) -> None:
 
 
 def _quantized(model: nn.Module) -> dict[str, Quantized]:
-    """The quantized layers of the model (also inside wrappers), by place."""
+    """The quantized layers of the model (also inside wrappers), by name."""
     inner = {p.name: tree.innermost(p.module) for p in tree.places(model)}
     return {name: module for name, module in inner.items() if isinstance(module, Quantized)}

@@ -368,11 +368,13 @@ def _rows(flat: Tensor, length: int) -> Tensor:
 
 
 class _Cached(NamedTuple):
-    """A cached matrix, the ids and versions of its source tensors, and the source tensors except the codes."""
+    """A packed matrix, with the facts that show whether the tensors that it was made from have changed."""
 
     matrix: int_linear.PackedInt4
     state: list[tuple[int, int]]
+    """(`id(t)`, `t._version`) of each tensor `t` that the matrix was made from, to notice changes."""
     parts: list[Tensor]
+    """References to these tensors except the codes: the cache refers to the codes weakly, as its keys."""
 
 
 PACKED: MutableMapping[Tensor, _Cached] = WeakTensorKeyDictionary()

@@ -4,8 +4,8 @@ Sparse upcycling https://arxiv.org/abs/2212.05055, fine-grained with virtual gro
 https://arxiv.org/abs/2410.07524, Drop-Upcycling https://arxiv.org/abs/2502.19261. Unlike in the second paper, only
 the down projections are scaled, since a gated MLP is not homogeneous in its other matrices.
 
-This module is an entry of CHANGES, see `changes.py`. `experts.py` also uses the functions below that select MLPs,
-build mixtures and compare outputs.
+This module is registered in the table `CHANGES` in `changes.py`. `experts.py` also uses the functions below that
+select MLPs, build mixtures and compare outputs.
 """
 
 # Shapes: E experts, G the granularity, D width, N tokens, H hidden neurons.
@@ -116,7 +116,7 @@ def redraw_neurons(expert: Any, share: float, draw: torch.Generator) -> None:
 
 
 def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
-    """The dense MLPs that `where` selects, by place. Raises ValueError if `where` selects another module."""
+    """The dense MLPs that `where` selects, by name. Raises ValueError if `where` selects another module."""
     is_mlp = lambda module: type(tree.innermost(module)) in (MLP, GatedMLP, MoE)
     selected = {p.name: p.module for p in tree.find(model, where, is_mlp)}
     if isinstance(where, Set) and (missing := sorted(where - selected.keys())):
@@ -180,7 +180,7 @@ def new_mixture(
 ) -> MoE:
     """An uninitialised mixture with experts of these widths; the first `shared` experts get every token.
 
-    The router is linear. With `gate`, the router has this class instead, which has its own balance loss.
+    The router is linear, or of the class `gate` if that is given; such a class has its own balance loss.
     """
     dim, experts = like.down.out_features, [new_mlp(like, width) for width in widths]
     with torch.device("meta"):
@@ -191,7 +191,7 @@ def new_mixture(
 
 
 def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The original MLPs of the mixtures at these places, by place; their tensors are those in `weights`."""
+    """The original MLP of each mixture that `places` names, by name; their tensors are those in `weights`."""
     paths, mlps = {id(module): f"{path}." for path, module in model.named_modules()}, {}
     for place, moe in modules_at(model, places).items():
         prefix = paths[id(moe)]

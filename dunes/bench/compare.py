@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences of the cases in both A and B, names of cases in only one of them, and differing columns."""
+    """Compares A and B: differences of their common cases, names of cases in only one, and differing columns."""
 
     differences: list[Difference]
     unmatched: list[str]

@@ -88,7 +88,10 @@ def _measure_in_child(f: MemoryEstimate) -> MeasuredMemory:
 
 
 def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
-    """Run the step on real tensors and measure its memory; a small step before it loads the kernels."""
+    """Run the step on real tensors and measure its memory.
+
+    A small warm-up step runs first, so that the kernels are already loaded.
+    """
     subject = of_folder(Path(request["folder"])) if request["folder"] else of_shape(*request["shape"])
     batch, context, dtype, checkpointing = request["step"]
     shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(request["inference"])

@@ -249,7 +249,7 @@ def tensor_differences(
 
 
 def _settings(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Class and plain attributes of each module, by place."""
+    """Class and plain attributes of each module, by the module's name."""
     return {row.place: {"class": row.class_name, **row.attributes} for row in module_rows(model)}
 
 

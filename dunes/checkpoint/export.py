@@ -164,7 +164,7 @@ def _merge_all(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
 
 
 def _merge_active(model: Decoder, dtype: torch.dtype) -> dict[str, float]:
-    """Merge the active adapter and remove the others; returns rounding errors by place."""
+    """Merge the active adapter and remove the others; returns the rounding errors by module name."""
     active = active_adapter(model)
     adapters = {name for m in model.modules() if isinstance(m, Adapted) for name in m.adapters}
     for name in adapters - {active}:

@@ -25,7 +25,7 @@ CARD = "dunes.json"
 FORMAT = 3
 MAX_FILES = 20_000
 MAX_CHANGES = 500
-"""Most changes that a card may list, since repeating each change visits all modules."""
+"""Maximum number of changes that a card may list, since repeating each change visits all modules."""
 MAX_RETRIES = 10
 """After this many reads disturbed by concurrent saves, a folder is locked and read once more."""
 CONFIG = "config.json"
@@ -41,7 +41,7 @@ READY = ".ready"
 TEXT_SUFFIXES = CODE_SUFFIXES | {".txt", ".md", ".rst", ".html", ".json", ".jsonl", ".parquet"}
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pth", ".pt", ".ckpt"}
 MOST = 2000
-"""Most files to list in order to describe a folder."""
+"""Maximum number of files that are listed to describe a folder."""
 T = TypeVar("T")
 
 

@@ -31,7 +31,8 @@ POSITIONS = "embed.place.weight"
 """Name of learned position embeddings."""
 MAX_SHARDS = 10_000
 MAX_TENSORS = 200_000
-"""Most tensors of a model, since each takes time to create; 384 experts in 60 blocks have 70,000 tensors."""
+"""Maximum number of tensors in a model, since creating each takes time; 384 experts in 60 blocks have 70,000
+tensors."""
 
 
 @dataclass(frozen=True)
@@ -338,8 +339,8 @@ def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
 def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
     """Tensors of all shards that an index lists.
 
-    Raises ValueError, before any value is read, if a shard is outside of the folder or no plain file, or if the
-    index and the shards' headers list different tensors.
+    Raises ValueError, before any tensor is read, if a shard lies outside the folder or is not a regular file, or
+    if the index and the shards' headers list different tensors.
     """
     weight_map, listed = json_file.read(index).get("weight_map") or None, defaultdict[str, set[str]](set)
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):

@@ -79,7 +79,7 @@ class Prefix:
     """A renaming of a file's tensors to the model's names: wrapper names are removed, a prefix removed or added.
 
     `renames` maps the file's names to the model's; `note` describes the renaming, or why it is impossible. Both
-    are empty if the names fit already, or if no renaming makes most of them fit.
+    are empty if all names match already, or if no renaming matches more than half of the unknown names.
     """
 
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -89,7 +89,8 @@ class Prefix:
     def of(cls, files: Iterable[str], known: Collection[str], ignored: Sequence[str] = ()) -> "Prefix":
         """The renaming for these names: wrapper names are removed, then a common prefix is removed or added.
 
-        The renaming is empty unless it makes most of the unknown names fit and no two names become equal.
+        If the renaming would match half or fewer of the unknown names to the model, or would give two tensors the
+        same name, it is empty.
         """
         known, files = set(known), list(files)
         others = [name for name in files if name not in known and not _is_ignored(name, ignored)]

@@ -59,7 +59,7 @@ def train(
 
     Args:
         out: Output folder for the model, its metrics and its training state.
-        no_complete: Train on plain text, left to right, although it is source code.
+        no_complete: Treat source code like plain text: train left to right only, without line completion.
     """
     if no_complete and completion.complete:
         raise ValueError("--complete and --no-complete exclude each other; set one of them")

@@ -145,7 +145,7 @@ def scored_places(
     loaded: LoadedModel, text: TokenizedText, sources_of: SourcesOf, first: int | None = None
 ) -> Iterator[tuple[int, Tensor, Candidates]]:
     """Yield for each id of a text, from index `first` on (default: after the header): the id, the model's
-    log-probabilities (V,) at its place, and the candidates for copying.
+    log-probabilities (V,) for the id's position, and the candidates for copying.
 
     `sources_of` gets the ids of the lines above. In a long text and without `first`, their last 1 % may be
     missing.

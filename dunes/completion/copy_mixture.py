@@ -22,9 +22,10 @@ from dunes.generate.step import CompiledStep
 PROPOSED = 16
 """Maximum number of ids of a copy that are evaluated in one forward."""
 ROOM = 128
-"""Cache capacities are multiples of this, since each growth of a cache copies all its keys and values."""
+"""Cache capacities are multiples of this, since enlarging a cache copies all its keys and values."""
 FEW = 32
-"""A request with fewer texts than this, and with fewer than the previous request, may have been cancelled."""
+"""No entries are dropped after a request with fewer texts than this and fewer than the request before it, since it
+may have been cancelled."""
 
 
 @dataclass

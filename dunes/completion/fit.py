@@ -45,7 +45,7 @@ BYTE_SECONDS = 1.5e-6
 LEAST = 8
 """Minimum number of typed lines to compare model and copying; with fewer lines, the model is never disabled."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
-"""Target shares of accepted suggestions, for which thresholds are fitted."""
+"""A threshold is fitted for each of these fractions of shown suggestions that users should accept."""
 RESAMPLES = 2_000
 Text = TypeVar("Text")
 

@@ -77,7 +77,7 @@ class TextIndex:
 
 
 def first_documents(documents: Sequence[Document], most: int = MOST) -> Sequence[Document]:
-    """The first documents with at most `most` bytes in total, at least one document."""
+    """As many of the first documents as fit into `most` bytes; always at least one, even if it is larger."""
     sizes = np.cumsum([document.size for document in documents])
     return documents[: max(1, int(np.searchsorted(sizes, most, "right")))]
 

@@ -205,7 +205,7 @@ def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) ->
 
 
 def mean_saved(typed: Iterable[Typing]) -> float:
-    """Mean over files of the share of keys saved; NaN without typed files."""
+    """Fraction of keystrokes saved, averaged over files; NaN if no file has typed characters."""
     shares = [file.saved for file in typed if file.characters]
     return sum(shares) / len(shares) if shares else math.nan
 

@@ -140,7 +140,10 @@ class Windows:
         return max(1, (len(self.tokens) - 1) // self.length - 1)
 
     def starts(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The start index of the window at each of these positions, which are counted through all epochs."""
+        """The first token index of each window.
+
+        `positions` number the windows consecutively across epochs (they do not restart at 0).
+        """
         epochs, within = np.divmod(positions, self.windows_per_epoch)
         starts = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -181,7 +184,7 @@ class Windows:
     def _rearrange(
         self, windows: NDArray[np.int64], positions: NDArray[np.int64], arrange: Arrange
     ) -> NDArray[np.int64]:
-        """Rearrange the windows (B, T + 1), whose positions seed the generators."""
+        """Rearrange the windows (B, T + 1); the position of each window seeds its random generator."""
         rows = []
         for window, position in zip(windows, positions.tolist(), strict=True):
             epoch, within = divmod(position, self.windows_per_epoch)
@@ -233,7 +236,7 @@ Side = tuple[TokenIds, NDArray[np.int64]]
 
 
 def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
-    """The ids of all texts, and the index at which each starts."""
+    """The ids of all texts, concatenated, and the index at which each text starts."""
     return np.concatenate(texts), np.cumsum([0, *map(len, texts[:-1])])
 
 
@@ -244,10 +247,11 @@ def tail_start(start: int, stop: int, share: float) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """Endless batches of the rows of tensors (N, ...). Each epoch has every row once, in its own order.
+    """Endless batches of the rows of tensors (N, ...).
 
-    A batch may span two epochs, so all batches have the same size. Raises ValueError if the tensors differ in
-    length, or have fewer rows than a batch.
+    Each epoch contains every row exactly once, in an order shuffled anew for that epoch. A batch may span two
+    epochs, so all batches have the same size. Raises ValueError if the tensors differ in length, or have fewer
+    rows than a batch.
     """
 
     tensors: tuple[Tensor, ...]
@@ -339,7 +343,7 @@ class Batches:
         return len(self._layout)
 
     def row(self, position: int) -> list[int]:
-        """Indices of the examples in the row at this position, which is counted through all epochs."""
+        """Indices of the examples in a row; `position` numbers the rows consecutively across epochs."""
         epoch, within = divmod(position, self.rows_per_epoch)
         row = self._layout[int(shuffle_index(np.array([within]), self.rows_per_epoch, (self.seed, epoch))[0])]
         return [int(self._with_target[i]) for i in self._ranking(epoch)[row]]

@@ -18,7 +18,7 @@ SPLIT_VERSION = 2
 near-duplicates together; 2 also selects a share of the bytes (not of the files) of each kind and size."""
 
 LARGE = 0.2
-"""A group of near-duplicates with more than this fraction of the texts is the last to be used for validation."""
+"""Groups of near-duplicates with more than this fraction of the texts are the last to be used for validation."""
 
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]")
 _SPACE, _LINE_ENDS = b" \t\v\f\x1c\x1d\x1e\x1f", bytes.maketrans(b"\r", b"\n")

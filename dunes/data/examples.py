@@ -150,7 +150,7 @@ def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
 
 
 def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yield each record's place and (possibly empty) text: the text in `fields`, if any, or all of its text.
+    """Yield each record's file and line, and its text (possibly empty); with `fields`, only the text in these.
 
     Raises ValueError in the same cases as `read_records`, and if no record has text.
     """
@@ -210,7 +210,7 @@ def _keys(row: Any) -> str:
 
 
 def _at(place: str, read: Callable[..., T], *arguments: Any) -> T:
-    """The result of `read`; if it raises ValueError, the place is put before the message."""
+    """The result of `read`; if it raises ValueError, `place` is put before the message."""
     try:
         return read(*arguments)
     except ValueError as error:
@@ -278,7 +278,7 @@ def _check_row(name: str, row: dict[str, Any]) -> None:
 
 
 def _is_false(key: str, mark: Any) -> bool:
-    """True if this field excludes the row from training; in `label` only False does, since 0 may be a class."""
+    """True if this field excludes the row from training. For `label`, only False does: 0 may be a class."""
     return mark is False or (key != "label" and mark in (0, "false", "False", "0"))
 
 

@@ -6,8 +6,8 @@ The sentinels are spelled and placed as in Qwen2.5-Coder, https://arxiv.org/abs/
     prefix, suffix, middle:  <|fim_prefix|> P <|fim_suffix|> S <|fim_middle|> M <|endoftext|>
     suffix, prefix, middle:  <|fim_prefix|> <|fim_suffix|> S <|fim_middle|> P M <|endoftext|>
 
-In the second form, prefix and middle are one text and are encoded together. Each character that a user types then
-only extends the key-value cache of suffix and prefix. In the first form, the suffix comes after the typed
+In the second order, prefix and middle are one text and are encoded together. Each character that a user types then
+only extends the key-value cache of suffix and prefix. In the first order, the suffix comes after the typed
 character and has to be evaluated again.
 """
 
@@ -66,7 +66,7 @@ def sentinels(tokenizer: Tokenizer) -> Sentinels:
 
 @dataclass(frozen=True)
 class FillInMiddle:
-    """Rearranges a window of ids (N,) with probability `rate`, half of the time in each form; returns ids (N,).
+    """Rearranges a window of ids (N,) with probability `rate`, half of the time in each order; returns ids (N,).
 
     Only the longest text of one document in the window is rearranged, without its file header; other ids keep
     their places. Cuts are between characters. Half of the middles go from a random character to the end of its

@@ -94,7 +94,7 @@ class Round:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Round":
-        """The round from an object that `row` returned."""
+        """Rebuild a Round from the dict that `Round.row()` returned."""
         items = [Item(i["text"], i["task"] and Task(**i["task"]), i["reason"]) for i in row["items"]]
         return cls(row["number"], tuple(items))
 

@@ -54,7 +54,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ScoredFile:
-    """A file, and those of its lines that are completed."""
+    """A file, and the lines in it that are completed."""
 
     name: str
     text: str
@@ -210,7 +210,7 @@ class CompleterScore:
         return sum(self.typed.get(threshold, ()), Typing())
 
     def saved(self, threshold: float = 0.0) -> float:
-        """Mean over files of the share of keys saved with this threshold; NaN if no file was typed with it."""
+        """Fraction of keystrokes saved at this threshold, averaged over files; NaN if none was measured."""
         return mean_saved(self.typed.get(threshold, ()))
 
 

@@ -67,7 +67,7 @@ def evaluate(
 ) -> Score:
     """Score the tokens in windows of the context length.
 
-    Each token is predicted from the previous tokens of its window; for `PackedText`, only from those of its
+    Each token is predicted from the previous tokens of its window; in `PackedText`, only from those in its own
     document. In a stream of files, headers are read but not scored: they count neither in the loss nor in the
     size, although the path of a file may help the model.
 
@@ -133,9 +133,9 @@ def score_folder(
 ) -> tuple[Score, int]:
     """The score on all text in the sources, and the number of files.
 
-    Without sources, the validation split of the model's training is scored. `any_base` is as in
-    `checkpoint.load`, `options` are arguments of `collect_corpus`. Raises ValueError if the model's card does not
-    record its validation split, or if there is no text.
+    Without sources, the validation split of the model's training is scored. `any_base` is passed to
+    `checkpoint.load`, and `options` to `collect_corpus`. Raises ValueError if the model's card does not record its
+    validation split, or if there is no text.
     """
     loaded = checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
     try:
@@ -217,9 +217,9 @@ def _ids(
     trained: Mapping[str, Any],
     share: float,
 ) -> TokenIds:
-    """Token ids of the documents: of each document `all`, its last `share` (`tail`), or the rest (`head`).
+    """Token ids of a part of each text: `all`, its last fraction `share` (`tail`), or all before that (`head`).
 
-    Documents are joined as in the training that `trained` records; if it is empty, as plain text.
+    Texts are joined as in the training that `trained` records; if `trained` is empty, as plain text.
     """
     begin, parts, separate = tokenizer.text_start, [], bool(trained.get("separate_documents"))
     headers = bool(trained.get("complete") and trained.get("file_headers", True))

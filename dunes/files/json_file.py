@@ -21,7 +21,8 @@ _ERRORS = {"error", "errors", "message", "detail"}
 _BESIDE_ERRORS = {"code", "status", "status_code", "statusCode", "success", "title", "type"}
 """Other keys in the JSON error messages that servers send instead of a file."""
 MAX_ITEMS = 2_000_000
-"""Most commas and brackets in a file; each may start an object, which in memory is twenty times as large."""
+"""Maximum number of commas and opening brackets in a JSON file. Each may begin a Python object, which takes about
+twenty times as much memory as its text."""
 
 
 def read(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -
 
 
 def text_logprobs(model: nn.Module, ids: Sequence[int], context_length: int, first: int = 1) -> Iterator[Tensor]:
-    """Yield, for each id from index `first` >= 1 on, the log-probabilities (V,) at its place, on the CPU.
+    """Yield, for each id from index `first` >= 1 on, the log-probabilities (V,) for its position, on the CPU.
 
     The text is evaluated in windows that overlap by half. Every id after the first window thus has at least half
     of the context length before it.

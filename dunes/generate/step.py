@@ -1,9 +1,9 @@
-"""A step: the forward of one or a few new tokens in one row, in a form that can be compiled ahead of time.
+"""A step: the forward of one or a few new tokens in one row, written so that it can be compiled ahead of time.
 
-The model's own parts are traced. Some operations that they call are replaced by forms that Inductor fuses into few
-loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the cache's
-readable slots, whose number is dynamic; without a window, it needs no mask for a single token. The cache is
-changed in place.
+The model's own parts are traced. Some operations that they call are replaced by functions that Inductor fuses into
+few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the
+cache's readable slots, whose number is dynamic; without a window, it needs no mask for a single token. The cache
+is changed in place.
 """
 
 # Shapes: T new tokens, K key/value heads, S readable slots, D head dim, V vocabulary.
@@ -132,7 +132,7 @@ def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.Expor
     """The step as a graph, for caches of any capacity with the dtypes of `cache`, which has tokens and 8 slots.
 
     The graph of a `TextStep` takes any number of tokens above FEW. In the graph of another step, operations are
-    replaced by forms that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
+    replaced by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
     """
     args: tuple[Tensor, ...]
     shapes: dict[str, Any] = {}
@@ -296,7 +296,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _OneRow(TorchFunctionMode):
-    """A mode in which each operation that is a key of `forms` is replaced by its form for one row."""
+    """A mode in which each operation that is a key of `forms` is replaced by its value in `forms`."""
 
     def __init__(self, forms: Mapping[Function, Function]) -> None:
         super().__init__()

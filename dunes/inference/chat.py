@@ -45,7 +45,8 @@ class NoTemplate(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ChatModel:
-    """The model `loaded` with the adapter named `adapter` (None: base model alone), from the folder `place`."""
+    """A model for chat: `loaded` is the model, `adapter` the name of the adapter to use (None for the base model
+    alone), and `place` the folder that it came from."""
 
     place: Path
     adapter: str | None

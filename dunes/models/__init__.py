@@ -21,7 +21,7 @@ from dunes.models.names import Names
 from dunes.parts import Decoder
 
 FAMILIES: dict[str, ModuleType] = {name: import_module(f"{__name__}.{name}") for name in get_args(Family)}
-"""The module of each family, by its name in `flags.Family`, which is also its model_type in Hugging Face."""
+"""Maps a family's name in `flags.Family`, which is also its model_type in Hugging Face, to its Python module."""
 
 
 def family_of(hf: dict[str, Any]) -> str:

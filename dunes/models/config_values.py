@@ -157,7 +157,7 @@ ROPE_TYPES: dict[str, tuple[type, Callable[[Json, Json], Scaling]]] = {
     "yarn": (Yarn, _yarn),
     "llama3": (Llama3, _llama3),
 }
-"""By rope_type: the class of a scaling, and a function that reads such a scaling from a config.json."""
+"""Maps a rope_type to the class of the scaling and a function that reads such a scaling from a config.json."""
 
 
 def scaling_to_hf(scaling: Scaling) -> dict[str, Any]:

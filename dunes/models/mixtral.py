@@ -40,7 +40,7 @@ class Config(mistral.Config):
 
 
 def mixture(dim: int, experts: Sequence[nn.Module], top_k: int, **options: Any) -> MoE:
-    """A mixture of these experts with a linear router; `options` are passed to `MoE`."""
+    """A mixture of these experts with a linear router; `options` are further arguments of `MoE`."""
     return MoE(nn.Linear(dim, len(experts), bias=False), experts, top_k, **options)
 
 

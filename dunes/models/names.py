@@ -71,7 +71,7 @@ class Conversion:
 
 
 def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[Conversion], list[str]]:
-    """Conversions to our tensors, and those names in `theirs` that the table lacks.
+    """Returns (conversions from their tensors to ours, names in `theirs` that match no entry of `names`).
 
     `theirs` has the shapes of their tensors by name.
     """
@@ -101,7 +101,7 @@ def _split(rule: Name, part: int, index: int | None) -> Callable[[Sequence[Tenso
 
 
 def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Conversion], list[str]]:
-    """Conversions to their tensors, and those names in `ours` (our tensors' names) that the table lacks."""
+    """Returns (conversions from our tensors to theirs, names in `ours` that match no entry of `names`)."""
     conversions: list[Conversion] = []
     remaining = dict.fromkeys(ours)
     for rule in names:

@@ -1,4 +1,4 @@
-"""Tensor operations with a fast form beside the plain one, and checks of operations.
+"""Tensor operations with a fast implementation beside the plain one, and checks of operations.
 
 `operation` builds an operation from a forward and a backward function, and `check` tests it. Kernels are written
 with `Cpp`, `Triton` or `Metal`.

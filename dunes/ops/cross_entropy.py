@@ -1,10 +1,10 @@
 """Cross entropy of a linear head, without materialising all logits.
 
-The plain form writes (N, V) logits, their log-softmax and both gradients to memory: 64 MB each for 4,096 tokens
-and a vocabulary of 4,096. The fused form processes the tokens in chunks. It computes the gradients in the forward
-pass, from each chunk's probabilities; the backward pass only multiplies them by a scalar. A chunk's logits fit the
-CPU's cache, but a chunk has at least MIN_TOKENS tokens, since each chunk reads the head and adds to its gradient
-(D=768, V=32,000, bfloat16, two threads, 512 tokens in chunks of 65 / 262 / 524: 572 / 227 / 210 ms).
+The plain version writes (N, V) logits, their log-softmax and both gradients to memory: 64 MB each for 4,096 tokens
+and a vocabulary of 4,096. The fused version processes the tokens in chunks. It computes the gradients in the
+forward pass, from each chunk's probabilities; the backward pass only multiplies them by a scalar. A chunk's logits
+fit the CPU's cache, but a chunk has at least MIN_TOKENS tokens, since each chunk reads the head and adds to its
+gradient (D=768, V=32,000, bfloat16, two threads, 512 tokens in chunks of 65 / 262 / 524: 572 / 227 / 210 ms).
 """
 
 # Shapes: N tokens, D width, V vocabulary.

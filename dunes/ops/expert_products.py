@@ -14,9 +14,9 @@ Milliseconds, plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
                        training  float32      10 / 7.6    14 / 12    28 / 24    65 / 58
                                  bfloat16     22 / 21     36 / 28    57 / 45   101 / 89
 
-Without gradients the grouped form is faster from about two tokens per expert on. In training it is faster with
+Without gradients the grouped version is faster from about two tokens per expert on. In training it is faster with
 many experts, and up to a third slower with a few wide ones. Training always uses it where it applies, because the
-memory of the plain form depends on the routing and cannot be estimated.
+memory of the plain version depends on the routing and cannot be estimated.
 """
 
 # Shapes: N tokens, k experts per token, E experts, D width, H an expert's hidden width, S rows (N * k).
@@ -36,7 +36,7 @@ from dunes.measure import ranks
 from dunes.ops.operation import autocast_dtype, once_differentiable
 
 FEW = 1
-"""Without gradients, the plain form is used up to this average number of tokens per expert."""
+"""Without gradients, the plain version is used up to this average number of tokens per expert."""
 
 _ONE_BY_ONE = ContextVar("one_by_one", default=False)
 
@@ -53,7 +53,7 @@ class Stacks(NamedTuple):
 
 
 def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """The plain form: x (N, D), `expert_ids` (N, k) int64, `weights` (N, k) -> (N, D) in x's dtype.
+    """The plain version: x (N, D), `expert_ids` (N, k) int64, `weights` (N, k) -> (N, D) in x's dtype.
 
     With gradients enabled, experts without tokens are called too, since all ranks of a sharded model must take
     part in the same collectives.
@@ -69,7 +69,7 @@ def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], expert_ids: 
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """A context that forces the plain form, which calls the experts' linear layers, so that their hooks run."""
+    """A context that forces the plain version, which calls the experts' linear layers, so that their hooks run."""
     token = _ONE_BY_ONE.set(True)
     try:
         yield
@@ -92,7 +92,7 @@ def _routed_tokens(expert_ids: Tensor, expert: int, experts: int) -> tuple[Tenso
 
 
 def grouped(x: Tensor, stacks: Stacks, expert_ids: Tensor, weights: Tensor) -> Tensor:
-    """The grouped form for experts `down(silu(gate(x)) * up(x))`; arguments and result as in `plain`."""
+    """The grouped version for experts `down(silu(gate(x)) * up(x))`; arguments and result as in `plain`."""
     experts, k, dtype = len(stacks.gate), expert_ids.shape[1], autocast_dtype(x)
     order = expert_ids.flatten().argsort(stable=True)
     token = order // k
@@ -223,7 +223,7 @@ class _Stacked(torch.autograd.Function):
 
 
 def fits(x: Tensor, weights: Sequence[Tensor], tokens_per_expert: float) -> bool:
-    """True if the grouped form should be used for tokens x (N, D).
+    """True if the grouped version should be used for tokens x (N, D).
 
     `weights` are the matrices of one expert, and `tokens_per_expert` is an average. With several ranks it is
     False, since FSDP may shard the weights.

@@ -44,7 +44,10 @@ _recorded: list[bool] = []
 
 
 def repeat_choice(faster: bool | None) -> None:
-    """Make `float32_is_faster` return the recorded choice of a run from now on; None ends this."""
+    """From now on, `float32_is_faster` returns `faster`, the choice recorded by an earlier run.
+
+    With None, it decides for this machine again.
+    """
     _recorded[:] = [] if faster is None else [faster]
 
 

@@ -1,9 +1,9 @@
 """Linear layers with int8 or int4 codes. For a few rows on a CPU they use torch's packed kernels.
 
-int8 codes have one scale per output. The plain form casts the codes to x's dtype (bfloat16 represents them
-exactly) and scales the outputs, which takes 0.3 to 0.6 of the time of scaling the matrix. The packed product reads
-the codes directly, and for a few rows it is faster than a bfloat16 product. From 16 rows on it is slower than the
-plain form, and in float32 it is not vectorized.
+int8 codes have one scale per output. The plain implementation casts the codes to x's dtype (bfloat16 represents
+them exactly) and scales the outputs, which takes 0.3 to 0.6 of the time of scaling the matrix. The packed product
+reads the codes directly, and for a few rows it is faster than a bfloat16 product. From 16 rows on it is slower
+than the plain one, and in float32 it is not vectorized.
 
 int4 codes have one scale and zero point per group of inputs. The packed product reads half a byte per weight:
 2048 x 2048, one thread, 1 / 4 / 16 rows: 0.20 / 0.37 / 1.6 ms. A bfloat16 product takes 0.56 ms; dequantizing

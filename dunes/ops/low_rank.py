@@ -3,8 +3,8 @@
 LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 
 A function computes W in the forward pass, and again in the backward pass, so that no dense copy of a quantized
-weight and no autocast copy stays in memory. The fused form adds the update into the layer's output; the plain form
-allocates the update and the sum.
+weight and no autocast copy stays in memory. The fused version adds the update into the layer's output; the plain
+version allocates the update and the sum.
 """
 
 # Shapes: N tokens, I inputs, O outputs, R rank.

@@ -1,7 +1,7 @@
 """Root mean square norm (RMSNorm): https://arxiv.org/abs/1910.07467
 
 The mean is computed in float32. The result has the dtype of the next matrix product, which saves a cast in each
-layer that reads it. The fused form stores one more number per row for the backward pass.
+layer that reads it. The fused version stores one more number per row for the backward pass.
 """
 
 # Shapes: ... any, D width.

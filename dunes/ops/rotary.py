@@ -1,8 +1,8 @@
 """Rotary position embedding (RoPE): https://arxiv.org/abs/2104.09864
 
 In the half-split layout dimension i pairs with i + D/2; in the adjacent layout 2i pairs with 2i + 1. The fused
-form writes each half once, and its backward pass rotates the gradient back by the same angles. The plain form
-makes four full copies in the forward pass and four in the backward pass.
+version writes each half once, and its backward pass rotates the gradient back by the same angles. The plain
+version makes four full copies in the forward pass and four in the backward pass.
 """
 
 # Shapes: B batch, T tokens, H heads, D head dim.

@@ -116,7 +116,7 @@ class Cache:
         return x.new_zeros(self.batch, x.shape[1], slots + 1, x.shape[3])
 
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values (B, K, T, D) at `positions`; return all readable ones (B, K, S, D)."""
+        """Write keys and values (B, K, T, D) at `positions`; return all readable keys and values (B, K, S, D)."""
         self._write(layer, k, v, positions)
         return self._read(layer)
 
@@ -235,7 +235,7 @@ class RollingCache(Cache):
         self._in_order = equal and (self._empty or not self._wrapped)
 
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values (B, K, T, D) at `positions`; return all readable ones (B, K, S, D)."""
+        """Write keys and values (B, K, T, D) at `positions`; return all readable keys and values (B, K, S, D)."""
         readable = k, v
         if self._new_positions is not None and not self._empty:
             readable = torch.cat([self._read(layer)[0], k], 2), torch.cat([self._read(layer)[1], v], 2)

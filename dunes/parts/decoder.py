@@ -217,7 +217,8 @@ def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple
 
 
 def _target_index(targets: Tensor) -> Tensor:
-    """Indices of targets (N,) other than IGNORE, padded with IGNORE targets to a multiple of PAD_MULTIPLE."""
+    """Indices of the targets (N,) that are not IGNORE, followed by indices of IGNORE targets until their number is
+    a multiple of PAD_MULTIPLE."""
     has_target = targets != IGNORE
     count = int(has_target.sum())
     return torch.sort(~has_target, stable=True).indices[: count + -count % PAD_MULTIPLE]

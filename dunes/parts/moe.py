@@ -111,10 +111,10 @@ class MoE(nn.Module):
         return choose_experts(probs if bias is None else probs + bias, self.top_k)
 
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
-        """The auxiliary losses, times their coefficients, of the router logits that all calls recorded.
+        """The auxiliary losses, already multiplied by their coefficients.
 
-        The metric `expert_load` is the number of tokens of each expert (E,) and the number of tokens. Tokens that
-        are not `real` do not count.
+        They are computed from the router logits recorded in all calls. The metric `expert_load` is a pair: tokens
+        per expert (E,), and number of tokens. Tokens that are not `real` do not count.
         """
         real = None if real is None else real.repeat(len(recorded))
         logits = _without_padding(torch.cat([*recorded]), real)
@@ -141,7 +141,7 @@ class MoE(nn.Module):
         self.load.zero_()
 
     def pack(self) -> bool:
-        """Store the experts' matrices one after another, as the grouped form reads them.
+        """Store the experts' matrices one after another, as the function `grouped` reads them.
 
         All gate weights become views of one storage, and so do all up and all down weights; the parameters stay
         the same objects. Returns False, and changes nothing, unless the experts are unmodified `GatedMLP`s with
@@ -171,7 +171,7 @@ class MoE(nn.Module):
         return [[m.weight for m in column] for column in zip(*linears, strict=True)]
 
     def _stacks(self, x: Tensor) -> forms.Stacks | None:
-        """The weights for the grouped form; None if it does not apply or is not faster."""
+        """The weights for the function `grouped`; None if it does not apply or is not faster."""
         matrices = self._matrices()
         tokens_per_expert = len(x) * self.top_k / len(self.experts)
         if matrices is None or not forms.fits(x, [weights[0] for weights in matrices], tokens_per_expert):

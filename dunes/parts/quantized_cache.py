@@ -126,16 +126,16 @@ def _words(count: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class _Writes:
-    """The places where a forward stores its new tokens (B, T); they are the same in all layers."""
+    """The cache slots in which a forward stores its new tokens (B, T); they are the same in all layers."""
 
     ring: Tensor
     """Slot (B, T) of each token in the ring; W for a token that the ring does not store."""
     groups: Tensor
-    """Numbers (B, n) of the n groups that may become complete; for incomplete ones, the extra last group."""
+    """Indices (B, n) of the n groups that may become complete; the extra last group replaces an incomplete one."""
     index: Tensor
-    """Offset (B, T) of each token within these n groups laid end to end; n * G for a token in none of them."""
+    """Offset (B, T) of each token in the concatenation of these n groups; n * G for a token outside them."""
     open_slots: Tensor
-    """Slots (B, G) in the ring of the first of these groups, whose first tokens are stored already."""
+    """Ring slots (B, G) of the first of these groups; an earlier forward may have stored its first tokens."""
 
 
 class QuantizedCache(Cache):

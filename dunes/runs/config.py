@@ -172,7 +172,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def _check_type(name: str, value: Any, types: tuple[Any, ...]) -> None:
-    """Raise ValueError unless the value has one of these types, or is one of the values of a Literal."""
+    """Raise ValueError unless the value has one of these types or is one that a Literal in `types` allows."""
     first = types[0]
     if get_origin(first) is Literal:
         if value not in (*get_args(first), *([None] if type(None) in types else [])):

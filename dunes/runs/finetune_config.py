@@ -27,7 +27,7 @@ MAX_ADAPTER_LR = 0.005
 class MethodSpec:
     """Specification of a method: options of the `change` that adds an adapter, and options to quantize the base.
 
-    Each of them is None if the method has no such step.
+    Either is None if the method has no such step.
     """
 
     adapter: Mapping[str, Any] | None = None

@@ -298,9 +298,10 @@ def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
 
 
 def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """Split each text into a head and a tail with about `share` of its tokens; short texts get no tail.
+    """Split each text into a head and a tail; the tail has about the fraction `share` of the text's tokens.
 
-    The first token of a tail is also the last token of the head: it predicts the first target of the tail.
+    Short texts are not split. The first token of a tail is also the last token of the head: it predicts the first
+    target of the tail.
     """
     heads, tails = [], []
     for text in texts:

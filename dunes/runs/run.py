@@ -85,7 +85,7 @@ class Timings:
         self.seconds[phase] += seconds  # type: ignore[assignment]
 
     def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yields the items, and adds the time to fetch each item to the phase."""
+        """Yield the items; the time spent fetching each one is added to the phase's total."""
         stream, end = iter(items), object()
         while True:
             with self(phase):

@@ -24,9 +24,10 @@ SAMPLES = "samples.md"
 class TensorBoard:
     """Writes metrics and samples: `with TensorBoard(run, non_fatal) as board: board.step(...)`.
 
-    At the start, all earlier metrics and samples of the run are written again, so that a resumed run has no gaps
-    or duplicates. After an OSError, which `non_fatal` reports, nothing more is written, but the run continues. If
-    `run` is None, nothing is written. Raises ValueError if tensorboard is needed but not installed.
+    At the start, the old event files are emptied and all earlier metrics and samples are written to a new one, so
+    that a resumed run has no gaps or duplicates. After an OSError, which `non_fatal` reports, nothing more is
+    written, but the run continues. If `run` is None, nothing is written. Raises ValueError if tensorboard is
+    needed but not installed.
     """
 
     def __init__(self, run: Path | None, non_fatal: Callable[[str], AbstractContextManager[None]]) -> None:

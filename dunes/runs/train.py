@@ -230,7 +230,7 @@ def prepare(
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """The optimizer of a run; unset learning rate and weight decay have the defaults of `muon`.
+    """The optimizer of a run; a learning rate or weight decay that is not set gets the default of `muon`.
 
     Muon computes in the run's dtype, so that a run resumed on another machine computes the same.
     """

@@ -37,7 +37,7 @@ class Row:
     emit: Callable[[Event], None]
     is_cancelled: Callable[[], bool]
     errors: Sequence[Exception] = ()
-    """Errors of its own sampler."""
+    """Errors raised by the sampler of this text."""
     pieces: Iterator[None] | None = None
     ready: bool = False
     """True once all of the prompt but its last piece is in the cache."""

@@ -183,7 +183,7 @@ class Fields:
         return files
 
     def refuse_unsupported(self, *names: str) -> None:
-        """Raise Refused if one of these unsupported fields has a value that should have an effect."""
+        """Raise Refused if the body sets one of these unsupported fields to anything but a neutral value."""
         for name in names:
             value = self.body.get(name)
             if value and value not in (REFERENCE["settings"].get(name), {"type": "text"}):

@@ -119,7 +119,7 @@ class Follower(threading.Thread):
             self.model.take_in(self.worker, dict.fromkeys(deleted))
 
     def _stamp(self, path: Path) -> Stamp | None:
-        """Modification time (ns) and size of a regular file; None for others, such as links not followed."""
+        """Modification time (ns) and size of a regular file; None for other paths, such as unfollowed links."""
         try:
             status = os.stat(path, follow_symlinks=self._follow_links)
         except OSError:

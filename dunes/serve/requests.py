@@ -114,9 +114,9 @@ class Answer:
     offset: int = 0
     """Number of characters of the tokens before a part."""
     word: float | None = None
-    """Probability of a line's first word; None for other texts."""
+    """Probability of the first word of a completed line; None if the answer is not a line completion."""
     line: float | None = None
-    """Probability of the entire line; None for other texts."""
+    """Probability of the entire completed line; None if the answer is not a line completion."""
     explained: dict[str, Any] = field(default_factory=dict)
 
 
@@ -124,9 +124,9 @@ Facts = Mapping[str, Any]
 Named = Sequence[tuple[str, Facts]]
 """Names of models and of their adapters, with their facts."""
 Event = Answer | list[Answer] | Exception
-"""Results of a request: parts of a text and its answer, the answers of a line, or an error."""
+"""One result of a request: a part of a text or its complete answer, a line's answers, or an error."""
 Answers = Mapping[int, Answer]
-"""Answers, or parts of them, by the index of their choice."""
+"""Answers, or parts of answers, keyed by the index of the choice in the reply."""
 
 
 class Asked:

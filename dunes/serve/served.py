@@ -88,7 +88,7 @@ class LoadedFolder:
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
 
     def use(self, files: Any, texts: Mapping[str, str | None]) -> None:
-        """Use these texts for completion; `files` is the completer's prepared form of them."""
+        """Use these texts for completion; `files` is the result of the completer's `with_texts` for them."""
         self.completer.use(files)
         self.files.update(texts)
 
@@ -177,7 +177,8 @@ class ServedModel:
     def take_in(self, worker: Worker, texts: Mapping[str, str | None]) -> None:
         """From now on, complete lines with these texts of files, by name; None for a deleted file. Thread-safe.
 
-        The calling thread indexes the texts, unless an earlier call in another thread includes them.
+        The texts are indexed in the calling thread, unless a concurrent call in another thread has already picked
+        them up.
         """
         with self._adding:
             self._pending |= texts
@@ -314,7 +315,7 @@ LENGTH = 8
 FEWEST = 3
 """Minimum number of lines that must occur in the selected file and in no other file."""
 SHARE = 0.5
-"""Minimum fraction of these lines among all looked-up lines that occur in exactly one file."""
+"""Minimum number of these lines, as a fraction of all looked-up lines that occur in exactly one file."""
 
 
 class FileFinder:

@@ -107,7 +107,7 @@ def _join_limited(parts: Iterable[str]) -> str:
 
 
 COUNTED = "items of a loop"
-"""Name of the filter that counts the passes of loops; no template can spell it."""
+"""Name of the internal filter that counts loop iterations. It contains spaces, so a template cannot use it."""
 _PASSES: ContextVar[list[int]] = ContextVar("passes")
 
 

@@ -69,8 +69,9 @@ SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "decoder": ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"),
     },
 }
-"""Steps that an exported tokenizer may have: byte-level BPE (including tokenizers trained here) and SentencePiece.
-llama.cpp supports all of them except NFC, which few texts need."""
+"""Normalizers, pre-tokenizers and decoders that a tokenizer may have to be exportable, for byte-level BPE
+(including tokenizers trained here) and for SentencePiece. llama.cpp supports all of them except NFC, which changes
+few texts."""
 
 
 def _unsupported(content: Mapping[str, Any], tokenizer_type: str) -> Iterator[str]:
@@ -151,7 +152,8 @@ def _text_bytes(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 
 
 def _texts(tokenizer: Tokenizer, inner: tokenizers.Tokenizer, special: list[str]) -> list[str]:
-    """TEXTS, tokens alone and joined, and special tokens within text; in NFC if the tokenizer changes to NFC."""
+    """Test texts: TEXTS, single tokens from the vocabulary, nine such tokens concatenated, and special tokens
+    alone and inside text. All are NFC-normalized if the tokenizer normalizes to NFC."""
     samples = [data.decode(errors="ignore") for data in tokenizer.token_bytes[:: tokenizer.vocab // SAMPLES + 1]]
     joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
     in_context = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]

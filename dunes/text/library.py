@@ -127,7 +127,7 @@ def steps(content: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _check_steps(content: Mapping[str, Any]) -> None:
-    """Raise ValueError for steps on which the library panics, on some of them only when it encodes a text."""
+    """Raise ValueError for steps that make the library panic when it loads them or when it encodes a text."""
     for step in steps(content, "normalizer"):
         if isinstance(data := step.get("precompiled_charsmap"), str):
             table = b64decode(data)
@@ -164,7 +164,10 @@ def parse_untrusted(content: Mapping[str, Any], text: str) -> tokenizers.Tokeniz
 
 
 def _name_damage(content: Mapping[str, Any]) -> None:
-    """Raise ValueError that names the first part that the library refuses on its own."""
+    """Load each part of the tokenizer separately with the `tokenizers` library.
+
+    Raises ValueError that names the first part that fails.
+    """
     minimal = json.loads(tokenizers.Tokenizer(models.BPE()).to_str())
     for part in (p for p in (*PARTS, "model", "added_tokens") if content.get(p)):
         name = content[part].get("type", "") if isinstance(content[part], dict) else ""

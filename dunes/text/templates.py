@@ -182,8 +182,9 @@ class Template(ABC):
 class NamedTemplate(Template):
     """A built-in template. `needs` are its special tokens; `words` must not be special tokens of the tokenizer.
 
-    The last of `needs` ends an answer; if `needs` is empty, the tokenizer's EOS does. BEGIN and END in the source
-    stand for the tokenizer's `document_start` and `eos`. With `inputs`, a message has a separate key `input`.
+    An answer ends with the last special token in `needs`, or with the tokenizer's EOS if `needs` is empty. BEGIN
+    and END in the source stand for the tokenizer's `document_start` and `eos`. With `inputs`, a message has a
+    separate key `input`.
     """
 
     def __init__(

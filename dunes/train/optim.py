@@ -106,7 +106,7 @@ def _hidden_matrices(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules with children that are in a ModuleList, or in a Sequential together with others of their class."""
+    """Modules with children, in a ModuleList, or in a Sequential that contains several modules of their class."""
     blocks = []
     for container in model.modules():
         parents = [m for m in container.children() if any(True for _ in m.children())]
@@ -121,7 +121,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def _heads(model: nn.Module) -> list[nn.Module]:
     """The output layers: linear layers whose output width is not the input width of another linear layer.
 
-    If no layer is such, the last linear layer.
+    If no such layer exists, the last linear layer.
     """
     linears = list(tree.linears(model))
     widths = Counter(m.in_features for m in linears)
@@ -130,7 +130,7 @@ def _heads(model: nn.Module) -> list[nn.Module]:
 
 
 def scale_rates(optimizer: Optimizer, factors: Mapping[Tensor, float]) -> None:
-    """Multiply the learning rate of each of these parameters by its factor, by splitting parameter groups.
+    """Multiply the learning rate of each parameter in `factors` by its factor; parameter groups are split.
 
     Raises ValueError for a factor that is negative or not finite.
     """

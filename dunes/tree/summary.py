@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """Figures of a module including its submodules; `name` is the module's place, "" for the network.
+    """Figures of a module including its submodules; `name` is the module's dotted name, "" for the network.
 
     `bytes` is the size of parameters and buffers. `flops` counts matrix products and convolutions in a forward
     pass; `kept` is the number of bytes saved for backward, including the output. Without an example, `calls`,
@@ -88,7 +88,7 @@ def _type(module: nn.Module) -> str:
 
 
 def _run(model: nn.Module, example: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, _Run]:
-    """Run the example on a copy without values, or if that fails, on the network; returns each place's totals."""
+    """Run the example on a copy without values, or if that fails, on the network; returns totals by module."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
     with suppress(Exception):  # a network may raise anything when it is copied, or needs values
@@ -133,7 +133,7 @@ def _without_values(fake: "FakeTensorMode | None") -> Iterator[None]:
 
 
 class _Recorder:
-    """Records the shapes, FLOPs and memory of each place during a forward pass."""
+    """Records the shapes, FLOPs and memory of each module during a forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         from torch.utils.flop_counter import FlopCounterMode

@@ -23,9 +23,9 @@ from dunes.measure.allocations import in_backward
 from dunes.tree.places import Where, find
 
 Forward = Callable[[str, Any], object]
-"""Called with the place of a module and its output."""
+"""Called with the name of a module and its output."""
 Backward = Callable[[str, str, Tensor], object]
-"""Called with a module's place, the path of a tensor in its output ("" for a plain tensor), and its gradient."""
+"""Called with a module's name, the path of a tensor in its output ("" for a plain tensor), and its gradient."""
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def tensors_of(output: Any) -> list[tuple[str, Tensor]]:
 
 @contextmanager
 def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
-    """`with watch(model, "blocks.*.mlp") as outputs: model(ids)` stores each place's last output in `outputs`."""
+    """`with watch(model, "blocks.*.mlp") as outputs: model(ids)` stores each module's last output in `outputs`."""
     outputs: dict[str, Any] = {}
     with hooks(model, where, outputs.__setitem__):
         yield outputs
@@ -85,7 +85,7 @@ def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Statistics:
-    """Statistics of tensors. `count`, `nonfinite`, `zeros` (a fraction) cover all values, the rest finite values.
+    """Statistics of tensors. `count`, `nonfinite`, `zeros` (a fraction) cover all values; the others, finite ones.
 
     `std` is the population's standard deviation, `largest` the largest absolute value.
     """

@@ -90,10 +90,11 @@ def export_native(
 ) -> str:
     """Write the folder `out` with the model's compiled decoding steps; returns a line on the folder.
 
-    `dtype` is an argument of `compile_step`; `show` gets a line before that call, which takes minutes. Raises
-    ValueError, before any work, if `out` exists, if no C++ compiler is installed, and for models that are no
-    decoders, need the entire text for each token, or attend to fewer than 8 tokens. Later, raises ValueError if
-    the model cannot be compiled, or if the folder's code computes something else; then nothing is written.
+    `dtype` is passed to `compile_step`. Compilation takes one to three minutes unless the steps are cached; before
+    it starts, `show` is called with a message. Raises ValueError, before any work, if `out` exists, if no C++
+    compiler is installed, and for models that are no decoders, need the entire text for each token, or attend to
+    fewer than 8 tokens. Later, raises ValueError if the model cannot be compiled, or if the folder's code computes
+    something else; then nothing is written.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     check_target(out)

@@ -25,7 +25,7 @@ from dunes.units import plural
 # <https://man7.org/linux/man-pages/man2/mmap.2.html>; Python names it from 3.13 on
 _NORESERVE = 0x4000
 MAX_DIMS = 8
-"""Most dimensions of a tensor."""
+"""Maximum number of dimensions of a tensor."""
 
 
 @dataclass(frozen=True)
