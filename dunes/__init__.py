@@ -19,7 +19,7 @@ _ROOMS = {
     "text": "text to ids and back: tokenizers, chat templates, lines, incremental decoding",
     "measure": "speed, threads and memory of this machine, and the memory of tensors",
     "tree": "find, replace, freeze, move, count, watch and print the modules of any `nn.Module`",
-    "ops": "tensor operations with a fast form beside the plain one, and checks of operations",
+    "ops": "tensor operations with a fast implementation beside the plain one, and checks of operations",
     "parts": "parts of a transformer, which take plain arguments or built parts, never a config",
     "data": "data for training: files and folders, shards of tokens, windows, examples, batches",
     "models": "whole architectures, one file each, and their names and configs in Hugging Face",
