@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,14 +109,21 @@ def test_several_processes_train_as_one(count, changes, code, tmp_path):
     assert (tmp_path / "one" / "completion.npz").exists() == (tmp_path / "several" / "completion.npz").exists()
 
 
+def finetune_config(code, tmp_path, dtype=torch.float32, **changes):
+    """A finetuning of a model in this dtype, trained on the code before."""
+    training_output(toy(code, tokenizer="bytes", context_length=64), tmp_path / "base")
+    loaded = checkpoint.load(tmp_path / "base")
+    checkpoint.save(loaded.model.to(dtype), tmp_path / "base", loaded.tokenizer, loaded.context_length)
+    rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i} and {7 * i}."} for i in range(60)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    fixed = {"steps": 8, "batch": 8, "micro_batch": 2, "dtype": "float32", "threads": 1} | changes
+    return FinetuneConfig(model=str(tmp_path / "base"), data=str(tmp_path / "rows.json"), **fixed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora"])
 def test_two_processes_finetune_as_one(method, code, tmp_path):
-    training_output(toy(code, tokenizer="bytes", context_length=64), tmp_path / "base")
-    rows = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i} and {7 * i}."} for i in range(60)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    fixed = {"steps": 8, "batch": 8, "micro_batch": 2, "dtype": "float32", "threads": 1, "method": method}
-    config = FinetuneConfig(model=str(tmp_path / "base"), data=str(tmp_path / "rows.json"), **fixed)
+    config = finetune_config(code, tmp_path, method=method)
     assert finetune(config, tmp_path / "one", display()[0]) == 0
     texts, codes = run_ranks(2, finetune, config, tmp_path / "two")
     assert codes == [0, 0], texts
@@ -124,6 +132,31 @@ def test_two_processes_finetune_as_one(method, code, tmp_path):
     ids = torch.arange(20)[None]
     with torch.no_grad():
         assert (one.model(ids) - two.model(ids)).abs().max() <= 1e-3
+
+
+@pytest.mark.slow
+def test_a_model_in_bfloat16_is_saved_in_it_and_another_number_of_processes_goes_on(code, tmp_path):
+    config = finetune_config(code, tmp_path, torch.bfloat16, method="full", steps=4, micro_batch=8)
+    texts, codes = run_ranks(2, finetune, config, tmp_path / "run")
+    assert codes == [0, 0], texts
+    assert next(checkpoint.load(tmp_path / "run").model.parameters()).dtype == torch.bfloat16
+    longer = replace(config, steps=6)
+    assert finetune(longer, tmp_path / "run", display()[0], resume=True, override=["steps"]) == 0
+    texts, codes = run_ranks(
+        4, finetune, replace(config, steps=8), tmp_path / "run", resume=True, override=["steps"]
+    )
+    assert codes == [0] * 4, texts
+    assert sorted(steps(tmp_path / "run")) == [*range(1, 9)]
+
+
+def test_the_variable_of_another_program_makes_no_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "8")
+    assert ranks.rank() == 0
+    assert ranks.is_first()
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert ranks.rank() == 8
+    with ranks.alone():
+        assert ranks.rank() == 0
 
 
 @pytest.mark.slow

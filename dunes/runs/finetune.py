@@ -169,8 +169,8 @@ def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
     rows = len(range(config.batch)[ranks.rows(config.batch)])
     if config.batch % (config.micro_batch or 1):
         raise ValueError(f"--micro-batch is {config.micro_batch}, which does not divide --batch {config.batch}")
-    sizes = [config.micro_batch] if config.micro_batch else range(rows, 0, -1)
-    for size in (n for n in sizes if rows % n == 0):
+    divisors = [n for n in range(rows, 0, -1) if rows % n == 0]
+    for size in [config.micro_batch] if config.micro_batch else divisors:
         data = replace(data, config=replace(config, micro_batch=size))
         parts = memory(data)
         if sum(parts.values()) <= free:
