@@ -6,12 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from conftest import display, eventually, refuses, toy, training_output
 from dunes import checkpoint
@@ -201,14 +203,13 @@ def torchrun(*words):
     """torchrun with two processes, none of which remains."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *map(str, words)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
-    try:
-        yield process
-    finally:
-        for pid in (process.pid, *children(process)):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options) as process:
+        try:
+            yield process
+        finally:
+            for pid in (process.pid, *children(process)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def children(process):
@@ -264,3 +265,19 @@ def test_other_verbs_are_refused_in_one_line(tmp_path):
     with torchrun("-m", "dunes", "generate", tmp_path, "text") as process:
         out = process.communicate(timeout=120)[0]
     assert out.count("dunes: several processes of torchrun train and finetune") == 1
+
+
+def test_a_restarted_rank_meets_only_the_ranks_of_its_start():
+    shared = dist.HashStore()
+    for key in ("start/0", "start/1", "start/2", "joined/old/1", "joined/old/2"):
+        shared.set(key, "old")
+    shared.set("starts", "old old old")
+    with ThreadPoolExecutor(3) as pool:
+        first = [pool.submit(ranks._fresh_store, shared, number, 3) for number in (1, 2, 0)]
+        _, _, store = [future.result(20) for future in first]
+        store.set("failed", "1")
+        again = [pool.submit(ranks._fresh_store, shared, number, 3) for number in (2, 0, 1)]
+        third, zero, one = [future.result(20) for future in again]
+    zero.set("address", "a")
+    assert one.get("address") == third.get("address") == b"a"
+    assert not one.check(["failed"])

@@ -13,8 +13,9 @@ from contextvars import ContextVar
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
+from secrets import token_hex
 from threading import Event, Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, TypeVar, cast
 
 import torch
@@ -58,7 +59,8 @@ def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path(
     machine.set_device(device)
     from torch.distributed.rendezvous import rendezvous
 
-    store, number, ranks = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
+    shared, number, ranks = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
+    store = _fresh_store(shared, number, ranks)
     longer, ended = timedelta(seconds=limit + 60), Event()
     Thread(target=_watch, args=(ended, limit, folder, store), daemon=True).start()
     try:
@@ -75,6 +77,25 @@ def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path(
         ended.set()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _fresh_store(shared: Any, number: int, ranks: int) -> Any:
+    """A store in which only ranks of the same start meet.
+
+    torchrun's static rendezvous has one store for all restarts, with the addresses of processes that have ended.
+    Restarts cannot be told apart by their number: torchrun counts them on each machine.
+    """
+    own = token_hex(8)
+    shared.set(f"start/{number}", own)
+    while True:
+        if number == 0:
+            shared.set("starts", " ".join(shared.get(f"start/{i}").decode() for i in range(ranks)))
+            if shared.check([f"joined/{own}/{i}" for i in range(1, ranks)]):
+                return dist.PrefixStore(own, shared)
+        elif (starts := shared.get("starts").decode().split())[number:][:1] == [own]:
+            shared.set(f"joined/{starts[0]}/{number}", "")
+            return dist.PrefixStore(starts[0], shared)
+        sleep(0.02)
 
 
 def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
