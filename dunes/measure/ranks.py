@@ -43,9 +43,10 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 
-def restarted() -> bool:
-    """True if torchrun restarted this process because a process of the run had failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def job() -> str:
+    """A name of the torchrun command that started this process; with --rdzv_id, the same on all machines."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return name if name != "none" else str(os.getppid())
 
 
 def asked() -> bool:
@@ -68,6 +69,7 @@ def joined(
     if not asked():
         yield
         return
+    sys.stderr = sys.__stderr__  # the command line reports its errors on the first rank
     machine.set_device(device)
     from torch.distributed.rendezvous import rendezvous
 
@@ -241,6 +243,15 @@ def add(tensor: Tensor) -> None:
         dist.all_reduce(tensor)
 
 
+def summed(x: Tensor) -> Tensor:
+    """The sum over ranks. Gradients count `count()` times, as a loss that all ranks have is averaged over them."""
+    if count() == 1:
+        return x
+    sums = x.detach().clone()
+    add(sums)
+    return sums + count() * (x - x.detach())
+
+
 def agree(facts: Mapping[str, Any]) -> None:
     """Wait for all ranks. Raises ValueError, naming the fact, if a fact of some rank differs from rank 0's."""
     everyone: list[Any] = [None] * count()
@@ -322,6 +333,14 @@ def keeps_gathered(model: nn.Module) -> bool:
     size = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     sharing = 1 if machine.device().type == "cuda" else _local_count()
     return bool(decide(size * sharing < GATHERED * machine.total_memory(machine.device())))
+
+
+def describe(model: nn.Module) -> str:
+    """How several ranks share the model, as the end of a sentence; empty for one process."""
+    if count() == 1:
+        return ""
+    kept = "stay gathered until backward" if keeps_gathered(model) else "are gathered block by block"
+    return f" in each of {count()} ranks, in which weights {kept}"
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -116,6 +116,8 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
                 restore_run(run, display.line, options.override, options.strict)
             elif ranks.is_first():
                 start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
+            ranks.agree({})
+            ranks.together(lambda: _require_shared(run.folder))
         run.timings.seconds.update(timings.seconds)
         run.elapsed += timings.elapsed
         for line in run.task.begin(run):
@@ -126,6 +128,12 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
         if options.profile:
             display.line("\n".join(["wall-clock time:", *run.timings.lines()]))
         return status
+
+
+def _require_shared(folder: Path) -> None:
+    """Raise ValueError unless this rank, which may be on another machine, sees the run and can write to it."""
+    if not (folder / "state" / "plan.json").exists() or not os.access(folder / "state", os.W_OK):
+        raise ValueError(f"{folder}: the run is not visible or not writable here; use an --out on a shared disk")
 
 
 @contextmanager
