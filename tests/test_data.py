@@ -811,7 +811,8 @@ def test_a_shard_whose_writer_was_killed_is_continued_after_its_intact_batches(d
 def test_a_shard_that_only_lacks_its_name_is_not_tokenized_again(documents, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", lambda *_: signal.raise_signal(signal.SIGINT))
-        pytest.raises(KeyboardInterrupt, token_shard, documents, BYTES, tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            token_shard(documents, BYTES, tmp_path)
     monkeypatch.setattr(shards, "_encode", lambda *_: pytest.fail("tokenized again"))
     assert token_shard(documents, BYTES, tmp_path).tokens.tolist() == expected(documents, BYTES)
 
@@ -882,17 +883,18 @@ def test_a_row_reads_what_the_mapped_file_holds_and_notices_a_change(documents):
         TokenFile(path, np.dtype("<u2"), shard.length)[np.array([[24, 26]])]
 
 
-def test_what_is_interrupted_leaves_nothing_behind(documents, tmp_path):
+def test_what_is_interrupted_is_removed_when_another_text_is_tokenized(documents, tmp_path):
     def stop(text, done):
         if done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), shown_by(stop):
         token_shard(documents, BYTES, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
     documents[-1].path.write_text("x = 'edited'\n")
     refuses("changed while it was being read", token_shard, documents, BYTES, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    shard = token_shard(documents[:-1], BYTES, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == [shard.folder]
 
 
 def test_a_shard_that_another_process_finished_first_is_left_in_its_place(documents, tmp_path):

@@ -12,7 +12,7 @@ import os
 import shutil
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -184,7 +184,7 @@ def _write(
 ) -> None:
     dtype, digest = _dtype(tokenizer.vocab), sha256()
     tick, batches = advance(sum(d.size for d in documents)), _batches(documents, tokenizer, headers)
-    add = lambda name: (folder / name).open("a+b")
+    add: Callable[[str], BinaryIO] = lambda name: (folder / name).open("a+b")
     with add("tokens.bin") as tokens, add("starts.bin") as starts, add(BATCHES) as entries:
         for size, _ in islice(batches, _resume(tokens, starts, entries, digest)):
             tick(size)
