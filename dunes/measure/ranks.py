@@ -233,7 +233,7 @@ def rows(size: int) -> slice:
     return slice(rank() * share, (rank() + 1) * share)
 
 
-def shard(model: M, units: Iterable[nn.Module]) -> M | None:
+def shard(model: M, units: Iterable[nn.Module], mesh: Any = None) -> M | None:
     """Shard the trainable parameters over the ranks. A unit's parameters are gathered only while it computes.
 
     Frozen parameters, which may have another dtype, stay on every rank. Returns a copy of the model on the meta
@@ -248,7 +248,7 @@ def shard(model: M, units: Iterable[nn.Module]) -> M | None:
     copies: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     copies |= {id(b): b.to("meta") for b in model.buffers()}
     outline, modules = deepcopy(model, copies), [*units, cast(nn.Module, model)]
-    mesh = init_device_mesh(next(model.parameters()).device.type, (count(),))
+    mesh = mesh or init_device_mesh(next(model.parameters()).device.type, (count(),))
     frozen = {p for p in model.parameters() if not p.requires_grad}
     for module in modules:
         fully_shard(module, mesh=mesh, ignored_params=frozen)
