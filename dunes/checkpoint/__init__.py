@@ -10,7 +10,7 @@ from dunes.checkpoint.folder import LoadedModel, save, save_weights
 from dunes.checkpoint.formats.adapter import load_adapter, save_adapter
 from dunes.checkpoint.hub import locate_model
 from dunes.checkpoint.loading import describe, is_network, load, load_network, load_weights, load_with_tokenizer
-from dunes.checkpoint.state import Snapshot, latest_state, load_state, save_state, snapshot
+from dunes.checkpoint.state import Snapshot, gathered, latest_state, load_state, save_state, snapshot
 from dunes.files.model_file import cards_trusted, trust_cards
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "base_identity",
     "cards_trusted",
     "describe",
+    "gathered",
     "hf_config_of",
     "is_network",
     "latest_state",

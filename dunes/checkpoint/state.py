@@ -6,28 +6,32 @@ is written last, then the folder is renamed into place.
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from dunes.checkpoint.weights import safetensors_file
-from dunes.checkpoint.weights.lazy_tensor import in_memory
+from dunes.checkpoint.weights.lazy_tensor import combine, in_memory
 from dunes.files import atomic, json_file
 from dunes.files.atomic import folder_lock
 from dunes.measure import ranks
 from dunes.progress import Line
 
+M = TypeVar("M", bound=nn.Module)
 KEEP_STATES = 2
 FORMAT = 2
 STATE, TENSORS, MANIFEST = "state.json", "tensors.safetensors", "manifest.json"
+PART, PARTS = "tensors-{:05}-of-{:05}.safetensors", r"tensors-\d{5}-of-\d{5}\.safetensors"
 
 
 class Snapshot(NamedTuple):
@@ -40,45 +44,78 @@ class Snapshot(NamedTuple):
 def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
     """Write a state, a nested dict of tensors and JSON values, and delete all but the newest two states.
 
-    Raises OSError if the state cannot be written, ValueError if a tensor is not finite; earlier states then stay.
+    Each rank writes its part. Raises OSError if the state cannot be written, ValueError if a tensor is not finite;
+    earlier states then stay.
     """
     folder = run / "state" / f"step-{step:06d}"
     copied = state if isinstance(state, Snapshot) else snapshot(state)
+    with atomic.add_path_to_errors(folder), ExitStack() as stack:
+        ranks.together(lambda: _require_finite(folder, copied))
+        (staged, *_) = ranks.together(lambda: _stage(folder, copied, stack) if ranks.is_first() else None)
+        if staged is None:
+            return folder
+        digests = ranks.together(lambda: _write_part(staged, copied))
+        ranks.together(lambda: _publish(staged, folder, digests) if ranks.is_first() else None)
+    return folder
+
+
+def _require_finite(folder: Path, copied: Snapshot) -> None:
     for name, tensor in copied.tensors.items():
         if tensor.is_floating_point() and not _is_finite(tensor):
             raise ValueError(f"{folder}: not saved, since {name} has values that are not finite")
 
-    def write_files(staged: Path) -> None:
-        safetensors_file.write_file(staged / TENSORS, in_memory(copied.tensors))
-        (staged / STATE).write_text(json.dumps({"format": FORMAT, "state": copied.plain}))
-        write_manifest(staged)
 
+def _stage(folder: Path, copied: Snapshot, stack: ExitStack) -> Path | None:
+    """A staging folder, removed by `stack`; None if the state exists, since states of a step and run are equal."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with atomic.add_path_to_errors(folder), folder_lock(folder.parent):
+    with folder_lock(folder.parent):
         if _is_intact(folder):
-            return folder  # states of the same step and run are equal
-    atomic.write_folder(folder, write_files, sum(t.nbytes for t in copied.tensors.values()), _publish)
-    return folder
+            return None
+    staged = stack.enter_context(atomic.staging_folder(folder))
+    atomic.require_free_space(folder, ranks.count() * sum(t.nbytes for t in copied.tensors.values()) + (1 << 16))
+    return staged
 
 
-def write_manifest(folder: Path) -> None:
-    """Write the manifest: the SHA-256 of each of a state's files."""
-    digests = {name: {"sha256": atomic.digest(folder / name)} for name in (STATE, TENSORS)}
-    (folder / MANIFEST).write_text(json.dumps({"files": digests}))
+def _write_part(staged: Path, copied: Snapshot) -> dict[str, str]:
+    """Write this rank's tensors, and on the first rank the other values; returns each file's SHA-256."""
+    files = [staged / (PART.format(ranks.rank() + 1, ranks.count()) if ranks.count() > 1 else TENSORS)]
+    safetensors_file.write_file(files[0], in_memory(copied.tensors))
+    if ranks.is_first():
+        files.append(staged / STATE)
+        files[-1].write_text(json.dumps({"format": FORMAT, "state": copied.plain}))
+    for path in files:
+        atomic.fsync_path(path)
+    return {path.name: atomic.digest(path) for path in files}
 
 
 def _verify(folder: Path) -> None:
-    """Raise ValueError, naming the first file that is missing or differs from the manifest."""
+    """Raise ValueError, naming the first file that is missing or differs from the manifest.
+
+    Each rank reads some of the files.
+    """
     digests = json_file.read(folder / MANIFEST).get("files", {})
-    for path in (folder / STATE, folder / TENSORS):
+    names = sorted({STATE, *_tensor_files(digests)})
+    for path in [folder / name for name in names][ranks.rank() :: ranks.count()]:
         if not path.is_file() or digests.get(path.name) is None:
             raise ValueError(f"{path}: missing, here or in {MANIFEST}")
         if digests[path.name].get("sha256") != atomic.digest(path):
             raise ValueError(f"{path}: not the bytes that were written")
 
 
-def _publish(staged: Path, folder: Path) -> None:
-    """Rename a state into place, unless another writer was faster, and delete all but the newest two states."""
+def _tensor_files(names: Iterable[str]) -> list[str]:
+    """Names of the files with tensors, in the order of the ranks that wrote them."""
+    return sorted(name for name in names if re.fullmatch(PARTS, name)) or [TENSORS]
+
+
+def _publish(staged: Path, folder: Path, digests: Sequence[Mapping[str, str]]) -> None:
+    """Write the manifest and rename the state into place; delete all but the newest two states.
+
+    Does nothing if another writer was faster.
+    """
+    files = {name: {"sha256": digest} for part in digests for name, digest in part.items()}
+    (staged / MANIFEST).write_text(json.dumps({"files": files}))
+    atomic.fsync_path(staged / MANIFEST)
+    atomic.fsync_path(staged)
     with folder_lock(folder.parent):
         if _is_intact(folder):
             return
@@ -104,10 +141,11 @@ def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
     """The folder of the newest intact state, or None; `report` gets a line for each newer, damaged state."""
     if not (states := _state_folders(run)):
         return None
-    with folder_lock(run / "state"):  # or another writer might delete the state that is being verified
+    # Without the lock, another writer might delete the state that is being verified.
+    with folder_lock(run / "state") if ranks.is_first() else nullcontext():
         for folder in states:
             try:
-                _verify(folder)
+                ranks.together(partial(_verify, folder))
                 return folder
             except ValueError as error:
                 report(f"{error}; going back to an older state")
@@ -131,12 +169,21 @@ def load_state(folder: Path) -> dict[str, Any]:
             "resume with the version that wrote it, or start another run"
         )
     try:
-        state = _restore_tensors(content["state"], load_file(folder / TENSORS))
+        state = _restore_tensors(content["state"], _load_tensors(folder))
         return dict(state)
     except KeyError as error:
         raise ValueError(f"{path}: {error} is missing, in it or in {TENSORS}") from None
     except (ValueError, TypeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{path}: not the state of a run: {error}") from None
+
+
+def _load_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of all ranks' files. A rank reads only its rows of a tensor that was saved in parts."""
+    parts: dict[str, list[Tensor]] = {}
+    for name in _tensor_files(path.name for path in folder.iterdir()):
+        for key, tensor in load_file(folder / name).items():
+            parts.setdefault(key, []).append(tensor)
+    return {key: ranks.merged(tensors) for key, tensors in parts.items()}
 
 
 def _state_folders(run: Path) -> list[Path]:
@@ -146,13 +193,16 @@ def _state_folders(run: Path) -> list[Path]:
 
 
 def snapshot(state: Mapping[str, Any]) -> Snapshot:
-    """A copy of a state on the CPU. Raises TypeError for values that are neither tensors nor JSON."""
+    """A copy of a state on the CPU, of a sharded tensor this rank's part.
+
+    Raises TypeError for values that are neither tensors nor JSON.
+    """
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            if (complete := ranks.gathered(value)) is not None:
-                tensors[path] = complete.contiguous().clone()
+            if (own := ranks.own(value.detach())) is not None:
+                tensors[path] = own.cpu().contiguous().clone()
             return {"tensor": path}
         if isinstance(value, Mapping):
             # Optimizers number their parameters; JSON has string keys only.
@@ -177,3 +227,30 @@ def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if type_name == "dict":
         return {k: _restore_tensors(v, tensors) for k, v in content}
     return (tuple if type_name == "tuple" else list)(_restore_tensors(v, tensors) for v in content)
+
+
+def gathered(model: M, outline: M | None, folder: Path) -> M:
+    """A sharded model with its complete weights, on the first rank: `outline`, filled from a file on the disk.
+
+    Each rank writes its part beside `folder`; no rank has all weights in memory. If `outline` (on the meta device)
+    is None, returns the model. Raises OSError if a rank cannot write.
+    """
+    if outline is None:
+        return model
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    names = [name for name, tensor in weights.items() if ranks.is_sharded(tensor)]
+    own = {name: part.cpu() for name in names if (part := ranks.own(weights[name])) is not None}
+    with ExitStack() as stack:
+        stage = lambda: stack.enter_context(atomic.staging_folder(folder)) if ranks.is_first() else None
+        (staged, *_) = ranks.together(stage)
+        assert staged is not None, "the first rank's"
+        path = staged / PART.format(ranks.rank() + 1, ranks.count())
+        ranks.together(lambda: safetensors_file.write_file(path, in_memory(own)))
+        if ranks.is_first():
+            files = [safetensors_file.tensors(file) for file in sorted(staged.iterdir())]
+            parts = {name: [file[name] for file in files if name in file] for name in names}
+            complete = {name: combine(torch.cat, parts[name]) for name in names}
+            safetensors_file.write_file(staged / TENSORS, complete)
+            others = {name: tensor.cpu() for name, tensor in weights.items() if name not in parts}
+            outline.load_state_dict(others | load_file(staged / TENSORS), assign=True)
+    return outline

@@ -123,7 +123,8 @@ def _run(
     folder = out or Path("runs/none")
     if not 0 < options.rank_timeout < 1e6:
         raise ValueError(f"--rank-timeout is {options.rank_timeout} minutes; expected more than 0")
-    with ranks.joined(config.device, 60 * options.rank_timeout, folder / "state"):
+    limit, by_node = 60 * options.rank_timeout, options.shard == "node"
+    with ranks.joined(config.device, limit, folder / "state", by_node):
         if ranks.decide(ranks.restarted() and was_started_by_parent(folder)):
             options = replace(options, resume=True)
         return work(config, folder, display, **vars(options) | {"asked": set_options} | more)

@@ -163,7 +163,7 @@ def fingerprint() -> dict[str, str | int]:
     facts: dict[str, str | int] = {
         "cpu": processor().get("model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "memory_bytes": _memory(),
+        "memory_bytes": total_memory(torch.device("cpu")),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
@@ -182,8 +182,10 @@ def processor() -> dict[str, str]:
     return {}
 
 
-def _memory() -> int:
+def total_memory(device: torch.device) -> int:
     """Total memory in bytes, rounded to GiB: the kernel reserves a slightly different amount at each start."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     with suppress(OSError, ValueError, AttributeError):
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30) * 2**30
     return 0

@@ -5,6 +5,7 @@ the same functions in the same order. https://docs.pytorch.org/docs/stable/elast
 """
 
 import faulthandler
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +30,14 @@ LIMIT = 1800.0
 """Default number of seconds that a rank waits for the others; rank 0 may tokenize or fit completion meanwhile."""
 STALLED = 5
 """Exit status of a rank that has waited too long for another rank."""
+GATHERED = 0.1
+"""Weights that take a smaller fraction of a machine's memory, with all its ranks, stay gathered until backward."""
+SLOW_STEP = 30
+"""A rank waits in a step for at most this many times the longest step, or for a minute if this is longer."""
 _last = 0.0
+_limit = math.inf
+_saving: Any = None
+_mesh: Any = None
 _alone = ContextVar("alone", default=False)
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -46,8 +54,12 @@ def asked() -> bool:
 
 
 @contextmanager
-def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path()) -> Iterator[None]:
+def joined(
+    device: str | None = None, limit: float = LIMIT, folder: Path = Path(), by_node: bool = False
+) -> Iterator[None]:
     """Join the other processes started by torchrun, if any, to train on a device of this type.
+
+    Parameters are sharded over all ranks, or with `by_node` over each machine's ranks.
 
     A rank that has waited `limit` seconds for the others writes its threads' stacks into the folder and exits. If
     several ranks fail, the first rank raises its error, and the others exit with status 2. Raises ValueError if a
@@ -65,6 +77,7 @@ def joined(device: str | None = None, limit: float = LIMIT, folder: Path = Path(
     Thread(target=_watch, args=(ended, limit, folder, store), daemon=True).start()
     try:
         dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks, timeout=longer)
+        _make_groups(by_node, longer)
         yield
     except (ValueError, OSError, RuntimeError) as error:
         if store.add("failed", 1) > 1:
@@ -102,11 +115,11 @@ def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
     """Watch this rank until the run ends; exit once the last exchange with other ranks is `limit` seconds ago."""
     _alive()
     while not ended.wait(min(1.0, limit / 4)):
-        if monotonic() - _last < limit:
+        if monotonic() - _last < (allowed := min(limit, _limit)):
             continue
         with suppress(OSError), (folder / f"stacks-rank-{rank()}.txt").open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        line = f"dunes: a rank did not answer for {format_seconds(limit)}; where the others wait is in {folder}"
+        line = f"dunes: a rank did not answer for {format_seconds(allowed)}; where the others wait is in {folder}"
         report = Thread(target=_report, args=(store, f"{line}/stacks-rank-*.txt"), daemon=True)
         report.start()
         report.join(2.0)  # the store may not answer, either
@@ -119,8 +132,27 @@ def _report(store: Any, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
+def _make_groups(by_node: bool, limit: timedelta) -> None:
+    """Make the group that saves in the background, and the mesh over which parameters are sharded."""
+    global _saving, _mesh
+    _saving = dist.new_group(backend="gloo", timeout=limit)
+    local = _local_count() if by_node else count()
+    if count() % local:
+        raise ValueError(
+            f"--shard node: {count()} ranks are not a multiple of this machine's {local}; use --shard all"
+        )
+    mesh_shape, names = (
+        ((count() // local, local), ("replicate", "shard")) if by_node else ((count(),), ("shard",))
+    )
+    _mesh = dist.init_device_mesh(machine.device().type, mesh_shape, mesh_dim_names=names)
+
+
 def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _local_count() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or count())
 
 
 def _alive() -> None:
@@ -151,6 +183,31 @@ def alone() -> Iterator[None]:
         _alone.reset(token)
 
 
+@contextmanager
+def imagined(number: int) -> Iterator[None]:
+    """Inside the `with` block, this process is the first of `number` ranks, for example to make an estimate.
+
+    They exchange nothing: what the other ranks would send is uninitialized.
+    """
+    global _mesh
+    if number == 1:
+        with alone():
+            yield
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    group, mesh, dist.GroupMember.WORLD = dist.GroupMember.WORLD, _mesh, None
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+        # DTensor caches by mesh: without a name of its own, this one would replace the mesh of the real ranks.
+        _mesh = init_device_mesh(machine.device().type, (number,), mesh_dim_names=(token_hex(8),))
+        yield
+    finally:
+        fake, dist.GroupMember.WORLD, _mesh = dist.GroupMember.WORLD, group, mesh
+        dist.destroy_process_group(fake)
+
+
 def count() -> int:
     """The number of ranks."""
     joined = dist.is_available() and dist.is_initialized() and not _alone.get()
@@ -172,7 +229,7 @@ def is_first() -> bool:
 def decide(value: T) -> T:
     """Return the value of rank 0 on all ranks."""
     values = [value]
-    if count() > 1:
+    if count() > 1 and dist.get_backend() != "fake":
         dist.broadcast_object_list(values, src=0)
         _alive()
     return values[0]
@@ -181,6 +238,12 @@ def decide(value: T) -> T:
 def largest(*values: float) -> list[float]:
     """For each value, its largest value over all ranks."""
     return _reduced(values, dist.ReduceOp.MAX)
+
+
+def expect(seconds: float | None) -> None:
+    """Limit the wait for other ranks to a multiple of this duration of a step; None restores the usual limit."""
+    global _limit
+    _limit = max(60.0, SLOW_STEP * seconds) if seconds else math.inf
 
 
 def total(*values: float) -> list[float]:
@@ -215,6 +278,25 @@ def agree(facts: Mapping[str, Any]) -> None:
                 raise ValueError(f"rank {number}: {name} is {others.get(name)!r:.80}, on rank 0 {value!r:.80}")
 
 
+def together(work: Callable[[], T]) -> list[T]:
+    """The results of `work()` on all ranks. If it fails on a rank, all raise its OSError or ValueError.
+
+    Also callable in a thread that saves in the background, while the main thread calls the other functions.
+    """
+    if count() == 1:
+        return [work()]
+    try:
+        outcome: tuple[T | None, Any, str] = (work(), None, "")
+    except (OSError, ValueError) as error:
+        outcome = (None, OSError if isinstance(error, OSError) else ValueError, f"rank {rank()}: {error}")
+    outcomes: list[Any] = [None] * count()
+    dist.all_gather_object(outcomes, outcome, group=_saving)
+    for _, kind, reason in outcomes:
+        if kind is not None:
+            raise kind(reason)
+    return [result for result, *_ in outcomes]
+
+
 def in_turn(work: Callable[[], T]) -> T:
     """The result of `work()`, called by each machine's first rank before the others, which can use its cache."""
     first = count() == 1 or _local_rank() == 0
@@ -233,55 +315,88 @@ def rows(size: int) -> slice:
     return slice(rank() * share, (rank() + 1) * share)
 
 
-def shard(model: M, units: Iterable[nn.Module], mesh: Any = None) -> M | None:
-    """Shard the trainable parameters over the ranks. A unit's parameters are gathered only while it computes.
+def shard(model: M, units: Iterable[nn.Module], dtype: torch.dtype | None = None) -> M | None:
+    """Shard the trainable parameters over the ranks, on `machine.device()`; a unit's are gathered to compute it.
 
-    Frozen parameters, which may have another dtype, stay on every rank. Returns a copy of the model on the meta
-    device, to pass to `unsharded`; None for a single process.
+    If `dtype` is given, each unit is cast to it first, so no rank has all parameters in it. Parameters on the meta
+    device become uninitialized memory. Frozen parameters, which may have another dtype, stay complete on every
+    rank. Returns a copy of the model on the meta device, for the gathered weights; None for a single process.
     """
     if count() == 1:
         return None
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     # deepcopy takes these for copies that it has made, so that no values are copied.
     copies: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     copies |= {id(b): b.to("meta") for b in model.buffers()}
     outline, modules = deepcopy(model, copies), [*units, cast(nn.Module, model)]
-    mesh = mesh or init_device_mesh(next(model.parameters()).device.type, (count(),))
     frozen = {p for p in model.parameters() if not p.requires_grad}
+    keep = keeps_gathered(outline)
     for module in modules:
-        fully_shard(module, mesh=mesh, ignored_params=frozen)
-    return outline
+        if dtype is not None:
+            module.to(dtype)
+        fully_shard(module, mesh=_mesh, ignored_params=frozen, reshard_after_forward=not keep)
+    if any(p.is_meta for p in model.parameters()):
+        model.to_empty(device=machine.device())
+    model.to(machine.device())
+    return outline if dtype is None else outline.to(dtype)
 
 
-def unsharded(model: M, outline: M | None) -> M:
-    """Gather a model that `shard` has sharded: returns `outline`, on the first rank with the complete tensors.
+def keeps_gathered(model: nn.Module) -> bool:
+    """True if the trained parameters take so little memory that they stay gathered until backward."""
+    size = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    sharing = 1 if machine.device().type == "cuda" else _local_count()
+    return bool(decide(size * sharing < GATHERED * machine.total_memory(machine.device())))
 
-    `outline` is the result of `shard`; if it is None, returns the model.
+
+def reshard(model: nn.Module) -> None:
+    """Free gathered parameters. Call it after changing values between training steps."""
+    for module in model.modules() if count() > 1 else ():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")
+
+
+def own(tensor: Tensor) -> Tensor | None:
+    """The values that this rank saves: its part of a sharded tensor; other tensors on the first rank; else None.
+
+    If machines have replicas, the first machine's ranks save the parts.
     """
-    if outline is None:
-        return model
-    state = {name: gathered(tensor) for name, tensor in model.state_dict().items()}
-    if is_first():
-        outline.load_state_dict(state, assign=True)
-    return outline
-
-
-def gathered(tensor: Tensor) -> Tensor | None:
-    """A tensor on the CPU, of a sharded one with the parts of all ranks; None on ranks other than the first."""
-    complete = full(tensor.detach())
-    return complete.cpu() if is_first() else None
+    if not is_sharded(tensor):
+        return tensor if is_first() else None
+    sharded: Any = tensor
+    return None if any(sharded.device_mesh.get_coordinate()[:-1]) else sharded.to_local()
 
 
 def full(value: Any) -> Any:
     """The value itself; for a sharded tensor, the complete tensor gathered from all ranks."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.full_tensor() if is_sharded(value) else value
+
+
+def merged(parts: list[Tensor]) -> Tensor:
+    """The tensor of consecutive rows in `parts`; with several ranks sharded, so that each copies only its rows."""
+    if len(parts) == 1 or count() == 1:
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    shape = torch.Size([sum(map(len, parts)), *parts[0].shape[1:]])
+    size = math.ceil(shape[0] / _mesh.shape[-1])  # as torch.chunk, which fully_shard follows
+    start, local, place = size * _mesh.get_coordinate()[-1], list[Tensor](), 0
+    for each in parts:
+        local.append(each[max(0, start - place) : max(0, start + size - place)])
+        place += len(each)
+    placements = [Replicate()] * (_mesh.ndim - 1) + [Shard(0)]
+    stride = torch.empty(shape, device="meta").stride()
+    values = torch.cat(local).to(_mesh.device_type)
+    return DTensor.from_local(values, _mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def part(value: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a tensor, sharded like the tensor `like`; the tensor itself if `like` is not sharded."""
-    if not hasattr(like, "full_tensor") or hasattr(value, "full_tensor"):
+    if not is_sharded(like) or is_sharded(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 

@@ -1,26 +1,32 @@
 """Initial weights of a model that is trained from scratch."""
 
 import math
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from dunes.measure import ranks
 from dunes.parts import Decoder
 
 
-def initialise(model: Decoder, seed: int = 0) -> Decoder:
+def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
     """Initialise the weights in place and return the model; the same seed (modulo 2^64) gives the same weights.
 
     Matrices are drawn from a normal distribution with standard deviation 1/sqrt(fan_in), embeddings with 0.02.
     Biases are zero. The projections that add to the residual stream (attention's `out`, each MLP's `down`) are
     zero, so that every block starts as the identity. https://arxiv.org/abs/2203.03466
+    With `empty`, for a model built on the meta device, norms get the values of a new model, too: weights 1, biases
+    and buffers 0.
     """
     generator = torch.Generator().manual_seed(seed % 2**64)
 
     def normal(weight: Tensor, std: float) -> None:
-        weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+        weight.copy_(ranks.part(torch.randn(weight.shape, generator=generator) * std, weight))
 
     with torch.no_grad():
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()) if empty else ():
+            tensor.fill_(name.endswith("weight"))
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding):
                 normal(module.weight, 0.02)

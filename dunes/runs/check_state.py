@@ -103,14 +103,14 @@ def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) 
         difference = f"{unmatched[0]} is in only one of them ({len(unmatched)} such names)"
         raise ValueError(f"the state belongs to another model: {difference}")
     for name, tensor in stored.items():
-        _check_tensor(name, ranks.full(tensor), expected[name].shape, expected[name].dtype)
+        _check_tensor(name, tensor, expected[name].shape, expected[name].dtype)
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     if (tensor.shape, tensor.dtype) != (shape, dtype):
         difference = f"{name} is {tuple(tensor.shape)} {tensor.dtype}, not {tuple(shape)} {dtype}"
         raise ValueError(f"the state belongs to another model: {difference}")
-    if not torch.isfinite(tensor).all():
+    if not torch.isfinite(ranks.full(tensor)).all():
         raise ValueError(f"{name} contains values that are not finite")
 
 

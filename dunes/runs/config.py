@@ -79,6 +79,8 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
     """Also write metrics and samples for TensorBoard (tensorboard --logdir RUN)."""
     rank_timeout: Annotated[float, flag("MINUTES")] = 30.0
     """Under torchrun: end the run when a process has not answered for this long."""
+    shard: Annotated[Literal["all", "node"], flag("all|node")] = "all"
+    """Under torchrun: divide weights over all processes, or over each machine's (less traffic, more memory)."""
     asked: Annotated[Collection[str] | None, tyro.conf.Suppress] = None
 
 

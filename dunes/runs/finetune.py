@@ -226,9 +226,12 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     # Without a change, all weights train in float32; with several, the base was quantized before the adapter.
     if len(changes) != 1:
         base |= checkpoint.base_identity(model)
+    if not changes:
+        base["sha256"] = base["digests"]["float32"]  # several ranks cast later
     task = replace(task, before=before, base=base, changes=changes)
     cast_frozen_weights(model, config)
-    task = replace(task, outline=ranks.shard(model, model.blocks))
+    dtype = torch.float32 if config.spec.adapter is None else None
+    task = replace(task, outline=ranks.shard(model, model.blocks, dtype))
     accumulate = config.batch // (micro_batch(config) * ranks.count())
     return new_run(folder, config, task, optimizer(config, model), accumulate)
 
@@ -242,7 +245,7 @@ def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> l
     """
     spec, changes = config.spec, list[Change]()
     if spec.adapter is None:
-        if fill:
+        if fill and ranks.count() == 1:  # several cast when they shard
             model.float()
         set_trainable(model, config.target_modules or ("**",))
         return changes
@@ -379,14 +382,7 @@ class FinetuneTask:
         return score_batches(self.loaded, batches.one_epoch(), autocast_dtype(self.config))
 
     def sample(self) -> str:
-        loaded = self._gathered
-        return "\n".join(f"{question(r.turns)}\n>>> {self._answer(loaded, r)}" for r in self.data.val_records[:1])
-
-    @property
-    def _gathered(self) -> LoadedModel | None:
-        """The unsharded model, which generates text on the first rank; None on the other ranks."""
-        loaded = replace(self.loaded, model=ranks.unsharded(self.loaded.model, self.outline))
-        return loaded if ranks.is_first() else None
+        return "\n".join(f"{question(r.turns)}\n>>> {self._answer(r)}" for r in self.data.val_records[:1])
 
     def measure_baseline(self, score: Score | None = None) -> Baseline:
         """Score the model and generate its answers. If `score` is given, it is the validation score."""
@@ -410,12 +406,12 @@ class FinetuneTask:
 
     def _answers(self) -> list[str]:
         """Answers to the first validation examples: as many as the base model gave, or as the budget allows."""
-        answers, end, loaded = list[str](), monotonic() + self._budget, self._gathered
+        answers, end = list[str](), monotonic() + self._budget
         for record in self.data.val_records[: ANSWERED if self.before is UNMEASURED else len(self.before.answers)]:
-            answers.append(self._answer(loaded, record))
-            if monotonic() > end:
+            answers.append(self._answer(record))
+            if ranks.decide(monotonic() > end):
                 break
-        return ranks.decide(answers)
+        return answers
 
     @property
     def text(self) -> str:
@@ -428,11 +424,9 @@ class FinetuneTask:
             return None
         return evaluate(self.data.base, self.forgetting_ids, autocast_dtype(self.config), limit)
 
-    def _answer(self, loaded: LoadedModel | None, record: Record) -> str:
-        """The model's answer by greedy decoding; empty if `loaded` is None."""
-        if loaded is None:
-            return ""
-        turns, generator = record.turns, TextGenerator(loaded)
+    def _answer(self, record: Record) -> str:
+        """The model's answer by greedy decoding."""
+        turns, generator = record.turns, TextGenerator(self.loaded)
         if turns[-1].role == "text":
             ids = generator.tokenizer.prompt("")
         else:
@@ -462,7 +456,7 @@ class FinetuneTask:
             round_weights(run.model, self.stored)
             score = self.score(FINAL_TOKENS)
         after = None if interrupted else self.measure_baseline(score)
-        model = ranks.unsharded(run.model, self.outline)
+        model = checkpoint.gathered(run.model, self.outline, run.folder / "weights")
         if rounds:
             model.to(self.stored)
         if not ranks.is_first():
@@ -509,6 +503,7 @@ def round_weights(model: Decoder, dtype: torch.dtype) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.to(dtype))
+    ranks.reshard(model)
 
 
 def _append_once(path: Path, text: str) -> None:

@@ -152,7 +152,7 @@ class StopRequest:
 
 @dataclass
 class Saver:
-    """Saves the run on the first rank, one save at a time, in a thread of `pool` while training continues.
+    """Saves the run, each rank its part, one save at a time, in a thread of `pool` while training continues.
 
     If a save fails, earlier states remain, `line` gets a warning, and the next save tries again. With `strict`,
     the next call raises the save's error instead.
@@ -168,8 +168,7 @@ class Saver:
         if not self.ready():
             return False
         snapshot = checkpoint.snapshot(run_state(run))
-        if ranks.is_first():
-            self._pending = self.pool.submit(_write, run.folder, run.trainer.number, snapshot)
+        self._pending = self.pool.submit(_write, run.folder, run.trainer.number, snapshot)
         return True
 
     @property
@@ -187,7 +186,7 @@ class Saver:
         """Save the current state and wait until it is saved; False if saving failed."""
         self.wait()
         self.start(run)
-        return ranks.decide(self.wait())
+        return self.wait()
 
     def wait(self) -> bool:
         """Wait for the save in progress, if any; False if that save failed."""
@@ -269,6 +268,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
     for step in map(with_violation, steps):
+        ranks.expect(None)
         before = run.elapsed
         # Ranks that followed their own clocks and signals would soon wait for each other in different places.
         run.elapsed, closing = ranks.largest(monotonic() - run.start_time, run.closing_seconds)
@@ -310,6 +310,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             if saver.ready() and not busy and (save or run.elapsed - saved > SAVE_SECONDS):
                 saved, request.save = run.elapsed, False
                 saver.start(run)
+        ranks.expect(max(run.pace, default=None))
 
 
 @dataclass

@@ -4,11 +4,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from secrets import token_hex
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
@@ -63,11 +61,11 @@ def train_allocations(
     If `estimated` is true, fake tensors give the same result in a fraction of a second without using memory. They
     also give the allocations of the first of `number` ranks, by default of this run's; `shape` has a rank's rows.
     """
-    with _ranks(number or ranks.count()) as mesh, _tensors(estimated):
+    with ranks.imagined(number or ranks.count()), _tensors(estimated):
         model = build()
         if shape.checkpointing:
             tree.replace(model, "blocks.*", Checkpointed)
-        ranks.shard(model, model.blocks, mesh)
+        ranks.shard(model, model.blocks)
         trainer = Trainer(model, setup.optimizer(model), setup.loss, dtype=shape.dtype)
         batch = setup.batch(shape)
         _step(trainer, batch)
@@ -134,29 +132,6 @@ def _step(trainer: Trainer, batch: Any) -> None:
     trainer.gradients([batch])
     trainer.update()
     trainer.clear_gradients()
-
-
-@contextmanager
-def _ranks(number: int) -> Iterator[Any]:
-    """Inside the `with` block, this process is the first of `number` ranks, which exchange nothing.
-
-    Yields the mesh of these ranks; None for one rank.
-    """
-    if number == 1:
-        with ranks.alone():
-            yield None
-        return
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    joined, dist.GroupMember.WORLD = dist.GroupMember.WORLD, None
-    try:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-        # DTensor caches by mesh: without a name of its own, this one would replace that of the real ranks.
-        yield init_device_mesh(measure.device().type, (number,), mesh_dim_names=(token_hex(8),))
-    finally:
-        fake, dist.GroupMember.WORLD = dist.GroupMember.WORLD, joined
-        dist.destroy_process_group(fake)
 
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]

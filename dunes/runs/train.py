@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -211,15 +212,19 @@ def prepare(
     repeat_choice(config.float32_products)
     if base is None:
         architecture = autosize.architecture_for(config, tokens.tokenizer.vocab)
-        model = initialise(architecture.build(), config.seed).to(measure.device())
+        with torch.device("meta") if ranks.count() > 1 else nullcontext():
+            model = architecture.build()
         loaded = LoadedModel(model, tokens.tokenizer, config.context_length, {}, architecture)
     else:
         fingerprints = tokens.fingerprints | {"the model": weights_digest(base.model)}
         tokens = replace(tokens, fingerprints=fingerprints)
-        model = base.model.float().to(measure.device())  # updates are smaller than bfloat16's precision
+        model = base.model if ranks.count() > 1 else base.model.float()
         select_trainable(model, config.trainable, base)
         loaded = with_context(base, max(config.context_length, base.context_length))
-    outline = ranks.shard(model, model.blocks)
+    outline = ranks.shard(model, model.blocks, torch.float32)  # updates are smaller than bfloat16's precision
+    if base is None:
+        initialise(model, config.seed, empty=outline is not None)
+    model.to(measure.device())
     optimizer = build_optimizer(model, config)
     scale_rates(optimizer, rate_factors(model, config, base))
     probabilities = [p.p for p in dropouts(model)]
@@ -292,8 +297,7 @@ class TrainTask:
         return evaluate(self._windowed, self.text.valid, autosize.autocast_dtype(self.config), limit)
 
     def sample(self) -> str:
-        model = ranks.unsharded(self.loaded.model, self.outline)
-        return sample_text(replace(self._windowed, model=model), self.config.seed) if ranks.is_first() else ""
+        return sample_text(self._windowed, self.config.seed)
 
     def memory_advice(self) -> str:
         build = partial(outline_with_base, self.config, self.loaded) if self.config.base else None
@@ -315,7 +319,7 @@ class TrainTask:
         return f"{share}{autosize.format_parameters(total, autosize.active_parameters(model))}"
 
     def close(self, run: Run, score: Score, interrupted: bool) -> list[str]:
-        loaded = replace(self.loaded, model=ranks.unsharded(run.model, self.outline))
+        loaded = replace(self.loaded, model=checkpoint.gathered(run.model, self.outline, run.folder / "weights"))
         if not ranks.is_first():
             return [""]
         set_dropout(loaded.model, self.dropout)  # a saved model has no trace of the training's dropout
