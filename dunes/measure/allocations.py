@@ -271,7 +271,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
-        """Record storages that are resized: `fully_shard` so allocates and frees the parameters that it gathers."""
+        """Record resized storages: `fully_shard` so allocates and frees the parameters that it gathers."""
         original: Any = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int) -> None:
