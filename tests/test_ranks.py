@@ -1,5 +1,6 @@
 """Several processes of one run, as torchrun starts them, have one process's losses, files and errors."""
 
+import errno
 import json
 import os
 import signal
@@ -14,15 +15,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from conftest import display, eventually, refuses, toy, training_output
 from dunes import checkpoint
+from dunes.checkpoint.weights import safetensors_file
 from dunes.data import Windows
 from dunes.measure import ranks
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.runs import loop
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
+from dunes.runs.run import load_trainable_state, trainable_state
 from dunes.runs.train import TrainTask, train
 from killed_runs import PROCESSES
+from small_models import small_config
 
 
 def free_port():
@@ -33,13 +41,13 @@ def free_port():
 
 def one_rank(variables, verb, config, folder, options):
     """The run of one process, to which these variables of the environment are new."""
-    os.environ.update(variables)
+    os.environ.update(variables | options.pop("variables", {}))
     torch.set_num_threads(1)
     TrainTask.sample = lambda *_: ""
     show, out = display()
     show.silent = variables["RANK"] != "0"
     try:
-        with ranks.joined("cpu"):
+        with ranks.joined("cpu", by_node="LOCAL_WORLD_SIZE" in os.environ):
             status = verb(config, folder, show, **options)
     except ValueError as error:
         out.write(f"error: {error}")
@@ -100,12 +108,13 @@ def test_two_processes_train_as_one(code, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "changes"),
-    [(4, {}), (2, {"family": "mixtral", "experts": 4}), (2, {"complete": True})],
+    [(4, {}), (2, {"family": "mixtral", "experts": 4}), (2, {"complete": True}), (4, {"family": "mistral"})],
 )
 def test_several_processes_train_as_one(count, changes, code, tmp_path):
     config = toy(code, steps=20, **changes)
     training_output(config, tmp_path / "one")
-    texts, codes = run_ranks(count, train, config, tmp_path / "several")
+    nodes = {"LOCAL_WORLD_SIZE": "2"} if changes == {"family": "mistral"} else {}
+    texts, codes = run_ranks(count, train, config, tmp_path / "several", variables=nodes)
     assert codes == [0] * count, texts
     assert_same_steps(tmp_path / "one", tmp_path / "several")
     assert (tmp_path / "one" / "completion.npz").exists() == (tmp_path / "several" / "completion.npz").exists()
@@ -281,3 +290,98 @@ def test_a_restarted_rank_meets_only_the_ranks_of_its_start():
     zero.set("address", "a")
     assert one.get("address") == third.get("address") == b"a"
     assert not one.check(["failed"])
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_model_built_without_memory_gets_the_weights_of_another(family):
+    config = small_config(family)
+    with torch.device("meta"):
+        built = FAMILIES[family].build(config)
+    filled = built.to_empty(device="cpu")
+    for tensor in filled.state_dict().values():
+        tensor.fill_(3)
+    expected = initialise(FAMILIES[family].build(config), 5).state_dict()
+    state = initialise(filled, 5, empty=True).state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+STATE_SHAPES = [(5, 3), (8, 2), (3,), (1,), (13,), (2, 2, 2)]
+"""Of a state's tensors: more and fewer rows than ranks, and some that do not divide."""
+
+
+def values(shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def save_sharded(config, folder, display):
+    """Save states of sharded tensors, if any, and load the newest: bit-equal, and only this rank's rows."""
+    model = nn.Module()
+    for i, shape in enumerate(STATE_SHAPES):
+        model.register_parameter(str(i), nn.Parameter(values(shape)))
+    ranks.shard(model, [])
+    for step in config:
+        checkpoint.save_state(folder, step, {"weights": model.state_dict(), "step": step})
+    state = checkpoint.load_state(checkpoint.latest_state(folder))
+    for (name, p), shape in zip(model.named_parameters(), STATE_SHAPES, strict=True):
+        stored = ranks.part(state["weights"][name], p)
+        assert torch.equal(ranks.full(stored), values(shape))
+        assert ranks.count() == 1 or stored.to_local().shape == p.to_local().shape
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", [{}, {"LOCAL_WORLD_SIZE": "2"}])
+def test_any_number_of_processes_loads_what_any_number_saved(variables, tmp_path):
+    folder = tmp_path / "run"
+    assert run_ranks(4, save_sharded, [[1]] * 4, folder, variables=variables)[1] == [0] * 4
+    names = sorted(path.name for path in (folder / "state" / "step-000001").glob("*.safetensors"))
+    assert names == [f"tensors-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
+    assert save_sharded([], folder, None) == 0
+    for step, count in enumerate((2, 1, 3, 4, 2), 2):
+        assert run_ranks(count, save_sharded, [[]] * count, folder)[1] == [0] * count
+        assert run_ranks(count, save_sharded, [[step]] * count, folder)[1] == [0] * count
+
+
+def change_weights(config, folder, display):
+    """Weights that change between two forward passes without a backward, as the best step's do, are used."""
+    models = [initialise(FAMILIES["arcee"].build(small_config("arcee")), seed) for seed in (1, 2)]
+    ids = torch.ones(1, 4).long()
+    ranks.shard(models[0], models[0].blocks)
+    with torch.no_grad():
+        models[0](ids)
+        load_trainable_state(models[0], trainable_state(models[1]))
+        return int(not torch.equal(models[0](ids), models[1](ids)))
+
+
+@pytest.mark.slow
+def test_weights_that_were_gathered_before_are_not_used_again(tmp_path):
+    assert run_ranks(2, change_weights, [[]] * 2, tmp_path / "run")[1] == [0, 0]
+
+
+def train_with_full_disk(config, folder, display, **options):
+    """A run with a save after each step; the second rank's disk is full at its second save."""
+    write, calls = safetensors_file.write_file, []
+
+    def fail(path, weights):
+        calls.append(path)
+        if ranks.rank() == 1 and len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, weights)
+
+    safetensors_file.write_file, loop.SAVE_SECONDS = fail, -1
+    return train(config, folder, display, **options)
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_one_process_leaves_older_states_and_training_goes_on(code, tmp_path):
+    texts, codes = run_ranks(2, train_with_full_disk, toy(code, steps=12), tmp_path / "run")
+    assert codes == [0, 0], texts
+    assert texts[0].count("saving the state failed") == 1
+    assert "rank 1: [Errno 28] No space left on device" in texts[0]
+    assert len(steps(tmp_path / "run")) == 12
+    assert len([*(tmp_path / "run" / "state").glob("step-*")]) == 2
+    texts, codes = run_ranks(2, train_with_full_disk, toy(code, steps=12), tmp_path / "strict", strict=True)
+    assert codes == [3, 3], texts
+    (state,) = (tmp_path / "strict" / "state").glob("step-*")
+    assert checkpoint.load_state(state)

@@ -349,13 +349,6 @@ def keeps_gathered(model: nn.Module) -> bool:
     return bool(decide(size * sharing < GATHERED * machine.total_memory(machine.device())))
 
 
-def reshard(model: nn.Module) -> None:
-    """Free gathered parameters. Call it after changing values between training steps."""
-    for module in model.modules() if count() > 1 else ():
-        if hasattr(module, "reshard"):
-            module.reshard()
-
-
 def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 

@@ -501,9 +501,8 @@ def round_weights(model: Decoder, dtype: torch.dtype) -> None:
         model.to(dtype)
         return
     with torch.no_grad():
-        for p in model.parameters():
+        for p in filter(torch.is_floating_point, trainable_state(model).values()):
             p.copy_(p.to(dtype))
-    ranks.reshard(model)
 
 
 def _append_once(path: Path, text: str) -> None:

@@ -238,7 +238,6 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
     with torch.no_grad():
         for name, tensor in state.items():
             tensor.copy_(ranks.part(weights[name], tensor))
-    ranks.reshard(model)
 
 
 def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
