@@ -1,18 +1,19 @@
 """Several processes of one run: memory of each rank against its estimate, exchanges, stall per save, step time.
 
     python benchmarks/ranks.py --size 20m --counts 1 2 4
-    python benchmarks/ranks.py --table
+    python benchmarks/ranks.py --against 1b25ed29
 
-Each count is two real runs of `dunes train` under torchrun, with one thread per process. In the first, the
-allocator returns freed memory to the system, so that the memory of a process is that of its tensors; it is compared
-with the estimate less the holes of the heap. The second keeps freed memory, as runs do, and gives times and holes.
-Both validate after step 2, for copies of the best weights, and save after even steps. An exchange lasts from its
-call to its end, and includes waiting for slower ranks; gloo reduces and scatters by an all-reduce. `--table` is
-computed on tensors without data.
+Each count is two real runs of `dunes train` under torchrun, with one thread per process. In the first, freed
+memory goes back to the system, so that the memory of a process is that of its tensors; it is compared with the
+estimate without the heap's holes. The second keeps freed memory, as runs do, and gives the times. Both validate
+after step 2, for copies of the best weights, and save after even steps. An exchange lasts until its end,
+and includes waiting for slower ranks; gloo reduces and scatters by an all-reduce. `--against` compares the
+processor time of a step in one process, here and at an earlier commit, in alternation.
 """
 
 import atexit
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,19 +24,33 @@ from statistics import median
 from typing import Any
 
 import tyro
+from scale import received
 
-SOURCES = Path(__file__).parents[1] / "dunes" / "runs"
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "dunes" / "runs"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+CONTEXT = 128
 PROFILED = (2, 5)
 """The profile is of the steps after the first number, up to the second, during which nothing is saved."""
-MODELS = {
-    "124M": ("llama", {"vocab": 50_257, "dim": 768, "depth": 12, "heads": 12, "kv_heads": 12, "hidden": 2048}),
-    "1B": ("llama", {"vocab": 32_000, "dim": 2048, "depth": 16, "heads": 32, "kv_heads": 8, "hidden": 8192}),
-    "7B": ("llama", {"vocab": 32_000, "dim": 4096, "depth": 32, "heads": 32, "kv_heads": 32, "hidden": 11_008}),
-    "8x7B": ("mixtral", {"vocab": 32_000, "dim": 4096, "depth": 32, "heads": 32, "kv_heads": 8, "hidden": 14_336}),
-}
-MFU, PEAK, LINK = 0.4, 989e12, 100e9
-"""Of the computed times: a share of an H100's bfloat16 FLOP/s, and bytes/s that a rank receives."""
+
+
+STEPS = """
+import time
+from itertools import repeat
+from statistics import median
+from dunes import measure
+from dunes.bench.subject import of_shape
+from dunes.train import Trainer, muon
+from dunes.train.loss import next_token_loss
+import torch
+torch.set_num_threads(1)
+measure.keep_freed_memory()
+model = of_shape("arcee", 1_000_000).model()
+ids = torch.randint(0, 4096, (4, 129), generator=torch.Generator().manual_seed(0))
+trainer = Trainer(model, muon(model), next_token_loss)
+times = [time.process_time() for _, _ in zip(range(45), trainer.run(repeat(ids)))]
+print(median(b - a for a, b in zip(times[4:], times[5:])))
+"""
 
 
 def child(out: Path, trimmed: bool, arguments: list[str]) -> None:
@@ -46,16 +61,15 @@ def child(out: Path, trimmed: bool, arguments: list[str]) -> None:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    steps: list[dict[str, Any]] = []
-    row: dict[str, Any] = {"steps": steps, "saves": []}
+    row: dict[str, Any] = {"steps": [], "saves": []}
     profiler = profile(activities=[ProfilerActivity.CPU])
     log_step, start, train_loop = loop._log_step, loop.Saver.start, loop.train_loop
 
     def logged(folder, step, score) -> None:
         log_step(folder, step, score)
-        steps.append({"seconds": step.seconds, "peak": measure.peak_memory(torch.device("cpu"))})
-        saved = step.number % 2 == 0 and (trimmed or step.number > PROFILED[1])
-        loop.SAVE_SECONDS = 0.0 if saved else float("inf")
+        row["steps"].append(step.seconds)
+        saves = step.number % 2 == 0 and (trimmed or step.number > PROFILED[1])
+        loop.SAVE_SECONDS = 0.0 if saves else float("inf")
         if not trimmed and step.number in PROFILED:
             (profiler.start if step.number == PROFILED[0] else profiler.stop)()
 
@@ -76,10 +90,9 @@ def child(out: Path, trimmed: bool, arguments: list[str]) -> None:
         (out / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(row))
 
     loop._log_step, loop.Saver.start, loop.train_loop = logged, started, begun
+    loop._check_due, train.TrainTask.sample = lambda step: step == 2, lambda self: ""
     if trimmed:
         measure.keep_freed_memory = lambda: None
-    loop._check_due = lambda step: step == 2
-    train.TrainTask.sample = lambda self: ""
     atexit.register(write)
     sys.argv = ["dunes", *arguments]
     from dunes.cli.main import main
@@ -120,109 +133,69 @@ def train_once(count: int, options: list[str], trimmed: bool) -> list[dict[str, 
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def received(build, count: int) -> float:
-    """Bytes that a rank receives in a step: parameters, the sums of gradients, and Muon's matrices and updates.
+def print_times(rows: list[dict[str, Any]], size: float, alone: float) -> float:
+    """Print the times of ranks that receive `size` bytes in a step; one process's step takes `alone` seconds.
 
-    A block's parameters are gathered again for the backward pass unless `keeps_gathered`.
+    If that is 0, the ranks are one process. Returns its seconds.
     """
-    from dunes import tree
-    from dunes.measure import ranks
-    from dunes.train import muon_split
+    (first, last), seconds, rate = PROFILED, rows[0]["steps"], rows[0]["rate"]
+    slowed, step = median(seconds[last + 1 :: 2]), median(seconds[last::2])  # saves start after even steps
+    blocked, alone = median(rows[0]["saves"]), alone or step
+    print(f"  step {step:.2f} s; a save blocks {blocked:.2f} s, and slows the next step by {slowed - step:.2f} s")
+    for kind in KINDS:
+        spans = [row["exchanges"][kind] for row in rows]
+        shares = " to ".join(f"{each(spans)[0] / sum(seconds[first:last]):.1%}" for each in (min, max))
+        print(f"  {kind}: {spans[0][1] // (last - first)} a step, {shares} of its time")
+    exchange = size / rate if rate else 0.0
+    computed = alone / min(len(rows), os.cpu_count() or 1) + exchange
+    print(f"  computed: {computed:.2f} s, {exchange:.2f} of it exchange at {rate / 1e9:.2f} GB/s", flush=True)
+    return alone
 
-    import torch
 
-    with torch.device("meta"):
-        model = build()
-    with ranks.imagined(count):
-        blocks = 0 if ranks.keeps_gathered(model) else tree.count(model.blocks)
-    named = dict(model.named_parameters())
-    hidden = sum(named[name].numel() for name in muon_split(model)["muon"])
-    return 4.0 * (count - 1) / count * (2 * tree.count(model) + blocks + 2 * hidden)
+def compare_with(commit: str, rounds: int = 16) -> None:
+    """Print the ratio of a step's processor time here to that at the commit, with its 95 % interval."""
+    from dunes.bench.compare import hodges_lehmann
+
+    def once(tree: Path) -> float:
+        command, environment = [sys.executable, "-P", "-c", STEPS], os.environ | {"PYTHONPATH": str(tree)}
+        return float(subprocess.run(command, capture_output=True, check=True, cwd=tree, env=environment).stdout)
+
+    with tempfile.TemporaryDirectory(prefix="dunes-ranks-") as folder:
+        archive = subprocess.run(["git", "-C", ROOT, "archive", commit, "dunes"], capture_output=True, check=True)
+        subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+        trees, logs = [Path(folder), ROOT], []
+        for number in range(rounds):
+            seconds = {tree: once(tree) for tree in (trees if number % 2 else reversed(trees))}
+            logs.append(math.log(seconds[ROOT] / seconds[trees[0]]))
+    ratio, interval = hodges_lehmann(logs, 0.95)
+    print(f"here / {commit}: {math.exp(ratio):.4f}", interval and [round(math.exp(end), 4) for end in interval])
 
 
-def compare(size: str, counts: tuple[int, ...], batch: int, context: int, steps: int) -> None:
-    """Print the measurements of each count beside what is computed."""
+def main(
+    size: str = "20m", counts: tuple[int, ...] = (1, 2, 4), batch: int = 4, steps: int = 10, against: str = ""
+) -> None:
+    """Train a model of this size with each number of processes; `batch` rows are of all processes."""
     from dunes.runs.autosize import architecture_for
     from dunes.runs.memory import Shape, process_memory
     from dunes.runs.train_config import TrainConfig
 
-    shape = ["--size", size, "--batch", str(batch), "--context-length", str(context), "--steps", str(steps)]
+    shape = ["--size", size, "--batch", str(batch), "--context-length", str(CONTEXT), "--steps", str(steps)]
     options = [str(SOURCES), "--no-complete", *shape, "--threads", "1", "--dtype", "float32"]
-    config = TrainConfig(sources=(str(SOURCES),), size=size, context_length=context, complete=False)
+    config = TrainConfig(sources=(str(SOURCES),), size=size, context_length=CONTEXT, complete=False)
     build, alone = architecture_for(config, config.vocab_size).build, 0.0
-    for count in counts:
+    for count in () if against else counts:
         trimmed, kept = (train_once(count, options, each) for each in (True, False))
-        parts = process_memory(build, Shape(batch // count, context), number=count)
-        holes = parts.pop("fragmentation")
-        estimate = sum(parts.values())
-        print(f"\n{count} ranks: estimate {estimate / 1e6:.0f} MB", {k: round(v / 1e6) for k, v in parts.items()})
-        for rank, (one, other) in enumerate(zip(trimmed, kept, strict=True)):
-            peak, more = one["peak"], other["peak"]
-            text = f"{peak / 1e6:.0f} MB, estimate {estimate / peak - 1:+.1%}; kept {more / 1e6:.0f} MB"
-            print(
-                f"  rank {rank}: {text}, with {holes / 1e6:.0f} MB of holes {(estimate + holes) / more - 1:+.1%}"
-            )
-        first, last = PROFILED
-        seconds = [step["seconds"] for step in kept[0]["steps"]]
-        during, step = seconds[last + 1 :: 2], median(seconds[last::2])  # saves start after even steps
-        blocked, slower = median(kept[0]["saves"]), median(during) - step
-        print(f"  step {step:.2f} s; a save blocks {blocked:.2f} s, and slows the next step by {slower:.2f} s")
-        measured = sum(seconds[first:last])
-        for kind in KINDS:
-            spans = [row["exchanges"][kind] for row in kept]
-            shares = [s / measured for s, _ in spans]
-            number = spans[0][1] // (last - first)
-            print(f"  {kind}: {number} a step, {min(shares):.1%} to {max(shares):.1%} of its time")
-        alone, rate = alone or step, kept[0]["rate"]
-        exchange = received(build, count) / rate if rate else 0.0
-        computed = alone / min(count, os.cpu_count() or 1) + exchange
-        print(f"  computed: {computed:.2f} s, {exchange:.2f} of it exchange at {rate / 1e9:.2f} GB/s")
-
-
-def print_table(counts: tuple[int, ...], contexts: tuple[int, ...]) -> None:
-    """Print the computed memory of a rank with one row, bfloat16 products and checkpointing, and a step's time."""
-    from dunes.measure import machine, ranks
-    from dunes.models import FAMILIES
-    from dunes.runs.autosize import flops, muon_flops
-    from dunes.runs.memory import Shape, train_allocations
-
-    import torch
-
-    machine.total_memory = lambda device: 80e9 * ranks.count()  # a GPU for each rank
-    print("| model | context | ranks | weights, gradients, optimizer | peak | save, each | step |\n|" + 7 * "---|")
-    for name, (family, sizes) in MODELS.items():
-        for context in contexts:
-            head = sizes["dim"] // sizes["heads"]
-            config = FAMILIES[family].Config(**sizes, head_dim=head, context_length=context)
-            build = lambda family=family, config=config: FAMILIES[family].build(config)
-            with torch.device("meta"):
-                model = build()
-            work = flops(model, context) * context
-            for count in counts:
-                log = train_allocations(build, Shape(1, context, torch.bfloat16, True), number=count)
-                before = {kind: size for (kind,), size in log.by("kind", moment=0).items()}
-                state = 2 * before["parameters"] + before["optimizer"]
-                saved = 3 * before["parameters"] + before["optimizer"]
-                exchange = received(build, count) / LINK
-                seconds = (work + muon_flops(model) / count) / (MFU * PEAK) + exchange
-                sizes_gb = " | ".join(f"{size / 1e9:.1f} GB" for size in (state, log.peak, saved))
-                print(f"| {name} | {context} | {count} | {sizes_gb} | {seconds:.2f} s ({exchange:.2f}) |")
-
-
-def main(
-    size: str = "20m",
-    counts: tuple[int, ...] = (1, 2, 4),
-    batch: int = 4,
-    context: int = 128,
-    steps: int = 10,
-    table: bool = False,
-    contexts: tuple[int, ...] = (2048,),
-) -> None:
-    """Measure, or with --table, print the computed table."""
-    if table:
-        print_table(counts, contexts)
-    else:
-        compare(size, counts, batch, context, steps)
+        parts = process_memory(build, Shape(batch // count, CONTEXT), number=count)
+        print(f"\n{count} ranks, MB:", {name: round(part / 1e6) for name, part in parts.items()})
+        full = sum(parts.values())
+        tensors = full - parts["fragmentation"]
+        for rank, pair in enumerate(zip(trimmed, kept, strict=True)):
+            less, more = (row["peak"] for row in pair)
+            text = f"{less / 1e6:.0f} MB, estimate {tensors / less - 1:+.1%}; memory kept: {more / 1e6:.0f} MB"
+            print(f"  rank {rank}: {text}, estimate {full / more - 1:+.1%}")
+        alone = print_times(kept, received(build, count), alone)
+    if against:
+        compare_with(against)
 
 
 if __name__ == "__main__":
