@@ -27,7 +27,7 @@ import tyro
 from scale import received
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ROOT / "dunes" / "runs"
+SOURCES = ROOT / "dunes" / "measure"
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 CONTEXT = 128
 PROFILED = (2, 5)
@@ -48,8 +48,10 @@ measure.keep_freed_memory()
 model = of_shape("arcee", 1_000_000).model()
 ids = torch.randint(0, 4096, (4, 129), generator=torch.Generator().manual_seed(0))
 trainer = Trainer(model, muon(model), next_token_loss)
-times = [time.process_time() for _, _ in zip(range(45), trainer.run(repeat(ids)))]
-print(median(b - a for a, b in zip(times[4:], times[5:])))
+stream = trainer.run(repeat(ids))
+while input() == "time":
+    times = [time.process_time() for _, _ in zip(range(21), stream)]
+    print(median(b - a for a, b in zip(times, times[1:])), flush=True)
 """
 
 
@@ -156,17 +158,23 @@ def compare_with(commit: str, rounds: int = 16) -> None:
     """Print the ratio of a step's processor time here to that at the commit, with its 95 % interval."""
     from dunes.bench.compare import hodges_lehmann
 
-    def once(tree: Path) -> float:
-        command, environment = [sys.executable, "-P", "-c", STEPS], os.environ | {"PYTHONPATH": str(tree)}
-        return float(subprocess.run(command, capture_output=True, check=True, cwd=tree, env=environment).stdout)
+    def once(process: subprocess.Popen[str]) -> float:
+        process.stdin.write("time\n")
+        process.stdin.flush()
+        return float(process.stdout.readline())
 
     with tempfile.TemporaryDirectory(prefix="dunes-ranks-") as folder:
         archive = subprocess.run(["git", "-C", ROOT, "archive", commit, "dunes"], capture_output=True, check=True)
         subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
-        trees, logs = [Path(folder), ROOT], []
-        for number in range(rounds):
-            seconds = {tree: once(tree) for tree in (trees if number % 2 else reversed(trees))}
-            logs.append(math.log(seconds[ROOT] / seconds[trees[0]]))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        command, logs = [sys.executable, "-P", "-c", STEPS], []
+        trees = [os.environ | {"PYTHONPATH": str(tree)} for tree in (folder, ROOT)]
+        sides = [subprocess.Popen(command, cwd=folder, env=tree, **pipes) for tree in trees]
+        for number in range(-1, rounds):
+            seconds = {side: once(side) for side in (sides if number % 2 else reversed(sides))}
+            logs += [math.log(seconds[sides[1]] / seconds[sides[0]])] if number >= 0 else []  # the first warms up
+        for side in sides:
+            side.communicate("end\n")
     ratio, interval = hodges_lehmann(logs, 0.95)
     print(f"here / {commit}: {math.exp(ratio):.4f}", interval and [round(math.exp(end), 4) for end in interval])
 
@@ -179,12 +187,13 @@ def main(
     from dunes.runs.memory import Shape, process_memory
     from dunes.runs.train_config import TrainConfig
 
-    shape = ["--size", size, "--batch", str(batch), "--context-length", str(CONTEXT), "--steps", str(steps)]
+    shape = ["--size", size, "--batch", str(batch), "--context-length", str(CONTEXT)]
     options = [str(SOURCES), "--no-complete", *shape, "--threads", "1", "--dtype", "float32"]
     config = TrainConfig(sources=(str(SOURCES),), size=size, context_length=CONTEXT, complete=False)
     build, alone = architecture_for(config, config.vocab_size).build, 0.0
     for count in () if against else counts:
-        trimmed, kept = (train_once(count, options, each) for each in (True, False))
+        trimmed = train_once(count, [*options, "--steps", "4"], True)
+        kept = train_once(count, [*options, "--steps", str(steps)], False)
         parts = process_memory(build, Shape(batch // count, CONTEXT), number=count)
         print(f"\n{count} ranks, MB:", {name: round(part / 1e6) for name, part in parts.items()})
         full = sum(parts.values())
