@@ -29,7 +29,7 @@ from dunes.parts.moe import NoisyGate
 from dunes.runs import loop
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import load_trainable_state, trainable_state
+from dunes.runs.run import load_trainable_state, run_lock, trainable_state, was_started_by_job
 from dunes.runs.train import TrainTask, train
 from killed_runs import PROCESSES
 from small_models import small_config
@@ -432,3 +432,21 @@ def test_a_wrong_option_is_reported_once(words, code, tmp_path):
         out = process.communicate(timeout=120)[0]
     assert out.count("Unrecognized") + out.count("Error parsing") + out.count("dunes: ") == 1 + ("--foo" in words)
     assert out.count("Traceback") == 1  # torchrun's
+
+
+def test_only_the_torchrun_command_that_started_a_run_goes_on_with_it(tmp_path, monkeypatch):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "plan.json").write_text("{}")
+    with run_lock(tmp_path):
+        assert not was_started_by_job(tmp_path)  # a single process never does
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert was_started_by_job(tmp_path)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+        assert not was_started_by_job(tmp_path)
+    with run_lock(tmp_path):
+        assert was_started_by_job(tmp_path)
+        monkeypatch.setattr(os, "getppid", lambda: 1)  # of another machine
+        assert was_started_by_job(tmp_path)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        assert not was_started_by_job(tmp_path)
+    assert not was_started_by_job(tmp_path / "new")
