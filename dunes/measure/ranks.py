@@ -98,7 +98,7 @@ def _meet(limit: float) -> tuple[Any, int, int]:
         return _fresh_store(shared, number, ranks, limit), number, ranks
     except RuntimeError as error:
         place, reason = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", str(error).splitlines()[0]
-        raise ValueError(f"rank {rank()}: the ranks did not meet at {place} ({reason:.150})") from error
+        raise ValueError(f"rank {rank()}: the ranks did not meet at {place} ({reason:.200})") from error
 
 
 def _fresh_store(shared: Any, number: int, ranks: int, limit: float = LIMIT) -> Any:
