@@ -79,7 +79,7 @@ def losses(folder):
 def complete(name, nodes, folder, *options):
     """Run to the end, with one process or on both nodes, and print how far the losses are from one process's."""
     if nodes == 1:
-        subprocess.run([sys.executable, *f"{RUN} {folder} --quiet".split(), *options], check=True)
+        subprocess.check_output([sys.executable, *f"{RUN} {folder} --quiet".split(), *options])
     else:
         with two_nodes(folder, *options) as processes:
             [process.wait(600) for process in processes]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conftest import display, eventually, refuses, run_python, toy, training_output
+from conftest import display, eventually, raising, refuses, run_python, toy, training_output
 from dunes import checkpoint
 from dunes.checkpoint.weights import safetensors_file
 from dunes.data import Windows
@@ -546,6 +546,6 @@ def test_a_rank_that_reaches_no_other_prints_its_line(tmp_path):
 def test_a_restart_leaves_the_lock_as_it_is(tmp_path, monkeypatch):
     with run_lock(tmp_path):
         pass
-    monkeypatch.setattr(Path, "write_text", lambda *_: os._exit(1))
+    monkeypatch.setattr(Path, "write_text", raising(AssertionError))
     with run_lock(tmp_path):
         assert (tmp_path / "state" / "lock").read_text() == str(os.getppid())
