@@ -14,7 +14,7 @@ from dunes.bench import step_memory as checked
 from dunes.bench.step_memory import estimate_memory
 from dunes.bench.subject import Setting, of_shape
 from dunes.generate import PrefixCache, generate
-from dunes.measure import allocations
+from dunes.measure import allocations, ranks
 from dunes.models import FAMILIES, llama
 from dunes.parts import Checkpointed
 from dunes.runs.memory import Shape, inference_allocations, train_allocations
@@ -156,6 +156,38 @@ def test_what_is_foreseen_is_what_is_seen(family, shape, work):
         return  # for the one token after the prompt, which experts are called depends on what they would be told
     assert sorted(a.size for a in said.made) == sorted(a.size for a in seen.made)
     assert said.by("kind", "owner", "phase") == seen.by("kind", "owner", "phase")
+
+
+def partly_frozen():
+    model = of_shape("arcee", 300_000, 64).outline()
+    model.embed.requires_grad_(False)
+    return model
+
+
+def test_each_of_several_ranks_has_a_part_of_what_is_trained_and_all_that_is_frozen():
+    frozen = sum(p.nbytes for p in partly_frozen().parameters() if not p.requires_grad)
+    sizes = {}
+    for number in (1, 2, 4):
+        log = train_allocations(partly_frozen, Shape(2, 32), number=number)
+        before = log.by("kind", moment=0)
+        gradients = sum(a.size for a in log.made if a.kind == "gradients")
+        sizes[number] = (before["parameters",] - frozen, before["optimizer",], gradients)
+    for number in (2, 4):
+        for all_ranks, own in zip(sizes[1], sizes[number], strict=True):
+            assert own == pytest.approx(all_ranks / number, rel=0.001)
+
+
+def test_parameters_that_ranks_gather_are_in_their_memory(monkeypatch):
+    """Two parts of the model beside one another: the rank's own, and that of all ranks while it computes."""
+    build = of_shape("arcee", 300_000, 64).outline
+    whole = sum(p.nbytes for p in build().parameters())
+    log = train_allocations(build, Shape(1, 32), number=2)
+    most = max(log.by("kind", moment=a.allocated)["parameters",] for a in log.made if a.operation == "resize_")
+    assert most == pytest.approx(whole / 2 + whole, rel=0.001)
+    monkeypatch.setattr(ranks, "keeps_gathered", lambda model: False)
+    log = train_allocations(build, Shape(1, 32), number=2)
+    less = max(log.by("kind", moment=a.allocated)["parameters",] for a in log.made if a.operation == "resize_")
+    assert whole / 2 < less < most
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sysconfig
@@ -38,6 +39,7 @@ from dunes.data.batches import shuffle_index
 from dunes.data.document import BLOCK, GIANT
 from dunes.progress import shown_by
 from dunes.text import Tokenizer
+from killed_runs import PROCESSES
 
 BYTES = Tokenizer.train("bytes", [])
 
@@ -690,16 +692,16 @@ def test_a_shard_of_a_foreign_tokenizer_has_its_bos_and_ids_of_whole_texts(tmp_p
     assert len(tokenizer.encode("a\n") * 2) != len(tokenizer.encode("a\na\n")), "lines do not separate it"
 
 
-def test_bytes_are_reported_as_they_are_done_and_only_once(documents):
-    seen, total = [], sum(d.size for d in documents)
+def test_bytes_are_reported_as_they_are_done_and_only_once(documents, monkeypatch):
+    monkeypatch.setattr(shards, "BLOCK", 10)  # a batch for each file, and one for the last end
+    sizes = [0, *(d.size for d in documents), 0]
+    seen, total = [], sum(sizes)
     with shown_by(lambda *state: seen.append(state)):
         token_shard(documents, BYTES)
-        assert [text for text, _ in seen] == ["tokenizing"] * (1 + len(documents))
-        assert [share * total for _, share in seen] == pytest.approx(
-            [0, *itertools.accumulate(d.size for d in documents)]
-        )
+        assert [text for text, _ in seen] == ["tokenizing"] * len(sizes)
+        assert [share * total for _, share in seen] == pytest.approx([*itertools.accumulate(sizes)])
         token_shard(documents, BYTES)
-    assert len(seen) == 1 + len(documents)
+    assert len(seen) == len(sizes)
 
 
 def state(folder):
@@ -774,6 +776,47 @@ def test_a_damaged_shard_is_made_again(documents, tmp_path, name, damage):
     assert list((tmp_path / "cache").iterdir()) == [first.folder]
 
 
+def dies(documents, cache, batches):
+    """Write a shard, and be killed after some of its batches."""
+    shards.BLOCK, seen = 10, itertools.count()
+    with shown_by(lambda *_: next(seen) == batches and os.kill(os.getpid(), signal.SIGKILL)):
+        token_shard(documents, BYTES, cache)
+
+
+def test_a_shard_whose_writer_was_killed_is_continued_after_its_intact_batches(documents, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "BLOCK", 10)
+    encode, encoded = shards._encode, []
+    monkeypatch.setattr(shards, "_encode", lambda batch, _: encoded.append(batch) or encode(batch, BYTES))
+    reference = token_shard(documents, BYTES, tmp_path / "reference")
+    content = {path.name: path.read_bytes() for path in reference.folder.iterdir()}
+    assert content.keys() == {"tokens.bin", "starts.bin", "shard.json"}
+    process = PROCESSES.Process(target=dies, args=(documents, tmp_path / "killed", 3))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    left = {p.name: p.read_bytes() for p in (tmp_path / "killed").glob(".dunes-*.new/*")}
+    nothing = ("", "", lambda data: data)
+    for name, damage, hurt in [nothing, *((n, d, f) for n in left for d, f in DAMAGES.items())]:
+        cache = shutil.copytree(tmp_path / "killed", tmp_path / f"{name} {damage}")
+        for path in cache.glob(f".dunes-*.new/{name or '-'}"):
+            data = hurt(path.read_bytes())
+            path.unlink() if data is None else path.write_bytes(data)
+        encoded.clear()
+        shard = token_shard(documents, BYTES, cache)
+        assert {path.name: path.read_bytes() for path in shard.folder.iterdir()} == content, (name, damage)
+        assert [*cache.iterdir()] == [shard.folder]
+        assert (len(encoded) == len(documents) + 1 - 3) == (damage in ("", "longer")), (name, damage)
+
+
+def test_a_shard_that_only_lacks_its_name_is_not_tokenized_again(documents, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            token_shard(documents, BYTES, tmp_path)
+    monkeypatch.setattr(shards, "_encode", lambda *_: pytest.fail("tokenized again"))
+    assert token_shard(documents, BYTES, tmp_path).tokens.tolist() == expected(documents, BYTES)
+
+
 def test_no_single_bit_of_a_card_can_lie_and_a_shard_of_the_older_format_is_made_again(documents, tmp_path):
     first = token_shard(documents, BYTES, tmp_path)
     path = first.folder / "shard.json"
@@ -840,17 +883,18 @@ def test_a_row_reads_what_the_mapped_file_holds_and_notices_a_change(documents):
         TokenFile(path, np.dtype("<u2"), shard.length)[np.array([[24, 26]])]
 
 
-def test_what_is_interrupted_leaves_nothing_behind(documents, tmp_path):
+def test_what_is_interrupted_is_removed_when_another_text_is_tokenized(documents, tmp_path):
     def stop(text, done):
         if done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), shown_by(stop):
         token_shard(documents, BYTES, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
     documents[-1].path.write_text("x = 'edited'\n")
     refuses("changed while it was being read", token_shard, documents, BYTES, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    shard = token_shard(documents[:-1], BYTES, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == [shard.folder]
 
 
 def test_a_shard_that_another_process_finished_first_is_left_in_its_place(documents, tmp_path):

@@ -792,7 +792,7 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
     monkeypatch.setattr("dunes.data.records.TABLE_ROWS", 2)
     for kind, row in FORMS.items():
         path = tmp_path / f"{kind}[a=1].parquet"
-        polars.DataFrame([row] * 5).write_parquet(path)
+        polars.DataFrame([row] * 5).write_parquet(path, row_group_size=3)
         found = read_records(path)
         assert (found.format, found.file_format, len(found.rows)) == (kind, "parquet", 5)
         plain = read_records(put(tmp_path, lines(*[row] * 5)))
@@ -803,6 +803,11 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
     found = read_records(wide, ["body"])
     assert [r.turns[0].text for r in found.rows] == ["a", "c"]
     refuses("expected text in the field text, found id, body; name", read_records, wide, ["text"])
+    for value, words in ((1, "a number"), (b"a", "bytes"), (["a"], "a list"), ({"a": "b"}, "an object")):
+        polars.DataFrame({"text": [None, None, value]}).write_parquet(tmp_path / "typed", row_group_size=1)
+        refuses(
+            f"typed, row 3: text: expected a string, found {words}", read_records, tmp_path / "typed", ["text"]
+        )
     for content in (b"", b"PAR1", b"PAR1" + wide.read_bytes()[4:-9], b'{"text": "a"}'):
         refuses(r"x\.parquet: cannot be read as parquet", read_records, put(tmp_path, content, "x.parquet"))
     monkeypatch.setitem(sys.modules, "polars", None)

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from conftest import display, eventually, raising, refuses, run_python, toy, training_output
 from dunes import checkpoint
@@ -29,10 +30,11 @@ from dunes.data import Windows
 from dunes.measure import ranks
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
+from dunes.parts.moe import NoisyGate
 from dunes.runs import loop
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import load_trainable_state, run_lock, trainable_state
+from dunes.runs.run import load_trainable_state, run_lock, trainable_state, was_started_by_job
 from dunes.runs.train import TrainTask, train
 from killed_runs import PROCESSES
 from small_models import small_config
@@ -103,8 +105,12 @@ def test_two_processes_train_as_one(code, tmp_path):
     assert "done after 10 steps" in first
     assert second == ""
     assert_same_steps(tmp_path / "one", tmp_path / "two")
-    one, two = (checkpoint.load(tmp_path / name).model.state_dict() for name in ("one", "two"))
-    assert one.keys() == two.keys()
+    one, two = (checkpoint.load(tmp_path / name).model for name in ("one", "two"))
+    assert one.state_dict().keys() == two.state_dict().keys()
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "two")(ids).logits
+        torch.testing.assert_close(two(ids), theirs, atol=1e-5, rtol=1e-5)
     assert sorted(p.name for p in (tmp_path / "two").iterdir()) == sorted(
         p.name for p in (tmp_path / "one").iterdir()
     )
@@ -197,6 +203,16 @@ def test_the_rows_of_all_ranks_are_those_of_one_process(count, monkeypatch):
         parts.append(windows.batch(7))
     assert torch.equal(torch.cat(parts), batch)
     refuses(f"--batch is 7, of all ranks; {count} ranks do not divide it; use", ranks.rows, 7)
+
+
+@pytest.mark.slow
+def test_a_run_by_the_clock_ends_on_all_processes_after_the_same_step(code, tmp_path):
+    config = toy(code, steps=None, minutes=0.1)
+    texts, codes = run_ranks(2, train, config, tmp_path / "run")
+    assert codes == [0, 0], texts
+    last = max(steps(tmp_path / "run"))
+    assert f"done after {last} steps" in texts[0]
+    assert checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))["trainer"]["number"] == last
 
 
 @pytest.mark.slow
@@ -460,6 +476,55 @@ def test_a_full_disk_of_one_process_leaves_older_states_and_training_goes_on(cod
     assert codes == [3, 3], texts
     (state,) = (tmp_path / "strict" / "state").glob("step-*")
     assert checkpoint.load_state(state)
+
+
+def balance_together(config, folder, display):
+    """The balance loss of a noisy gate and its gradients are those of one process."""
+    gate, recorded = NoisyGate(8, 4, 2), torch.randn(20, 3, 4, generator=torch.Generator().manual_seed(1)).abs()
+
+    def loss_and_gradient(rows, processes):
+        rows = rows.clone().requires_grad_()
+        loss = gate.auxiliary_losses([rows], None)["balance"]
+        (loss / processes).backward()
+        return loss.detach(), rows.grad
+
+    together = loss_and_gradient(recorded[ranks.rows(20)], 2)
+    with ranks.alone():
+        loss, gradient = loss_and_gradient(recorded, 1)
+    torch.testing.assert_close(together, (loss, gradient[ranks.rows(20)]))
+    return 0
+
+
+@pytest.mark.slow
+def test_a_noisy_gate_is_balanced_over_all_processes(tmp_path):
+    assert run_ranks(2, balance_together, [[]] * 2, tmp_path / "run")[1] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--batch", "none"], ["--steps", "0"], ["--rank-timeout", "-1"], ["--foo"]])
+def test_a_wrong_option_is_reported_once(words, code, tmp_path):
+    with torchrun("-m", "dunes", "train", code, "--out", tmp_path / "run", *words) as process:
+        out = process.communicate(timeout=120)[0]
+    assert out.count("Unrecognized") + out.count("Error parsing") + out.count("dunes: ") == 1 + ("--foo" in words)
+    assert out.count("Traceback") == 1  # torchrun's
+
+
+def test_only_the_torchrun_command_that_started_a_run_goes_on_with_it(tmp_path, monkeypatch):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "plan.json").write_text("{}")
+    with run_lock(tmp_path):
+        assert not was_started_by_job(tmp_path)  # a single process never does
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert was_started_by_job(tmp_path)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+        assert not was_started_by_job(tmp_path)
+    with run_lock(tmp_path):
+        assert was_started_by_job(tmp_path)
+        monkeypatch.setattr(os, "getppid", lambda: 1)  # of another machine
+        assert was_started_by_job(tmp_path)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        assert not was_started_by_job(tmp_path)
+    assert not was_started_by_job(tmp_path / "new")
 
 
 def train_on_own_disk(config, folder, display):

@@ -640,10 +640,11 @@ def test_sparse_gradients_are_clipped_and_divided_as_dense_ones():
     assert all(torch.allclose(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize(("momentum", "decay"), [(0.95, 0.01), (0.0, 0.5)])
-def test_muon_by_shape_is_pytorchs_to_the_rounding_of_bfloat16(momentum, decay):
+@pytest.mark.parametrize(("momentum", "decay", "stacked"), [(0.95, 0.01, 1 << 26), (0.0, 0.5, 3 * 32 * 96)])
+def test_muon_by_shape_is_pytorchs_to_the_rounding_of_bfloat16(momentum, decay, stacked, monkeypatch):
+    monkeypatch.setattr("dunes.train.optim.STACKED", stacked)
     torch.manual_seed(0)
-    shapes = [(32, 32), (32, 32), (96, 32), (32, 96), (96, 32)]
+    shapes = [(32, 32), (32, 32), (96, 32), (32, 96), (96, 32), (96, 32)]
     ours, theirs = ([nn.Parameter(torch.randn(s)) for s in shapes] for _ in range(2))
     for a, b in zip(ours, theirs, strict=True):
         b.data.copy_(a.data)

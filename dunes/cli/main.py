@@ -1,5 +1,6 @@
 """Run the command line, also for recipes. Only the verbs' functions import torch, so that help is fast."""
 
+import atexit
 import gc
 import os
 import platform
@@ -11,6 +12,8 @@ from contextlib import ExitStack
 from functools import wraps
 from importlib import metadata
 from inspect import Parameter, Signature, signature
+from io import StringIO
+from time import sleep
 from typing import Annotated, Any, NoReturn
 
 import tyro
@@ -41,10 +44,12 @@ def _main() -> int:
     from dunes.cli import serve, verbs
 
     warnings.showwarning = _show_warning
-    if int(os.environ.get("WORLD_SIZE") or "1") > 1 and sys.argv[1:2] not in (["train"], ["finetune"]):
-        if os.environ.get("RANK") not in (None, "0"):
-            return 2
-        raise ValueError("several processes of torchrun train and finetune; start other commands without it")
+    if int(os.environ.get("WORLD_SIZE") or "1") > 1:
+        if os.environ.get("RANK") not in (None, "0"):  # errors of the command line are reported by the first rank
+            sys.stderr = errors = StringIO()  # until `ranks.joined`
+            atexit.register(_report_late, errors)
+        if sys.argv[1:2] not in (["train"], ["finetune"]):
+            raise ValueError("several processes of torchrun train and finetune; start other commands without it")
     if sys.argv[1:] == ["--version"]:
         print(version())
         return 0
@@ -63,6 +68,13 @@ def _main() -> int:
         verb: getattr(serve if hasattr(serve, verb) else verbs, FUNCTIONS.get(verb, verb)) for verb in VERBS
     }
     return run("dunes", ABOUT, with_trust(commands) | {"doctor": serve.doctor}, sys.argv[1:])
+
+
+def _report_late(errors: StringIO) -> None:
+    """Report errors before `ranks.joined`, unless torchrun ends this process since the first rank failed, too."""
+    if sys.stderr is errors:
+        sleep(20)
+        print(errors.getvalue(), file=sys.__stderr__, end="")
 
 
 def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:

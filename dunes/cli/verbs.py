@@ -115,7 +115,7 @@ def _run(
         raise ValueError("--out is missing; pass a folder for the run")
     from dunes.measure import ranks
     from dunes.progress import Display
-    from dunes.runs.run import was_started_by_parent
+    from dunes.runs.run import was_started_by_job
 
     flags = {word.partition("=")[0][2:].replace("-", "_") for word in sys.argv if word.startswith("--")}
     set_options = config.changed() | {flag.removeprefix("no_") for flag in flags} & config.names()
@@ -125,7 +125,7 @@ def _run(
         raise ValueError(f"--rank-timeout is {options.rank_timeout} minutes; expected more than 0")
     limit, by_node = 60 * options.rank_timeout, options.shard == "node"
     with ranks.joined(config.device, limit, folder / "state", by_node):
-        if ranks.decide(ranks.restarted() and was_started_by_parent(folder)):
+        if ranks.decide(was_started_by_job(folder)):
             options = replace(options, resume=True)
         return work(config, folder, display, **vars(options) | {"asked": set_options} | more)
 

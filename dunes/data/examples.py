@@ -339,9 +339,8 @@ def _encodable(key: str, text: str) -> str:
 
 
 def _type(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "nothing"}.get(
-        type(value), "a number"
-    )
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "nothing"}
+    return (names | {int: "a number", float: "a number"}).get(type(value), type(value).__name__)
 
 
 def _alpaca(row: dict[str, Any]) -> Conversation:

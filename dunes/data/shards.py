@@ -3,18 +3,24 @@
 A shard is a folder with `tokens.bin` (little-endian ids; each text has its start and end tokens), `starts.bin`
 (the index of each text's first id, in eight bytes) and `shard.json`. Its key is a hash of the documents' contents,
 the tokenizer and the settings, so a changed corpus or tokenizer gets a new shard.
+
+It is written in batches. `batches.bin` has sizes and digest of each, so that a killed writer's work is continued.
 """
 
 import json
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b, sha256
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from struct import Struct
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +34,16 @@ from dunes.text.lines import line_parts
 from dunes.units import plural
 
 FORMAT = 2
+"""Raise it if the ids, or their division into batches, change."""
+BATCHES = "batches.bin"
+ENTRY = Struct("<II32s")
+"""Bytes of a batch's ids, bytes of its starts, and the SHA-256 of both."""
+AHEAD = 4
+"""Number of batches that are tokenized before the first of them is written."""
+Batch = tuple[int, list[str | list[int] | None]]
+"""The size of some text in bytes, and its parts, with None before each text and the ids around it."""
+Encoded = tuple[int, NDArray[np.uint32], NDArray[np.int64]]
+"""The size of some text in bytes, its ids, and the index of each text's first id."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +118,7 @@ def default_cache() -> Path:
 def token_shard(
     documents: Sequence[Document], tokenizer: Tokenizer, cache: Path | None = None, *, headers: bool = False
 ) -> Shard:
-    """The shard of these documents, from the cache or newly written.
+    """The shard of these documents, from the cache or newly written; an unfinished one is completed.
 
     With `headers`, each file starts with its `file_header`. Raises ValueError if a document changes meanwhile, or
     if the tokenizer lacks the token that headers need.
@@ -112,7 +128,7 @@ def token_shard(
     if (shard := _read(folder, card)) is not None:
         return shard
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with staging_folder(folder) as staged:
+    with staging_folder(folder, str(card["key"])) as staged:
         staged.chmod(0o700)
         with phase("tokenizing"):
             _write(staged, documents, tokenizer, card, headers)
@@ -120,6 +136,10 @@ def token_shard(
             if _read(folder, card) is None:  # or another writer was faster, and its shard may be in use
                 shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
                 staged.rename(folder)
+                (folder / BATCHES).unlink()
+                for name in ("tokens.bin", "starts.bin"):  # now, as a killed writer's files are written to
+                    (folder / name).chmod(0o400)
+            shutil.rmtree(staged, ignore_errors=True)
     shard = _read(folder, card)
     assert shard is not None, "a shard that was just written reads back"
     return shard
@@ -162,46 +182,86 @@ def _dtype(vocab: int) -> np.dtype[Any]:
 def _write(
     folder: Path, documents: Sequence[Document], tokenizer: Tokenizer, card: dict[str, str | int], headers: bool
 ) -> None:
-    dtype, begin, length, starts, digest = _dtype(tokenizer.vocab), tokenizer.text_start, 0, list[int](), sha256()
-    tick = advance(sum(d.size for d in documents))
-    with (folder / "tokens.bin").open("wb") as file:
-        for document in documents:
-            header = file_header(document, tokenizer) if headers else []
-            for group in _groups(document, begin, header, tokenizer):
-                ids: list[int] = []
-                encoded = tokenizer.encode_all([part for part in group if isinstance(part, str)])
-                for part in group:
-                    starts += [length + len(ids)] if part is begin else []
-                    ids += next(encoded) if isinstance(part, str) else part
-                length += len(ids)
-                digest.update(data := np.array(ids, dtype).tobytes())
-                file.write(data)
-            tick(document.size)
-        file.flush()
-        os.fsync(file.fileno())
-    (folder / "starts.bin").write_bytes(data := np.array(starts, "<i8").tobytes())
-    digest.update(data)
-    for path in folder.iterdir():
-        path.chmod(0o400)
+    dtype, digest = _dtype(tokenizer.vocab), sha256()
+    tick, batches = advance(sum(d.size for d in documents)), _batches(documents, tokenizer, headers)
+    add: Callable[[str], BinaryIO] = lambda name: (folder / name).open("a+b")
+    with add("tokens.bin") as tokens, add("starts.bin") as starts, add(BATCHES) as entries:
+        for size, _ in islice(batches, _resume(tokens, starts, entries, digest)):
+            tick(size)
+        for size, ids, positions in _tokenized(batches, tokenizer):
+            positions += tokens.tell() // dtype.itemsize
+            data = ids.astype(dtype).tobytes(), positions.astype("<i8").tobytes()
+            digest.update(data[0])
+            entry = ENTRY.pack(*map(len, data), sha256(b"".join(data)).digest())
+            for file, content in zip((tokens, starts, entries), (*data, entry), strict=True):
+                file.write(content)
+                file.flush()
+            tick(size)
+        os.fsync(tokens.fileno())
+        length = tokens.tell() // dtype.itemsize
+    digest.update((folder / "starts.bin").read_bytes())
     (folder / "shard.json").write_text(json.dumps(card | {"length": length, "sha256": digest.hexdigest()}))
 
 
-def _groups(
-    document: Document, begin: list[int], header: list[int], tokenizer: Tokenizer
-) -> Iterator[list[str | list[int]]]:
-    """Yield parts of the document's texts, and the ids around each text, in groups of about BLOCK characters."""
-    group, size = list[str | list[int]](), 0
-    for text in document.texts():
-        group += [begin, header]
-        lines = (part for block in text for part in line_parts(block))
-        for part in lines if tokenizer.line_separable else ["".join(lines)]:
-            group.append(part)
-            size += len(part)
-            if size > BLOCK:
-                yield group
-                group, size = [], 0
-        group.append([tokenizer.eos])
-    yield group
+def _resume(tokens: BinaryIO, starts: BinaryIO, entries: BinaryIO, digest: Any) -> int:
+    """The number of intact batches of a killed writer; its files are truncated after them.
+
+    The digest is updated with their ids.
+    """
+    files, ends = (tokens, starts, entries), [0, 0, 0]
+    for file in files:
+        file.seek(0)
+    while len(entry := entries.read(ENTRY.size)) == ENTRY.size:
+        size, start_size, expected = ENTRY.unpack(entry)
+        ids, positions = tokens.read(size), starts.read(start_size)
+        if sha256(ids + positions).digest() != expected:
+            break
+        digest.update(ids)
+        ends = [file.tell() for file in files]
+    for file, end in zip(files, ends, strict=True):
+        file.truncate(end)
+        file.seek(end)
+    return ends[2] // ENTRY.size
+
+
+def _tokenized(batches: Iterator[Batch], tokenizer: Tokenizer) -> Iterator[Encoded]:
+    """Yield each batch encoded; two threads encode the next ones, as ids become Python's integers on one core."""
+    waiting = deque[Future[Encoded]]()
+    with ThreadPoolExecutor(2, "tokenizer") as pool:
+        for batch in batches:
+            waiting.append(pool.submit(_encode, batch, tokenizer))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        yield from (future.result() for future in waiting)
+
+
+def _encode(batch: Batch, tokenizer: Tokenizer) -> Encoded:
+    (size, parts), ids, starts = batch, list[int](), list[int]()
+    encoded = tokenizer.encode_all([part for part in parts if isinstance(part, str)])
+    for part in parts:
+        if part is None:
+            starts.append(len(ids))
+        else:
+            ids += next(encoded) if isinstance(part, str) else part
+    return size, np.array(ids, np.uint32), np.array(starts, np.int64)
+
+
+def _batches(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool) -> Iterator[Batch]:
+    """Yield batches of about BLOCK bytes of text."""
+    size, parts = 0, list[str | list[int] | None]()
+    for document in documents:
+        header = file_header(document, tokenizer) if headers else []
+        for text in document.texts():
+            parts += [None, tokenizer.text_start + header]
+            lines = (part for block in text for part in line_parts(block))
+            for part in lines if tokenizer.line_separable else ["".join(lines)]:
+                parts.append(part)
+                size += len(part.encode())
+                if size > BLOCK:
+                    yield size, parts
+                    size, parts = 0, []
+            parts.append([tokenizer.eos])
+    yield size, parts
 
 
 def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:

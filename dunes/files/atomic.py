@@ -80,21 +80,27 @@ def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def staging_folder(path: Path) -> Iterator[Path]:
+def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
     """Create a folder beside `path`, on the same disk, and yield it; it is removed afterwards.
 
-    Staging folders of dead writers beside `path` are removed first.
+    Staging folders of dead writers beside `path` are removed first. The name `kept` is for work that can be
+    continued: a dead writer's folder of this name is yielded as it is, and no folder is removed afterwards.
     """
     with folder_lock(path.parent):
+        for name in (kept or token_hex(8), token_hex(8)):  # another writer may be using the first
+            folder = path.with_name(STAGED.format(name))
+            folder.mkdir(exist_ok=True)
+            handle = os.open(folder, _OPEN)
+            with suppress(BlockingIOError):
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            os.close(handle)
         _clear(path.parent)
-        folder = path.with_name(STAGED.format(token_hex(8)))
-        folder.mkdir()
-        handle = os.open(folder, _OPEN)
-        fcntl.flock(handle, fcntl.LOCK_EX)
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
         fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 

@@ -168,7 +168,7 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
             hooks.enter_context(parameter.register_post_accumulate_grad_hook(recorder.gradient))
         hooks.enter_context(register_optimizer_step_pre_hook(recorder.begin_step))
         hooks.enter_context(register_optimizer_step_post_hook(recorder.end_step))
-        with recorder:
+        with recorder, recorder.resizes():
             yield log
 
 
@@ -182,6 +182,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorded: dict[int, tuple[Any, Allocation]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(t, "full_tensor") for t in types):  # sharded: the operations on this rank's part follow
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -189,8 +191,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def record(self, tensor: Tensor, operation: str, kind: Kind = "temporaries") -> Allocation | None:
-        """Record the tensor's storage if it is new; returns its `Allocation`, or None for an empty storage."""
-        storage = tensor.untyped_storage()
+        """Record the tensor's storage if it is new; returns its `Allocation`, or None for an empty storage.
+
+        Of a sharded tensor, this rank's part.
+        """
+        return self._record(getattr(tensor, "_local_tensor", tensor).untyped_storage(), operation, kind)
+
+    def _record(self, storage: Any, operation: str, kind: Kind) -> Allocation | None:
         key = storage._cdata
         if key in self.recorded:
             return self.recorded[key][1]
@@ -212,7 +219,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _find_owner(self) -> tuple[str, bool]:
         """Name of the running module or function, and True if a KV cache is allocating."""
-        frame = sys._getframe(2)
+        frame = sys._getframe(3)
         while frame.f_back and _is_torch_frame(frame.f_code.co_filename):
             frame = frame.f_back
         cached = hasattr(frame.f_locals.get("self"), "advance")  # a method of all caches in `parts`
@@ -261,6 +268,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 allocation.kind = "optimizer"
                 if before and allocation.operation == "held before":
                     allocation.phase, allocation.allocated = "before", 0
+
+    @contextmanager
+    def resizes(self) -> Iterator[None]:
+        """Record resized storages: `fully_shard` so allocates and frees the parameters that it gathers."""
+        original: Any = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> None:
+            if storage._cdata in self.recorded:
+                self._mark_freed(storage._cdata)
+            original(storage, size)
+            self._record(storage, "resize_", "parameters")
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def finish(self) -> None:
         """Change the kind of the forward pass's live temporaries to activations: no backward pass used them."""

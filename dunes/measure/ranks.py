@@ -43,9 +43,10 @@ T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
 
-def restarted() -> bool:
-    """True if torchrun restarted this process because a process of the run had failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def job() -> str:
+    """A name of the torchrun command that started this process; with --rdzv_id, the same on all machines."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return name if name != "none" else str(os.getppid())
 
 
 def asked() -> bool:
@@ -68,6 +69,7 @@ def joined(
     if not asked():
         yield
         return
+    sys.stderr = sys.__stderr__  # the command line reports its errors on the first rank
     machine.set_device(device)
     store, number, ranks = _meet(limit)
     longer, ended = timedelta(seconds=limit + 60), Event()
@@ -193,6 +195,31 @@ def alone() -> Iterator[None]:
         _alone.reset(token)
 
 
+@contextmanager
+def imagined(number: int) -> Iterator[None]:
+    """Inside the `with` block, this process is the first of `number` ranks, for example to make an estimate.
+
+    They exchange nothing: what the other ranks would send is uninitialized.
+    """
+    global _mesh
+    if number == 1:
+        with alone():
+            yield
+        return
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    group, mesh, dist.GroupMember.WORLD = dist.GroupMember.WORLD, _mesh, None
+    try:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+        # DTensor caches by mesh: without a name of its own, this one would replace the mesh of the real ranks.
+        _mesh = init_device_mesh(machine.device().type, (number,), mesh_dim_names=(token_hex(8),))
+        yield
+    finally:
+        fake, dist.GroupMember.WORLD, _mesh = dist.GroupMember.WORLD, group, mesh
+        dist.destroy_process_group(fake)
+
+
 def count() -> int:
     """The number of ranks."""
     joined = dist.is_available() and dist.is_initialized() and not _alone.get()
@@ -214,7 +241,7 @@ def is_first() -> bool:
 def decide(value: T) -> T:
     """Return the value of rank 0 on all ranks."""
     values = [value]
-    if count() > 1:
+    if count() > 1 and dist.get_backend() != "fake":
         dist.broadcast_object_list(values, src=0)
         _alive()
     return values[0]
@@ -249,6 +276,15 @@ def add(tensor: Tensor) -> None:
     """Replace a tensor in place by the sum of all ranks' tensors."""
     if count() > 1:
         dist.all_reduce(tensor)
+
+
+def summed(x: Tensor) -> Tensor:
+    """The sum over ranks. Gradients count `count()` times, as a loss that all ranks have is averaged over them."""
+    if count() == 1:
+        return x
+    sums = x.detach().clone()
+    add(sums)
+    return sums + count() * (x - x.detach())
 
 
 def agree(facts: Mapping[str, Any]) -> None:
@@ -332,6 +368,14 @@ def keeps_gathered(model: nn.Module) -> bool:
     size = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     sharing = 1 if machine.device().type == "cuda" else _local_count()
     return bool(decide(size * sharing < GATHERED * machine.total_memory(machine.device())))
+
+
+def describe(model: nn.Module) -> str:
+    """How several ranks share the model, as the end of a sentence; empty for one process."""
+    if count() == 1:
+        return ""
+    kept = "stay gathered until backward" if keeps_gathered(model) else "are gathered block by block"
+    return f" in each of {count()} ranks, in which weights {kept}"
 
 
 def is_sharded(tensor: Tensor) -> bool:

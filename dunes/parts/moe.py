@@ -303,6 +303,6 @@ def _chances(logits: Tensor, noisy: Tensor, deviation: Tensor, top_k: int) -> Te
 
 
 def _squared_variation(x: Tensor) -> Tensor:
-    """Squared coefficient of variation over experts of x (N, E) summed over tokens."""
-    sums = x.sum(0)
+    """Squared coefficient of variation over experts of x (N, E) summed over the tokens of all ranks."""
+    sums = ranks.summed(x.sum(0))
     return sums.var() / (sums.mean().square() + 1e-10)

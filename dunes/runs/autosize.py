@@ -336,8 +336,11 @@ def memory_advice(config: TrainConfig, build: Build | None = None) -> str:
 
 
 def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str, float]:
-    """Bytes that a run needs, by purpose, estimated on fake tensors; `build` builds the model of --from."""
-    shape = Shape(config.batch, config.context_length, autocast_dtype(config))
+    """Bytes that each process of a run needs, by purpose, estimated on fake tensors.
+
+    `build` builds the model of --from.
+    """
+    shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
     return process_memory(build or architecture_for(config, vocabulary(config)).build, shape)
 
 

@@ -54,16 +54,18 @@ TRAINING = TrainSetup()
 
 
 def train_allocations(
-    build: Build, shape: Shape, estimated: bool = True, setup: TrainSetup = TRAINING
+    build: Build, shape: Shape, estimated: bool = True, setup: TrainSetup = TRAINING, number: int | None = None
 ) -> Allocations:
     """Allocations of the second training step; the first step creates the optimizer state.
 
-    If `estimated` is true, fake tensors give the same result in a fraction of a second without using memory.
+    If `estimated` is true, fake tensors give the same result in a fraction of a second without using memory. They
+    also give the allocations of the first of `number` ranks, by default of this run's; `shape` has a rank's rows.
     """
-    with _tensors(estimated), ranks.alone():
+    with ranks.imagined(number or ranks.count()), _tensors(estimated):
         model = build()
         if shape.checkpointing:
             tree.replace(model, "blocks.*", Checkpointed)
+        ranks.shard(model, model.blocks)
         trainer = Trainer(model, setup.optimizer(model), setup.loss, dtype=shape.dtype)
         batch = setup.batch(shape)
         _step(trainer, batch)
@@ -95,20 +97,26 @@ def build_with_dtype(dtype: torch.dtype, build: Build) -> Decoder:
 
 
 def process_memory(
-    build: Build, shape: Shape, setup: TrainSetup = TRAINING, trainable: int | None = None
+    build: Build,
+    shape: Shape,
+    setup: TrainSetup = TRAINING,
+    trainable: int | None = None,
+    number: int | None = None,
 ) -> dict[str, float]:
-    """Bytes of a training process, by purpose, estimated on fake tensors.
+    """Bytes of each process of a training by `number` ranks, by purpose, estimated on fake tensors.
 
-    `trainable` is the number of bytes of the trainable weights; by default, all weights are trainable.
+    `number` is by default this run's number of ranks; `shape` has the rows of one rank. `trainable` is the number
+    of bytes of the trainable weights of all ranks; by default, all weights are trainable.
     """
-    log = train_allocations(build, shape, True, setup)
+    number = number or ranks.count()
+    log = train_allocations(build, shape, True, setup, number)
     parts: dict[str, float] = {str(purpose): size for (purpose,), size in log.by("kind").items()}
     if measure.device().type == "cuda":
         return parts
     weights, averages = (log.by("kind", moment=0).get((purpose,), 0) for purpose in ("parameters", "optimizer"))
     parts["Python and torch"] = PROCESS
     parts["fragmentation"] = FRAGMENTATION * (log.peak - weights)
-    parts["copies for saving"] = 3 * (weights if trainable is None else trainable) + averages
+    parts["copies for saving"] = 3 * (weights if trainable is None else trainable / number) + averages
     return parts
 
 

@@ -188,7 +188,7 @@ class Run:
     def hardware(self) -> str:
         """Dtype, device and threads, as text."""
         threads = plural(self.config.threads or 1, "thread")
-        return f"{self.config.dtype} on {self.trainer.device.type}, {threads}"
+        return f"{self.config.dtype} on {self.trainer.device.type}, {threads}{ranks.describe(self.model)}"
 
     def done(self, step: int) -> float:
         """Progress of the run after `step` steps, from 0 to 1."""
@@ -299,8 +299,8 @@ def run_lock(folder: Path) -> Iterator[None]:
     lock.touch()
     try:
         with folder_lock(lock, wait=False):
-            if lock.read_text() != (starter := str(os.getppid())):  # else a kill might leave it empty in a restart
-                lock.write_text(starter)
+            if lock.read_text() != ranks.job():  # so that a kill in a restart does not leave it empty
+                lock.write_text(ranks.job())
             yield
     except BlockingIOError:
         remedy = "wait for it, or choose another --out"
@@ -324,10 +324,10 @@ def check_shared(folder: Path) -> None:
         ranks.together(lambda: write(staged / str(ranks.rank())))
 
 
-def was_started_by_parent(folder: Path) -> bool:
-    """True if the process that started this one, such as torchrun, started the last run in the folder, too."""
+def was_started_by_job(folder: Path) -> bool:
+    """True if the last run in the folder was started by the same torchrun command as this process."""
     lock = folder / "state" / "lock"
-    return (folder / "state" / "plan.json").exists() and lock.read_text() == str(os.getppid())
+    return ranks.asked() and (folder / "state" / "plan.json").exists() and lock.read_text() == ranks.job()
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:

@@ -28,6 +28,10 @@ State = dict[str, Tensor]
 Settings = Mapping[str, Any]
 Rule = Callable[[Tensor, Tensor, State, Settings], tuple[Tensor, State]]
 
+STACKED = 1 << 26
+"""Number of elements of the matrices that Muon updates together, or gathers together from several ranks; more if
+each rank's share were less than a matrix."""
+
 
 def adamw(
     model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), decay: float = 0.1
@@ -176,7 +180,9 @@ class Muon(Optimizer):
                 if p.grad is not None:
                     by_shape.setdefault(tuple(sorted(p.shape)), []).append(p)
             for params in by_shape.values():
-                self._update(params, group)
+                most = max(ranks.count(), STACKED // params[0].numel())
+                for i in range(0, len(params), most):
+                    self._update(params[i : i + most], group)
 
     def _update(self, params: list[Tensor], group: Group) -> None:
         grads = [p.grad for p in params if p.grad is not None]
