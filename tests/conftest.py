@@ -196,13 +196,13 @@ def training_output(config, folder, status=0, **options) -> str:
     return out.getvalue()
 
 
-def eventually(check, seconds=20.0):
+def eventually(check, seconds=20.0, pause=0.05):
     """True once the check succeeds, False if it does not within this time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if check():
             return True
-        time.sleep(0.05)
+        time.sleep(pause)
     return False
 
 

@@ -10,6 +10,11 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
+from math import inf
+from pathlib import Path
+from random import Random
+from time import monotonic, sleep
 
 import numpy as np
 import pytest
@@ -18,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from conftest import display, eventually, refuses, toy, training_output
+from conftest import display, eventually, raising, refuses, run_python, toy, training_output
 from dunes import checkpoint
 from dunes.checkpoint.weights import safetensors_file
 from dunes.data import Windows
@@ -224,10 +229,10 @@ def test_ranks_with_other_options_or_text_are_refused_by_one_of_them(code, tmp_p
 
 
 @contextmanager
-def torchrun(*words):
+def torchrun(*words, stdout=subprocess.PIPE):
     """torchrun with two processes, none of which remains."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *map(str, words)]
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options = {"stdout": stdout, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options) as process:
         try:
             yield process
@@ -242,11 +247,11 @@ def children(process):
     return [int(pid) for pid in found.stdout.split()]
 
 
-def endless(code, folder):
-    """The arguments of a run that is stopped from outside."""
+def endless(code, folder, steps=100_000):
+    """The arguments of a run of many steps."""
     shape = ["--size", "60k", "--vocab-size", "300", "--context-length", "32", "--batch", "4", "--no-complete"]
     machine = ["--dtype", "float32", "--threads", "1"]
-    return ["-m", "dunes", "train", code, "--steps", "100000", *shape, *machine, "--out", folder]
+    return ["-m", "dunes", "train", code, "--steps", steps, *shape, *machine, "--out", folder]
 
 
 def reached(folder, number):
@@ -271,6 +276,76 @@ def test_torchrun_goes_on_after_a_process_was_killed_and_stops_at_a_signal(code,
     assert out.count("stopping after this step") == 1
     assert checkpoint.load(folder).model
     assert sorted(steps(folder)) == [*range(1, len(steps(folder)) + 1)]
+
+
+def last_step(folder):
+    """The last step in the metrics, which a rank may be replacing."""
+    with suppress(OSError, ValueError):
+        return max(steps(folder), default=0)
+    return 0
+
+
+def opened(pid, path):
+    """True if the process has opened this file."""
+    with suppress(OSError):
+        return str(path) in {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    return False
+
+
+def stepping(folder):
+    """A function that is true once a step was made since its last call."""
+    seen = [inf]
+
+    def stepped():
+        before, seen[0] = seen[0], last_step(folder)
+        return seen[0] > before
+
+    return stepped
+
+
+def kill_in(phase, process, folder, random, start_seconds):
+    """Kill a rank in a step, during a save, at the start or while it loads; returns the last step's number."""
+    assert eventually(lambda: len(children(process)) == 2, 60)
+    pids = children(process)
+    if phase in ("step", "save"):
+        assert eventually(stepping(folder), 120)
+        os.kill(random.choice(pids), signal.SIGUSR1)
+    if phase == "step":
+        end = last_step(folder) + random.randrange(6)
+        assert eventually(lambda: last_step(folder) > end, 60)
+    elif phase == "save":
+        assert eventually(lambda: [*folder.glob("state/.dunes-*.new")], 60, 0.001)
+    elif phase == "load":
+        assert eventually(lambda: any(opened(pid, folder / "state" / "lock") for pid in pids), 60, 0.001)
+    sleep(random.uniform(0, {"step": 0.1, "save": 0.02, "load": 0.2, "start": 0.7 * start_seconds}[phase]))
+    os.kill(random.choice(pids), signal.SIGKILL)
+    assert eventually(lambda: len({*children(process)} - {*pids}) == 2, 60)
+    return last_step(folder)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc to know when a rank loads")
+def test_a_run_with_twenty_kills_is_that_without(code, tmp_path):
+    one, two, random = tmp_path / "one", tmp_path / "two", Random(0)
+    start = monotonic()
+    with torchrun(*endless(code, one, 300)) as process:
+        assert eventually(lambda: reached(one, 1), 120)
+        start_seconds = monotonic() - start
+        process.communicate(timeout=400)
+    phases, start = ["step", "save", "start", "load"] * 5, monotonic()
+    random.shuffle(phases)
+    words = ["--max-restarts", "25", *endless(code, two, 300)]
+    with (tmp_path / "log").open("w") as log, torchrun(*words, stdout=log) as process:
+        for phase in phases:
+            number = kill_in(phase, process, two, random, start_seconds)
+            print(f"{monotonic() - start:.0f} s: killed in {phase}, step {number}")
+        assert process.wait(400) == 0
+    assert_same_steps(one, two)
+    models = [checkpoint.load(folder).model.state_dict() for folder in (one, two)]
+    difference = max((models[0][name] - models[1][name]).abs().max() for name in models[0])
+    print(f"{monotonic() - start:.0f} s; largest difference of weights {difference:.1e}")
+    assert difference <= 1e-5
 
 
 @pytest.mark.slow
@@ -450,3 +525,92 @@ def test_only_the_torchrun_command_that_started_a_run_goes_on_with_it(tmp_path, 
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
         assert not was_started_by_job(tmp_path)
     assert not was_started_by_job(tmp_path / "new")
+
+
+def train_on_own_disk(config, folder, display):
+    """A run whose folder the second rank does not see, since the machines do not share it."""
+    touch = Path.touch
+
+    def fail(path, *arguments):
+        if ".dunes-" in str(path) and ranks.rank() == 1:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        touch(path, *arguments)
+
+    Path.touch = fail
+    return train(config, folder, display)
+
+
+def train_elsewhere(config, folder, display):
+    return train(config, folder / str(ranks.rank()), display)
+
+
+@pytest.mark.slow
+def test_a_folder_that_the_ranks_do_not_share_is_refused_before_the_first_step(code, tmp_path):
+    folder = tmp_path / "run"
+    texts, codes = run_ranks(2, train_on_own_disk, toy(code), folder)
+    assert codes == [2, 2], texts
+    line = f"error: rank 1: {folder}: cannot write where rank 0 does (No such file or directory); --out must be"
+    assert f"{line} on a disk that all machines share and write to" in "".join(texts)
+    assert sorted(path.name for path in folder.rglob("*")) == ["lock", "state"]
+    texts, codes = run_ranks(2, train_elsewhere, toy(code), tmp_path / "two")
+    assert codes == [2, 2], texts
+    assert "".join(texts) == f"error: rank 1: --out is '{tmp_path}/two/1', on rank 0 '{tmp_path}/two/0'"
+
+
+def group_by_node(config, folder, display):
+    """Sharding within machines of as many ranks as the config says for each rank."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(config[ranks.rank()])
+    ranks._make_groups(True, timedelta(seconds=60))
+    return 0
+
+
+@pytest.mark.slow
+def test_machines_with_unequal_numbers_of_ranks_are_refused(tmp_path):
+    texts, codes = run_ranks(4, group_by_node, [[2, 2, 1, 1]] * 4, tmp_path / "run")
+    assert codes == [2] * 4, texts
+    remedy = "the number of ranks per machine, which must be equal for --shard node, is 1, on rank 0 2"
+    assert "".join(texts) == f"error: rank 2: {remedy}"
+    assert run_ranks(4, group_by_node, [[2] * 4] * 4, tmp_path / "run")[1] == [0] * 4
+
+
+def test_ranks_that_do_not_meet_are_refused_in_one_line(monkeypatch):
+    port = str(free_port())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    refuses(f"rank 0: the ranks did not meet at 127.0.0.1:{port} .Timed out", ranks._meet, 1.0)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", int(port)))
+        taken.listen()
+        refuses("address already in use", ranks._meet, 1.0)
+    shared = dist.HashStore()
+    shared.set("start/1", "of an earlier start")
+    with pytest.raises(RuntimeError, match="some rank did not start within"):
+        ranks._fresh_store(shared, 0, 2, 0.3)
+
+
+STALLED = """
+import sys, threading
+from pathlib import Path
+from dunes.measure import ranks
+
+class Unreachable:
+    def add(self, name, value):
+        threading.Event().wait()
+
+ranks._watch(threading.Event(), 0.2, Path(sys.argv[1]), Unreachable())
+"""
+
+
+def test_a_rank_that_reaches_no_other_prints_its_line(tmp_path):
+    process = run_python(STALLED, tmp_path)
+    assert process.returncode == ranks.STALLED
+    assert process.stderr.count("dunes: a rank did not answer for") == 1
+    assert (tmp_path / "stacks-rank-0.txt").exists()
+
+
+def test_a_restart_leaves_the_lock_as_it_is(tmp_path, monkeypatch):
+    with run_lock(tmp_path):
+        pass
+    monkeypatch.setattr(Path, "write_text", raising(AssertionError))
+    with run_lock(tmp_path):
+        assert (tmp_path / "state" / "lock").read_text() == str(os.getppid())

@@ -70,10 +70,7 @@ def joined(
         return
     sys.stderr = sys.__stderr__  # the command line reports its errors on the first rank
     machine.set_device(device)
-    from torch.distributed.rendezvous import rendezvous
-
-    shared, number, ranks = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
-    store = _fresh_store(shared, number, ranks)
+    store, number, ranks = _meet(limit)
     longer, ended = timedelta(seconds=limit + 60), Event()
     Thread(target=_watch, args=(ended, limit, folder, store), daemon=True).start()
     try:
@@ -99,8 +96,20 @@ def _is_first_failure(store: Any) -> bool:
     return False
 
 
-def _fresh_store(shared: Any, number: int, ranks: int) -> Any:
-    """A store in which only ranks of the same start meet.
+def _meet(limit: float) -> tuple[Any, int, int]:
+    """The store, number and count of the ranks. Raises ValueError if some do not answer for `limit` seconds."""
+    from torch.distributed.rendezvous import rendezvous
+
+    try:
+        shared, number, ranks = next(rendezvous("env://", timeout=timedelta(seconds=limit)))
+        return _fresh_store(shared, number, ranks, limit), number, ranks
+    except RuntimeError as error:
+        place, reason = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", str(error).splitlines()[0]
+        raise ValueError(f"rank {rank()}: the ranks did not meet at {place} ({reason:.200})") from error
+
+
+def _fresh_store(shared: Any, number: int, ranks: int, limit: float = LIMIT) -> Any:
+    """A store in which only ranks of the same start meet. Raises RuntimeError if one does not for `limit` seconds.
 
     torchrun's static rendezvous has one store for all restarts, with the addresses of processes that have ended.
     Restarts cannot be told apart by their number: torchrun counts them on each machine.
@@ -109,7 +118,8 @@ def _fresh_store(shared: Any, number: int, ranks: int) -> Any:
 
     own = token_hex(8)
     shared.set(f"start/{number}", own)
-    while True:
+    end = monotonic() + limit
+    while monotonic() < end:
         if number == 0:
             shared.set("starts", " ".join(shared.get(f"start/{i}").decode() for i in range(ranks)))
             if shared.check([f"joined/{own}/{i}" for i in range(1, ranks)]):
@@ -118,6 +128,7 @@ def _fresh_store(shared: Any, number: int, ranks: int) -> Any:
             shared.set(f"joined/{starts[0]}/{number}", "")
             return PrefixStore(starts[0], shared)
         sleep(0.02)
+    raise RuntimeError(f"some rank did not start within {format_seconds(limit)}")
 
 
 def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
@@ -131,7 +142,9 @@ def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
         line = f"dunes: a rank did not answer for {format_seconds(allowed)}; where the others wait is in {folder}"
         report = Thread(target=_report, args=(store, f"{line}/stacks-rank-*.txt"), daemon=True)
         report.start()
-        report.join(2.0)  # the store may not answer, either
+        report.join(2.0)
+        if report.is_alive():  # the store does not answer, either, so that no other rank's line is seen here
+            print(f"{line}/stacks-rank-*.txt", file=sys.stderr, flush=True)
         os._exit(STALLED)
 
 
@@ -148,8 +161,7 @@ def _make_groups(by_node: bool, limit: timedelta) -> None:
     global _saving, _mesh
     _saving = dist.new_group(backend="gloo", timeout=limit)
     local = _local_count() if by_node else count()
-    if count() % local:
-        raise ValueError(f"--shard node: {local} ranks here do not divide {count()}; use --shard all")
+    agree({"the number of ranks per machine, which must be equal for --shard node,": local})
     _mesh = init_device_mesh(machine.device().type, (count() // local, local) if by_node else (count(),))
 
 
@@ -246,8 +258,8 @@ def largest(*values: float) -> list[float]:
     return _reduced(values, dist.ReduceOp.MAX)
 
 
-def expect(seconds: float | None) -> None:
-    """Limit the wait for other ranks to a multiple of this duration of a step; None restores the usual limit."""
+def expect(seconds: float) -> None:
+    """Limit the wait for other ranks to a multiple of this duration of a step; 0 restores the usual limit."""
     global _limit
     _limit = max(60.0, SLOW_STEP * seconds) if seconds else math.inf
 

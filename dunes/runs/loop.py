@@ -36,6 +36,7 @@ from dunes.runs.run import (
     Run,
     Timings,
     append_metrics,
+    check_shared,
     load_trainable_state,
     read_config,
     read_metrics,
@@ -79,6 +80,7 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
     """
     TensorBoard(folder if options.tensorboard else None, NonFatal(display))  # raises if it is not installed
     config = config.with_absolute_paths()
+    ranks.agree({"--out": str(folder.absolute()), "a run in it": (folder / "state" / "plan.json").exists()})
     with _warn_in_dry_run(display, options.dry_run):
         config = resolve_config(config, folder, options.resume, options.asked, options.override)
     if ranks.is_first() and (folder / "state" / "lock").exists():
@@ -109,6 +111,8 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
     number of the signal that ended the run, 3 if the last state could not be saved, or 4 if training did not
     recover from NaN or infinity.
     """
+    if ranks.count() > 1:
+        check_shared(run.folder)
     with ThreadPoolExecutor(1, "saver") as pool:
         saver = Saver(pool, display.line, options.strict)
         with timings("building the model"):
@@ -116,8 +120,6 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
                 restore_run(run, display.line, options.override, options.strict)
             elif ranks.is_first():
                 start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
-            ranks.agree({})
-            ranks.together(lambda: _require_shared(run.folder))
         run.timings.seconds.update(timings.seconds)
         run.elapsed += timings.elapsed
         for line in run.task.begin(run):
@@ -128,12 +130,6 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
         if options.profile:
             display.line("\n".join(["wall-clock time:", *run.timings.lines()]))
         return status
-
-
-def _require_shared(folder: Path) -> None:
-    """Raise ValueError unless this rank, which may be on another machine, sees the run and can write to it."""
-    if not (folder / "state" / "plan.json").exists() or not os.access(folder / "state", os.W_OK):
-        raise ValueError(f"{folder}: the run is not visible or not writable here; use an --out on a shared disk")
 
 
 @contextmanager
@@ -270,18 +266,19 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     run.start_time, saved, warned = monotonic() - run.elapsed, run.elapsed, 0
     run.begin = run.begin or run.elapsed
     clock = None if config.steps else Clock(run.schedule, config.seconds, FALL, run.begin)
-    pace = PaceCheck(run)
+    pace, longest = PaceCheck(run), 0.0
     report, non_fatal = _step_reporter(run, display), board.non_fatal
     over, waited = run.schedule.is_over(run.trainer.number), run.timings.seconds["data"]
     batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
     for step in map(with_violation, steps):
-        ranks.expect(None)
+        ranks.expect(0)
         before = run.elapsed
         # Ranks that followed their own clocks and signals would soon wait for each other in different places.
         run.elapsed, closing = ranks.largest(monotonic() - run.start_time, run.closing_seconds)
         if run.warm:
             run.pace.append(run.elapsed - before)
+            longest = max(longest, step.seconds)
         data = run.timings.seconds["data"]
         # The first step of a process, which loads kernels or compiles, is a phase of its own.
         run.timings.add("steps" if run.warm else "first step", step.seconds - (data - waited))
@@ -318,7 +315,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             if saver.ready() and not busy and (save or run.elapsed - saved > SAVE_SECONDS):
                 saved, request.save = run.elapsed, False
                 saver.start(run)
-        ranks.expect(max(run.pace, default=None))
+        ranks.expect(longest)
 
 
 @dataclass

@@ -4,7 +4,7 @@ import json
 import os
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from math import inf, isnan
 from pathlib import Path
@@ -21,7 +21,7 @@ from dunes.augment.quantized import Quantized
 from dunes.checkpoint import LoadedModel
 from dunes.evaluate.text_loss import Score
 from dunes.files import json_file
-from dunes.files.atomic import folder_lock, write_file
+from dunes.files.atomic import folder_lock, staging_folder, write_file
 from dunes.files.json_file import append_record, parse_line, print_warning, read_lines, read_records
 from dunes.measure import ranks
 from dunes.parts import Decoder
@@ -299,11 +299,29 @@ def run_lock(folder: Path) -> Iterator[None]:
     lock.touch()
     try:
         with folder_lock(lock, wait=False):
-            lock.write_text(ranks.job())
+            if lock.read_text() != ranks.job():  # so that a kill in a restart does not leave it empty
+                lock.write_text(ranks.job())
             yield
     except BlockingIOError:
         remedy = "wait for it, or choose another --out"
         raise FolderInUse(f"{folder}: in use by another training process; {remedy}") from None
+
+
+def check_shared(folder: Path) -> None:
+    """Raise ValueError, on all ranks, if a rank cannot write where the first does. The folder `state` exists."""
+
+    def write(path: Path) -> None:
+        try:
+            path.touch()
+        except OSError as error:
+            remedy = "--out must be on a disk that all machines share and write to"
+            raise ValueError(f"{folder}: cannot write where rank 0 does ({error.strerror}); {remedy}") from None
+
+    with ExitStack() as stack:
+        stage = lambda: stack.enter_context(staging_folder(folder / "state" / "new")) if ranks.is_first() else None
+        (staged, *_) = ranks.together(stage)
+        assert staged is not None, "the first rank's"
+        ranks.together(lambda: write(staged / str(ranks.rank())))
 
 
 def was_started_by_job(folder: Path) -> bool:
