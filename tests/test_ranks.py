@@ -15,6 +15,7 @@ from math import inf
 from pathlib import Path
 from random import Random
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -606,6 +607,14 @@ def test_a_rank_that_reaches_no_other_prints_its_line(tmp_path):
     assert process.returncode == ranks.STALLED
     assert process.stderr.count("dunes: a rank did not answer for") == 1
     assert (tmp_path / "stacks-rank-0.txt").exists()
+
+
+def test_a_rank_whose_store_has_ended_reports_that_another_has_but_not_the_error_of_all_ranks():
+    ended = SimpleNamespace(add=raising(RuntimeError("Connection reset by peer")))
+    assert ranks._reports(ended, RuntimeError("Connection closed by peer"))
+    assert not ranks._reports(ended, ValueError("rank 1: seed is 1, on rank 0 0"))
+    store = dist.HashStore()
+    assert [ranks._reports(store, ValueError("")) for _ in range(2)] == [True, False]
 
 
 def test_a_restart_leaves_the_lock_as_it_is(tmp_path, monkeypatch):

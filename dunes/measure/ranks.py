@@ -79,7 +79,7 @@ def joined(
         _make_groups(by_node, longer)
         yield
     except (ValueError, OSError, RuntimeError) as error:
-        if store.add("failed", 1) > 1:
+        if not _reports(store, error):
             raise SystemExit(2) from error
         if "peer" in str(error):  # gloo's and NCCL's word for a rank that is gone
             reason = str(error).splitlines()[0]
@@ -89,6 +89,13 @@ def joined(
         ended.set()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _reports(store: Any, error: Exception) -> bool:
+    """True if no other rank has reported an error. After the store's end, only the end of a rank is unreported."""
+    with suppress(RuntimeError):
+        return bool(store.add("failed", 1) == 1)
+    return "peer" in str(error)
 
 
 def _meet(limit: float) -> tuple[Any, int, int]:
