@@ -609,12 +609,11 @@ def test_a_rank_that_reaches_no_other_prints_its_line(tmp_path):
     assert (tmp_path / "stacks-rank-0.txt").exists()
 
 
-def test_a_rank_whose_store_has_ended_reports_that_another_has_but_not_the_error_of_all_ranks():
+def test_the_first_failure_is_reported_and_after_the_end_of_the_store_what_is_unknown():
     ended = SimpleNamespace(add=raising(RuntimeError("Connection reset by peer")))
-    assert ranks._reports(ended, RuntimeError("Connection closed by peer"))
-    assert not ranks._reports(ended, ValueError("rank 1: seed is 1, on rank 0 0"))
+    assert [ranks._is_first_failure(ended, unknown) for unknown in (True, False)] == [True, False]
     store = dist.HashStore()
-    assert [ranks._reports(store, ValueError("")) for _ in range(2)] == [True, False]
+    assert [ranks._is_first_failure(store, True) for _ in range(2)] == [True, False]
 
 
 def test_a_restart_leaves_the_lock_as_it_is(tmp_path, monkeypatch):

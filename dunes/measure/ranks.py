@@ -60,11 +60,10 @@ def joined(
 ) -> Iterator[None]:
     """Join the other processes started by torchrun, if any, to train on a device of this type.
 
-    Parameters are sharded over all ranks, or with `by_node` over each machine's ranks.
-
-    A rank that has waited `limit` seconds for the others writes its threads' stacks into the folder and exits. If
-    several ranks fail, the first rank raises its error, and the others exit with status 2. Raises ValueError if a
-    machine has more ranks than GPUs, and if another rank ends.
+    Parameters will be sharded over all ranks, or with `by_node` over each machine's ranks. A rank that has waited
+    `limit` seconds for the others writes its threads' stacks into the folder and exits. If several ranks fail, the
+    first rank raises its error, and the others exit with status 2. Raises ValueError if a machine has more ranks
+    than GPUs, and if another rank ends.
     """
     if not asked():
         yield
@@ -79,7 +78,7 @@ def joined(
         _make_groups(by_node, longer)
         yield
     except (ValueError, OSError, RuntimeError) as error:
-        if not _reports(store, error):
+        if not _is_first_failure(store, "peer" in str(error)):
             raise SystemExit(2) from error
         if "peer" in str(error):  # gloo's and NCCL's word for a rank that is gone
             reason = str(error).splitlines()[0]
@@ -91,11 +90,11 @@ def joined(
             dist.destroy_process_group()
 
 
-def _reports(store: Any, error: Exception) -> bool:
-    """True if no other rank has reported an error. After the store's end, only the end of a rank is unreported."""
+def _is_first_failure(store: Any, unknown: bool) -> bool:
+    """True if no other rank has reported an error; `unknown` if the process that has the store has ended."""
     with suppress(RuntimeError):
         return bool(store.add("failed", 1) == 1)
-    return "peer" in str(error)
+    return unknown
 
 
 def _meet(limit: float) -> tuple[Any, int, int]:
@@ -116,6 +115,8 @@ def _fresh_store(shared: Any, number: int, ranks: int, limit: float = LIMIT) -> 
     torchrun's static rendezvous has one store for all restarts, with the addresses of processes that have ended.
     Restarts cannot be told apart by their number: torchrun counts them on each machine.
     """
+    from torch.distributed.distributed_c10d import PrefixStore
+
     own = token_hex(8)
     shared.set(f"start/{number}", own)
     end = monotonic() + limit
@@ -123,10 +124,10 @@ def _fresh_store(shared: Any, number: int, ranks: int, limit: float = LIMIT) -> 
         if number == 0:
             shared.set("starts", " ".join(shared.get(f"start/{i}").decode() for i in range(ranks)))
             if shared.check([f"joined/{own}/{i}" for i in range(1, ranks)]):
-                return dist.PrefixStore(own, shared)
+                return PrefixStore(own, shared)
         elif (starts := shared.get("starts").decode().split())[number:][:1] == [own]:
             shared.set(f"joined/{starts[0]}/{number}", "")
-            return dist.PrefixStore(starts[0], shared)
+            return PrefixStore(starts[0], shared)
         sleep(0.02)
     raise RuntimeError(f"some rank did not start within {format_seconds(limit)}")
 
@@ -150,20 +151,19 @@ def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
 
 def _report(store: Any, line: str) -> None:
     """Print the line unless another rank has reported an error."""
-    if store.add("failed", 1) == 1:
+    if _is_first_failure(store, unknown=True):
         print(line, file=sys.stderr, flush=True)
 
 
 def _make_groups(by_node: bool, limit: timedelta) -> None:
     """Make the group that saves in the background, and the mesh over which parameters are sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+
     global _saving, _mesh
     _saving = dist.new_group(backend="gloo", timeout=limit)
     local = _local_count() if by_node else count()
     agree({"the number of ranks per machine, which must be equal for --shard node,": local})
-    mesh_shape, names = (
-        ((count() // local, local), ("replicate", "shard")) if by_node else ((count(),), ("shard",))
-    )
-    _mesh = dist.init_device_mesh(machine.device().type, mesh_shape, mesh_dim_names=names)
+    _mesh = init_device_mesh(machine.device().type, (count() // local, local) if by_node else (count(),))
 
 
 def _local_rank() -> int:
@@ -296,12 +296,10 @@ def summed(x: Tensor) -> Tensor:
 
 def agree(facts: Mapping[str, Any]) -> None:
     """Wait for all ranks. Raises ValueError, naming the fact, if a fact of some rank differs from rank 0's."""
-    everyone: list[Any] = [None] * count()
-    if count() > 1:
-        dist.all_gather_object(everyone, dict(facts))
-        _alive()
-    for number, others in enumerate(everyone[1:], 1):
-        for name, value in everyone[0].items():
+    first, *everyone = together(lambda: dict(facts))
+    _alive()
+    for number, others in enumerate(everyone, 1):
+        for name, value in first.items():
             if others.get(name) != value:
                 raise ValueError(f"rank {number}: {name} is {others.get(name)!r:.80}, on rank 0 {value!r:.80}")
 
@@ -366,7 +364,8 @@ def shard(model: M, units: Iterable[nn.Module], dtype: torch.dtype | None = None
         fully_shard(module, mesh=_mesh, ignored_params=frozen, reshard_after_forward=not keep)
     if any(p.is_meta for p in model.parameters()):
         model.to_empty(device=machine.device())
-    model.to(machine.device())
+    elif any(p.device.type != machine.device().type for p in frozen):
+        model.to(machine.device())
     return outline if dtype is None else outline.to(dtype)
 
 
