@@ -310,12 +310,13 @@ def kill_in(phase, process, folder, random, start_seconds):
     pids = children(process)
     if phase in ("step", "save"):
         assert eventually(stepping(folder), 120)
+        before = {*(folder / "state").iterdir()}
         os.kill(random.choice(pids), signal.SIGUSR1)
     if phase == "step":
         end = last_step(folder) + random.randrange(6)
         assert eventually(lambda: last_step(folder) > end, 60)
     elif phase == "save":
-        assert eventually(lambda: [*folder.glob("state/.dunes-*.new")], 60, 0.001)
+        assert eventually(lambda: {*(folder / "state").iterdir()} != before, 60, 0.001)
     elif phase == "load":
         assert eventually(lambda: any(opened(pid, folder / "state" / "lock") for pid in pids), 60, 0.001)
     sleep(random.uniform(0, {"step": 0.1, "save": 0.02, "load": 0.2, "start": 0.7 * start_seconds}[phase]))
