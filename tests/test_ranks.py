@@ -15,6 +15,7 @@ from math import inf
 from pathlib import Path
 from random import Random
 from time import monotonic, sleep
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -309,12 +310,13 @@ def kill_in(phase, process, folder, random, start_seconds):
     pids = children(process)
     if phase in ("step", "save"):
         assert eventually(stepping(folder), 120)
+        before = {*(folder / "state").iterdir()}
         os.kill(random.choice(pids), signal.SIGUSR1)
     if phase == "step":
         end = last_step(folder) + random.randrange(6)
         assert eventually(lambda: last_step(folder) > end, 60)
     elif phase == "save":
-        assert eventually(lambda: [*folder.glob("state/.dunes-*.new")], 60, 0.001)
+        assert eventually(lambda: {*(folder / "state").iterdir()} != before, 60, 0.001)
     elif phase == "load":
         assert eventually(lambda: any(opened(pid, folder / "state" / "lock") for pid in pids), 60, 0.001)
     sleep(random.uniform(0, {"step": 0.1, "save": 0.02, "load": 0.2, "start": 0.7 * start_seconds}[phase]))
@@ -606,6 +608,13 @@ def test_a_rank_that_reaches_no_other_prints_its_line(tmp_path):
     assert process.returncode == ranks.STALLED
     assert process.stderr.count("dunes: a rank did not answer for") == 1
     assert (tmp_path / "stacks-rank-0.txt").exists()
+
+
+def test_the_first_failure_is_reported_and_after_the_end_of_the_store_what_is_unknown():
+    ended = SimpleNamespace(add=raising(RuntimeError("Connection reset by peer")))
+    assert [ranks._is_first_failure(ended, unknown) for unknown in (True, False)] == [True, False]
+    store = dist.HashStore()
+    assert [ranks._is_first_failure(store, True) for _ in range(2)] == [True, False]
 
 
 def test_a_restart_leaves_the_lock_as_it_is(tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ def joined(
         _make_groups(by_node, longer)
         yield
     except (ValueError, OSError, RuntimeError) as error:
-        if not _is_first_failure(store):
+        if not _is_first_failure(store, "peer" in str(error)):
             raise SystemExit(2) from error
         if "peer" in str(error):  # gloo's and NCCL's word for a rank that is gone
             reason = str(error).splitlines()[0]
@@ -90,10 +90,11 @@ def joined(
             dist.destroy_process_group()
 
 
-def _is_first_failure(store: Any) -> bool:
-    with suppress(dist.DistNetworkError):  # the rank that has the store has ended
+def _is_first_failure(store: Any, unknown: bool) -> bool:
+    """True if no other rank has reported an error; `unknown` if the process that has the store has ended."""
+    with suppress(RuntimeError):
         return bool(store.add("failed", 1) == 1)
-    return False
+    return unknown
 
 
 def _meet(limit: float) -> tuple[Any, int, int]:
@@ -150,7 +151,7 @@ def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
 
 def _report(store: Any, line: str) -> None:
     """Print the line unless another rank has reported an error."""
-    if _is_first_failure(store):
+    if _is_first_failure(store, unknown=True):
         print(line, file=sys.stderr, flush=True)
 
 

@@ -266,7 +266,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     run.start_time, saved, warned = monotonic() - run.elapsed, run.elapsed, 0
     run.begin = run.begin or run.elapsed
     clock = None if config.steps else Clock(run.schedule, config.seconds, FALL, run.begin)
-    pace, longest = PaceCheck(run), 0.0
+    pace, durations = PaceCheck(run), deque[float](maxlen=100)
     report, non_fatal = _step_reporter(run, display), board.non_fatal
     over, waited = run.schedule.is_over(run.trainer.number), run.timings.seconds["data"]
     batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
@@ -278,7 +278,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
         run.elapsed, closing = ranks.largest(monotonic() - run.start_time, run.closing_seconds)
         if run.warm:
             run.pace.append(run.elapsed - before)
-            longest = max(longest, step.seconds)
+            durations.append(step.seconds)
         data = run.timings.seconds["data"]
         # The first step of a process, which loads kernels or compiles, is a phase of its own.
         run.timings.add("steps" if run.warm else "first step", step.seconds - (data - waited))
@@ -315,7 +315,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             if saver.ready() and not busy and (save or run.elapsed - saved > SAVE_SECONDS):
                 saved, request.save = run.elapsed, False
                 saver.start(run)
-        ranks.expect(longest)
+        ranks.expect(max(durations, default=0))
 
 
 @dataclass
