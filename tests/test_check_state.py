@@ -10,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from conftest import display, refuses, toy, training_output, write_programs
 from dunes import checkpoint
-from dunes.checkpoint.state import write_manifest
+from dunes.checkpoint.state import MANIFEST
 from dunes.cli import bench as bench_verbs
+from dunes.files.atomic import digest
 from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs.finetune import finetune
@@ -19,6 +20,12 @@ from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics, run_lock
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
+
+
+def write_manifest(folder):
+    """The manifest of a state whose files were changed on purpose."""
+    files = {path.name: {"sha256": digest(path)} for path in folder.iterdir() if path.name != MANIFEST}
+    (folder / MANIFEST).write_text(json.dumps({"files": files}))
 
 
 def refused(call, *arguments, **named):

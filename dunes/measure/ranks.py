@@ -163,7 +163,8 @@ def _make_groups(by_node: bool, limit: timedelta) -> None:
     _saving = dist.new_group(backend="gloo", timeout=limit)
     local = _local_count() if by_node else count()
     agree({"the number of ranks per machine, which must be equal for --shard node,": local})
-    _mesh = init_device_mesh(machine.device().type, (count() // local, local) if by_node else (count(),))
+    sizes = (count() // local, local) if by_node else (count(),)
+    _mesh = init_device_mesh(machine.device().type, sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
 
 
 def _local_rank() -> int:
