@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sysconfig
+import time
 import tracemalloc
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,7 @@ from dunes.data import (
 )
 from dunes.data.batches import shuffle_index
 from dunes.data.document import BLOCK, GIANT
+from dunes.files import atomic
 from dunes.progress import shown_by
 from dunes.text import Tokenizer
 from killed_runs import PROCESSES
@@ -883,7 +885,7 @@ def test_a_row_reads_what_the_mapped_file_holds_and_notices_a_change(documents):
         TokenFile(path, np.dtype("<u2"), shard.length)[np.array([[24, 26]])]
 
 
-def test_what_is_interrupted_is_removed_when_another_text_is_tokenized(documents, tmp_path):
+def test_what_is_interrupted_is_removed_after_a_week(monkeypatch, documents, tmp_path):
     def stop(text, done):
         if done:
             raise KeyboardInterrupt
@@ -894,7 +896,11 @@ def test_what_is_interrupted_is_removed_when_another_text_is_tokenized(documents
     refuses("changed while it was being read", token_shard, documents, BYTES, tmp_path / "cache")
     assert len(list((tmp_path / "cache").iterdir())) == 1
     shard = token_shard(documents[:-1], BYTES, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == [shard.folder]
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+    monkeypatch.setattr(atomic, "time", lambda: time.time() + 8 * 86_400)
+    token_shard(documents[:-2], BYTES, tmp_path / "cache")
+    assert shard.folder in (tmp_path / "cache").iterdir()
+    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_a_shard_that_another_process_finished_first_is_left_in_its_place(documents, tmp_path):

@@ -57,7 +57,7 @@ def one_rank(variables, verb, config, folder, options):
     try:
         with ranks.joined("cpu", by_node="LOCAL_WORLD_SIZE" in os.environ):
             status = verb(config, folder, show, **options)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         out.write(f"error: {error}")
         status = 2
     (folder.parent / f"{folder.name}.rank{variables['RANK']}").write_text(out.getvalue())
@@ -466,12 +466,58 @@ def train_with_full_disk(config, folder, display, **options):
     return train(config, folder, display, **options)
 
 
+def train_with_failing_sync(config, folder, display, **options):
+    """A run with a save after each step, in one of which the metrics cannot be synchronised to the disk."""
+    sync, calls = loop.fsync_path, []
+
+    def fail(path):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        sync(path)
+
+    loop.fsync_path, loop.SAVE_SECONDS = fail, -1
+    return train(config, folder, display, **options)
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_before_it_begins_is_skipped_by_all(code, tmp_path):
+    texts, codes = run_ranks(2, train_with_failing_sync, toy(code, steps=12), tmp_path / "run")
+    assert codes == [0, 0], texts
+    assert texts[0].count("saving the state failed: [Errno 5] rank 0: ") == 1
+    newest = checkpoint.latest_state(tmp_path / "run")
+    assert newest.name == "step-000012"
+    part = newest / "tensors-00002-of-00002.safetensors"  # the first rank reads the other alone
+    part.write_bytes(part.read_bytes()[:-1] + b"\x00")
+    assert checkpoint.latest_state(tmp_path / "run").name != newest.name
+    texts, codes = run_ranks(2, train, toy(code, steps=12), tmp_path / "run", resume=True)
+    assert codes == [0, 0], texts
+    assert "not the bytes that were written; going back" in texts[0]
+    assert checkpoint.latest_state(tmp_path / "run").name == newest.name
+
+
+def train_with_failing_check(config, folder, display, **options):
+    def fail(run, limit):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    if ranks.rank() == 1:
+        loop.Run.check = fail
+    return train(config, folder, display, **options)
+
+
+@pytest.mark.slow
+def test_an_error_in_work_of_all_processes_ends_the_run_and_is_reported(code, tmp_path):
+    texts, codes = run_ranks(2, train_with_failing_check, toy(code, steps=12), tmp_path / "run")
+    assert 0 not in codes
+    assert "Errno 5" in texts[1]
+
+
 @pytest.mark.slow
 def test_a_full_disk_of_one_process_leaves_older_states_and_training_goes_on(code, tmp_path):
     texts, codes = run_ranks(2, train_with_full_disk, toy(code, steps=12), tmp_path / "run")
     assert codes == [0, 0], texts
     assert texts[0].count("saving the state failed") == 1
-    assert "rank 1: [Errno 28] No space left on device" in texts[0]
+    assert "[Errno 28] rank 1: No space left on device" in texts[0]
     assert len(steps(tmp_path / "run")) == 12
     assert len([*(tmp_path / "run" / "state").glob("step-*")]) == 2
     texts, codes = run_ranks(2, train_with_full_disk, toy(code, steps=12), tmp_path / "strict", strict=True)

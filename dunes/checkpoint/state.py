@@ -50,8 +50,8 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
     folder = run / "state" / f"step-{step:06d}"
     copied = state if isinstance(state, Snapshot) else snapshot(state)
     with atomic.add_path_to_errors(folder), ExitStack() as stack:
-        ranks.together(lambda: _require_finite(folder, copied))
-        (staged, *_) = ranks.together(lambda: _stage(folder, copied, stack) if ranks.is_first() else None)
+        size = sum(ranks.together(lambda: _finite_size(folder, copied)))
+        (staged, *_) = ranks.together(lambda: _stage(folder, size, stack) if ranks.is_first() else None)
         if staged is None:
             return folder
         digests = ranks.together(lambda: _write_part(staged, copied))
@@ -59,20 +59,22 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
     return folder
 
 
-def _require_finite(folder: Path, copied: Snapshot) -> None:
+def _finite_size(folder: Path, copied: Snapshot) -> int:
+    """Bytes of this rank's tensors. Raises ValueError if one is not finite."""
     for name, tensor in copied.tensors.items():
         if tensor.is_floating_point() and not _is_finite(tensor):
             raise ValueError(f"{folder}: not saved, since {name} has values that are not finite")
+    return sum(t.nbytes for t in copied.tensors.values())
 
 
-def _stage(folder: Path, copied: Snapshot, stack: ExitStack) -> Path | None:
+def _stage(folder: Path, size: int, stack: ExitStack) -> Path | None:
     """A staging folder, removed by `stack`; None if the state exists, since states of a step and run are equal."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder.parent):
         if _is_intact(folder):
             return None
     staged = stack.enter_context(atomic.staging_folder(folder))
-    atomic.require_free_space(folder, ranks.count() * sum(t.nbytes for t in copied.tensors.values()) + (1 << 16))
+    atomic.require_free_space(folder, size + (1 << 16))
     return staged
 
 
@@ -139,7 +141,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
     """The folder of the newest intact state, or None; `report` gets a line for each newer, damaged state."""
-    if not (states := _state_folders(run)):
+    if not (states := ranks.decide(_state_folders(run))):
         return None
     # Without the lock, another writer might delete the state that is being verified.
     with folder_lock(run / "state") if ranks.is_first() else nullcontext():
@@ -153,7 +155,7 @@ def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
 
 
 def _is_intact(folder: Path) -> bool:
-    with suppress(ValueError):
+    with suppress(ValueError), ranks.alone():  # all files
         _verify(folder)
         return True
     return False

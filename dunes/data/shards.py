@@ -9,6 +9,7 @@ It is written in batches. `batches.bin` has sizes and digest of each, so that a 
 
 import json
 import os
+import platform
 import shutil
 import weakref
 from collections import deque
@@ -128,7 +129,7 @@ def token_shard(
     if (shard := _read(folder, card)) is not None:
         return shard
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with staging_folder(folder, str(card["key"])) as staged:
+    with staging_folder(folder, f"{card['key']}-{platform.node()}") as staged:  # machines may not see locks
         staged.chmod(0o700)
         with phase("tokenizing"):
             _write(staged, documents, tokenizer, card, headers)

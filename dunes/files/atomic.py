@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
+from time import time
 from typing import TYPE_CHECKING, TypeVar
 
 from dunes.progress import advance, is_shown
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STAGED = ".dunes-{}.new"
+KEPT, KEPT_SECONDS = ".dunes-kept-", 7 * 86_400
 LARGE = 1e9
 """Size in bytes above which hashing shows a progress bar, since it takes seconds."""
 DIGEST_BLOCK = 1 << 18
@@ -64,7 +66,8 @@ def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
     With `wait`, a thread that has the lock may take it again. Without `wait`, raises BlockingIOError if the folder
     is locked already, by this or another thread or process.
     """
-    with open_handle(folder) as handle:
+    # NFS locks only files that are open for writing.
+    with open_handle(folder, os.O_RDONLY if folder.is_dir() else os.O_RDWR) as handle:
         status, locked = os.fstat(handle), _local.__dict__.setdefault("locked", set())
         key = os.getpid(), status.st_dev, status.st_ino
         if key in locked and wait:
@@ -87,7 +90,10 @@ def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
     continued: a dead writer's folder of this name is yielded as it is, and no folder is removed afterwards.
     """
     with folder_lock(path.parent):
-        for name in (kept or token_hex(8), token_hex(8)):  # another writer may be using the first
+        for name in (
+            f"kept-{kept}" if kept else token_hex(8),
+            token_hex(8),
+        ):  # another writer may be using the first
             folder = path.with_name(STAGED.format(name))
             folder.mkdir(exist_ok=True)
             handle = os.open(folder, _OPEN)
@@ -106,8 +112,10 @@ def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
 
 
 def _clear(parent: Path) -> None:
-    """Remove the staging folders of dead writers from `parent`."""
+    """Remove the staging folders of dead writers from `parent`; continuable ones after KEPT_SECONDS."""
     for folder in parent.glob(STAGED.format("*")):
+        if folder.name.startswith(KEPT) and time() - folder.stat().st_mtime < KEPT_SECONDS:
+            continue
         with suppress(OSError), open_handle(folder, _OPEN) as handle:  # locked, or another user's
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)

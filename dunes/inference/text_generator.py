@@ -21,6 +21,7 @@ from dunes.generate import (
     sampler,
 )
 from dunes.generate.step import CompiledStep
+from dunes.measure import ranks
 from dunes.parts import CacheFormat
 from dunes.text import DecodeStream
 from dunes.units import format_bytes, format_count, plural
@@ -86,6 +87,8 @@ class TextGenerator:
     ) -> Request:
         """A request that generates ids of the tokenizer; by default greedily, and up to the tokenizer's stops."""
         sample = (sample or Sampler()).after(partial(limit_vocab, self.tokenizer.vocab))
+        if ranks.count() > 1:
+            sample = sample.after(lambda logits, ids: ranks.from_first(logits))
         stop = self.tokenizer.stops if stop is None else stop
         return Request(self._ids(prompt), max_tokens, sample, stop, alternatives, proposer=proposer)
 

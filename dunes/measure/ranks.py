@@ -45,8 +45,13 @@ M = TypeVar("M", bound=nn.Module)
 
 def job() -> str:
     """A name of the torchrun command that started this process; with --rdzv_id, the same on all machines."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return name if name != "none" else str(os.getppid())
+    name, parent = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.getppid()
+    if name != "none":
+        return name
+    started = ""
+    with suppress(OSError):  # Linux; in containers, numbers of processes are often equal
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{parent} {started}"
 
 
 def asked() -> bool:
@@ -86,7 +91,8 @@ def joined(
         raise
     finally:
         ended.set()
-        if dist.is_initialized():
+        # After an error, NCCL might wait for exchanges that never end, before the error is printed.
+        if dist.is_initialized() and not (sys.exc_info()[0] and machine.device().type == "cuda"):
             dist.destroy_process_group()
 
 
@@ -263,6 +269,7 @@ def largest(*values: float) -> list[float]:
 def expect(seconds: float) -> None:
     """Limit the wait for other ranks to a multiple of this duration of a step; 0 restores the usual limit."""
     global _limit
+    _alive()
     _limit = max(60.0, SLOW_STEP * seconds) if seconds else math.inf
 
 
@@ -284,6 +291,15 @@ def add(tensor: Tensor) -> None:
     """Replace a tensor in place by the sum of all ranks' tensors."""
     if count() > 1:
         dist.all_reduce(tensor)
+
+
+def from_first(tensor: Tensor) -> Tensor:
+    """The first rank's tensor; unlike machines round differently, and would make other choices."""
+    tensor = tensor.contiguous()
+    if count() > 1:
+        dist.broadcast(tensor, 0)
+        _alive()
+    return tensor
 
 
 def summed(x: Tensor) -> Tensor:
@@ -313,15 +329,23 @@ def together(work: Callable[[], T]) -> list[T]:
     if count() == 1:
         return [work()]
     try:
-        outcome: tuple[T | None, Any, str] = (work(), None, "")
+        outcome: tuple[T | None, Any, Any] = (work(), None, None)
     except (OSError, ValueError) as error:
-        outcome = (None, OSError if isinstance(error, OSError) else ValueError, f"rank {rank()}: {error}")
+        number, path = getattr(error, "errno", None), getattr(error, "filename", None)
+        reason = f"rank {rank()}: {error if number is None else os.strerror(number)}"
+        outcome = (None, OSError if isinstance(error, OSError) else ValueError, (reason, number, path))
     outcomes: list[Any] = [None] * count()
     dist.all_gather_object(outcomes, outcome, group=_saving)
-    for _, kind, reason in outcomes:
+    for _, kind, details in outcomes:
         if kind is not None:
-            raise kind(reason)
+            reason, number, path = details
+            raise kind(reason) if number is None else OSError(number, reason, path)
     return [result for result, *_ in outcomes]
+
+
+def is_shared(error: OSError) -> bool:
+    """True if all ranks have this error, from `together`."""
+    return count() == 1 or str(error.strerror or error).startswith("rank ")
 
 
 def in_turn(work: Callable[[], T]) -> T:

@@ -104,7 +104,8 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
         with timings("preparing"):
             data, text = choose_options(data, display), forgetting_text(data, display)
             data = replace(data, config=ranks.decide(data.config))
-            text = None if any(ranks.largest(text is None)) else text  # each machine remembers its own sources
+            same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
+            text = text if same else None
         if run_options.dry_run:
             return 0
         with run_lock(folder):
@@ -416,7 +417,7 @@ class FinetuneTask:
     @property
     def text(self) -> str:
         """Fingerprint of the forgetting data; empty if forgetting is not measured."""
-        return "" if self.forgetting_ids is None else sha256(np.asarray(self.forgetting_ids).tobytes()).hexdigest()
+        return _digest(self.forgetting_ids)
 
     def score_forgetting(self, limit: int) -> Score | None:
         """The score on about `limit` tokens of the forgetting data; None if forgetting is not measured."""
@@ -493,6 +494,10 @@ class FinetuneTask:
         options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
         base = Path(name) if Path(name).exists() else name  # else a name on the Hub
         checkpoint.save_adapter(model, folder, NAME, base, identity=self.base, facts=facts, **options)
+
+
+def _digest(ids: TokenIds | None) -> str:
+    return "" if ids is None else sha256(np.asarray(ids).tobytes()).hexdigest()
 
 
 def round_weights(model: Decoder, dtype: torch.dtype) -> None:

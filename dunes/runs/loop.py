@@ -188,6 +188,7 @@ class Saver:
 
     def last(self, run: Run) -> bool:
         """Save the current state and wait until it is saved; False if saving failed."""
+        ranks.expect(0)
         self.wait()
         self.start(run)
         return self.wait()
@@ -216,6 +217,8 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
             display.line(f"{error} (the last state is in {run.folder}/state)")
             return DIVERGED
         except OSError as error:
+            if not ranks.is_shared(error):
+                raise
             display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
             return NOT_SAVED
         except ValueError:  # from the data, so that the weights are worth saving
@@ -334,6 +337,8 @@ class NonFatal:
             yield
         except (OSError, RuntimeError, MemoryError) as error:
             if not isinstance(error, OSError) and not measure.out_of_memory(error):
+                raise
+            if ranks.count() > 1 and work in ("validation", "sampling"):  # the others wait for this rank
                 raise
             if work not in self.failed:
                 reason = " ".join(str(error).split())[:200]
@@ -526,6 +531,6 @@ def overfitting_note(run: Run) -> str:
 
 
 def _write(folder: Path, step: int, snapshot: checkpoint.Snapshot) -> Path:
-    if (folder / METRICS).exists():
-        fsync_path(folder / METRICS)  # resuming needs the metrics up to the state
+    with_metrics = ranks.is_first() and (folder / METRICS).exists()  # resuming needs them up to the state
+    ranks.together(lambda: fsync_path(folder / METRICS) if with_metrics else None)
     return checkpoint.save_state(folder, step, snapshot)

@@ -327,7 +327,8 @@ def check_shared(folder: Path) -> None:
 def was_started_by_job(folder: Path) -> bool:
     """True if the last run in the folder was started by the same torchrun command as this process."""
     lock = folder / "state" / "lock"
-    return ranks.asked() and (folder / "state" / "plan.json").exists() and lock.read_text() == ranks.job()
+    started = ranks.asked() and lock.is_file() and (folder / "state" / "plan.json").exists()
+    return started and lock.read_text() == ranks.job()
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
@@ -479,6 +480,7 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
         run.schedule.warmup = run.schedule.warmup if state["warmup"] is None else state["warmup"]
     for name in (*STATE_FIELDS, "best", "last"):
         setattr(run, name, state[name])
+    run.best_weights = {name: tensor.cpu() for name, tensor in run.best_weights.items()}
     run.timings.seconds.update(state["timings"])
     truncate_metrics(run.folder / METRICS, run.trainer.number)
     line(f"resuming after step {run.trainer.number}")
