@@ -437,14 +437,17 @@ def test_any_number_of_processes_loads_what_any_number_saved(variables, tmp_path
 
 
 def change_weights(config, folder, display):
-    """Weights that change between two forward passes without a backward, as the best step's do, are used."""
+    """Weights that change between two forward passes without a backward are used and stored."""
     models = [initialise(FAMILIES["arcee"].build(small_config("arcee")), seed) for seed in (1, 2)]
     ids = torch.ones(1, 4).long()
     ranks.shard(models[0], models[0].blocks)
     with torch.no_grad():
         models[0](ids)
         load_trainable_state(models[0], trainable_state(models[1]))
-        return int(not torch.equal(models[0](ids), models[1](ids)))
+        assert torch.equal(models[0](ids), models[1](ids))
+    stored = models[0].state_dict()  # frees what was gathered
+    assert all(torch.equal(ranks.full(stored[name]), tensor) for name, tensor in models[1].state_dict().items())
+    return 0
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def _main() -> int:
 
 def _report_late(errors: StringIO) -> None:
     """Report errors before `ranks.joined`, unless torchrun ends this process since the first rank failed, too."""
-    if sys.stderr is errors:
+    if sys.stderr is errors and errors.getvalue():
         sleep(20)
         print(errors.getvalue(), file=sys.__stderr__, end="")
 
