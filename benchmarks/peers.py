@@ -142,6 +142,7 @@ def main(
     size: Literal["1.7m", "10m", "40m", "124m", "1.1b"] = "10m",
     tasks: tuple[Literal[ALL_TASKS], ...] = TASKS,
     threads: int | None = None,
+    row_new: int | None = None,
     patience: float | None = None,
     toy: bool = False,
     here: bool = False,
@@ -155,12 +156,14 @@ def main(
         tasks: decode (one text), decode16 and decode64 (so many texts at once), prefill, first (seconds from the
             start of a process to the first token), train.
         threads: Threads of each side; by default as many as are fastest.
+        row_new: New tokens of each text in decode16 and decode64, by default 32, and at 124m and 1.1b fewer.
         patience: Maximum seconds until the first result of a compiled setting; 0 skips these. By default 120,
             and at 1.1b 300.
         toy: A tiny model and little work, and nothing compiled without --patience.
         here: Use the peers of this Python instead of installing them.
     """
     shape = SHAPES["toy" if toy else size]
+    shape = replace(shape, row_new=row_new or shape.row_new)
     patience = shape.patience if patience is None else patience
     sides, left_out = [Side("ours", (sys.executable, str(SIDES / "our_side.py")))], {}
     for peer in peers:

@@ -41,7 +41,7 @@ from dunes.generate import (
 from dunes.generate import packages as step_package
 from dunes.generate.packages import compile_step, load_step, make_step, step_source
 from dunes.generate.prefix_cache import IN_FLOAT32
-from dunes.generate.step import FEW, TEXT, CompiledStep, Step, TextStep, export_step, model_state
+from dunes.generate.step import FEW, ROWS, TEXT, CompiledStep, RowStep, Step, TextStep, export_step, model_state
 from dunes.inference.chat import start_compiling
 from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
@@ -128,6 +128,50 @@ def test_the_exported_step_gives_the_models_logits(name, n, capsys):
     assert largest < 5e-6
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "window", "lora", "int8", "int4"])
+@torch.no_grad()
+def test_the_exported_step_of_rows_gives_the_models_logits(name):
+    model = MODELS[name]()
+    step = PlainStep(model, rows=True)
+    step._run = {ROWS: exported_rows(model)}
+    assert_rows_are_read(model, step)
+
+
+def exported_rows(model):
+    run = export_step(RowStep(model).eval(), example_cache(model)).module()
+    return lambda inputs: run(*inputs[:4], *halves(inputs[4:]))
+
+
+def halves(tensors):
+    return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+
+
+@torch.no_grad()
+def assert_rows_are_read(model, step, tolerance=1e-5):
+    """Rows of several lengths, of which some wait, as the model computes them, with equal caches."""
+    rows = [[*range(3, 3 + length)] for length in (4, 9, 1, 20)]
+    cache, other = (cache_for(model, 4, 64) for _ in range(2))
+    for each in (cache, other):
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+        real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
+        model(ids, positions=each.start(real), cache=each, last=1)
+    for ids in ({0: 5, 1: 6, 2: 7, 3: 8}, {0: 9, 3: 2}, {1: 11}, {0: 1, 1: 2, 2: 3, 3: 4}):
+        new = torch.tensor([[i in ids] for i in range(4)])
+        tokens = torch.tensor([[ids.get(i, 0)] for i in range(4)])
+        expected = model(tokens, positions=other.start(new), cache=other)[:, 0]
+        for i, scores in step.read_rows(ids, cache).items():
+            largest = tolerance * float(expected[i].abs().max())
+            assert (scores.logits - expected[i]).abs().max() < largest
+            assert scores.best == int(scores.logits.argmax())
+            assert abs(scores.logprob(5) - float(expected[i].log_softmax(-1)[5])) < 2 * largest
+        assert torch.equal(cache.length, other.length)
+        for own, theirs in zip(cache.keys + cache.values, other.keys + other.values, strict=True):
+            apart = (own - theirs)[:, :, : cache.capacity].abs().max()
+            assert apart <= tolerance * theirs.abs().max()
+
+
 def test_sums_of_norms_are_cut_into_parts_that_share_a_parallel_region():
     model = model_of(tied=False)
     graph = export_step(Step(model).eval(), example_cache(model)).graph
@@ -144,24 +188,30 @@ def example_cache(model):
 class PlainStep(CompiledStep):
     """What a CompiledStep computes, without a compiler."""
 
-    def __init__(self, model, few=False, texts=False):
+    def __init__(self, model, few=False, texts=False, rows=False):
         self.native, self.dtype, self.calls, self.reads_texts = True, torch.float32, 0, texts
+        self.reads_rows = rows
         self.state, self.example, step = model_state(model), example_cache(model), Step(model)
-        text_step = TextStep(model)
+        text_step, row_step = TextStep(model), RowStep(model)
 
         @torch.no_grad()
         def run(inputs):
             ids, slots, positions, *tensors = inputs
             self.calls += 1
-            return step(ids, slots, positions, tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
+            return step(ids, slots, positions, *halves(tensors))
 
         @torch.no_grad()
         def run_text(inputs):
             ids, *tensors = inputs
             self.calls += 1
-            return text_step(ids, tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :])
+            return text_step(ids, *halves(tensors))
 
-        self._run = dict.fromkeys((1, FEW) if few else (1,), run) | ({TEXT: run_text} if texts else {})
+        @torch.no_grad()
+        def run_rows(inputs):
+            self.calls += 1
+            return row_step(*inputs[:4], *halves(inputs[4:]))
+
+        self._run = dict.fromkeys((1, FEW) if few else (1,), run) | {TEXT: run_text, ROWS: run_rows}
 
 
 class Fresh(Sampler):
@@ -202,6 +252,47 @@ def test_a_step_gives_the_tokens_of_the_model(name, window, few):
     assert_same_tokens(tokens_of(model, step, REQUESTS[name]()), want)
     assert len({t.id for t in want}) > 4
     assert step.calls > (0 if name == "look-up" and not few else len(want) // 2)
+
+
+@pytest.mark.parametrize("name", ["own", "greedy", "penalty", "drawn", "stop"])
+@pytest.mark.parametrize("window", [None, 8])
+def test_rows_that_join_and_leave_have_the_tokens_of_the_model(name, window):
+    model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
+    step = PlainStep(model, rows=True)
+
+    def texts(step):
+        requests = [Request([*range(5, 5 + n)], 10 + 9 * n, **REQUESTS[name]()) for n in (1, 4, 2)]
+        every = [*requests]
+        cache = PrefixCache(model, 3, step=step)
+        for count, _ in enumerate(generate_all(model, requests, context_length=48, cache=cache)):
+            if count == 12:
+                requests[2] = None
+            if count == 15:
+                requests[2] = Request([8, 9, 10], 30, **REQUESTS[name]())
+                every.append(requests[2])
+        return [request.ids for request in every]
+
+    want = texts(None)
+    assert texts(step) == want
+    assert step.calls > (1 if name == "stop" else 15)
+
+
+@pytest.mark.parametrize("change", ["hook", "adapter", "autocast", "two new ids"])
+def test_rows_are_computed_by_the_model_where_the_step_does_not_fit(change):
+    model = changed("lora")
+    step = PlainStep(model, rows=True)
+    cache = PrefixCache(model, 2, activate=partial(row_adapters, model), step=step)
+    cache.reserve(64)
+    texts = {0: [5, 6, 7], 1: [8, 9, 10]}
+    cache.logits({i: ids[: 1 if change == "two new ids" else 2] for i, ids in texts.items()})
+    if change == "hook":
+        model.blocks[0].register_forward_hook(lambda *arguments: None)
+    if change == "adapter":
+        cache.adapters[0] = "default"
+    with torch.autocast("cpu", enabled=change == "autocast"):
+        cache.logits(texts)
+        assert step.calls == 0
+    assert cache.ids == [*texts.values()]
 
 
 def test_a_text_is_read_and_proposals_are_verified_by_steps_of_a_few_tokens(monkeypatch):
@@ -477,6 +568,9 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, home):
     assert_a_few_are_computed_at_once(step)
     if step.reads_texts:
         assert_texts_are_read(model, step)
+    assert step.reads_rows == (name != "mixtral")
+    if step.reads_rows:
+        assert_rows_are_read(model, step, tolerance=1e-5 if dtype == torch.float32 else 0.05)
     assert step.reads_texts == (name not in WITHOUT_TEXTS)
     assert stat.S_IMODE(step_package.packages_folder().stat().st_mode) == 0o700
     in_heap = name in ("mixtral", "dora", "nf4", "int4")  # with operators that Inductor only calls

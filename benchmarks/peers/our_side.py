@@ -4,7 +4,8 @@ A compiled setting makes its package (`dunes compile`) before the first answer, 
 """
 
 import sys
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 from dunes import checkpoint
@@ -16,40 +17,52 @@ from dunes.train import Trainer, adamw
 
 import torch
 import work as asked
+from torch import nn
 from work import Answer, BatchAnswer, Process, Watch, Work
 
 
 def answers(work: Work, setting: str, cast: bool = False) -> Answer:
     """`cast`: of a compiled setting, too, all weights have its dtype, and not only the matrices of a step."""
-    precision, *compiled = setting.split()
-    loaded, dtype = checkpoint.load(work.folder), getattr(torch, precision)
-    model, context = loaded.model.to(dtype) if cast or not compiled else loaded.model, loaded.context_length
-    step: CompiledStep | None = None
+    model, context, step = _model(work, setting, cast)
 
     def answer(ids, new):
-        nonlocal step
-        if compiled and step is None:
-            compile_step(model, context, dtype)
-            step = load_step(model, dtype)
-            assert step is not None, "the package was made"
-        cache = PrefixCache(model)
-        cache.step = step
-        return [t.id for t in generate(model, ids, max_tokens=new, context_length=context, cache=cache)]
+        prefix = PrefixCache(model, step=step())
+        return [t.id for t in generate(model, ids, max_tokens=new, context_length=context, cache=prefix)]
 
     return answer
 
 
 def batch_answers(work: Work, setting: str) -> BatchAnswer:
-    loaded = checkpoint.load(work.folder)
-    model, context = loaded.model.to(getattr(torch, setting)), loaded.context_length
+    model, context, step = _model(work, setting)
 
     def answer(prompts, new):
         requests = [Request(ids, new) for ids in prompts]
-        for _ in generate_all(model, requests, context_length=context):
+        prefix = PrefixCache(model, len(prompts), step=step())
+        for _ in generate_all(model, requests, context_length=context, cache=prefix):
             pass
         return [r.ids[len(r.prompt) :] for r in requests]
 
     return answer
+
+
+def _model(
+    work: Work, setting: str, cast: bool = False
+) -> tuple[nn.Module, int, Callable[[], CompiledStep | None]]:
+    """The model, its context length, and a function that returns its step, compiled by the first call."""
+    precision, *compiled = setting.split()
+    loaded, dtype = checkpoint.load(work.folder), getattr(torch, precision)
+    model, context = loaded.model.to(dtype) if cast or not compiled else loaded.model, loaded.context_length
+
+    @cache
+    def step() -> CompiledStep | None:
+        if not compiled:
+            return None
+        compile_step(model, context, dtype)
+        made = load_step(model, dtype)
+        assert made is not None, "the package was made"
+        return made
+
+    return model, context, step
 
 
 def command(work: Work, setting: str) -> Process:
@@ -87,7 +100,7 @@ if __name__ == "__main__":
         {
             "decode": (steps, answers),
             "prefill": ((*both, "float32 compiled", "bfloat16 compiled"), partial(answers, cast=True)),
-            **dict.fromkeys(asked.BATCHES, (both, batch_answers)),
+            **dict.fromkeys(asked.BATCHES, ((*both, *steps[1:]), batch_answers)),
             "first": (("float32", "float32 compiled"), command),
             "train": ((*both, "bfloat16 compiled"), train),
         },

@@ -12,6 +12,7 @@ from dunes import tree
 from dunes.generate.prefix_cache import PrefixCache, check_ids
 from dunes.generate.sampling import Sampler, log_probs
 from dunes.generate.speculate import Proposal, Proposer, choose
+from dunes.generate.step import Scores
 from dunes.parts import vocabulary_size
 from dunes.parts.quantized_cache import SLACK
 
@@ -111,26 +112,35 @@ def generate_all(
         cache.reserve(min(context_length, max(r.end for r in active.values())))
         for i, request in active.items():
             cache.set_adapter(i, request.adapter)
-        if len(requests) == 1 and (token := _step_token(active[0], context_length, cache)):
-            if active[0].append(token):
-                yield [token]
-            continue
         texts = {i: r.window(context_length) for i, r in active.items()}
+        if tokens := _step_tokens(active, texts, cache):
+            row = [active[i].append(tokens[i]) if i in tokens else None for i in range(len(requests))]
+            if any(row):
+                yield row
+            continue
         proposals = {i: _propose(r, context_length - len(texts[i]), cache) for i, r in active.items()}
         last = {i: len(proposal.ids) + 1 for i, proposal in proposals.items()}
         logits = cache.logits({i: [*ids, *proposals[i].ids] for i, ids in texts.items()}, last)
         yield from _accept(requests, active, proposals, logits)
 
 
-def _step_token(request: Request, context_length: int, cache: PrefixCache) -> Token | None:
-    """The next token of a single row, computed with the compiled step; None if the request has a proposer or asks
-    for alternatives, or if no compiled step fits."""
-    if request.proposer is not None or request.alternatives:
-        return None
-    if (steps := cache.scores(request.window(context_length))) is None:
-        return None
-    scores, sample = steps[0], request.sample
-    id = scores.best if sample.returns_best(scores.best) else int(sample(scores.logits, request.ids))
+def _step_tokens(
+    requests: Mapping[int, Request], texts: Mapping[int, list[int]], cache: PrefixCache
+) -> dict[int, Token]:
+    """The next token of each text, computed with the compiled step; empty if a request has a proposer or asks for
+    alternatives, or if no compiled step fits."""
+    if any(r.proposer is not None or r.alternatives for r in requests.values()):
+        return {}
+    if len(cache.ids) == 1:
+        scores = dict(zip(texts, cache.scores(texts[0]) or (), strict=False))
+    else:
+        scores = cache.row_scores(texts) or {}
+    return {i: _choose_token(requests[i], each) for i, each in scores.items()}
+
+
+def _choose_token(request: Request, scores: Scores) -> Token:
+    best = request.sample.returns_best(scores.best)
+    id = scores.best if best else int(request.sample(scores.logits, request.ids))
     return Token(id, scores.logprob(id))
 
 

@@ -35,9 +35,12 @@ from dunes.generate import generate
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.step import (
     FEW,
+    ROWS,
     STACK,
     TEXT,
     CompiledStep,
+    RowStep,
+    Scores,
     Step,
     TextStep,
     export_step,
@@ -50,15 +53,14 @@ from dunes.parts import Cache, cache_for, vocabulary_size
 from dunes.tree.summary import stable_repr
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 6
-FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so"}
+FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so", ROWS: "native-rows.so"}
 """Names of native code files by number of tokens. All packages have the first file; some also have a file for FEW
-tokens, or for the start of a text (TEXT)."""
-TEXT_OPTIONS = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
-OPTIONS = TEXT_OPTIONS | {
+tokens, for the start of a text (TEXT), or for a token in each of several rows (ROWS)."""
+TEXT_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
+ROW_OPTIONS = TEXT_OPTIONS | {"realize_reads_threshold": 1, "score_fusion_memory_threshold": 1}
+OPTIONS = ROW_OPTIONS | {
     "aot_inductor.allow_stack_allocation": True,
     "cpp.enable_floating_point_contract_flag": "fast",
-    "realize_reads_threshold": 1,
-    "score_fusion_memory_threshold": 1,
 }
 """Inductor's options for a step: code without weights, for any number of threads, that computes each norm once.
 
@@ -69,6 +71,8 @@ TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 """Maximum error of a step's logits, as a fraction of the largest logit, by the dtype of its matrices."""
 GREEDY_TOKENS = 64
 """Number of tokens that the model and a float16 step generate for comparison."""
+TIMED = 30
+"""Number of tokens for which the time of a step is measured; the least time counts."""
 CHECKED = 6
 """Number of tokens in the cache when the logits of a step are checked."""
 LOOK_EVERY = 1.0
@@ -138,18 +142,19 @@ def compile_step(
 ) -> tuple[Path, torch.dtype]:
     """Compile the package that `load_step` will choose, unless it exists; returns its folder and dtype.
 
-    By default, float32 matrices are rounded to float16 if greedy decoding then gives the same ids. Raises
-    ValueError with the reason if the step cannot be exported or compiled, if it does not support the dtype, or if
-    no C++ compiler exists. Steps for FEW tokens and for the start of a text are added if the model supports them.
+    By default, float32 matrices are rounded to bfloat16 or float16, whichever is faster here, if greedy decoding
+    then gives the same ids. Raises ValueError with the reason if the step cannot be exported or compiled, if it
+    does not support the dtype, or if no C++ compiler exists. Steps for FEW tokens, for the start of a text, and for
+    several rows are added if the model supports them.
     """
-    own = _dtype(model)
-    choices = [dtype] if dtype else [torch.float16, own] if own == torch.float32 else [own]
-    for choice in choices:
-        last = choice in (dtype, own)
-        with nullcontext() if last else suppress(ValueError):  # weights may be too large for float16
-            step = make_step(model, choice)
-            if last or _same_greedy_ids(model, context_length, step):
-                break
+    own, steps = _dtype(model), dict[torch.dtype, CompiledStep]()
+    for half in [d for d in TOLERANCE if d != own] if own == torch.float32 and dtype is None else []:
+        with suppress(ValueError):  # weights may be too large for float16
+            step = make_step(model, half)
+            steps |= {half: step} if _same_greedy_ids(model, context_length, step) else {}
+    choice = _fastest(steps) if steps else dtype or own
+    if not steps:
+        make_step(model, choice)
     folder = _folder(model)
     package = folder / str(choice)
     if _read_choice(model, folder) != choice:
@@ -158,6 +163,19 @@ def compile_step(
         with suppress(ValueError):
             _add(model, choice, package, tokens)
     return package, choice
+
+
+def _fastest(steps: Mapping[torch.dtype, CompiledStep]) -> torch.dtype:
+    """The dtype whose step takes the least time for a token; the steps run in turn."""
+
+    def seconds(step: CompiledStep) -> float:
+        step.example.truncate(torch.tensor([CHECKED - 1]))
+        start = time.perf_counter()
+        step([0], step.example)
+        return time.perf_counter() - start
+
+    rounds = [{dtype: seconds(step) for dtype, step in steps.items()} for _ in range(TIMED)]
+    return min(steps, key=lambda dtype: min(times[dtype] for times in rounds))
 
 
 def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
@@ -190,7 +208,7 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> No
         with warnings.catch_warnings(), staging_folder(package / name) as staged:
             warnings.simplefilter("ignore")  # torch's own deprecations
             graph = _export(model, _dtype(model) if tokens == TEXT else dtype, tokens)
-            compile_graph(graph, staged / name, tokens == TEXT)
+            compile_graph(graph, staged / name, {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS}.get(tokens, OPTIONS))
             _bind(model, staged, [name], dtype)
             for part in sorted(staged.iterdir()):
                 digests[part.name] = atomic.digest(part)
@@ -328,18 +346,27 @@ def bind_step(
     step = CompiledStep(files, dtype)
     cache, expected = _check_tokens(model)
     step.state, step.example = model_state(model), cache
+    rows = cache.select_rows(torch.tensor([0, 0]))
     for n, (file, _) in files.items():
-        ids = [*range(n if n != TEXT else CHECKED, 0, -1)]
-        cache.truncate(torch.tensor([CHECKED - len(ids)]))
-        for tensor in cache.keys + cache.values:
-            tensor[:, :, CHECKED - len(ids) :] = torch.nan  # which the step has to replace
-        run = partial(step.read_text if n == TEXT else step, ids, cache)
+        ids = [*range({TEXT: CHECKED, ROWS: 2}.get(n, n), 0, -1)]
+        lengths = [CHECKED - len(ids)] if n != ROWS else [CHECKED - 2, CHECKED - 1]
+        used = rows if n == ROWS else cache
+        used.truncate(torch.tensor(lengths))
+        for tensor in used.keys + used.values:
+            for row, length in zip(tensor, lengths, strict=True):
+                row[:, length : length + len(ids) // len(lengths)] = torch.nan  # which the step has to replace
         with torch.autocast("cpu", enabled=False):
-            scores = attempt("a compiled step cannot be run", run)
+            scores = attempt("a compiled step cannot be run", partial(_run(step, n), ids, used))
         logits = torch.stack([s.logits for s in scores])
         computed = _dtype(model) if n == TEXT else dtype
         require_close(f"{file}: its logits", logits - expected[-len(logits) :], expected, computed)
     return step
+
+
+def _run(step: CompiledStep, tokens: int) -> Callable[[list[int], Cache], list[Scores]]:
+    """The step's method for this number of tokens; for ROWS, each id is of a row."""
+    rows = lambda ids, cache: [*step.read_rows(dict(enumerate(ids)), cache).values()]
+    return {TEXT: step.read_text, ROWS: rows}.get(tokens, step)
 
 
 def require_close(subject: str, difference: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -361,11 +388,13 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
         return cache, model(ids[None], cache=cache, last=FEW)[0].float()
 
 
-def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: bool = True) -> None:
+def compile_graph(
+    graph: torch.export.ExportedProgram, path: Path, options: Mapping[str, Any] = TEXT_OPTIONS
+) -> None:
     """Write the native code of a graph, and a file with its calls of operators without a C interface, if any.
 
-    `as_usual` selects Inductor's usual wrapper code and TEXT_OPTIONS, otherwise wrapper code with buffers on the
-    stack, and OPTIONS. Raises ValueError for a graph that Inductor cannot compile.
+    With OPTIONS, the wrapper code has its buffers on the stack. Raises ValueError for a graph that Inductor cannot
+    compile.
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.codegen import common
@@ -378,10 +407,15 @@ def compile_graph(graph: torch.export.ExportedProgram, path: Path, as_usual: boo
     cpu = common.device_codegens["cpu"]
     writer = patch.object(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
     # Other processes may write the same names into the usual cache; the compiler accepts no spaces in `path`.
-    with TemporaryDirectory() as folder, fresh_cache(dir=folder), limit, nullcontext() if as_usual else writer:
+    with (
+        TemporaryDirectory() as folder,
+        fresh_cache(dir=folder),
+        limit,
+        writer if options is OPTIONS else nullcontext(),
+    ):
         archive = f"{folder}/archive.pt2"
-        options: Any = {"package_path": archive, "inductor_configs": {**(TEXT_OPTIONS if as_usual else OPTIONS)}}
-        attempt("torch cannot compile this model", lambda: aoti_compile_and_package(graph, **options))
+        make = partial(aoti_compile_and_package, package_path=archive, inductor_configs=dict(options))
+        attempt("torch cannot compile this model", partial(make, graph))
         with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
             for name in (n for n in members.namelist() if n.endswith((".wrapper.so", ".wrapper.json"))):
                 path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
@@ -391,7 +425,7 @@ def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.E
     with buffers_unchanged(model):
         cache, _ = _check_tokens(model)
     with tree.mode(model, False):
-        step = (TextStep if tokens == TEXT else Step)(outline(model, dtype)).eval()
+        step = {TEXT: TextStep, ROWS: RowStep}.get(tokens, Step)(outline(model, dtype)).eval()
     with torch.autocast("cpu", enabled=False):  # whose casts would be part of the graph
         return export_graph(lambda: export_step(step, cache, tokens))
 

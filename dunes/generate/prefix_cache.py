@@ -41,7 +41,7 @@ class PrefixCache:
     """The KV cache of a model and the ids in each of its rows. The model's weights must not change.
 
     `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
-    all rows use the model's active adapter. `step`, if set, computes a few new tokens if the cache has one row.
+    all rows use the model's active adapter. `step`, if set, computes a few new tokens of one row, or one of each row.
     `format` quantizes keys and values. Raises ValueError if both a format and a step are given.
     """
 
@@ -91,6 +91,8 @@ class PrefixCache:
         Only the ids after the prefix that the row already contains are evaluated.
         """
         last = last or dict.fromkeys(texts, 1)
+        if len(self.ids) > 1 and max(last.values()) == 1 and (by_row := self.row_scores(texts)):
+            return {i: s.logits[None] for i, s in by_row.items()}
         if last.keys() == {0} and (scores := self.scores(texts[0], last[0])):
             return {0: torch.stack([s.logits for s in scores])}
         if self.cache is None:  # the model may mix tokens, so it reads entire texts
@@ -111,9 +113,9 @@ class PrefixCache:
         None if the step cannot be used here, or if a forward over the new ids is faster.
         """
         cached, step, cache = self.ids[0], self.step, self.cache
-        if step is None or cache is None or self.format or torch.is_autocast_enabled("cpu"):
+        if step is None or cache is None or len(self.ids) > 1 or torch.is_autocast_enabled("cpu"):
             return None
-        common = common_length(cached, text, last) if len(self.ids) == 1 else 0
+        common = common_length(cached, text, last)
         limit = (IN_FLOAT32 if step.dtype == torch.float32 else MAX_STEPPED) if step.most(cache, 0) > 1 else 1
         starts_text = not common and last == 1 and len(text) > limit and self._reads_text(step, len(text))
         if (len(text) - common > limit and not starts_text) or not self._step_fits(common, step, cache):
@@ -137,6 +139,31 @@ class PrefixCache:
         self.ids[0], self.vocab = cached, self.vocab or len(scores[0].logits)
         return scores[-last:]
 
+    def row_scores(self, texts: Mapping[int, Sequence[int]]) -> dict[int, Scores] | None:
+        """The compiled step's scores of the next token after these rows' texts.
+
+        None if a row misses more than the last id of its text, or if the step cannot be used here.
+        """
+        step, cache = self.step, self.cache
+        if step is None or not step.reads_rows or cache is None or torch.is_autocast_enabled("cpu"):
+            return None
+        cached = {i: self.ids[i] for i in texts}
+        has_all = all(cached[i] and cached[i] == [*text[:-1]] for i, text in texts.items())
+        if not has_all or not self._step_fits(1, step, cache):
+            return None
+        for i in texts:
+            self.ids[i] = []  # an interrupted step leaves a row undefined
+        try:
+            scores = step.read_rows({i: text[-1] for i, text in texts.items()}, cache)
+        except (OverflowError, RuntimeError):  # an id or a position that the model refuses, too
+            return None
+        self.forwards += 1
+        if any(math.isnan(s.log_sum) for s in scores.values()):
+            return None
+        for i, text in texts.items():
+            self.ids[i], self.vocab = [*cached[i], text[-1]], len(scores[i].logits)
+        return scores
+
     def _reads_text(self, step: CompiledStep, tokens: int) -> bool:
         """True if the step can evaluate a text of this many tokens in one call, faster than the model."""
         if not step.reads_texts or self.cache is None or tokens > min(CHUNK, self.cache.capacity):
@@ -148,7 +175,7 @@ class PrefixCache:
 
         The step has to match the model's present state and the cache's dtypes. It supports no rows with adapters.
         """
-        if len(self.ids) > 1 or any(self.adapters) or (not common and step.most(cache, 0) == 1):
+        if any(self.adapters) or (not common and step.most(cache, 0) == 1):
             return False
         if self._fitting_state != self._state():
             self._adapter_modules = [m for m in self.model.modules() if hasattr(m, "active")]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dunes import tree
+from dunes.ops.float32_products import float32_is_faster
 from dunes.ops.kernels import attempt
 from dunes.parts import Cache, Decoder
 from dunes.parts.context import ForwardContext
@@ -36,8 +37,8 @@ STACK = 1 << 20
 """Maximum bytes of the buffers that native code puts on the stack of its thread."""
 FEW = 4
 """Tokens of the larger step. It takes 1.9 times as long as a step for one token; with 8 tokens, 3.5 times."""
-TEXT = 0
-"""Key of the step for any number of tokens at the start of a text."""
+TEXT, ROWS = 0, -1
+"""Keys of the steps for any number of tokens at the start of a text, and for one token in each of several rows."""
 
 
 class Step(nn.Module):
@@ -58,18 +59,18 @@ class Step(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Arguments: new ids (T,), slots (T,) to write, the position of the token in each readable slot
         (S,), and for each layer keys and values (1, K, slots, D)."""
-        return self._score(self._hidden(ids, _StepContext(keys, values, slots, slot_positions)))
+        return self._score(self._hidden(ids[None], _StepContext(keys, values, slots, slot_positions)))
 
     def _hidden(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         assert isinstance(self.model, Decoder)
-        x: Tensor = self.model.embed(ids[None], ctx)
+        x: Tensor = self.model.embed(ids, ctx)
         for layer, block in enumerate(self.model.blocks):
             x = block(x, ctx, layer)
         return x
 
     def _score(self, x: Tensor) -> tuple[Tensor, Tensor]:
         assert isinstance(self.model, Decoder)
-        logits = self.model.logits(self.model.norm(x))[0].float()
+        logits = self.model.logits(self.model.norm(x)).flatten(0, 1).float()
         top = logits.amax(-1)
         summary = logits.argmax(-1), top, (logits - top[:, None]).exp().sum(-1).log()
         return logits, torch.stack([value.double() for value in summary], -1)
@@ -84,7 +85,25 @@ class TextStep(Step):
 
     def forward(self, ids: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Arguments: ids (T,), and per layer keys and values (1, K, slots, D); the first T slots are written."""
-        return self._score(self._hidden(ids, _TextContext(keys, values, torch.arange(ids.shape[0])))[:, -1:])
+        return self._score(self._hidden(ids[None], _TextContext(keys, values, torch.arange(ids.shape[0])))[:, -1:])
+
+
+class RowStep(Step):
+    """A step for one new token in each of R rows; its matrix products are calls of a library."""
+
+    def forward(  # type: ignore[override]
+        self,
+        ids: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        slot_positions: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Arguments: new ids (R,), slots (R,) to write, positions (R,) of the ids, of the tokens in each row's
+        readable slots (R, S), -1 if empty, and for each layer keys and values (R, K, slots, D)."""
+        ctx = _RowContext(keys, values, slots, positions, slot_positions)
+        return self._score(self._hidden(ids[:, None], ctx))
 
 
 class _TextContext(ForwardContext):
@@ -103,6 +122,30 @@ class _TextContext(ForwardContext):
         if window is not None:
             raise ValueError("a window needs a mask of a constant size")
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+class _RowContext(ForwardContext):
+    """Context of one new token per row, which attends to its row's slots, and not outside of a layer's window."""
+
+    def __init__(
+        self, keys: list[Tensor], values: list[Tensor], slots: Tensor, positions: Tensor, slot_positions: Tensor
+    ) -> None:
+        super().__init__(positions[:, None])
+        self.keys, self.values, self.slots, self.slot_positions = keys, values, slots, slot_positions
+
+    def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        rows, readable = torch.arange(self.slots.shape[0]), self.slot_positions.shape[1]
+        for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
+            cache.index_put_((rows[:, None], torch.arange(x.shape[1]), self.slots[:, None]), x[:, :, 0])
+        return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
+
+    def mask(self, window: int | None = None) -> Tensor:
+        key = self.slot_positions[:, None]
+        return key >= 0 if window is None else (key >= 0) & (key > self.positions[:, :, None] - window)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
+        mask = self.mask(window)[:, None]
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
 class _StepContext(ForwardContext):
@@ -136,15 +179,22 @@ def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.Expor
     """
     args: tuple[Tensor, ...]
     shapes: dict[str, Any] = {}
+    row: dict[int, Any] = {}
     if isinstance(step, TextStep):
         least, forms, args = FEW + 1, {F.embedding: _rows_of_ids}, (torch.zeros(5, dtype=torch.long),)
         shapes["ids"] = {0: torch.export.Dim("tokens", min=least)}
+    elif isinstance(step, RowStep):
+        row, readable, least = {0: torch.export.Dim("rows", min=2)}, torch.export.Dim("readable", min=2), 4
+        forms = _FORMS | {F.linear: _product}
+        cache, last = cache.select_rows(torch.zeros(3, dtype=torch.long)), torch.full((3,), 6)
+        args = (torch.zeros_like(last), last, last, torch.arange(7).repeat(3, 1))
+        shapes |= {"ids": row, "slots": row, "positions": row, "slot_positions": row | {1: readable}}
     else:
         # For caches in half precision, tracing requires more slots than readable ones.
         readable, least = torch.export.Dim("readable", min=max(2, tokens)), max(4, tokens + 1)
         forms, args = _FORMS, (torch.zeros(tokens, dtype=torch.long), torch.arange(7 - tokens, 7), torch.arange(7))
         shapes |= {"ids": None, "slots": None, "slot_positions": {0: readable}}
-    shapes["keys"] = shapes["values"] = [{2: torch.export.Dim("slots", min=least)}] * len(cache.keys)
+    shapes["keys"] = shapes["values"] = [row | {2: torch.export.Dim("slots", min=least)}] * len(cache.keys)
     with torch.no_grad(), _OneRow(forms):
         return torch.export.export(step, (*args, cache.keys, cache.values), dynamic_shapes=shapes, strict=False)
 
@@ -200,11 +250,24 @@ class CompiledStep:
         self._run: dict[int, Run] = {}
         for n, (file, weights) in files.items():
             self._run[n] = attempt(f"{file}: cannot be loaded", partial(load_native, file, weights))
-        self.reads_texts = TEXT in files
+        self.reads_texts, self.reads_rows = TEXT in files, ROWS in files
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"CompiledStep({dtype} matrices, tokens at once: {', '.join(map(str, self._run))})"
+
+    def read_rows(self, ids: Mapping[int, int], cache: Cache) -> dict[int, Scores]:
+        """Scores after one new token in each of these rows; the cache has several rows."""
+        new = torch.tensor([[i in ids] for i in range(cache.batch)])
+        positions = cache.start(1 if len(ids) == cache.batch else new).expand(cache.batch, 1)
+        slot_positions = cache.slot_positions(positions.amax(1)).expand(cache.batch, -1)[:, : cache.max_length]
+        tokens = torch.tensor([ids.get(i, 0) for i in range(cache.batch)])
+        slots = cache.slots(positions)[:, 0].contiguous()
+        arguments = tokens, slots, positions[:, 0].contiguous(), slot_positions.contiguous()
+        logits, summary = self._run[ROWS]([*arguments, *cache.keys, *cache.values])
+        cache.advance((positions >= 0).sum(1))
+        scores = _scores(summary, logits)
+        return {i: scores[i] for i in ids}
 
     def most(self, cache: Cache, length: int) -> int:
         """Maximum number of tokens per call after `length` tokens. A call for 2 to FEW tokens writes FEW slots."""
@@ -322,6 +385,14 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias.float()
 
 
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if weight.dtype == torch.bfloat16 and not float32_is_faster():
+        return F.linear(x.bfloat16(), weight, None if bias is None else bias.bfloat16()).float()
+    # With a row for each token, as in the usual form, 16 tokens take 1.5 times as long.
+    y: Tensor = (weight.float() @ x.flatten(0, -2).t().contiguous()).t().view(*x.shape[:-1], len(weight))
+    return y if bias is None else y + bias.float()
+
+
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
     if dim != -1 or x.shape[-1] % 4 or kwargs:
         return torch.mean(x, dim, keepdim, **kwargs)
@@ -361,7 +432,7 @@ def _attention(
     k, v = (x[:, :, None, None].float() for x in (key, value))
     scores = (q.float() * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask.reshape(1, 1, 1, *attn_mask.shape[-2:]), -torch.inf)
+        scores = scores.masked_fill(~attn_mask.unsqueeze(2), -torch.inf)
     weights = (scores - scores.amax(-1, keepdim=True)).exp().unsqueeze(-1)
     y: Tensor = (weights * v).sum(4) / weights.sum(4)
     return y.flatten(1, 2)

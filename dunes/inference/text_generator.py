@@ -39,8 +39,7 @@ class TextGenerator:
     """Generates text with a model whose weights do not change. Raises ValueError if it has no tokenizer.
 
     The KV cache of the last text is kept. If the next text has the same prefix, as the next turn of a conversation
-    has, only the ids after the prefix are evaluated. A prompt is a text or its ids. Before each token of a single
-    request, `find_step()` is called for a compiled step; with a cache `format`, no step is used.
+    has, only the ids after the prefix are evaluated. A prompt is a text or its ids. Before each token, `find_step()` is called for a compiled step; with a cache `format`, no step is used.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class TextGenerator:
             self._use_step(self.cache, requests)
 
     def _use_step(self, cache: PrefixCache, requests: Sequence[Request | None]) -> None:
-        if len(cache.ids) == 1 and cache.format is None:
+        if cache.format is None:
             step, proposes = self._find_step(), any(r and r.proposer for r in requests)
             # A step's logits differ slightly from the model's, so a step that cannot verify proposals is not used.
             verifies = step and cache.cache and step.most(cache.cache, 0) > 1

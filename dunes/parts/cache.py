@@ -128,11 +128,12 @@ class Cache:
             block = slice(self.max_length - k.shape[2], self.max_length)
             self.keys[layer][:, :, block], self.values[layer][:, :, block] = k, v
         else:
-            slot = self._slots(positions)[:, None, :, None].expand_as(k)
+            slot = self.slots(positions)[:, None, :, None].expand_as(k)
             self.keys[layer].scatter_(2, slot, k)
             self.values[layer].scatter_(2, slot, v)
 
-    def _slots(self, positions: Tensor) -> Tensor:
+    def slots(self, positions: Tensor) -> Tensor:
+        """The slots (B, T) of tokens at `positions`; padding has a slot of its own."""
         return torch.where(positions >= 0, positions, self.capacity)
 
     def _read(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -242,7 +243,8 @@ class RollingCache(Cache):
         self._write(layer, k, v, positions)
         return self._read(layer) if self._new_positions is None else readable
 
-    def _slots(self, positions: Tensor) -> Tensor:
+    def slots(self, positions: Tensor) -> Tensor:
+        """The slots (B, T) of tokens at `positions`; padding has a slot of its own."""
         is_stored = (positions >= 0) & (positions > positions.amax(1, keepdim=True) - self.capacity)
         return torch.where(is_stored, positions % self.capacity, self.capacity)
 

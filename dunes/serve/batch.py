@@ -220,8 +220,7 @@ class Batch:
             row.emit(error)
 
     def _next_tokens(self) -> None:
-        if len(self._cache.ids) == 1:
-            self._cache.step = self._find_step()
+        self._cache.step = self._find_step()
         tokens = next(self._tokens, None)
         if tokens is None:
             model, room = self.loaded.model, self.loaded.context_length

@@ -30,7 +30,7 @@ from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.checkpoint.weights.safetensors_file import CODES, write_file
 from dunes.files import atomic
 from dunes.generate import packages
-from dunes.generate.step import FEW, TEXT, CompiledStep, load_native, named_tensors, step_weights
+from dunes.generate.step import FEW, ROWS, TEXT, CompiledStep, load_native, named_tensors, step_weights
 from dunes.ops.kernels import why_not_compiled
 from dunes.parts import cache_for, vocabulary_size
 from dunes.parts.cache import RollingCache
@@ -103,7 +103,8 @@ def export_native(
         raise ValueError(f"--to cpp: the model attends to {length} tokens; expected at least {MIN_CONTEXT}")
     show("compiling the steps unless they are kept already: one to three minutes")
     package, chosen = packages.compile_step(model, loaded.context_length, dtype)
-    names, step = packages.native_files(package), packages.load_step(model, chosen)
+    step = packages.load_step(model, chosen)
+    names = packages.native_files(package).keys() - {packages.FILES[ROWS]}
     if step is None or "native-few.so" not in names:
         raise ValueError("the steps of this model cannot be compiled: dunes compile says why")
     weights = step_weights(model, chosen)
