@@ -13,7 +13,7 @@ from conftest import refuses, run_python
 from dunes import checkpoint, measure
 from dunes.bench.subject import of_shape
 from dunes.cli import main as command
-from dunes.cli import verbs
+from dunes.cli import training, verbs
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import sampler
 from dunes.inference.sampling_options import SamplingOptions
@@ -108,7 +108,7 @@ def test_a_flag_at_its_default_counts_as_asked_for(monkeypatch):
     monkeypatch.setattr(sys, "argv", line.split())
     options = config.RunOptions(resume=True)
     model = finetune_config.FinetuneConfig(model="m")
-    verbs._run(lambda *_, **named: seen.update(named) or 0, model, Path("run"), False, options)
+    training._run(lambda *_, **named: seen.update(named) or 0, model, Path("run"), False, options)
     assert seen["asked"] == {"model", "rank", "packing", "val_fraction"}
     assert seen["resume"]
 
