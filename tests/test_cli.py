@@ -125,6 +125,25 @@ def test_importing_the_package_is_light():
     assert run_python(script).returncode == 0
 
 
+def test_generate_imports_neither_training_nor_templates():
+    script = (
+        "import sys; from dunes.cli import main; sys.argv = ['dunes', 'generate', 'nowhere']\n"
+        "try: main._main()\n"
+        "except ValueError: print(*{'dunes.cli.training', 'dunes.data', 'jinja2', 'torch'} & sys.modules.keys())"
+    )
+    assert run_python(script).stdout == "torch\n"
+
+
+def test_errors_of_a_verb_parsed_alone_name_the_options_of_others(monkeypatch, capsys):
+    """They are printed once."""
+    monkeypatch.setattr(sys, "argv", ["dunes", "generate", "m", "--lora-rank", "4", "--steps", "x"])
+    with pytest.raises(SystemExit, match="2"):
+        command._main()
+    printed, errors = capsys.readouterr()
+    assert (printed, errors.count("Unrecognized options")) == ("", 1)
+    assert "in dunes train --help" in errors
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),

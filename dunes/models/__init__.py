@@ -67,7 +67,8 @@ def weight_counts(family: str, config: Any) -> tuple[int, int]:
     the same size.
     """
     experts = getattr(config, "experts", 1)
-    small, deep, wide = (_count(family, config, *sizes) for sizes in ((1, 1), (2, 1), (1, 2)))
+    small, deep = (_count(family, config, depth, 1) for depth in (1, 2))
+    wide = _count(family, config, 1, 2) if experts > 1 else small
     parameters, tensors = (
         a + (config.depth - 1) * (b - a) + config.depth * (experts - 1) * (c - a)
         for a, b, c in zip(small, deep, wide, strict=True)
