@@ -13,7 +13,7 @@ from conftest import refuses, run_python
 from dunes import checkpoint, measure
 from dunes.bench.subject import of_shape
 from dunes.cli import main as command
-from dunes.cli import verbs
+from dunes.cli import training, verbs
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import sampler
 from dunes.inference.sampling_options import SamplingOptions
@@ -108,7 +108,7 @@ def test_a_flag_at_its_default_counts_as_asked_for(monkeypatch):
     monkeypatch.setattr(sys, "argv", line.split())
     options = config.RunOptions(resume=True)
     model = finetune_config.FinetuneConfig(model="m")
-    verbs._run(lambda *_, **named: seen.update(named) or 0, model, Path("run"), False, options)
+    training._run(lambda *_, **named: seen.update(named) or 0, model, Path("run"), False, options)
     assert seen["asked"] == {"model", "rank", "packing", "val_fraction"}
     assert seen["resume"]
 
@@ -123,6 +123,25 @@ def test_families_are_the_same_in_help_docs_and_code():
 def test_importing_the_package_is_light():
     script = "import sys, dunes; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert run_python(script).returncode == 0
+
+
+def test_generate_imports_neither_training_nor_templates():
+    script = (
+        "import sys; from dunes.cli import main; sys.argv = ['dunes', 'generate', 'nowhere']\n"
+        "try: main._main()\n"
+        "except ValueError: print(*{'dunes.cli.training', 'dunes.data', 'jinja2', 'torch'} & sys.modules.keys())"
+    )
+    assert run_python(script).stdout == "torch\n"
+
+
+def test_errors_of_a_verb_parsed_alone_name_the_options_of_others(monkeypatch, capsys):
+    """They are printed once."""
+    monkeypatch.setattr(sys, "argv", ["dunes", "generate", "m", "--lora-rank", "4", "--steps", "x"])
+    with pytest.raises(SystemExit, match="2"):
+        command._main()
+    printed, errors = capsys.readouterr()
+    assert (printed, errors.count("Unrecognized options")) == ("", 1)
+    assert "in dunes train --help" in errors
 
 
 @pytest.mark.slow

@@ -405,10 +405,10 @@ def test_completion_is_on_where_most_of_the_text_is_source_code(tmp_path):
 
 
 def test_the_flags_are_those_of_the_config(monkeypatch, code, tmp_path):
-    from dunes.cli import verbs
+    from dunes.cli import training
     from dunes.cli.main import run
 
-    seen, commands = [], {"train": verbs.train, "finetune": verbs.finetune}
+    seen, commands = [], {"train": training.train, "finetune": training.finetune}
     monkeypatch.setattr("dunes.runs.train.train", lambda config, *a, asked, **k: seen.append((config, asked)) or 0)
     for flags in (["--complete", "--fim-rate", "0.75"], ["--no-complete"], []):
         arguments = ["train", str(code), "--out", str(tmp_path / "run"), *flags]

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from dunes.checkpoint.formats.native import PARAMS
 from dunes.checkpoint.weights.safetensors_file import quote
-from dunes.data.files import CODE_SUFFIXES, DEPENDENCIES, NEVER
 from dunes.files import atomic, json_file
 from dunes.files.atomic import folder_lock
 from dunes.files.model_file import find_file, listed_file
@@ -38,7 +37,7 @@ UNFINISHED = ".unfinished"
 """Subfolder with the finished parts of a change that is in progress."""
 READY = ".ready"
 """Subfolder of a complete save whose files are being renamed into place (`folder.py`)."""
-TEXT_SUFFIXES = CODE_SUFFIXES | {".txt", ".md", ".rst", ".html", ".json", ".jsonl", ".parquet"}
+TEXT_SUFFIXES = {".txt", ".md", ".rst", ".html", ".json", ".jsonl", ".parquet"}
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pth", ".pt", ".ckpt"}
 MOST = 2000
 """Maximum number of files that are listed to describe a folder."""
@@ -142,13 +141,17 @@ def _contents(folder: Path) -> str:
 
 def _files(folder: Path) -> Iterator[Path]:
     """Files below a folder, except in folders of version control and dependencies."""
+    from dunes.data.files import DEPENDENCIES, NEVER  # late: the room imports much
+
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted({*folders} - NEVER - DEPENDENCIES)
         yield from (Path(parent, name) for name in sorted(names))
 
 
 def _is_text(path: Path) -> bool:
-    return path.suffix.lower() in TEXT_SUFFIXES
+    from dunes.data.files import CODE_SUFFIXES
+
+    return path.suffix.lower() in CODE_SUFFIXES | TEXT_SUFFIXES
 
 
 def read_card(folder: Path) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import wraps
-from importlib import metadata
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from functools import partial, wraps
+from importlib import import_module, metadata
 from inspect import Parameter, Signature, signature
 from io import StringIO
 from time import sleep
@@ -25,6 +25,10 @@ VERBS = (
     "train", "finetune", "generate", "chat", "complete", "serve", "lsp", "doctor", "eval",
     "inspect", "convert", "export", "augment", "compile", "bench",
 )  # fmt: skip
+MODULES = dict.fromkeys(("train", "finetune"), "training") | dict.fromkeys(("serve", "lsp", "doctor"), "serve")
+"""Names of the modules of verbs that are not in `verbs`."""
+QUICK = ("generate", "chat", "complete")
+"""Verbs whose arguments are parsed without the other verbs, since people wait for their first token."""
 FUNCTIONS = {"eval": "evaluate", "compile": "compile_"}
 """Names of the functions for verbs that have the name of a Python builtin."""
 TRUST = {
@@ -41,9 +45,9 @@ def main() -> None:
 
 
 def _main() -> int:
-    from dunes.cli import serve, verbs
-
     warnings.showwarning = _show_warning
+    for option in {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TYPEGUARD_DISABLE_PLUGIN_AUTOLOAD": "1"}.items():
+        os.environ.setdefault(*option)  # plugins, for which torch and tyro read the metadata of all packages
     if int(os.environ.get("WORLD_SIZE") or "1") > 1:
         if os.environ.get("RANK") not in (None, "0"):  # errors of the command line are reported by the first rank
             sys.stderr = errors = StringIO()  # until `ranks.joined`
@@ -64,10 +68,28 @@ def _main() -> int:
         from dunes.cli import augment_verb
 
         return run("dunes augment", augment_verb.ABOUT, with_trust(augment_verb.COMMANDS), sys.argv[2:])
-    commands = {
-        verb: getattr(serve if hasattr(serve, verb) else verbs, FUNCTIONS.get(verb, verb)) for verb in VERBS
-    }
-    return run("dunes", ABOUT, with_trust(commands) | {"doctor": serve.doctor}, sys.argv[1:])
+    call = _parse_alone(sys.argv[1]) if sys.argv[1:] and sys.argv[1] in QUICK else None
+    return int(call() or 0) if call else run("dunes", ABOUT, _commands(VERBS), sys.argv[1:])
+
+
+def _parse_alone(verb: str) -> Callable[[], int | None] | None:
+    """The call of this verb; None for help, and for errors, whose messages name options of other verbs."""
+    calls, command = [], _commands([verb])[verb]
+
+    @wraps(command)
+    def later(*args: Any, **options: Any) -> None:
+        calls.append(partial(command, *args, **options))
+
+    del later.__wrapped__  # tyro would follow it
+    with suppress(SystemExit), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        run("dunes", "", {verb: later}, sys.argv[1:])
+    return calls[0] if calls else None
+
+
+def _commands(verbs: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    modules = {verb: import_module(f"dunes.cli.{MODULES.get(verb, 'verbs')}") for verb in verbs}
+    commands = {verb: getattr(modules[verb], FUNCTIONS.get(verb, verb)) for verb in verbs}
+    return {verb: work if verb == "doctor" else _with_options(work) for verb, work in commands.items()}
 
 
 def _report_late(errors: StringIO) -> None:

@@ -37,8 +37,11 @@ def weight_names(family: str) -> Names:
     return [*FAMILIES[family].NAMES, *getattr(FAMILIES[family], "ALIASES", ())]
 
 
-class _SkipNormal(TorchFunctionMode):
-    """Skips calls of `normal_`: on meta tensors they would make torch import its compiler (1.7 s)."""
+_INITIAL = torch.nn.init.normal_, torch.nn.init.kaiming_uniform_
+
+
+class _SkipInitial(TorchFunctionMode):
+    """Skips initial values: on meta tensors `normal_` would make torch import its compiler (1.7 s)."""
 
     def __torch_function__(
         self,
@@ -47,12 +50,12 @@ class _SkipNormal(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return None if func is torch.nn.init.normal_ else func(*args, **(kwargs or {}))
+        return None if func in _INITIAL else func(*args, **(kwargs or {}))
 
 
 def build_on_meta(family: str, config: Any) -> Decoder:
     """Build the model on the meta device: in milliseconds, with structure and shapes, but without values."""
-    with torch.device("meta"), _SkipNormal():
+    with torch.device("meta"), _SkipInitial():
         model: Decoder = FAMILIES[family].build(config)
     return model
 
@@ -64,7 +67,8 @@ def weight_counts(family: str, config: Any) -> tuple[int, int]:
     the same size.
     """
     experts = getattr(config, "experts", 1)
-    small, deep, wide = (_count(family, config, *sizes) for sizes in ((1, 1), (2, 1), (1, 2)))
+    small, deep = (_count(family, config, depth, 1) for depth in (1, 2))
+    wide = _count(family, config, 1, 2) if experts > 1 else small
     parameters, tensors = (
         a + (config.depth - 1) * (b - a) + config.depth * (experts - 1) * (c - a)
         for a, b, c in zip(small, deep, wide, strict=True)

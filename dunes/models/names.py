@@ -139,5 +139,7 @@ def _regex(template: str) -> re.Pattern[str]:
 
 def match_indices(template: str, key: str) -> dict[str, str] | None:
     """The numbers in `key`, by letter, if `key` matches the template; otherwise None."""
+    if not key.endswith(template[template.rfind("}") + 1 :]):  # compiling the pattern takes longer
+        return None
     match = _regex(template).fullmatch(key)
     return None if match is None else match.groupdict()

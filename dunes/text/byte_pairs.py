@@ -22,6 +22,7 @@ _OTHERS = sorted({*range(256)} - {*_PRINTABLE})
 BYTE_TO_CHAR = {b: chr(b) for b in _PRINTABLE} | {b: chr(256 + i) for i, b in enumerate(_OTHERS)}
 """The printable character for each byte in byte-level BPE, by GPT-2's rule."""
 CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
+_BYTE_LEVEL = codecs.charmap_build("".join(BYTE_TO_CHAR[byte] for byte in range(256)))
 
 
 def merge_pairs(
@@ -94,8 +95,10 @@ class ByteDecoder:
     def token_bytes(self, token: str) -> bytes:
         """The bytes of a token of the vocabulary."""
         if self.byte_level:
-            is_byte_level = all(c in CHAR_TO_BYTE for c in token)  # otherwise unchanged, as in the library
-            return bytes(CHAR_TO_BYTE[c] for c in token) if is_byte_level else token.encode()
+            try:
+                return codecs.charmap_encode(token, "strict", _BYTE_LEVEL)[0]
+            except UnicodeEncodeError:  # unchanged, as in the library
+                return token.encode()
         if self.byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:5], 16)])
         return (token.replace(SPACE, " ") if self.metaspace else token).encode()

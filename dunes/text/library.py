@@ -94,7 +94,7 @@ def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, pr
     """Raise ValueError unless each merge joins two tokens into a token; the second omits `prefix` characters."""
     for i, pair in enumerate(merges):
         parts = pair.split(" ") if isinstance(pair, str) else pair
-        if not (isinstance(parts, list | tuple) and len(parts) == 2 and all(isinstance(p, str) for p in parts)):
+        if not isinstance(parts, (list, tuple)) or [*map(type, parts)] != [str, str]:
             raise ValueError(f"{place}[{i}] is {abbreviate(pair)}; expected two tokens")
         for token in (*parts, parts[0] + parts[1][prefix:]):
             if token not in vocab:

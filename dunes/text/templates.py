@@ -18,8 +18,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
-
 from dunes.files import json_file
 from dunes.text import chat_template
 from dunes.text.tokenizer import Tokenizer
@@ -219,6 +217,8 @@ class NamedTemplate(Template):
         return self._spell_out(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
 
     def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
+        from jinja2 import TemplateError  # late: importing it takes as long as loading a small model
+
         template = chat_template.compile_template(self._spell_out(BEGIN.text, END.text))
         try:  # a named template reads no further variables
             return str(template.render(messages=messages, add_generation_prompt=is_open))

@@ -319,11 +319,17 @@ class Tokenizer:
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id; empty for special tokens and unused ids."""
-        tokens = [self.inner.id_to_token(i) or "" for i in range(self.vocab)]
-        added_tokens = self.inner.get_added_tokens_decoder().values()
-        added = {t.content: b"" if t.special else t.content.encode() for t in added_tokens}
-        added.setdefault(UNKNOWN, b"")
-        return [added[t] if t in added else self.byte_decoder.token_bytes(t) for t in tokens]
+        return [*map(self.bytes_of, range(self.vocab))]
+
+    def bytes_of(self, id: int) -> bytes:
+        """The bytes of an id; empty for special tokens and unused ids."""
+        token = self.inner.id_to_token(id) or ""
+        return self._added_bytes[token] if token in self._added_bytes else self.byte_decoder.token_bytes(token)
+
+    @cached_property
+    def _added_bytes(self) -> dict[str, bytes]:
+        added = self.inner.get_added_tokens_decoder().values()
+        return {UNKNOWN: b""} | {t.content: b"" if t.special else t.content.encode() for t in added}
 
     @cached_property
     def byte_decoder(self) -> ByteDecoder:
@@ -415,15 +421,14 @@ class DecodeStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self.byte_decoder = tokenizer, tokenizer.byte_decoder
         by_bytes = self.byte_decoder.byte_level or self.byte_decoder.metaspace
-        self.token_bytes = tokenizer.token_bytes if by_bytes else None
+        self.bytes_of = tokenizer.bytes_of if by_bytes else None
         self.utf8 = getincrementaldecoder("utf-8")(self.byte_decoder.errors)
         self.strip, self.library_stream = self.byte_decoder.strip, decoders.DecodeStream(skip_special_tokens=True)
 
     def step(self, token: int) -> str:
         """The text that this id completes; empty while a character is incomplete."""
-        if self.token_bytes is None:
+        if self.bytes_of is None:
             return self.library_stream.step(self.tokenizer.inner, token) or ""
         # The library's stream mistakes a real U+FFFD for an incomplete character, and withholds it.
-        data = self.token_bytes[token] if token < len(self.token_bytes) else b""
-        data, self.strip = self.byte_decoder.strip_leading(data, self.strip)
+        data, self.strip = self.byte_decoder.strip_leading(self.bytes_of(token), self.strip)
         return self.utf8.decode(data)

@@ -1,0 +1,110 @@
+"""The verbs that train."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from dunes.flags import flag
+from dunes.runs.config import Hardware, RunConfig, RunOptions
+from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization
+from dunes.runs.train_config import Completion, ModelShape, TextData, TrainConfig, TrainOptimization
+
+Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
+RunFolder = Annotated[Path | None, tyro.conf.arg(metavar="RUN", help_behavior_hint="(required)")]
+
+
+def train(
+    data: TextData,
+    model: ModelShape,
+    completion: Completion,
+    optimization: TrainOptimization,
+    hardware: Hardware,
+    run: RunOptions,
+    *,
+    out: RunFolder = None,
+    no_complete: bool = False,
+    quiet: Quiet = False,
+) -> int:
+    """Train a model on files and folders, from scratch or from a model.
+
+    Set --minutes (or --steps): the model size is chosen to fit the time, the text and this machine.
+
+    Example: dunes train ~/code/project --out runs/project --minutes 15
+
+    Example: dunes train ~/code/other --from runs/project --out runs/other --minutes 5
+
+    Args:
+        out: Output folder for the model, its metrics and its training state.
+        no_complete: Treat source code like plain text: train left to right only, without line completion.
+    """
+    if no_complete and completion.complete:
+        raise ValueError("--complete and --no-complete exclude each other; set one of them")
+    complete = {"complete": False} if no_complete else {}
+    config = TrainConfig(
+        **vars(data), **vars(model), **vars(completion) | complete, **vars(optimization), **vars(hardware)
+    )
+    from dunes.runs.train import train as work
+
+    return _run(work, config, out, quiet, run)
+
+
+def finetune(
+    data: ExampleData,
+    adapter: Adapter,
+    optimization: FinetuneOptimization,
+    hardware: Hardware,
+    run: RunOptions,
+    *,
+    out: RunFolder = None,
+    show: Annotated[int, flag("EXAMPLES")] = 0,
+    quiet: Quiet = False,
+) -> int:
+    """Finetune a model on instructions, chats, prompts and completions, or plain text.
+
+    Before the first step, prints a report on the data. At the end, prints the validation loss, the forgetting, and
+    answers before and after finetuning.
+
+    Example: dunes finetune runs/project --data alpaca.json --out runs/helper
+
+    Args:
+        out: Output folder for the adapter (with full: the model), its metrics and its training state.
+        show: Print this many tokenized examples, with trained tokens highlighted.
+    """
+    if show < 0:
+        raise ValueError(f"--show is {show}; it must be at least 0")
+    config = FinetuneConfig(**vars(data), **vars(adapter), **vars(optimization), **vars(hardware))
+    from dunes.runs.finetune import finetune as work
+
+    return _run(work, config, out, quiet, run, examples=show)
+
+
+def _run(
+    work: Callable[..., int],
+    config: RunConfig,
+    out: Path | None,
+    quiet: bool,
+    options: RunOptions,
+    **more: int,
+) -> int:
+    """Start a run. It gets the names of all options set on the command line, even if set to their defaults."""
+    if out is None and not options.dry_run:
+        raise ValueError("--out is missing; pass a folder for the run")
+    from dunes.measure import ranks
+    from dunes.progress import Display
+    from dunes.runs.run import was_started_by_job
+
+    flags = {word.partition("=")[0][2:].replace("-", "_") for word in sys.argv if word.startswith("--")}
+    set_options = config.changed() | {flag.removeprefix("no_") for flag in flags} & config.names()
+    display = Display(quiet=(quiet and not options.dry_run) or not ranks.is_first(), silent=not ranks.is_first())
+    folder = out or Path("runs/none")
+    if not 0 < options.rank_timeout < 1e6:
+        raise ValueError(f"--rank-timeout is {options.rank_timeout} minutes; expected more than 0")
+    limit, by_node = 60 * options.rank_timeout, options.shard == "node"
+    with ranks.joined(config.device, limit, folder / "state", by_node):
+        if ranks.decide(was_started_by_job(folder)):
+            options = replace(options, resume=True)
+        return work(config, folder, display, **vars(options) | {"asked": set_options} | more)
