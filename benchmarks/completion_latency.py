@@ -5,7 +5,7 @@
 The line is in the middle of a file; the text below the cursor is given, too. A cold request is the first in a
 file, with an empty cache; a warm one follows a key. Beside the times are the tokens per row in the first forward
 of a key (with one beam including proposed tokens), the tokens in all forwards, and the time that these would take
-one by one. Greedy decoding (width 1) uses the decode graph of `dunes compile RUN`, if it exists.
+one by one, in another pass over the keys. The timed pass uses the native code of `dunes compile RUN`, if it exists.
 
 `--server` is a llama-server with the same weights and one thread: it gets the ids of the text above the cursor and
 decodes the rest of the line greedily, with its own cache.
@@ -115,15 +115,18 @@ def main(
     for side in [*map(str, widths), *(["llama-server"] if server else [])]:
         found: dict[str, list[float]] = {}
         for path in files:
-            completer = FolderCompleter(run)
-            completer.copies = False  # the model is measured, also where a run would only copy
-            one, evaluated = token_time(completer), Evaluated(completer.loaded.model)
-            if side == "llama-server":
-                complete: Complete = partial(ask_server, server, completer)
-            else:
-                complete = partial(completer.complete, options=CompleteOptions(width=int(side)))
-            for name, values in typed(complete, evaluated, path, keys).items():
-                found[name] = [*found.get(name, []), *values]
+            one = token_time(FolderCompleter(run))
+            for counted in (False, True):  # a model with hooks has no compiled step
+                completer = FolderCompleter(run)
+                completer.copies = False  # the model is measured, also where a run would only copy
+                evaluated = Evaluated(completer.loaded.model if counted else nn.Module())
+                if side == "llama-server":
+                    complete: Complete = partial(ask_server, server, completer)
+                else:
+                    complete = partial(completer.complete, options=CompleteOptions(width=int(side)))
+                for name, values in typed(complete, evaluated, path, keys).items():
+                    if counted is (name in ("first", "all")):
+                        found[name] = [*found.get(name, []), *values]
         cold, warm = (np.percentile(found[name], [50, 95]) for name in ("cold", "warm"))
         first, every = np.mean(found["first"]), np.mean(found["all"])
         memory = measure.resident_memory() / 1e6

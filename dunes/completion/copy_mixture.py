@@ -47,7 +47,7 @@ class RememberedLogits:
     """
 
     def __init__(self, model: nn.Module, width: int, step: CompiledStep | None = None) -> None:
-        self.cache, self.rows = PrefixCache(model, step=step), PrefixCache(model, width, step=step)
+        self.cache, self.rows = PrefixCache(model, step=step), PrefixCache(model, width)
         self._previous = dict[tuple[int, ...], Entry]()
         self._current = dict[tuple[int, ...], Entry]()
 
