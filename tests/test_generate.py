@@ -11,6 +11,7 @@ import torch
 
 from conftest import raising, refuses
 from dunes.generate import PrefixCache, Request, Sampler, generate, generate_all, prefix_cache, sampler
+from dunes.generate.sampling import draw
 from dunes.models import FAMILIES, qwen3
 from dunes.models.initialise import initialise
 from dunes.parts import ForwardContext, RollingCache, cache_for
@@ -224,18 +225,40 @@ SETTINGS += [{"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "pen
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_the_distribution_is_that_of_transformers(settings, monkeypatch):
+def test_the_distribution_is_that_of_transformers(settings):
     torch.manual_seed(0)
     logits = torch.randn(3, 40) * 2
     history = torch.randint(40, (3, 6))
-    seen = []
-    monkeypatch.setattr(torch, "multinomial", lambda p, n, generator: (seen.append(p), p.argmax()[None])[1])
     sample = sampler(**settings)
-    assert choices(sample, logits, history.tolist()) == [int(p.argmax()) for p in seen]
-    want = theirs(settings)(history, logits.clone()).softmax(-1)
-    assert (torch.stack(seen) - want).abs().max() < 1e-6
     probs = [sample.process(x, ids).softmax(-1) for x, ids in zip(logits, history.tolist(), strict=True)]
-    assert torch.equal(torch.stack(probs), torch.stack(seen)), "and it is at hand"
+    want = theirs(settings)(history, logits.clone()).softmax(-1)
+    assert (torch.stack(probs) - want).abs().max() < 1e-6
+
+
+def test_draws_have_the_probabilities_and_no_excluded_id(monkeypatch):
+    logits = torch.tensor([-torch.inf, 1.0, -torch.inf, 3.0, 2.0, -torch.inf])
+    choose, points = draw(0), [i / 2000 for i in range(2000)] + [1.0]
+    monkeypatch.setattr(
+        torch, "rand", lambda *size, **options: torch.tensor(points[len(drawn)], dtype=torch.double)
+    )
+    drawn = []
+    while len(drawn) < len(points):
+        drawn.append(int(choose(logits)))
+    shares = torch.tensor(drawn).bincount(minlength=6) / len(drawn)
+    assert (shares - logits.softmax(-1)).abs().max() < 1e-3
+    assert {*drawn} == {1, 3, 4}
+
+
+def test_draws_follow_the_generator_in_proportion():
+    choose, logits = draw(1), torch.randn(8, generator=torch.Generator().manual_seed(0))
+    shares = torch.stack([choose(logits) for _ in range(4000)]).bincount(minlength=8) / 4000
+    assert (shares - logits.softmax(-1)).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("logits", [[torch.nan, 1.0], [-torch.inf, -torch.inf]])
+def test_nothing_is_drawn_from_logits_without_probabilities(logits):
+    with pytest.raises(ValueError, match="no id can be drawn"):
+        draw(0)(torch.tensor(logits))
 
 
 @pytest.mark.parametrize("seed", [10**22 + 7, -(10**22), 2**64 - 1, -1, -(2**63)])

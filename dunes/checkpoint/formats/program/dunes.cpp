@@ -227,7 +227,9 @@ struct dunes_text {
       auto probs = logits.softmax(-1);
       logits = logits.masked_fill(probs < sampling.min_p * probs.amax(), -INFINITY);
     }
-    return at::multinomial(logits.softmax(-1), 1, false, random).item<int64_t>();
+    auto sums = logits.softmax(-1).cumsum(-1, at::kDouble), all = sums[-1];
+    auto point = at::rand({}, random, at::kDouble) * all;
+    return at::minimum(at::searchsorted(sums, point, false, true), at::searchsorted(sums, all)).item<int64_t>();
   }
 
   std::shared_ptr<State> model;
