@@ -5,7 +5,8 @@
 The line is in the middle of a file; the text below the cursor is given, too. A cold request is the first in a
 file, with an empty cache; a warm one follows a key. Beside the times are the tokens per row in the first forward
 of a key (with one beam including proposed tokens), the tokens in all forwards, and the time that these would take
-one by one, in another pass over the keys. The timed pass uses the native code of `dunes compile RUN`, if it exists.
+one by one; they are counted in another pass over the keys. With one beam, the timed pass uses the native code of
+`dunes compile RUN`, if it exists.
 
 `--server` is a llama-server with the same weights and one thread: it gets the ids of the text above the cursor and
 decodes the rest of the line greedily, with its own cache.

@@ -144,7 +144,7 @@ def compile_step(
 
     By default, float32 matrices are rounded to bfloat16 or float16, whichever is faster here, if greedy decoding
     then gives the same ids. Raises ValueError with the reason if the step cannot be exported or compiled, if it
-    does not support the dtype, or if no C++ compiler exists. Steps for FEW tokens, for the start of a text, and for
+    does not support the dtype, or if no C++ compiler exists. Steps for FEW tokens, for the start of a text and for
     several rows are added if the model supports them.
     """
     own, steps = _dtype(model), dict[torch.dtype, CompiledStep]()
@@ -208,7 +208,8 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> No
         with warnings.catch_warnings(), staging_folder(package / name) as staged:
             warnings.simplefilter("ignore")  # torch's own deprecations
             graph = _export(model, _dtype(model) if tokens == TEXT else dtype, tokens)
-            compile_graph(graph, staged / name, {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS}.get(tokens, OPTIONS))
+            options = {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS}.get(tokens, OPTIONS)
+            compile_graph(graph, staged / name, options)
             _bind(model, staged, [name], dtype)
             for part in sorted(staged.iterdir()):
                 digests[part.name] = atomic.digest(part)

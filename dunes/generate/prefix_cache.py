@@ -41,8 +41,9 @@ class PrefixCache:
     """The KV cache of a model and the ids in each of its rows. The model's weights must not change.
 
     `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
-    all rows use the model's active adapter. `step`, if set, computes a few new tokens of one row, or one of each row.
-    `format` quantizes keys and values. Raises ValueError if both a format and a step are given.
+    all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row, or one
+    token of each of several rows. `format` quantizes keys and values. Raises ValueError if both a format and a step
+    are given.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""A step: the forward of one or a few new tokens in one row, written so that it can be compiled ahead of time.
+"""A step: the forward of one or a few new tokens in one row, or of one token in each of several rows, written so
+that it can be compiled ahead of time.
 
 The model's own parts are traced. Some operations that they call are replaced by functions that Inductor fuses into
 few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the
@@ -238,9 +239,9 @@ class CompiledStep:
     """Native code of a step, bound to the model's weights without copying them.
 
     `files` maps a number of tokens to a file and its weights by name: 1 for one token, FEW for up to FEW tokens,
-    TEXT for the start of a text. `dtype` is the dtype of the matrices. `example` is a cache like those that the
-    step was compiled for, `state` the model's `model_state`. Raises ValueError for a package that torch cannot
-    load, or that needs other weights.
+    TEXT for the start of a text, ROWS for several rows. `dtype` is the dtype of the matrices. `example` is a cache
+    like those that the step was compiled for, `state` the model's `model_state`. Raises ValueError for a package
+    that torch cannot load, or that needs other weights.
     """
 
     def __init__(self, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype) -> None:

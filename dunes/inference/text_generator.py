@@ -39,7 +39,8 @@ class TextGenerator:
     """Generates text with a model whose weights do not change. Raises ValueError if it has no tokenizer.
 
     The KV cache of the last text is kept. If the next text has the same prefix, as the next turn of a conversation
-    has, only the ids after the prefix are evaluated. A prompt is a text or its ids. Before each token, `find_step()` is called for a compiled step; with a cache `format`, no step is used.
+    has, only the ids after the prefix are evaluated. A prompt is a text or its ids. Before each token,
+    `find_step()` is called for a compiled step; with a cache `format`, no step is used.
     """
 
     def __init__(
