@@ -42,8 +42,8 @@ class PrefixCache:
 
     `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
     all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row, or one
-    token of each of several rows. `format` quantizes keys and values. Raises ValueError if both a format and a step
-    are given.
+    token of each of several rows. `format` quantizes keys and values. Raises ValueError if both a format and a
+    step are given.
     """
 
     def __init__(
