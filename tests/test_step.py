@@ -170,6 +170,7 @@ def assert_rows_are_read(model, step, tolerance=1e-5):
         for own, theirs in zip(cache.keys + cache.values, other.keys + other.values, strict=True):
             apart = (own - theirs)[:, :, : cache.capacity].abs().max()
             assert apart <= tolerance * theirs.abs().max()
+            assert own.isfinite().all(), "the slot for padding becomes readable once the cache grows"
 
 
 def test_sums_of_norms_are_cut_into_parts_that_share_a_parallel_region():
@@ -293,6 +294,25 @@ def test_rows_are_computed_by_the_model_where_the_step_does_not_fit(change):
         cache.logits(texts)
         assert step.calls == 0
     assert cache.ids == [*texts.values()]
+
+
+def test_numbers_that_are_none_stay_in_no_slot():
+    model = model_of()
+    step = PlainStep(model, rows=True)
+
+    def run_rows(inputs):
+        for tensor in inputs[4:]:
+            tensor[:, :, 3] = torch.nan
+        return torch.full((2, 300), torch.nan), torch.full((2, 3), torch.nan)
+
+    step._run[ROWS] = run_rows
+    cache = PrefixCache(model, 2, step=step)
+    cache.reserve(64)
+    assert cache.logits({}) == {}
+    cache.logits({0: [5, 6, 7], 1: [8, 9]})
+    got, want = (c.logits({0: [5, 6, 7, 8], 1: [8, 9, 10]}) for c in (cache, PrefixCache(model, 2)))
+    assert all(t.isfinite().all() for t in cache.cache.keys + cache.cache.values)
+    torch.testing.assert_close(got, want)
 
 
 def test_a_text_is_read_and_proposals_are_verified_by_steps_of_a_few_tokens(monkeypatch):
@@ -899,6 +919,8 @@ def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alon
     for chosen in (torch.bfloat16, torch.float32, torch.float16):
         assert compile_step(model, 64, chosen)[1] == chosen
         assert load_step(model).dtype == chosen
+    monkeypatch.setattr(step_package, "_fastest", lambda steps: [*steps][0])
+    assert compile_step(model, 64)[1] == torch.float16, "which is recorded"
     assert load_step(other).dtype == torch.float32, "needs no comparison"
     assert load_step(other, torch.bfloat16).dtype == torch.bfloat16
     monkeypatch.setattr(step_package, "_same_greedy_ids", lambda *arguments: False)

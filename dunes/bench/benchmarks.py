@@ -110,7 +110,7 @@ def decode(subject: Subject, setting: Setting) -> Work:
     """Decoding token by token: the second half of a context whose first half is the prompt.
 
     A single row on a CPU is decoded as by `dunes generate`: by native code if `dunes compile` or --compile made it
-    (one to two minutes per shape), otherwise by the modules.
+    (one to five minutes per shape), otherwise by the modules.
     """
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:

@@ -60,7 +60,7 @@ class Request(Shapes):  # models, settings and numbers of threads to measure in 
     threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = ()
     """Numbers of threads."""
     compile: bool = False
-    """For decode: compile native code first if it is missing, which takes one to two minutes per shape."""
+    """For decode: compile native code first if it is missing, which takes one to five minutes per shape."""
 
 
 @dataclass(frozen=True)

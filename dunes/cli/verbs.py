@@ -176,12 +176,13 @@ def compile_(
     """Compile the decoding of a model for this machine, which makes generate and chat faster.
 
     The result is used for every model of this shape, and is stored in $DUNES_HOME or the user's cache folder.
-    Compiling takes one to two minutes, and needs a C++ compiler (install g++).
+    Compiling takes two to five minutes, and needs a C++ compiler (install g++).
 
     Example: dunes compile ~/models/mistral
 
     Args:
-        dtype: Dtype of the weights, computed in float32. By default float16 if that generates the same as float32.
+        dtype: Dtype of the weights, computed in float32. By default bfloat16 or float16 if that generates the same
+            as float32, whichever is faster.
     """
     import torch
 

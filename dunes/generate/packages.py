@@ -90,7 +90,7 @@ def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledSte
         if not packages_folder().is_dir() or (dtype or _dtype(model)) not in _dtypes(model):
             return None
         folder = _folder(model)
-        for choice in [dtype] if dtype else [_read_choice(model, folder), _dtype(model)]:
+        for choice in [dtype] if dtype else [_read_choice(model, folder) or _dtype(model), _dtype(model)]:
             if names := native_files(package := folder / str(choice)):
                 return _bind(model, package, names, choice)
     except (ValueError, OSError) as error:
@@ -142,27 +142,32 @@ def compile_step(
 ) -> tuple[Path, torch.dtype]:
     """Compile the package that `load_step` will choose, unless it exists; returns its folder and dtype.
 
-    By default, float32 matrices are rounded to bfloat16 or float16, whichever is faster here, if greedy decoding
-    then gives the same ids. Raises ValueError with the reason if the step cannot be exported or compiled, if it
-    does not support the dtype, or if no C++ compiler exists. Steps for FEW tokens, for the start of a text and for
-    several rows are added if the model supports them.
+    The default dtype is the one recorded for these weights. If there is none, float32 matrices are rounded to
+    bfloat16 or float16, whichever is faster here, if greedy decoding then gives the same ids. Steps for FEW tokens,
+    for the start of a text and for several rows are added if the model supports them. Raises ValueError with the
+    reason if the step cannot be exported or compiled, if it does not support the dtype, or if no C++ compiler exists.
     """
-    own, steps = _dtype(model), dict[torch.dtype, CompiledStep]()
-    for half in [d for d in TOLERANCE if d != own] if own == torch.float32 and dtype is None else []:
-        with suppress(ValueError):  # weights may be too large for float16
-            step = make_step(model, half)
-            steps |= {half: step} if _same_greedy_ids(model, context_length, step) else {}
-    choice = _fastest(steps) if steps else dtype or own
-    if not steps:
-        make_step(model, choice)
+    check_step(model, dtype)
     folder = _folder(model)
+    choice = dtype or _read_choice(model, folder) or _choose_dtype(model, context_length)
+    make_step(model, choice)
     package = folder / str(choice)
-    if _read_choice(model, folder) != choice:
+    if (_read_choice(model, folder) or _dtype(model)) != choice:
         atomic.write_file(_record(model, folder), str(choice).encode())
     for tokens in FILES:
         with suppress(ValueError):
             _add(model, choice, package, tokens)
     return package, choice
+
+
+def _choose_dtype(model: nn.Module, context_length: int) -> torch.dtype:
+    """The fastest half precision in which float32 matrices give the same greedy ids, or else the model's dtype."""
+    own, steps = _dtype(model), dict[torch.dtype, CompiledStep]()
+    for half in [d for d in TOLERANCE if d != own] if own == torch.float32 else []:
+        with suppress(ValueError):  # weights may be too large for float16
+            step = make_step(model, half)
+            steps |= {half: step} if _same_greedy_ids(model, context_length, step) else {}
+    return _fastest(steps) if steps else own
 
 
 def _fastest(steps: Mapping[torch.dtype, CompiledStep]) -> torch.dtype:
@@ -268,11 +273,11 @@ def _dtypes(model: nn.Module) -> list[torch.dtype]:
     return [*TOLERANCE] if _dtype(model) == torch.float32 else [d for d in TOLERANCE if d == _dtype(model)]
 
 
-def _read_choice(model: nn.Module, folder: Path) -> torch.dtype:
-    """The dtype that `compile_step` chose for these weights; their own dtype if no choice is recorded."""
+def _read_choice(model: nn.Module, folder: Path) -> torch.dtype | None:
+    """The dtype that is recorded for these weights, or None."""
     record = _record(model, folder) if any(folder.glob(f"{CHOSEN}*")) else folder
     choice = record.read_text() if record.is_file() else ""
-    return next((dtype for dtype in _dtypes(model) if str(dtype) == choice), _dtype(model))
+    return next((dtype for dtype in _dtypes(model) if str(dtype) == choice), None)
 
 
 def _record(model: nn.Module, folder: Path) -> Path:

@@ -92,7 +92,7 @@ class PrefixCache:
         Only the ids after the prefix that the row already contains are evaluated.
         """
         last = last or dict.fromkeys(texts, 1)
-        if len(self.ids) > 1 and max(last.values()) == 1 and (by_row := self.row_scores(texts)):
+        if len(self.ids) > 1 and max(last.values(), default=0) == 1 and (by_row := self.row_scores(texts)):
             return {i: s.logits[None] for i, s in by_row.items()}
         if last.keys() == {0} and (scores := self.scores(texts[0], last[0])):
             return {0: torch.stack([s.logits for s in scores])}
@@ -160,6 +160,8 @@ class PrefixCache:
             return None
         self.forwards += 1
         if any(math.isnan(s.log_sum) for s in scores.values()):
+            for tensor in cache.keys + cache.values:
+                tensor.nan_to_num_()  # a weight of 0 does not hide NaN in a slot
             return None
         for i, text in texts.items():
             self.ids[i], self.vocab = [*cached[i], text[-1]], len(scores[i].logits)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dunes import tree
-from dunes.ops.float32_products import float32_is_faster
 from dunes.ops.kernels import attempt
 from dunes.parts import Cache, Decoder
 from dunes.parts.context import ForwardContext
@@ -141,8 +140,10 @@ class _RowContext(ForwardContext):
         return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
 
     def mask(self, window: int | None = None) -> Tensor:
-        key = self.slot_positions[:, None]
-        return key >= 0 if window is None else (key >= 0) & (key > self.positions[:, :, None] - window)
+        key, query = self.slot_positions[:, None], self.positions[:, :, None]
+        readable = key >= 0 if window is None else (key >= 0) & (key > query - window)
+        # Padding attends to everything, as NaN in its slot could be read once the cache has grown.
+        return readable | (query < 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
         mask = self.mask(window)[:, None]
@@ -387,8 +388,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if weight.dtype == torch.bfloat16 and not float32_is_faster():
-        return F.linear(x.bfloat16(), weight, None if bias is None else bias.bfloat16()).float()
     # With a row for each token, as in the usual form, 16 tokens take 1.5 times as long.
     y: Tensor = (weight.float() @ x.flatten(0, -2).t().contiguous()).t().view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias.float()

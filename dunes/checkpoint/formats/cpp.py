@@ -90,7 +90,7 @@ def export_native(
 ) -> str:
     """Write the folder `out` with the model's compiled decoding steps; returns a line on the folder.
 
-    `dtype` is passed to `compile_step`. Compilation takes one to three minutes unless the steps are cached; before
+    `dtype` is passed to `compile_step`. Compilation takes two to five minutes unless the steps are cached; before
     it starts, `show` is called with a message. Raises ValueError, before any work, if `out` exists, if no C++
     compiler is installed, and for models that are no decoders, need the entire text for each token, or attend to
     fewer than 8 tokens. Later, raises ValueError if the model cannot be compiled, or if the folder's code computes
@@ -101,10 +101,11 @@ def export_native(
     packages.check_step(model, dtype)
     if (length := loaded.context_length) < MIN_CONTEXT:
         raise ValueError(f"--to cpp: the model attends to {length} tokens; expected at least {MIN_CONTEXT}")
-    show("compiling the steps unless they are kept already: one to three minutes")
+    show("compiling the steps unless they are kept already: two to five minutes")
     package, chosen = packages.compile_step(model, loaded.context_length, dtype)
     step = packages.load_step(model, chosen)
-    names = packages.native_files(package).keys() - {packages.FILES[ROWS]}
+    of_rows = Path(packages.FILES[ROWS]).stem
+    names = {name for name in packages.native_files(package) if Path(name).stem != of_rows}
     if step is None or "native-few.so" not in names:
         raise ValueError("the steps of this model cannot be compiled: dunes compile says why")
     weights = step_weights(model, chosen)

@@ -228,6 +228,7 @@ struct dunes_text {
       logits = logits.masked_fill(probs < sampling.min_p * probs.amax(), -INFINITY);
     }
     auto sums = logits.softmax(-1).cumsum(-1, at::kDouble), all = sums[-1];
+    if (!(all.item<double>() > 0)) fail("no id can be drawn, since the logits have NaN or exclude all ids");
     auto point = at::rand({}, random, at::kDouble) * all;
     return at::minimum(at::searchsorted(sums, point, false, true), at::searchsorted(sums, all)).item<int64_t>();
   }
