@@ -303,7 +303,7 @@ def test_numbers_that_are_none_stay_in_no_slot():
     def run_rows(inputs):
         for tensor in inputs[4:]:
             tensor[:, :, 3] = torch.nan
-        return torch.full((2, 300), torch.nan), torch.full((2, 3), torch.nan)
+        return torch.full((2, 300), torch.nan), torch.tensor([[0.0, torch.nan, torch.nan]] * 2)
 
     step._run[ROWS] = run_rows
     cache = PrefixCache(model, 2, step=step)
@@ -919,7 +919,7 @@ def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alon
     for chosen in (torch.bfloat16, torch.float32, torch.float16):
         assert compile_step(model, 64, chosen)[1] == chosen
         assert load_step(model).dtype == chosen
-    monkeypatch.setattr(step_package, "_fastest", lambda steps: [*steps][0])
+    monkeypatch.setattr(step_package, "_fastest", lambda steps: next(iter(steps)))
     assert compile_step(model, 64)[1] == torch.float16, "which is recorded"
     assert load_step(other).dtype == torch.float32, "needs no comparison"
     assert load_step(other, torch.bfloat16).dtype == torch.bfloat16

@@ -143,9 +143,10 @@ def compile_step(
     """Compile the package that `load_step` will choose, unless it exists; returns its folder and dtype.
 
     The default dtype is the one recorded for these weights. If there is none, float32 matrices are rounded to
-    bfloat16 or float16, whichever is faster here, if greedy decoding then gives the same ids. Steps for FEW tokens,
-    for the start of a text and for several rows are added if the model supports them. Raises ValueError with the
-    reason if the step cannot be exported or compiled, if it does not support the dtype, or if no C++ compiler exists.
+    bfloat16 or float16, whichever is faster here, if greedy decoding then gives the same ids. Steps for FEW
+    tokens, for the start of a text and for several rows are added if the model supports them. Raises ValueError
+    with the reason if the step cannot be exported or compiled, if it does not support the dtype, or if no C++
+    compiler exists.
     """
     check_step(model, dtype)
     folder = _folder(model)
