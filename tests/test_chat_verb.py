@@ -193,7 +193,7 @@ def test_another_answer_replaces_the_last_and_a_message_without_one_is_asked_aga
 
 
 def test_another_answer_is_drawn_with_other_random_numbers(three):
-    chat = Chat(load_chat_engine(str(three / "base")), sampler(3.0, seed=5), 12)
+    chat = Chat(load_chat_engine(str(three / "base")), sampler(3.0, seed=6), 12)
     first = said(chat, "ab")
     other = "".join(chat.retry())
     assert other != first

@@ -325,7 +325,7 @@ def test_self_instruct_asks_a_model_folder(tmp_path):
     for context, folder in ((2048, "model"), (64, "short")):
         save_model(tmp_path / folder, tokenizer, context, dim=16, depth=1)
     out, ask = tmp_path / "out.json", made.local_model(str(tmp_path / "model"), 6)
-    words = r"10 rounds without a kept task; reasons in the last: \{'truncated': 5\}"
+    words = r"10 rounds without a kept task; reasons in the last: \{.*'truncated': [1-5]"
     refuses(words, made.main, seeds(tmp_path), str(out), ask, 2)
     assert json.loads(out.read_text()) == []
     rounds = made.read_rounds(tmp_path / "out.json.rounds.jsonl")
