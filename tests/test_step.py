@@ -45,7 +45,7 @@ from dunes.generate.step import FEW, ROWS, TEXT, CompiledStep, RowStep, Step, Te
 from dunes.inference.chat import start_compiling
 from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
-from dunes.parts import Cache, cache_for
+from dunes.parts import Cache, CacheFormat, cache_for
 from dunes.text import Tokenizer
 from own_parts import Branching, Counting
 from small_models import assert_same_tokens
@@ -278,11 +278,14 @@ def test_rows_that_join_and_leave_have_the_tokens_of_the_model(name, window):
     assert step.calls > (1 if name == "stop" else 15)
 
 
-@pytest.mark.parametrize("change", ["hook", "adapter", "autocast", "two new ids"])
+@pytest.mark.parametrize("change", ["hook", "adapter", "autocast", "format", "two new ids"])
 def test_rows_are_computed_by_the_model_where_the_step_does_not_fit(change):
     model = changed("lora")
     step = PlainStep(model, rows=True)
-    cache = PrefixCache(model, 2, activate=partial(row_adapters, model), step=step)
+    cache = PrefixCache(
+        model, 2, activate=partial(row_adapters, model), format=CacheFormat(8) if change == "format" else None
+    )
+    cache.step = step
     cache.reserve(64)
     texts = {0: [5, 6, 7], 1: [8, 9, 10]}
     cache.logits({i: ids[: 1 if change == "two new ids" else 2] for i, ids in texts.items()})
@@ -346,7 +349,7 @@ def test_proposals_are_verified_by_the_step_or_no_step_is_used(few):
     assert (step.calls > 0) == few
 
 
-@pytest.mark.parametrize("change", ["hook", "dtype", "rows", "capacity", "window"])
+@pytest.mark.parametrize("change", ["hook", "dtype", "rows", "capacity", "window", "format"])
 def test_a_text_is_begun_by_the_model_where_the_step_does_not_fit(change):
     model = model_of("mistral", window=8 if change == "window" else None, tied=False)
     step = PlainStep(model, few=True)
@@ -354,7 +357,9 @@ def test_a_text_is_begun_by_the_model_where_the_step_does_not_fit(change):
         model.blocks[0].register_forward_hook(lambda *arguments: None)
     if change == "dtype":
         model.double()
-    cache, fresh = (PrefixCache(model, 1 + (change == "rows"), step=s) for s in (step, None))
+    format = CacheFormat(8) if change == "format" else None
+    cache, fresh = (PrefixCache(model, 1 + (change == "rows"), format=format) for _ in range(2))
+    cache.step = step
     for one in (cache, fresh):
         one.reserve(2 if change == "capacity" else 40)
     torch.testing.assert_close(cache.logits({0: [5, 6]})[0], fresh.logits({0: [5, 6]})[0], atol=0, rtol=0)

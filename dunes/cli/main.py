@@ -46,8 +46,6 @@ def main() -> None:
 
 def _main() -> int:
     warnings.showwarning = _show_warning
-    for option in {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "TYPEGUARD_DISABLE_PLUGIN_AUTOLOAD": "1"}.items():
-        os.environ.setdefault(*option)  # plugins, for which torch and tyro read the metadata of all packages
     if int(os.environ.get("WORLD_SIZE") or "1") > 1:
         if os.environ.get("RANK") not in (None, "0"):  # errors of the command line are reported by the first rank
             sys.stderr = errors = StringIO()  # until `ranks.joined`

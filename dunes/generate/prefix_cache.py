@@ -178,7 +178,7 @@ class PrefixCache:
 
         The step has to match the model's present state and the cache's dtypes. It supports no rows with adapters.
         """
-        if any(self.adapters) or (not common and step.most(cache, 0) == 1):
+        if self.format or any(self.adapters) or (not common and step.most(cache, 0) == 1):
             return False
         if self._fitting_state != self._state():
             self._adapter_modules = [m for m in self.model.modules() if hasattr(m, "active")]
