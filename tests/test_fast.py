@@ -240,6 +240,25 @@ def test_compiled_losses_in_bfloat16(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_unit_compiled_once_is_read_from_disk(dtype, monkeypatch, tmp_path):
+    monkeypatch.setattr(fast, "TIMED_CALLS", 10**9)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counts, runs = torch._dynamo.utils.counters, []
+    for outcome in ("miss", "hit"):
+        torch.compiler.reset()  # forgets what this process compiled, not what is on disk
+        counts.clear()
+        *others, lines = run("fast", 12, dtype=dtype)
+        runs.append(others)
+        assert lines == []
+        assert (
+            counts["aot_autograd"][f"autograd_cache_{outcome}"],
+            counts["inductor"][f"fxgraph_cache_{outcome}"],
+        ) == (1, 1)
+    assert [s.loss for s in runs[0][0]] == [s.loss for s in runs[1][0]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mlp", "conv"])
 def test_compiled_losses_of_200_steps(kind, monkeypatch):
     monkeypatch.setattr(fast, "TIMED_CALLS", 10**9)
