@@ -79,9 +79,15 @@ def rates(row: Row) -> dict[str, float]:
 def race_step(size: str) -> Step:
     def figures(row: Row) -> Figures:
         rate = rates(row)
-        others = ", ".join(f"{row[f'ours over {n}']:.2f} times {n} ({rate[n]:,.0f})" for n in rate if n != "ours")
+        theirs = [n for n in rate if not n.startswith("ours")]
+        others = ", ".join(f"{row[f'ours over {n}']:.2f} times {n} ({rate[n]:,.0f})" for n in theirs)
         share = f"{row['ours: share of it']:.0%} of the matmul rate"
-        return [(f"training at {size}, tokens/s", f"{rate['ours']:,.0f}: {others}; {share}")]
+        return [
+            (
+                f"training at {size}, tokens/s",
+                f"{max(rate['ours'], rate['ours compiled']):,.0f}: {others}; {share}",
+            )
+        ]
 
     def pictures(row: Row) -> None:
         bars = [{"name": n, "rate": r, "low": r, "high": r, "unit": "tokens"} for n, r in rates(row).items()]
