@@ -166,9 +166,10 @@ def test_after_a_long_rollback_codes_are_read_instead_of_whole_tokens(format):
         go_on(cache, k, v, format, lost, widths=(4, 1))
 
 
-def test_rows_are_written_back():
+@pytest.mark.parametrize("rows", [torch.tensor([2, 0]), slice(0, 3, 2)])
+def test_rows_are_written_back(rows):
     format = FORMATS[1]
-    old, new, rows = random(2, 3, HEADS, LENGTH, 8), random(2, 3, HEADS, LENGTH, 8, seed=1), torch.tensor([2, 0])
+    old, new = random(2, 3, HEADS, LENGTH, 8), random(2, 3, HEADS, LENGTH, 8, seed=1)
     cache = QuantizedCache(3, LENGTH, format=format)
     put(cache, *old[:, :, :, :60])
     part = cache.select_rows(rows)

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
 from adapters import trained
 from conftest import raising
@@ -14,7 +15,7 @@ from dunes.completion.engine import CompletionEngine
 from dunes.generate import PrefixCache, Request, generate, generate_all, sampler
 from dunes.inference.chat import Chat, load_chat_engine
 from dunes.inference.text_generator import TextGenerator, cut_at_stop
-from dunes.parts import Cache, RollingCache
+from dunes.parts import Cache, CacheFormat, RollingCache
 from dunes.text import Tokenizer
 from own_parts import of_own_parts
 from small_models import random_model
@@ -93,6 +94,41 @@ def test_a_forward_that_is_interrupted_leaves_nothing_behind():
     got = list(write(TEXT[:32], cache=cache))
     assert [token.id for token in got] == [token.id for token in want]
     assert got[0].logprob == pytest.approx(want[0].logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("format", [None, CacheFormat(8, 4, 4)], ids=["floats", "codes"])
+@pytest.mark.parametrize("kind", ["full", "rolling"])
+def test_a_row_joins_others_without_a_copy_also_after_an_interruption(kind, format, monkeypatch):
+    model = MODELS[kind]()
+    texts = {i: [(7 * i + n) % 50 for n in TEXT[: 32 + i]] for i in range(3)}
+    alone = {i: PrefixCache(model, format=format) for i in texts}
+    cache = PrefixCache(model, 3, format=format)
+    for one in (cache, *alone.values()):
+        one.reserve(60)
+    want = {i: alone[i].logits({0: [*text, 1]})[0] for i, text in texts.items()}
+    cache.logits({1: texts[1]})
+    kept = [t.data_ptr() for t in cache.cache.keys]
+    monkeypatch.setattr(Tensor, "__getitem__", uncopied(Tensor.__getitem__))
+    handle = model.blocks[1].register_forward_pre_hook(raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        cache.logits({0: texts[2]})
+    handle.remove()
+    for i in (0, 2):
+        cache.logits({i: texts[i]})
+    got = cache.logits({i: [*text, 1] for i, text in texts.items()})
+    assert [t.data_ptr() for t in cache.cache.keys] == kept
+    for i in texts:
+        assert (got[i] - want[i]).abs().max() <= 1e-5
+
+
+def uncopied(get):
+    """Indexing that refuses to copy keys and values."""
+
+    def checked(tensor, index):
+        assert not (tensor.dim() == 4 and isinstance(index, Tensor)), "rows of the cache were copied"
+        return get(tensor, index)
+
+    return checked
 
 
 def adapted():

@@ -206,7 +206,9 @@ class PrefixCache:
             return {}
         assert self.cache is not None, "reserve comes first"
         all_rows = len(rows) == len(self.ids)
-        index = torch.tensor(() if all_rows else rows, dtype=torch.long, device=self.cache.length.device)
+        index: Tensor | slice = slice(rows[0], rows[-1] + 1)
+        if [*range(index.start, index.stop)] != list(rows):  # consecutive rows need no copy
+            index = torch.tensor(rows, device=self.cache.length.device)
         part = self.cache if all_rows else self.cache.select_rows(index)
         common = [common_length(self.ids[i], texts[i], last[i]) if i in texts else len(self.ids[i]) for i in rows]
         cached = [len(self.ids[i]) for i in rows]
@@ -215,10 +217,12 @@ class PrefixCache:
         for i in texts:
             self.ids[i] = []  # an interrupted forward leaves a row undefined
         pending = [texts[i][n:] if i in texts else [] for i, n in zip(rows, common, strict=True)]
-        with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):
-            logits = self._forward(pending, max(last[i] for i in texts), part)
-        if not all_rows:
-            self.cache.write_rows(index, part)
+        try:
+            with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):
+                logits = self._forward(pending, max(last[i] for i in texts), part)
+        finally:  # also of an interrupted forward, since the rows' lengths may have changed
+            if not all_rows:
+                self.cache.write_rows(index, part)
         for i, ids in texts.items():
             self.ids[i] = list(ids)
         self._fitting_state = None  # the dtype of the cache may have changed, or a hook may be gone

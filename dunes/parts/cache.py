@@ -183,23 +183,26 @@ class Cache:
         lengths = self.length.tolist()
         self.max_length, self.equal_rows = max(lengths), min(lengths) == max(lengths)
 
-    def select_rows(self, rows: Tensor) -> Self:
-        """A new cache that contains these rows (N,) of this cache, in this order; a row may occur twice."""
+    def select_rows(self, rows: Tensor | slice) -> Self:
+        """A new cache that contains these rows (N,) of this cache, in this order; a row may occur twice.
+
+        Rows of a slice share their memory with this cache, which is read again after `write_rows`.
+        """
         cache = copy.copy(self)
-        cache.batch = len(rows)
         for name in self.row_state:
             setattr(cache, name, getattr(self, name)[rows])
+        cache.batch = len(cache.length)
         for name in self.stored:
             setattr(cache, name, [t[rows] for t in getattr(self, name)])
         cache._measure()
         return cache
 
-    def write_rows(self, rows: Tensor, other: Self) -> None:
+    def write_rows(self, rows: Tensor | slice, other: Self) -> None:
         """Copy the N rows of another cache to these rows (N,) of this cache: the inverse of `select_rows`."""
         for name in self.row_state:
             getattr(self, name)[rows] = getattr(other, name)
         self._measure()
-        for name in self.stored:
+        for name in self.stored if isinstance(rows, Tensor) else ():  # otherwise, it is the same memory
             for tensor, rows_of_other in zip(getattr(self, name), getattr(other, name), strict=True):
                 tensor[rows] = rows_of_other
 
@@ -248,7 +251,7 @@ class RollingCache(Cache):
         is_stored = (positions >= 0) & (positions > positions.amax(1, keepdim=True) - self.capacity)
         return torch.where(is_stored, positions % self.capacity, self.capacity)
 
-    def write_rows(self, rows: Tensor, other: Self) -> None:
+    def write_rows(self, rows: Tensor | slice, other: Self) -> None:
         """Copy the N rows of another cache to these rows (N,) of this cache: the inverse of `select_rows`."""
         super().write_rows(rows, other)
         self._wrapped |= other._wrapped
