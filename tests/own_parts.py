@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, MoE, RMSNorm, Rotary
+from dunes.parts.attention import ValueResidualAttention
+from dunes.parts.position import Alibi, PartialRotary
 
 VOCAB = 50
 
@@ -185,3 +187,28 @@ class Branching(nn.Module):
 
     def forward(self, x):
         return x if x.sum() > 0 else -x
+
+
+def alibi(vocab=61):
+    """A decoder without rotary positions, six heads with biases of their own; its second layer has a window."""
+    torch.manual_seed(0)
+    attention = [Attention(48, 6, 2, position=Alibi(6), window=window) for window in (None, 5)]
+    blocks = [Block(RMSNorm(48), attn, RMSNorm(48), GatedMLP(48, 64)) for attn in attention]
+    return Decoder(Embedding(vocab, 48), blocks, RMSNorm(48), nn.Linear(48, vocab, bias=False)).eval()
+
+
+def scored(vocab=61):
+    """A decoder with capped scores, sinks, a scale and a partial rotation; its blocks differ from ours."""
+    torch.manual_seed(0)
+    scores = {"position": PartialRotary(Rotary(4)), "scale": 0.5, "softcap": 0.4, "sinks": True}
+    parts = [
+        (
+            ValueResidualAttention(32, 4, 2, first=True, **scores),
+            {"attn_post_norm": RMSNorm(32), "mlp_post_norm": RMSNorm(32)},
+        ),
+        (ValueResidualAttention(32, 4, 2, first=False, **scores), {"parallel": True}),
+    ]
+    blocks = [Block(RMSNorm(32), a, RMSNorm(32), GatedMLP(32, 48), **options) for a, options in parts]
+    for attn, _ in parts:
+        nn.init.normal_(attn.sinks)
+    return Decoder(Embedding(vocab, 32), blocks, RMSNorm(32), nn.Linear(32, vocab, bias=False)).eval()

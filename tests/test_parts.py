@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from conftest import refuses
+from dunes import tree
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import (
@@ -14,6 +15,7 @@ from dunes.parts import (
     Attention,
     Block,
     Cache,
+    Checkpointed,
     Decoder,
     Embedding,
     ForwardContext,
@@ -22,8 +24,10 @@ from dunes.parts import (
     RMSNorm,
     Rotary,
 )
+from dunes.parts.attention import ValueResidualAttention
+from dunes.parts.position import Alibi, PartialRotary
 from dunes.tree import watch
-from own_parts import Average
+from own_parts import Average, alibi, scored
 from small_models import random_model
 
 VOCAB, CONTEXT = 61, 40
@@ -39,7 +43,12 @@ def windowed():
 
 
 small = partial(random_model, vocab=VOCAB, dim=64, depth=3, context=CONTEXT, seed=1)
-MODELS = {**{name: partial(small, name) for name in FAMILIES}, "windowed": windowed}
+MODELS = {
+    **{name: partial(small, name) for name in FAMILIES},
+    "windowed": windowed,
+    "alibi": alibi,
+    "scored": scored,
+}
 
 
 @pytest.fixture(params=MODELS)
@@ -266,3 +275,75 @@ def test_nonsense_is_refused():
     refuses("same block occurs twice", Decoder, Embedding(5, 8), [block, block], RMSNorm(8))
     with pytest.raises(ValueError, match="only 4 positions were learned"):
         Decoder(Embedding(5, 8, 4), [block], RMSNorm(8))(torch.zeros(1, 5, dtype=torch.long))
+
+
+@pytest.mark.parametrize("heads", range(1, 18))
+def test_slopes_of_alibi_are_those_of_transformers(heads):
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+    from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+    positions = torch.arange(7)[None]
+    got = Alibi(heads).bias(positions[:, -1:], positions)[0, :, 0]
+    bloom = build_alibi_tensor(torch.ones(1, 7), heads, torch.float32)[:, 0]
+    assert (got - (bloom - bloom[:, -1:])).abs().max() <= 1e-6
+    assert (got - build_mpt_alibi_tensor(heads, 7)[:, 0]).abs().max() <= 1e-6
+
+
+def project(attn, x):
+    """Queries, keys and values of an attention with as many key/value heads, and their gradients' inputs."""
+    return [proj(x).unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for proj in (attn.q, attn.k, attn.v)]
+
+
+@pytest.mark.parametrize("kind", ["softcap", "sinks", "alibi"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_changed_scores_are_those_of_transformers(kind, grad):
+    """In blocks of queries and at once; outputs and gradients."""
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as capped
+    from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as with_sinks
+
+    torch.manual_seed(0)
+    options = {"softcap": {"softcap": 1.5}, "sinks": {"sinks": True}, "alibi": {"position": Alibi(6)}}[kind]
+    attn = Attention(48, 6, 2, scale=0.7, **options)
+    x = torch.randn(2, 600, 48, requires_grad=grad)
+    if attn.sinks is not None:
+        nn.init.normal_(attn.sinks)
+    positions = torch.arange(600)
+    mask = torch.zeros(600, 600).masked_fill(positions[None] > positions[:, None], -torch.inf)[None, None]
+    mask = mask + attn.position.bias(positions[None], positions[None]) if kind == "alibi" else mask
+    attn.num_key_value_groups, attn.training = 3, False
+    with torch.set_grad_enabled(grad):
+        function = with_sinks if kind == "sinks" else partial(capped, softcap=attn.softcap)
+        want, _ = function(attn, *project(attn, x), mask, scaling=0.7, dropout=0.0)
+        want, got = attn.out(want.flatten(2)), attn(x)
+    print(f"{kind}: {(got - want).abs().max():.1e}")
+    assert (got - want).abs().max() <= 1e-5
+    if grad:
+        leaves = [x, *attn.parameters()]
+        pairs = zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (got, want)), strict=True)
+        assert max((a - b).abs().max() / b.abs().max() for a, b in pairs) <= 1e-5
+
+
+def test_a_part_of_each_head_is_rotated_as_in_gpt_neox():
+    from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
+
+    x, positions = torch.randn(2, 3, 5, 16), torch.tensor([[3, 4, 5, 6, 7]])
+    cos, sin = (t[:, 0].repeat(1, 1, 2) for t in Rotary(4).angles(positions))
+    want, _ = apply_rotary_pos_emb(x, x, cos, sin)
+    assert (PartialRotary(Rotary(4))(x, ForwardContext(positions)) - want).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("make", [alibi, scored])
+def test_changed_scores_compile_as_one_graph_and_under_checkpointing(make):
+    model, ids = make().train(), tokens()
+    loss = lambda model: model(ids[:, :-1], targets=ids[:, 1:])[0]
+    want = torch.autograd.grad(loss(model), model.parameters())
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(model), model.parameters())
+    assert max((a - b).abs().max() for a, b in zip(got, want, strict=True)) <= 1e-4
+    tree.replace(model, "blocks.*", Checkpointed)
+    got = torch.autograd.grad(loss(model), model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_values_of_a_first_layer_are_required():
+    attn = ValueResidualAttention(32, 4, first=False)
+    refuses("values of a first layer are missing", attn, torch.randn(1, 3, 32))

@@ -47,7 +47,7 @@ from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
 from dunes.parts import Cache, CacheFormat, cache_for
 from dunes.text import Tokenizer
-from own_parts import Branching, Counting
+from own_parts import Branching, Counting, alibi, scored
 from small_models import assert_same_tokens
 
 needs_compiler = pytest.mark.slow
@@ -95,16 +95,20 @@ def ids_of(model, step=None, max_tokens=40, prompt=(5, 6, 7)):
 MODELS = {
     **{family: lambda family=family: model_of(family) for family in ("llama", "gpt2", "mixtral")},
     "window": lambda: model_of("mistral", window=8),
+    "alibi": lambda: alibi(300),
+    "scored": lambda: scored(300),
     **{
         change: lambda change=change: changed(change) for change in ("lora", "dora", "int8", "nf4", "int4", "int3")
     },
 }
 
-WITHOUT_TEXTS = ("window", "mixtral")
+WITHOUT_TEXTS = ("window", "mixtral", "alibi")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "window", "mixtral", "lora", "int8", "int4", "int3", "nf4"])
+@pytest.mark.parametrize(
+    "name", ["llama", "window", "mixtral", "alibi", "scored", "lora", "int8", "int4", "int3", "nf4"]
+)
 @pytest.mark.parametrize("n", [1, FEW])
 @torch.no_grad()
 def test_the_exported_step_gives_the_models_logits(name, n, capsys):
@@ -129,7 +133,7 @@ def test_the_exported_step_gives_the_models_logits(name, n, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2", "window", "lora", "int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "window", "alibi", "scored", "lora", "int8", "int4"])
 @torch.no_grad()
 def test_the_exported_step_of_rows_gives_the_models_logits(name):
     model = MODELS[name]()
@@ -553,7 +557,7 @@ def test_a_model_in_half_precision_has_both_steps(tokens, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gpt2", "lora", "int8", "int4"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "scored", "lora", "int8", "int4"])
 @torch.no_grad()
 def test_the_exported_step_of_texts_gives_the_models_logits(name):
     model = MODELS[name]()

@@ -118,9 +118,14 @@ class _TextContext(ForwardContext):
             cache.narrow(2, 0, x.shape[2]).copy_(x)
         return k, v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
+    def mask(self, window: int | None = None) -> Tensor:
         if window is not None:
             raise ValueError("a window needs a mask of a constant size")
+        return self.positions[:, None, :] <= self.positions[:, :, None]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
+        if window is not None:
+            return super().attend(q, k, v, window, dropout)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -138,6 +143,9 @@ class _RowContext(ForwardContext):
         for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
             cache.index_put_((rows[:, None], torch.arange(x.shape[1]), self.slots[:, None]), x[:, :, 0])
         return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
+
+    def key_positions(self) -> Tensor:
+        return self.slot_positions
 
     def mask(self, window: int | None = None) -> Tensor:
         key, query = self.slot_positions[:, None], self.positions[:, :, None]
@@ -162,6 +170,9 @@ class _StepContext(ForwardContext):
         for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
             cache.index_copy_(2, self.slots, x.to(cache.dtype))
         return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
+
+    def key_positions(self) -> Tensor:
+        return self.slot_positions[None]
 
     def mask(self, window: int | None = None) -> Tensor:
         key, query = self.slot_positions[None, None], self.positions[:, :, None]
@@ -426,13 +437,15 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if is_causal or dropout_p or (attn_mask is not None and attn_mask.dtype != torch.bool):
-        raise ValueError("attention to earlier tokens needs a boolean mask, and no dropout")
+    if is_causal or dropout_p:
+        raise ValueError("attention to earlier tokens needs a mask, and no dropout")
     q = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:]).unsqueeze(-2)
     k, v = (x[:, :, None, None].float() for x in (key, value))
     scores = (q.float() * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if attn_mask is not None:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask.unsqueeze(2), -torch.inf)
+    elif attn_mask is not None:  # a bias for each head
+        scores = scores + attn_mask.expand(-1, query.shape[1], -1, -1).unflatten(1, (key.shape[1], -1))
     weights = (scores - scores.amax(-1, keepdim=True)).exp().unsqueeze(-1)
     y: Tensor = (weights * v).sum(4) / weights.sum(4)
     return y.flatten(1, 2)

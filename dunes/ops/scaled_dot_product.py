@@ -85,6 +85,37 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: 
     return torch.bmm(weights, v).view(b, h, t, d)
 
 
+def attend_scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    dropout: float = 0.0,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`attend` with other scores: first softcap * tanh(scores / softcap), then + bias.
+
+    `bias` broadcasts to (B, H, T, S). `sinks` (H,) are the logits of one further key per head, whose value is 0.
+    Memory is (B, H, T, S) in q's dtype.
+    """
+    (b, h, t, d), kv = q.shape, k.shape[1]
+    mask = mask[:, None] if mask.dim() == 3 else mask
+    if softcap is None and sinks is None and bias is not None:
+        added = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
+        return F.scaled_dot_product_attention(q, k, v, added, dropout, enable_gqa=h != kv)
+    scores = (q.unflatten(1, (kv, -1)) @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) / math.sqrt(d)
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    scores = (scores if bias is None else scores + bias).masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(b, h, t, 1).to(scores.dtype)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[2]].to(v.dtype)
+    weights = F.dropout(weights, dropout, training=dropout > 0)
+    return (weights.unflatten(1, (kv, -1)) @ v[:, :, None]).flatten(1, 2)
+
+
 def _plain_block(q: Tensor, k: Tensor, v: Tensor, start: int, dropout: float) -> Tensor:
     """Causal attention of the block of queries that starts at `start`."""
     q, k, v = q[:, :, start : start + PLAIN_BLOCK], k[:, :, : start + PLAIN_BLOCK], v[:, :, : start + PLAIN_BLOCK]

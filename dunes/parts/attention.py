@@ -2,6 +2,10 @@
 
 # Shapes: B batch, T new tokens, S readable keys, H heads, K key/value heads, D head dim.
 
+import math
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from dunes.parts.context import ForwardContext
@@ -13,10 +17,19 @@ class Attention(nn.Module):
     """Causal multi-head attention: grouped if `kv_heads` < `heads`, sliding-window if `window` is set.
 
     `position` encodes positions into queries and keys: a Rotary, or any callable with arguments (x, context). Such
-    a callable declares `supports_packing = True` if it uses only the context's positions. `q_norm` and `k_norm`
-    are applied to each head before `position`. `out_bias` defaults to `bias`. `dropout` acts on attention weights,
-    in training only. Raises ValueError if `heads` is no multiple of `kv_heads`.
+    a callable declares `supports_packing = True` if it uses only the context's positions. If it has a method
+    `bias` (see `parts.context.Bias`), this is added to the scores. `q_norm` and `k_norm` are applied to each head
+    before `position`. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in training only.
+
+    Scores are multiplied by `scale` (default: head_dim ** -0.5). `softcap` bounds them by softcap * tanh(scores /
+    softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). With `sinks`, each head learns the score of one
+    more key, whose value is 0, as in gpt-oss (https://arxiv.org/abs/2508.10925). Raises ValueError if `heads` is
+    no multiple of `kv_heads`.
     """
+
+    # Not attributes of an instance without these settings, whose saved structure would otherwise differ.
+    scale: float | None = None
+    softcap: float | None = None
 
     def __init__(
         self,
@@ -32,6 +45,9 @@ class Attention(nn.Module):
         bias: bool = False,
         out_bias: bool | None = None,
         dropout: float = 0.0,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         kv_heads, head_dim = kv_heads or heads, head_dim or dim // heads
@@ -45,6 +61,15 @@ class Attention(nn.Module):
         self.out = nn.Linear(heads * head_dim, dim, bias if out_bias is None else out_bias)
         self.q_norm, self.k_norm = q_norm, k_norm
         self.head_dim, self.position, self.window, self.dropout = head_dim, position, window, dropout
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(heads)) if sinks else None)
+        for name, value in (("scale", scale), ("softcap", softcap)):
+            if value is not None:
+                setattr(self, name, value)
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """True if scores depend only on queries and keys, without a bias, a cap or sinks."""
+        return not hasattr(self.position, "bias") and self.softcap is None and self.sinks is None
 
     @property
     def supports_packing(self) -> bool | None:
@@ -54,14 +79,48 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim). Without a context, positions are 0..T-1."""
         ctx = ctx or ForwardContext.of(x)
+        q, k, v = self.heads(x, ctx)
+        k, v = ctx.put(layer, k, v)  # BKSD
+        q = q if self.scale is None else q * (self.scale * math.sqrt(self.head_dim))
+        dropout = self.dropout if self.training else 0.0
+        if self.has_plain_scores:
+            y = ctx.attend(q, k, v, self.window, dropout)
+        else:
+            bias = getattr(self.position, "bias", None)
+            scores = {"bias": bias, "softcap": self.softcap, "sinks": self.sinks}
+            y = ctx.attend_scored(q, k, v, self.window, dropout, **scores)
+        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return out
+
+    def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, D), keys and values (B, K, T, D) of the new tokens, with their positions."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # BHTD, BKTD, BKTD
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.position is not None:
             q, k = self.position(q, ctx), self.position(k, ctx)
-        q, k = q.to(v.dtype), k.to(v.dtype)  # norms may return float32, as torch's do under autocast
-        k, v = ctx.put(layer, k, v)  # BKSD
-        y = ctx.attend(q, k, v, self.window, self.dropout if self.training else 0.0)
-        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return out
+        return q.to(v.dtype), k.to(v.dtype), v  # norms may return float32, as torch's do under autocast
+
+
+class ValueResidualAttention(Attention):
+    """Attention whose values are a learned mixture of its own and the first layer's.
+
+    `first` is True for the first layer of a model, whose values the others mix in; the other arguments are
+    Attention's. The mixture starts half and half. https://arxiv.org/abs/2410.17897
+    """
+
+    def __init__(self, dim: int, heads: int, kv_heads: int | None = None, *, first: bool, **options: Any) -> None:
+        super().__init__(dim, heads, kv_heads, **options)
+        self.register_parameter("mix", None if first else nn.Parameter(torch.tensor(0.5)))
+
+    def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, D), keys and values (B, K, T, D) of the new tokens, with their positions."""
+        q, k, v = super().heads(x, ctx)
+        if self.mix is None:
+            ctx.carried["values"] = v
+        elif "values" not in ctx.carried:
+            raise ValueError("values of a first layer are missing; build one with first=True")
+        else:
+            v = torch.lerp(v, ctx.carried["values"], self.mix.to(v.dtype))
+        return q, k, v

@@ -10,9 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dunes.ops.scaled_dot_product import attend, causal_attention, query_blocks, varlen_attention
+from dunes.ops.scaled_dot_product import (
+    CAUSAL_BLOCK,
+    attend,
+    attend_scored,
+    causal_attention,
+    query_blocks,
+    varlen_attention,
+)
 from dunes.parts.cache import Cache
 from dunes.units import plural
+
+Bias = Callable[[Tensor, Tensor], Tensor]
+"""Given the positions of queries (B or 1, T) and keys (B or 1, S), returns what is added to the scores of
+attention, broadcastable to (B, H, T, S)."""
 
 
 class ForwardContext:
@@ -34,6 +45,8 @@ class ForwardContext:
         self.positions, self.cache, self.document_starts = positions, cache, document_starts
         # The usual case, known without reading the tensor: the last T of positions 0..S-1 in every row.
         self.consecutive = consecutive
+        self.carried: dict[str, Tensor] = {}
+        """Tensors that a layer hands to later layers of this forward, for these tokens, by name."""
         self._memo: dict[Hashable, Any] = {}
 
     def __repr__(self) -> str:
@@ -75,6 +88,37 @@ class ForwardContext:
             return causal_attention(q, k, v, window)
         return attend(q, k, v, self.mask(window), dropout)
 
+    def attend_scored(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None = None,
+        dropout: float = 0.0,
+        *,
+        bias: Bias | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`attend` with other scores; `softcap` and `sinks` are as in `ops.scaled_dot_product.attend_scored`."""
+        mask, key = self.mask(window), self.key_positions()
+        if mask is None:
+            mask = self.once(("mask", window), lambda: self._mask(window))
+
+        def block(rows: slice) -> Tensor:
+            added = None if bias is None else bias(self.positions[:, rows], key)
+            query, visible = q[:, :, rows], mask[:, rows]
+            return attend_scored(query, k, v, visible, dropout, bias=added, softcap=softcap, sinks=sinks)
+
+        if torch.compiler.is_compiling() or q.shape[2] <= CAUSAL_BLOCK:
+            return block(slice(None))
+        # In blocks of queries, since all scores at once may take gigabytes.
+        return torch.cat([block(slice(a, a + CAUSAL_BLOCK)) for a in range(0, q.shape[2], CAUSAL_BLOCK)], 2)
+
+    def key_positions(self) -> Tensor:
+        """The positions (B or 1, S) of the keys that `put` returns, -1 for an empty slot."""
+        return self.positions if self.cache is None else self.cache.slot_positions(self.positions.amax(1))
+
     def mask(self, window: int | None = None) -> Tensor | None:
         """Attention mask (B, T, S), True if a query may attend to a key; None for plain causal attention.
 
@@ -96,9 +140,7 @@ class ForwardContext:
             )
 
     def _mask(self, window: int | None) -> Tensor:
-        query = self.positions[:, :, None]
-        key = self.positions if self.cache is None else self.cache.slot_positions(self.positions.amax(1))
-        key = key[:, None, :]
+        query, key = self.positions[:, :, None], self.key_positions()[:, None, :]
         visible = (key >= 0) & (key <= query) if self.cache is None else self.cache.visible(key, query)
         if window is not None:
             visible &= key > query - window

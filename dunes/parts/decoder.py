@@ -40,23 +40,42 @@ Recorded = dict[Any, list[Tensor]]
 class Block(nn.Module):
     """A block: x = x + attn(attn_norm(x)), then x + mlp(mlp_norm(x)).
 
-    `dropout` acts on the outputs of attn and mlp, in training only.
+    `dropout` acts on the outputs of attn and mlp, in training only. `attn_post_norm` and `mlp_post_norm` are
+    applied to these outputs before they are added; with nn.Identity as the norms before, the block norms only
+    after. With `parallel`, it is x + attn(attn_norm(x)) + mlp(mlp_norm(x)).
     """
 
     supports_packing = True
+    parallel: bool = False  # no attribute of other blocks, whose saved structure would otherwise differ
 
     def __init__(
-        self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module, dropout: float = 0.0
+        self,
+        attn_norm: nn.Module,
+        attn: nn.Module,
+        mlp_norm: nn.Module,
+        mlp: nn.Module,
+        dropout: float = 0.0,
+        *,
+        attn_post_norm: nn.Module | None = None,
+        mlp_post_norm: nn.Module | None = None,
+        parallel: bool = False,
     ) -> None:
         super().__init__()
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
         self.dropout = nn.Dropout(dropout)
+        self.register_module("attn_post_norm", attn_post_norm)
+        self.register_module("mlp_post_norm", mlp_post_norm)
+        if parallel:
+            self.parallel = True
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim)."""
-        x = x + self.dropout(self.attn(self.attn_norm(x), ctx, layer))
-        y: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return y
+        attended = self.attn(self.attn_norm(x), ctx, layer)
+        attended = attended if self.attn_post_norm is None else self.attn_post_norm(attended)
+        y: Tensor = x + self.dropout(attended)
+        added = self.mlp(self.mlp_norm(x if self.parallel else y))
+        added = added if self.mlp_post_norm is None else self.mlp_post_norm(added)
+        return y + self.dropout(added)
 
 
 class Decoder(nn.Module):
@@ -192,8 +211,8 @@ class Decoder(nn.Module):
         if not readable_on_host(positions) or not (positions >= 0).any():
             return False
         attentions = [m for m in self.modules() if isinstance(m, Attention)]
-        dropped = any(m.dropout and m.training for m in attentions)
-        return len(attentions) == len(self.blocks) and not dropped and supports_packing(self)
+        plain = all(m.has_plain_scores and not (m.dropout and m.training) for m in attentions)
+        return len(attentions) == len(self.blocks) and plain and supports_packing(self)
 
     def logits(self, x: Tensor) -> Tensor:
         """Apply the head: (..., dim) -> (..., V)."""

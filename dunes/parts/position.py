@@ -158,3 +158,45 @@ class Rotary:
         cos, sin = ctx.once((self, x.dtype), make)
         rotated: Tensor = fused(x, cos, sin, self.adjacent)
         return rotated
+
+
+@dataclass(frozen=True)
+class PartialRotary:
+    """Rotates only the first dimensions of each head, as many as `rotary.head_dim`. The others stay.
+
+    GPT-NeoX rotates a quarter: https://arxiv.org/abs/2204.06745
+    """
+
+    rotary: Rotary
+    supports_packing: ClassVar[bool] = True
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        rotated, rest = x.tensor_split([self.rotary.head_dim], -1)
+        return torch.cat([self.rotary(rotated, ctx), rest], -1)
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """ALiBi: a bias of slope * (key position - query position), with one slope per head, and no other positions.
+
+    Head h of H has slope 2^(-8 h / H); if H is no power of two, the slopes are those of the next smaller one, and
+    then every second one of twice as many heads. https://arxiv.org/abs/2108.12409
+    """
+
+    heads: int
+    supports_packing: ClassVar[bool] = True
+
+    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        return x
+
+    def slopes(self, device: torch.device) -> Tensor:
+        """The slopes (H,), float32."""
+        power = 1 << (self.heads.bit_length() - 1)
+        first = torch.arange(1, power + 1, device=device) * (8 / power)
+        others = (torch.arange(self.heads - power, device=device) + 0.5) * (8 / power)
+        return torch.exp2(-torch.cat([first, others]))
+
+    def bias(self, query: Tensor, key: Tensor) -> Tensor:
+        """The bias (B or 1, H, T, S) for positions of queries (B or 1, T) and keys (B or 1, S)."""
+        distance = key[:, None, None, :] - query[:, None, :, None]
+        return self.slopes(key.device)[:, None, None] * distance

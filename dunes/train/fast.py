@@ -179,9 +179,9 @@ def _compile_options(device: torch.device, draws: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"fallback_random": True} if draws else {}
     if device.type == "cuda":
         return {**options, "triton.cudagraphs": True}
-    # Kernels called from C++ take a tenth less of a small step than those called from Python. The next two lines
-    # are for the start of a second process, which reads the unit from Inductor's folder: compilers for torch's headers
-    # know all vector instructions, so none is tried (1 s); calls of autocast (private names) do not hinder the cache.
+    # Kernels called from C++ take a tenth less of a small step than those called from Python. Two settings are for
+    # the start of a second process, which reads the unit from Inductor's folder: a compiler that can read torch's
+    # headers knows all vector instructions, so none is tried (1 s), and the cache takes calls of autocast.
     autocast = {f"torch.amp.autocast_mode._{name}_autocast": "dunes 1" for name in ("enter", "exit")}
     start = {"cpp.vec_isa_ok": True, "unsafe_marked_cacheable_functions": autocast}
     return {**options, **start, "cpp_wrapper": True, "post_grad_custom_post_pass": SmallProducts()}
