@@ -80,6 +80,8 @@ SHAPES = {
     "qwen3-yarn": ("qwen3", {"head_dim": 16, "rope_parameters": ROPES["yarn"]}),
     "qwen3_moe": ("qwen3_moe", QWEN_MOE),
     "qwen3_moe-renormalised": ("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {"num_key_value_heads": 3}),
+    "olmo2-tied-biases": ("olmo2", {**ONE_KV_TIED, "attention_bias": True, "rope_parameters": ROPES["linear"]}),
     "arcee": ("arcee", {}),
     "arcee-tied": ("arcee", {**ONE_KV_TIED, "rope_parameters": ROPES["llama3"]}),
     "gpt2": ("gpt2", {}),

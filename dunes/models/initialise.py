@@ -15,7 +15,8 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
 
     Matrices are drawn from a normal distribution with standard deviation 1/sqrt(fan_in), embeddings with 0.02.
     Biases are zero. The projections that add to the residual stream (attention's `out`, each MLP's `down`) are
-    zero, so that every block starts as the identity. https://arxiv.org/abs/2203.03466
+    zero, so that every block starts as the identity (https://arxiv.org/abs/2203.03466); not if a norm follows
+    them, whose gradient at zero would be huge.
     With `empty`, for a model built on the meta device, norms get the values of a new model, too: weights 1, biases
     and buffers 0.
     """
@@ -24,6 +25,8 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
     def normal(weight: Tensor, std: float) -> None:
         weight.copy_(ranks.part(torch.randn(weight.shape, generator=generator) * std, weight))
 
+    normed = tuple(f"{name}." for name, m in model.named_modules() if getattr(m, "attn_post_norm", None))
+
     with torch.no_grad():
         for name, tensor in chain(model.named_parameters(), model.named_buffers()) if empty else ():
             tensor.fill_(name.endswith("weight"))
@@ -31,7 +34,7 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
             if isinstance(module, nn.Embedding):
                 normal(module.weight, 0.02)
             elif isinstance(module, nn.Linear):
-                residual = name.endswith(("attn.out", ".down"))
+                residual = name.endswith(("attn.out", ".down")) and not name.startswith(normed)
                 normal(module.weight, 0.0 if residual else 1 / math.sqrt(module.in_features))
                 if module.bias is not None:
                     module.bias.zero_()

@@ -70,19 +70,28 @@ def mlp(config: Config) -> GatedMLP:
     return GatedMLP(config.dim, config.hidden, bias=config.mlp_bias)
 
 
-def build(config: C, attention: Make[C] = attention, mlp: Make[C] = mlp) -> Decoder:
-    """Build the model of this config, untrained; `attention` and `mlp` build these parts of each block."""
+def norm(config: Config) -> RMSNorm:
+    return RMSNorm(config.dim, config.eps)
 
-    def norm() -> RMSNorm:
-        return RMSNorm(config.dim, config.eps)
 
-    def block() -> Block:
-        return Block(norm(), attention(config), norm(), mlp(config))
+def block(config: Config, attn: nn.Module, mlp: nn.Module) -> Block:
+    return Block(norm(config), attn, norm(config), mlp)
 
+
+def build(
+    config: C,
+    attention: Make[C] = attention,
+    mlp: Make[C] = mlp,
+    block: Callable[[C, nn.Module, nn.Module], Block] = block,
+) -> Decoder:
+    """Build the model of this config, untrained.
+
+    `attention` and `mlp` build these parts of each block, and `block` joins them.
+    """
     return Decoder(
         embed=Embedding(config.vocab, config.dim),
-        blocks=[block() for _ in range(config.depth)],
-        norm=norm(),
+        blocks=[block(config, attention(config), mlp(config)) for _ in range(config.depth)],
+        norm=norm(config),
         head=None if config.tied else nn.Linear(config.dim, config.vocab, bias=False),
     )
 

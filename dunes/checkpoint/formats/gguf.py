@@ -40,13 +40,13 @@ from dunes.text.gguf_vocabulary import vocabulary_fields
 
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), "llama"),
-    **{family: family for family in ("arcee", "qwen2", "qwen3", "gpt2")},
+    **{family: family for family in ("arcee", "qwen2", "qwen3", "olmo2", "gpt2")},
     "qwen3_moe": "qwen3moe",
 }
 """The name of llama.cpp's architecture for each family."""
 PAIRED = ("llama", "arcee")
 """Architectures whose rotary embedding rotates adjacent dimensions, as in Meta's code."""
-UNBIASED = ("arcee", "qwen3", "qwen3moe")
+UNBIASED = ("arcee", "qwen3", "qwen3moe", "olmo2")
 """Architectures without biases."""
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0", "q4_0": "Q4_0"}
 UNROUNDED = ("ffn_gate_inp", "position_embd")
