@@ -4,10 +4,11 @@ Settings of rotary positions have the keys `rope_theta` and `rope_scaling`, or `
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dunes.parts.position import UNSCALED, Linear, Llama3, Scaling, Unscaled, Yarn
+from dunes.units import plural
 
 Json = Mapping[str, Any]
 
@@ -49,6 +50,11 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None, above:
     return float(value)
 
 
+def optional(hf: Mapping[str, Any], key: str, default: float) -> float | None:
+    """Read a number above 0, or None for null; `default` if it is absent."""
+    return None if key in hf and hf[key] is None else number(hf, key, default)
+
+
 def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
     """Read a boolean; `default` if the value is null or absent."""
     value = hf.get(key)
@@ -78,6 +84,31 @@ def refuse_mixed_windows(hf: dict[str, Any]) -> None:
             raise ValueError(
                 f"config.json: use_sliding_window is True, from layer {_short(first)}; only False is supported"
             )
+
+
+def layer_windows(hf: Json, windowed: Sequence[bool]) -> tuple[int | None, ...]:
+    """The window of each layer; `windowed` says which layers have one if the file has no `layer_types`."""
+    kinds = {"sliding_attention": True, "full_attention": False}
+    types = (
+        [next(k for k in kinds if kinds[k] == w) for w in windowed]
+        if hf.get("layer_types") is None
+        else hf["layer_types"]
+    )
+    if not isinstance(types, list) or len(types) != len(windowed) or any(t not in [*kinds] for t in types):
+        raise ValueError(
+            f"config.json: layer_types is {_short(types)}; expected {' or '.join(kinds)} for each of "
+            f"{plural(len(windowed), 'layer')}"
+        )
+    window = size(hf, "sliding_window", largest=1 << 31) if "sliding_attention" in types else None
+    return tuple(window if kinds[t] else None for t in types)
+
+
+def layer_windows_to_hf(windows: Sequence[int | None]) -> dict[str, Any]:
+    """The inverse of `layer_windows`. Raises ValueError for windows of several sizes."""
+    if len(sizes := {w for w in windows if w is not None}) > 1:
+        raise ValueError(f"config.json cannot express windows of several sizes: {sorted(sizes)}")
+    types = ["full_attention" if w is None else "sliding_attention" for w in windows]
+    return {"layer_types": types, "sliding_window": next(iter(sizes), None)}
 
 
 def _short(value: Any) -> str:

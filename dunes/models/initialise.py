@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dunes.measure import ranks
 from dunes.parts import Decoder
+from dunes.parts.layers import ZeroCenteredRMSNorm
 
 
 def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
@@ -31,7 +32,9 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
         for name, tensor in chain(model.named_parameters(), model.named_buffers()) if empty else ():
             tensor.fill_(name.endswith("weight"))
         for name, module in model.named_modules():
-            if isinstance(module, nn.Embedding):
+            if empty and isinstance(module, ZeroCenteredRMSNorm):
+                module.weight.zero_()
+            elif isinstance(module, nn.Embedding):
                 normal(module.weight, 0.02)
             elif isinstance(module, nn.Linear):
                 residual = name.endswith(("attn.out", ".down")) and not name.startswith(normed)

@@ -54,10 +54,9 @@ class Config:
 
 
 C = TypeVar("C", bound=Config)
-Make = Callable[[C], nn.Module]
 
 
-def attention(config: Config, **parts: Any) -> Attention:
+def attention(config: Config, layer: int = 0, **parts: Any) -> Attention:
     """The attention of a block; `parts` overrides arguments of `Attention`."""
     defaults: dict[str, Any] = {
         "position": Rotary(config.head_dim, config.rope_base, config.scaling),
@@ -80,17 +79,17 @@ def block(config: Config, attn: nn.Module, mlp: nn.Module) -> Block:
 
 def build(
     config: C,
-    attention: Make[C] = attention,
-    mlp: Make[C] = mlp,
+    attention: Callable[[C, int], nn.Module] = attention,
+    mlp: Callable[[C], nn.Module] = mlp,
     block: Callable[[C, nn.Module, nn.Module], Block] = block,
 ) -> Decoder:
     """Build the model of this config, untrained.
 
-    `attention` and `mlp` build these parts of each block, and `block` joins them.
+    `attention` (for the layer with this number) and `mlp` build these parts of each block, and `block` joins them.
     """
     return Decoder(
         embed=Embedding(config.vocab, config.dim),
-        blocks=[block(config, attention(config), mlp(config)) for _ in range(config.depth)],
+        blocks=[block(config, attention(config, layer), mlp(config)) for layer in range(config.depth)],
         norm=norm(config),
         head=None if config.tied else nn.Linear(config.dim, config.vocab, bias=False),
     )

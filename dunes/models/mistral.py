@@ -30,8 +30,8 @@ class Config(llama.Config):
         return replace(super().from_size(vocab, dim, depth, context_length), window=max(1, context_length // 2))
 
 
-def attention(config: Config) -> Attention:
-    return llama.attention(config, window=config.window)
+def attention(config: Config, layer: int) -> Attention:
+    return llama.attention(config, layer, window=config.window)
 
 
 def build(config: Config) -> Decoder:

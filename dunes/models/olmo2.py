@@ -26,9 +26,9 @@ class JointNorm(RMSNorm):
         return super().forward(x.flatten(-2)).unflatten(-1, x.shape[-2:])
 
 
-def attention(config: Config) -> Attention:
+def attention(config: Config, layer: int) -> Attention:
     q_norm, k_norm = (JointNorm(n * config.head_dim, config.eps) for n in (config.heads, config.kv_heads))
-    return llama.attention(config, q_norm=q_norm, k_norm=k_norm)
+    return llama.attention(config, layer, q_norm=q_norm, k_norm=k_norm)
 
 
 def block(config: Config, attn: nn.Module, mlp: nn.Module) -> Block:

@@ -14,8 +14,8 @@ from dunes.parts import Attention, Decoder
 __all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 
-def attention(config: Config) -> Attention:
-    return llama.attention(config, bias=True, out_bias=False)
+def attention(config: Config, layer: int) -> Attention:
+    return llama.attention(config, layer, bias=True, out_bias=False)
 
 
 def build(config: Config) -> Decoder:

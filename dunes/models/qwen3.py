@@ -14,9 +14,9 @@ from dunes.parts import Attention, Decoder, RMSNorm
 __all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 
-def attention(config: Config) -> Attention:
+def attention(config: Config, layer: int) -> Attention:
     q_norm, k_norm = (RMSNorm(config.head_dim, config.eps) for _ in "qk")
-    return llama.attention(config, q_norm=q_norm, k_norm=k_norm)
+    return llama.attention(config, layer, q_norm=q_norm, k_norm=k_norm)
 
 
 def build(config: Config) -> Decoder:

@@ -81,16 +81,25 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model. With `head=None` the token embedding is also the head (tied weights).
 
+    `softcap` bounds the logits, by softcap * tanh(logits / softcap).
     Documents packed into one row do not attend to each other. If a module's class does not declare
     `supports_packing`, each document is computed in its own row, and `cache_for` returns None; both are slower.
     """
 
     supports_packing = True
+    softcap: float | None = None  # no attribute of other models, whose saved structure would otherwise differ
 
     def __init__(
-        self, embed: nn.Module, blocks: Sequence[nn.Module], norm: nn.Module, head: nn.Module | None = None
+        self,
+        embed: nn.Module,
+        blocks: Sequence[nn.Module],
+        norm: nn.Module,
+        head: nn.Module | None = None,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
+        if softcap is not None:
+            self.softcap = softcap
         self.embed: Any = embed  # an Embedding, or a user's own
         self.blocks, self.norm, self.head = nn.ModuleList(blocks), norm, head
         if len(set(map(id, blocks))) < len(blocks):
@@ -201,7 +210,9 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum"), count
 
     def _head_weight(self) -> Tensor | None:
-        """The matrix (V, dim) of a linear head without bias, or of a tied embedding; None for other heads."""
+        """The matrix (V, dim) of an uncapped linear head without bias, or of a tied embedding; None for others."""
+        if self.softcap is not None:
+            return None
         if self.head is None:
             return self.embed.token.weight if isinstance(self.embed.token, nn.Embedding) else None
         return self.head.weight if tree.is_dense(self.head) and self.head.bias is None else None
@@ -216,10 +227,8 @@ class Decoder(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Apply the head: (..., dim) -> (..., V)."""
-        if self.head is None:
-            return F.linear(x, self.embed.token.weight)
-        logits: Tensor = self.head(x)
-        return logits
+        logits: Tensor = F.linear(x, self.embed.token.weight) if self.head is None else self.head(x)
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
 
 
 def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -25,13 +25,23 @@ def squared_relu(x: Tensor) -> Tensor:
 class Embedding(nn.Module):
     """A token embedding. With `positions`, a learned embedding of each position is added.
 
-    `dropout` acts on the sum, in training only.
+    The embedding is multiplied by `scale`, rounded to its dtype. `dropout` acts on the sum, in training only.
     """
 
     supports_packing = True
+    scale: float | None = None  # no attribute of other embeddings, whose saved structure would otherwise differ
 
-    def __init__(self, vocab: int, dim: int, positions: int | None = None, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        positions: int | None = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+    ) -> None:
         super().__init__()
+        if scale is not None:
+            self.scale = scale
         self.token = nn.Embedding(vocab, dim)
         self.place = nn.Embedding(positions, dim) if positions else None
         self.dropout = nn.Dropout(dropout)
@@ -39,6 +49,8 @@ class Embedding(nn.Module):
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids (B, T) -> (B, T, dim). Raises ValueError for a text longer than the learned positions."""
         x: Tensor = self.token(ids)
+        if self.scale is not None:
+            x = x * x.new_full((), self.scale)
         if self.place is not None:
             length = ids.shape[1] if ctx.cache is None else ctx.cache.max_length
             if ctx.consecutive and length > self.place.num_embeddings:
@@ -64,6 +76,20 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim), in x's dtype, or in autocast's dtype if autocast is enabled."""
         return rms_norm(x, self.weight, self.eps)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight), as in Gemma; the weight starts at zero."""
+
+    supports_packing = True
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__(dim, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim), in x's dtype, or in autocast's dtype if autocast is enabled."""
+        return rms_norm(x, 1.0 + self.weight.float(), self.eps)
 
 
 class MLP(nn.Module):
