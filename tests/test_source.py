@@ -759,7 +759,7 @@ def test_bad_configs_take_little_memory(made, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, made):
     folder = made(family)
-    change_config(folder, num_hidden_layers=10_000_000, n_layer=10_000_000)
+    change_config(folder, num_hidden_layers=10_000_000, n_layer=10_000_000, layer_types=None)
     message = refusal(folder)
     said = r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files have (\S+);"
     numbers, size, there = map(float, re.search(said, message).groups())

@@ -43,7 +43,7 @@ ARCHITECTURES = {
     **{family: family for family in ("arcee", "qwen2", "qwen3", "olmo2", "gpt2")},
     "qwen3_moe": "qwen3moe",
 }
-"""The name of llama.cpp's architecture for each family."""
+"""The name of llama.cpp's architecture for each family that is read and written."""
 PAIRED = ("llama", "arcee")
 """Architectures whose rotary embedding rotates adjacent dimensions, as in Meta's code."""
 UNBIASED = ("arcee", "qwen3", "qwen3moe", "olmo2")
@@ -98,7 +98,7 @@ def write(
     names = [*weight_names(model), name(FREQUENCIES, FREQUENCIES)]
     theirs = hf_weights(names, weights)
     numbers = {key: package.GGMLQuantizationType[_type(key, t.shape, kind)] for key, t in theirs.items()}
-    with closing(package.GGUFWriter(path, ARCHITECTURES[model.family])) as writer:
+    with closing(package.GGUFWriter(path, _architecture(model.family))) as writer:
         writer.add_file_type(package.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
         writer.add_quantization_version(package.GGML_QUANT_VERSION)
         for key, value in fields.items():
@@ -115,6 +115,14 @@ def write(
             tensor.release()
     _verify(path, fields, names, weights, numbers)
     return Counter(number.name for number in numbers.values())
+
+
+def _architecture(family: str) -> str:
+    """llama.cpp's name of a family. Raises ValueError for a family that is not written."""
+    if family not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ValueError(f"a GGUF file of {family} cannot be written, only of {known}; export it with --to hf")
+    return ARCHITECTURES[family]
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
@@ -172,7 +180,7 @@ def _same_value(stored: Any, value: Any) -> bool:
 
 def weight_names(model: Architecture) -> Names:
     """The table of GGUF names of a model's tensors, with stacked experts."""
-    package, architecture = extra("gguf", "gguf"), ARCHITECTURES[model.family]
+    package, architecture = extra("gguf", "gguf"), _architecture(model.family)
     number = {text: number for number, text in package.MODEL_ARCH_NAMES.items()}[architecture]
     table, names = package.get_tensor_name_map(number, 1), []
     for rule in FAMILIES[model.family].NAMES:
@@ -195,7 +203,7 @@ def to_pairs(weight: Tensor, heads: int) -> Tensor:
 
 def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The metadata of a model. Raises ValueError for models that llama.cpp does not support."""
-    hf, architecture = FAMILIES[model.family].to_hf(model.config), ARCHITECTURES[model.family]
+    hf, architecture = FAMILIES[model.family].to_hf(model.config), _architecture(model.family)
     if architecture in UNBIASED and (hf.get("attention_bias") or hf.get("mlp_bias")):
         raise ValueError(f"llama.cpp's {architecture} has no biases, this model has; export it with --to hf")
     if not hf.get("norm_topk_prob", True):
