@@ -26,7 +26,6 @@ from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.export import export_gguf
 from dunes.checkpoint.formats import gguf as form
 from dunes.checkpoint.weights.lazy_tensor import in_memory
-from dunes.models import FAMILIES
 from dunes.parts.position import Linear, Llama3, Yarn
 from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, ranked_bpe, sentencepiece, templates
 from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_header, special_tokens

@@ -207,7 +207,7 @@ class PrefixCache:
         assert self.cache is not None, "reserve comes first"
         all_rows = len(rows) == len(self.ids)
         index: Tensor | slice = slice(rows[0], rows[-1] + 1)
-        if [*range(index.start, index.stop)] != list(rows):  # consecutive rows need no copy
+        if [*range(rows[0], rows[-1] + 1)] != list(rows):  # consecutive rows need no copy
             index = torch.tensor(rows, device=self.cache.length.device)
         part = self.cache if all_rows else self.cache.select_rows(index)
         common = [common_length(self.ids[i], texts[i], last[i]) if i in texts else len(self.ids[i]) for i in rows]

@@ -445,7 +445,7 @@ def _attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask.unsqueeze(2), -torch.inf)
     elif attn_mask is not None:  # a bias for each head
-        scores = scores + attn_mask.expand(-1, query.shape[1], -1, -1).unflatten(1, (key.shape[1], -1))
+        scores = scores + torch.unflatten(attn_mask.expand(-1, query.shape[1], -1, -1), 1, (key.shape[1], -1))
     weights = (scores - scores.amax(-1, keepdim=True)).exp().unsqueeze(-1)
     y: Tensor = (weights * v).sum(4) / weights.sum(4)
     return y.flatten(1, 2)

@@ -5,6 +5,7 @@ https://arxiv.org/abs/2501.00656
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dunes.models import llama
@@ -23,7 +24,7 @@ class JointNorm(RMSNorm):
     supports_packing = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(-2)).unflatten(-1, x.shape[-2:])
+        return torch.unflatten(super().forward(x.flatten(-2)), -1, x.shape[-2:])
 
 
 def attention(config: Config, layer: int) -> Attention:
@@ -32,8 +33,8 @@ def attention(config: Config, layer: int) -> Attention:
 
 
 def block(config: Config, attn: nn.Module, mlp: nn.Module) -> Block:
-    norms = {"attn_post_norm": norm(config), "mlp_post_norm": norm(config)}
-    return Block(nn.Identity(), attn, nn.Identity(), mlp, **norms)
+    before = nn.Identity(), nn.Identity()
+    return Block(before[0], attn, before[1], mlp, attn_post_norm=norm(config), mlp_post_norm=norm(config))
 
 
 def build(config: Config) -> Decoder:

@@ -106,14 +106,15 @@ def attend_scored(
     if softcap is None and sinks is None and bias is not None:
         added = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
         return F.scaled_dot_product_attention(q, k, v, added, dropout, enable_gqa=h != kv)
-    scores = (q.unflatten(1, (kv, -1)) @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) / math.sqrt(d)
+    scores = (torch.unflatten(q, 1, (kv, -1)) @ k[:, :, None].transpose(-1, -2)).flatten(1, 2) / math.sqrt(d)
     scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     scores = (scores if bias is None else scores + bias).masked_fill(~mask, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(b, h, t, 1).to(scores.dtype)], -1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[2]].to(v.dtype)
     weights = F.dropout(weights, dropout, training=dropout > 0)
-    return (weights.unflatten(1, (kv, -1)) @ v[:, :, None]).flatten(1, 2)
+    y: Tensor = (torch.unflatten(weights, 1, (kv, -1)) @ v[:, :, None]).flatten(1, 2)
+    return y
 
 
 def _plain_block(q: Tensor, k: Tensor, v: Tensor, start: int, dropout: float) -> Tensor:

@@ -3,6 +3,7 @@
 # Shapes: B batch, T new tokens, S readable keys, H heads, K key/value heads, D head dim.
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(heads * head_dim, dim, bias if out_bias is None else out_bias)
         self.q_norm, self.k_norm = q_norm, k_norm
         self.head_dim, self.position, self.window, self.dropout = head_dim, position, window, dropout
+        self.sinks: nn.Parameter | None
         self.register_parameter("sinks", nn.Parameter(torch.zeros(heads)) if sinks else None)
         for name, value in (("scale", scale), ("softcap", softcap)):
             if value is not None:
@@ -86,9 +88,8 @@ class Attention(nn.Module):
         if self.has_plain_scores:
             y = ctx.attend(q, k, v, self.window, dropout)
         else:
-            bias = getattr(self.position, "bias", None)
-            scores = {"bias": bias, "softcap": self.softcap, "sinks": self.sinks}
-            y = ctx.attend_scored(q, k, v, self.window, dropout, **scores)
+            scored = partial(ctx.attend_scored, softcap=self.softcap, sinks=self.sinks)
+            y = scored(q, k, v, self.window, dropout, bias=getattr(self.position, "bias", None))
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return out
 
@@ -112,6 +113,7 @@ class ValueResidualAttention(Attention):
 
     def __init__(self, dim: int, heads: int, kv_heads: int | None = None, *, first: bool, **options: Any) -> None:
         super().__init__(dim, heads, kv_heads, **options)
+        self.mix: nn.Parameter | None
         self.register_parameter("mix", None if first else nn.Parameter(torch.tensor(0.5)))
 
     def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:

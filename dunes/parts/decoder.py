@@ -63,6 +63,8 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
         self.dropout = nn.Dropout(dropout)
+        self.attn_post_norm: nn.Module | None
+        self.mlp_post_norm: nn.Module | None
         self.register_module("attn_post_norm", attn_post_norm)
         self.register_module("mlp_post_norm", mlp_post_norm)
         if parallel:
@@ -75,7 +77,8 @@ class Block(nn.Module):
         y: Tensor = x + self.dropout(attended)
         added = self.mlp(self.mlp_norm(x if self.parallel else y))
         added = added if self.mlp_post_norm is None else self.mlp_post_norm(added)
-        return y + self.dropout(added)
+        out: Tensor = y + self.dropout(added)
+        return out
 
 
 class Decoder(nn.Module):
