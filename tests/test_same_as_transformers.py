@@ -88,6 +88,11 @@ SHAPES = {
     "gemma2": ("gemma2", GEMMA),
     "gemma2-biases": ("gemma2", {**GEMMA, **CAPS, "attention_bias": True, "tie_word_embeddings": False}),
     "gemma2-uncapped": ("gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "smollm3": ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
+    "smollm3-first-untied": (
+        "smollm3",
+        {"pad_token_id": 0, "no_rope_layers": [0, 0, 1], "tie_word_embeddings": False},
+    ),
     "arcee": ("arcee", {}),
     "arcee-tied": ("arcee", {**ONE_KV_TIED, "rope_parameters": ROPES["llama3"]}),
     "gpt2": ("gpt2", {}),

@@ -103,6 +103,8 @@ def read(model: Any, context_length: int) -> Config:
 def read_fields(model: Any, context_length: int, mlp: Any) -> dict[str, Any]:
     """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block."""
     attn = model.blocks[0].attn
+    positions = (block.attn.position for block in model.blocks)
+    rotary = next((p for p in positions if p is not None), Rotary(attn.head_dim))
     return {
         "vocab": model.embed.token.num_embeddings,
         "dim": model.embed.token.embedding_dim,
@@ -113,8 +115,8 @@ def read_fields(model: Any, context_length: int, mlp: Any) -> dict[str, Any]:
         "hidden": mlp.down.in_features,
         "context_length": context_length,
         "eps": model.norm.eps,
-        "rope_base": attn.position.base,
-        "scaling": attn.position.scaling,
+        "rope_base": rotary.base,
+        "scaling": rotary.scaling,
         "tied": model.head is None,
         "attention_bias": attn.out.bias is not None,
         "mlp_bias": mlp.down.bias is not None,
