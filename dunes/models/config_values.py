@@ -86,6 +86,11 @@ def refuse_mixed_windows(hf: dict[str, Any]) -> None:
             )
 
 
+def layer_count(hf: Json) -> int:
+    """The number of layers of a config with settings for each layer. Raises ValueError if it is above 2^16."""
+    return size(hf, "num_hidden_layers", largest=1 << 16)
+
+
 def layer_windows(hf: Json, windowed: Sequence[bool]) -> tuple[int | None, ...]:
     """The window of each layer; `windowed` says which layers have one if the file has no `layer_types`."""
     kinds = {"sliding_attention": True, "full_attention": False}

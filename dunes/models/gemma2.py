@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from dunes.models import llama
-from dunes.models.config_values import check_supported, layer_windows, layer_windows_to_hf, optional, size
+from dunes.models.config_values import (
+    check_supported,
+    layer_count,
+    layer_windows,
+    layer_windows_to_hf,
+    optional,
+    size,
+)
 from dunes.models.llama import IGNORED_NAMES
 from dunes.models.names import Names, name
 from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP
@@ -78,7 +85,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
     fields = llama.config_fields(hf | {"hidden_act": "silu", "mlp_bias": False})
     return Config(
         **fields,
-        windows=layer_windows(hf, [i % 2 == 0 for i in range(fields["depth"])]),
+        windows=layer_windows(hf, [i % 2 == 0 for i in range(layer_count(hf))]),
         query_scalar=size(hf, "query_pre_attn_scalar"),
         softcap=optional(hf, "attn_logit_softcapping", 50.0),
         logit_softcap=optional(hf, "final_logit_softcapping", 30.0),

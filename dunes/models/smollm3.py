@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from dunes.models import llama
-from dunes.models.config_values import check_supported, refuse_mixed_windows, size
+from dunes.models.config_values import check_supported, layer_count, refuse_mixed_windows, size
 from dunes.models.llama import IGNORED_NAMES, NAMES
 from dunes.parts import Attention, Decoder
 
@@ -53,12 +53,12 @@ def from_hf(hf: dict[str, Any]) -> Config:
     refuse_mixed_windows(hf)
     check_supported(hf, required={"use_sliding_window": False})
     fields = llama.config_fields(hf, base=2_000_000.0)
-    rotary = hf.get("no_rope_layers")
+    depth, rotary = layer_count(hf), hf.get("no_rope_layers")
     if rotary is None:
-        rotary = [*map(int, _every(size(hf, "no_rope_layer_interval", 4), fields["depth"]))]
-    if not isinstance(rotary, list) or len(rotary) < fields["depth"] or any(flag not in (0, 1) for flag in rotary):
+        rotary = [*map(int, _every(size(hf, "no_rope_layer_interval", 4), depth))]
+    if not isinstance(rotary, list) or len(rotary) < depth or any(flag not in (0, 1) for flag in rotary):
         raise ValueError(f"config.json: no_rope_layers is {str(rotary)[:60]}; expected 0 or 1 for each layer")
-    return Config(**fields, rotary=tuple(map(bool, rotary[: fields["depth"]])))
+    return Config(**fields, rotary=tuple(map(bool, rotary[:depth])))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
