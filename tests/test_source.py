@@ -739,8 +739,8 @@ def read_all(folder, name, cases, tmp_path):
 
 @pytest.fixture
 def made(tmp_path):
-    def folder(family):
-        model = random_model(family, vocab=265, dim=64, context=16)
+    def folder(family, depth=2):
+        model = random_model(family, vocab=265, dim=64, depth=depth, context=16)
         checkpoint.save(model, tmp_path / family, Tokenizer.train("bytes", []), 16)
         (tmp_path / family / "dunes.json").unlink()
         return tmp_path / family
@@ -762,7 +762,7 @@ BY_LAYER = ("gemma2", "smollm3")
 
 @pytest.mark.parametrize("family", BY_LAYER)
 def test_settings_for_millions_of_layers_are_refused_at_once(family, made):
-    folder = made(family)
+    folder = made(family, depth=4)  # of two layers, a smollm3 is a llama
     change_config(folder, num_hidden_layers=10_000_000)
     assert "num_hidden_layers is 10000000; it must be a whole number from 1 to 65536" in refusal(folder)
 
