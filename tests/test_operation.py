@@ -403,7 +403,8 @@ def test_our_own_operations_pass(name, capsys):
         return
     message = r"attend: NaN: nan as number \d+ of number 1: output 1 has 0"  # torch's kernel hides them
     refuses(message, quick, op, inputs, reference=reference)
-    assert len(re.findall(r"^.* failed ", capsys.readouterr().out, re.M)) == 1
+    lost = set(re.findall(r"^(\S+) +failed ", capsys.readouterr().out, re.M))
+    assert {"NaN"} <= lost <= {"NaN", "values"}  # with AVX-512 it also loses gradients at 7e19
 
 
 def failed(op, inputs, reference, capsys):
