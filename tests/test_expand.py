@@ -83,6 +83,24 @@ def test_biases_and_experts_too_are_zero_and_norms_are_not(family, silent):
     assert {n for n, p in model.get_submodule(place).named_parameters() if not p.any()} == silent
 
 
+@pytest.mark.parametrize("family", ["olmo2", "gemma2"])
+def test_norms_after_the_parts_start_silent_and_a_small_step_changes_little(family):
+    model = model_of(family)
+    (place,) = apply_change(model, "expand", blocks=1).places
+    block = model.get_submodule(place)
+    assert block.attn.out.weight.any()
+    assert block.mlp.down.weight.any()
+    logits = model(IDS)
+    targets = IDS.roll(-1, 1)
+    parameters = [*block.parameters()]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    assert max(p.grad.norm() for p in parameters) < 1.0, "projections at zero before a norm have hundreds"
+    with torch.no_grad():
+        for p in parameters:
+            p -= 1e-4 * p.grad.sign()
+        assert (model(IDS) - logits).abs().max() < 0.05 * logits.abs().max()
+
+
 @pytest.mark.parametrize(
     ("depth", "request_", "copies"),
     [

@@ -12,6 +12,7 @@ from dunes.augment.changes import decide_change
 from dunes.augment.narrow import block_influence, importances
 from dunes.checkpoint import Architecture
 from dunes.parts import MoE
+from own_parts import alibi, scored
 from small_models import assert_refused_unchanged, assert_takes_numbers, random_model
 from test_calibrate import IDS
 from test_prune import LONG, loss
@@ -216,3 +217,15 @@ def test_mixtures_that_keep_all_of_their_experts_are_refused_or_left_alone():
         apply_change(random_model("mixtral", experts=4), "narrow", ids=LONG, experts=4)
     change = apply_change(random_model("mixtral", experts=4), "narrow", ids=LONG, experts=4, neurons=8)
     assert not any("experts" in kept for kept in change.places.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: random_model("olmo2", heads=4, kv_heads=4, head_dim=8), "norms are over all heads"),
+        (scored, "from a ValueResidualAttention"),
+        (alibi, "sinks or a bias for each head"),
+    ],
+)
+def test_heads_that_depend_on_one_another_stay(make, words):
+    assert_refused_unchanged(words, make(), "narrow", heads=2, ids=IDS)

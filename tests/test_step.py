@@ -551,8 +551,9 @@ READ = CompiledStep.read_text
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, FEW])
-def test_a_model_in_half_precision_has_both_steps(tokens, dtype):
-    model = model_of(depth=1).to(dtype)
+@pytest.mark.parametrize("make", [partial(model_of, depth=1), scored])
+def test_a_model_in_half_precision_has_both_steps(make, tokens, dtype):
+    model = make().to(dtype)
     export_step(Step(model), example_cache(model), tokens=tokens)
 
 

@@ -121,6 +121,17 @@ def test_a_row_joins_others_without_a_copy_also_after_an_interruption(kind, form
         assert (got[i] - want[i]).abs().max() <= 1e-5
 
 
+def test_rows_may_be_named_in_any_order():
+    model, cache = MODELS["full"](), PrefixCache(MODELS["full"](), 2)
+    texts = {1: [n % 50 for n in TEXT[5:35]], 0: [n % 50 for n in TEXT[:20]]}
+    cache.reserve(60)
+    cache.logits({0: [1], 1: [2]})
+    for _ in range(2):
+        for i, logits in cache.logits(texts).items():
+            assert (logits - model(torch.tensor([texts[i]]))[:, -1]).abs().max() <= 1e-5
+        texts = {i: [*ids, 3] for i, ids in texts.items()}
+
+
 def uncopied(get):
     """Indexing that refuses to copy keys and values."""
 

@@ -17,6 +17,7 @@ from dunes.augment.options import Expand
 from dunes.augment.prune import unmask_linears
 from dunes.augment.quantized import Quantized
 from dunes.parts import Decoder, cache_for
+from dunes.parts.layers import ZeroCenteredRMSNorm
 from dunes.progress import each
 from dunes.units import plural
 
@@ -86,16 +87,22 @@ def _indices(change: Change) -> list[int]:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Zero the weights and biases of the new blocks' output projections.
+    """Zero the weights and biases of the new blocks' output projections, or the norms that follow these.
 
     If the model's logits do not stay equal bit for bit, it removes the new blocks and raises ValueError.
     """
     blocks = _decoder(model).blocks
     new = {index: blocks[index] for index in _indices(change)}
-    for place in (p for block in new.values() for p in tree.places(tree.innermost(block))):
-        if isinstance(place.module, nn.Linear) and tree.matches(OUTPUTS, place.name):
-            for parameter in place.module.parameters():
-                parameter.zero_()
+    for block in map(tree.innermost, new.values()):
+        normed = [n for n in ("attn", "mlp") if getattr(block, f"{n}_post_norm", None) is not None]
+        for name in normed:
+            _zero_norm(getattr(block, f"{name}_post_norm"))
+        for place in tree.places(block):
+            is_output = isinstance(place.module, nn.Linear) and tree.matches(OUTPUTS, place.name)
+            # Not if a norm follows, whose gradient at zero would be huge.
+            if is_output and place.name.split(".")[0] not in normed:
+                for parameter in place.module.parameters():
+                    parameter.zero_()
     after = _logits(_decoder(model))
     undo(model, change)
     if not all(map(torch.equal, _logits(_decoder(model)), after)):
@@ -106,6 +113,12 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
         )
     for index, block in new.items():
         tree.insert(model, "blocks", index, block)
+
+
+def _zero_norm(norm: nn.Module) -> None:
+    """Let the norm return zeros."""
+    for parameter in norm.parameters():
+        parameter.fill_(-1.0 if isinstance(norm, ZeroCenteredRMSNorm) else 0.0)
 
 
 def _logits(model: Decoder) -> list[Tensor]:

@@ -93,6 +93,10 @@ def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tu
     for place in tree.places(model):
         name, module = place.name, tree.innermost(place.module)
         if isinstance(module, Attention) and heads is not None:
+            if reason := _why_heads_stay(module):
+                raise ValueError(
+                    f"{name}: heads cannot be removed from {reason}; remove neurons or blocks instead"
+                )
             groups = _sides(name, module.k)[0] // module.head_dim
             size = _sides(name, module.q)[0] // module.head_dim // groups
             if heads % size or not 0 < heads // size <= groups:
@@ -104,6 +108,17 @@ def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tu
             if not 0 < count <= hidden:
                 raise ValueError(f"{name}: neurons is {count}; expected 1 to {hidden}")
             yield f"{name}.down", ("neurons", hidden, count)
+
+
+def _why_heads_stay(attn: Attention) -> str:
+    """What in this attention depends on the number or order of the heads; "" if nothing does."""
+    if type(attn) is not Attention:
+        return f"a {type(attn).__name__}"
+    if attn.sinks is not None or hasattr(attn.position, "bias"):
+        return "an attention with sinks or a bias for each head"
+    norms = [n for n in (attn.q_norm, attn.k_norm) if n is not None]
+    joint = any(p.shape != (attn.head_dim,) for n in norms for p in n.parameters())
+    return "an attention whose norms are over all heads" if joint else ""
 
 
 def _sides(name: str, linear: Any) -> tuple[int, int]:

@@ -102,7 +102,7 @@ class PrefixCache:
         else:
             # Many tokens in one row would be padding in all others; a few cost less than a forward for each row.
             missing = {i: len(ids) - common_length(self.ids[i], ids, last[i]) for i, ids in texts.items()}
-            prefill = [i for i in texts if missing[i] > last[i] + PADDED] if any(self.ids) else []
+            prefill = [i for i in sorted(texts) if missing[i] > last[i] + PADDED] if any(self.ids) else []
             rows = list(range(len(self.ids)))
             logits = self._evaluate({i: texts[i] for i in prefill}, prefill, last)
             logits |= self._evaluate({i: ids for i, ids in texts.items() if i not in prefill}, rows, last)
@@ -212,10 +212,10 @@ class PrefixCache:
         part = self.cache if all_rows else self.cache.select_rows(index)
         common = [common_length(self.ids[i], texts[i], last[i]) if i in texts else len(self.ids[i]) for i in rows]
         cached = [len(self.ids[i]) for i in rows]
-        if common != cached or not all(cached):  # an interrupted forward leaves tokens in a row without ids
-            common = part.truncate(torch.tensor(common)).tolist()
         for i in texts:
             self.ids[i] = []  # an interrupted forward leaves a row undefined
+        if common != cached or not all(cached):  # an interrupted forward leaves tokens in a row without ids
+            common = part.truncate(torch.tensor(common)).tolist()
         pending = [texts[i][n:] if i in texts else [] for i, n in zip(rows, common, strict=True)]
         try:
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):

@@ -52,7 +52,7 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None, above:
 
 def optional(hf: Mapping[str, Any], key: str, default: float) -> float | None:
     """Read a number above 0, or None for null; `default` if it is absent."""
-    return None if key in hf and hf[key] is None else number(hf, key, default)
+    return None if key in hf and hf[key] is None else number(hf, key, default, above=1e-3)
 
 
 def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
@@ -131,6 +131,10 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError(f"config.json: rope_scaling is a {type(rope).__name__}; it must be an object")
+    if nested := [k for k, v in rope.items() if isinstance(v, dict)]:
+        raise ValueError(
+            f"config.json: rotary settings of {', '.join(nested)[:60]}; only one for all is supported"
+        )
     values = {k: v for k, v in {**hf, **rope}.items() if v is not None}
     check_supported(values, required={"partial_rotary_factor": 1.0, "mrope_section": None})
     rope_type = rope.get("rope_type", rope.get("type", "default"))

@@ -81,7 +81,8 @@ def read(model: Any, context_length: int) -> Config:
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     hf = {"tie_word_embeddings": True, "sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256} | hf
-    check_supported(hf, {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None})
+    hf = {**hf, "use_bidirectional_attention": hf.get("use_bidirectional_attention") or False}
+    check_supported(hf, {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False})
     fields = llama.config_fields(hf | {"hidden_act": "silu", "mlp_bias": False})
     return Config(
         **fields,

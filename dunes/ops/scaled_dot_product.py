@@ -102,6 +102,7 @@ def attend_scored(
     Memory is (B, H, T, S) in q's dtype.
     """
     (b, h, t, d), kv = q.shape, k.shape[1]
+    k, v = k.to(q.dtype), v.to(q.dtype)  # compiled steps have a cache of another dtype
     mask = mask[:, None] if mask.dim() == 3 else mask
     if softcap is None and sinks is None and bias is not None:
         added = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
