@@ -104,7 +104,7 @@ def read_fields(model: Any, context_length: int, mlp: Any) -> dict[str, Any]:
     """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block."""
     attn = model.blocks[0].attn
     positions = (block.attn.position for block in model.blocks)
-    rotary = next((p for p in positions if p is not None), Rotary(attn.head_dim))
+    rotary: Any = next((p for p in positions if p is not None), None)
     return {
         "vocab": model.embed.token.num_embeddings,
         "dim": model.embed.token.embedding_dim,

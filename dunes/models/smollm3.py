@@ -22,9 +22,9 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this width and depth for training from scratch; every fourth layer has no positions."""
+        """A config for training from scratch; every fourth layer, of fewer the last, has no positions."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
-        return cls(**base, rotary=_every(4, depth))
+        return cls(**base, rotary=_every(min(4, max(2, depth)), depth))
 
 
 def _every(interval: int, depth: int) -> tuple[bool, ...]:
