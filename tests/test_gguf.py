@@ -47,7 +47,8 @@ def tokenizer():
 
 def tiny(family, rows, **changes):
     """A random model whose weights are so large that every part of it matters, and its architecture."""
-    sizes = {"vocab": rows, "dim": 64, "context": 64} | changes
+    own = {"tied": False} if family == "olmo2" else {}
+    sizes = {"vocab": rows, "dim": 64, "context": 64} | own | changes
     return random_model(family, 0.15, **sizes), Architecture(family, small_config(family, **sizes))
 
 
@@ -60,6 +61,7 @@ def written(tmp_path, family, tokenizer, dtype="float32", **changes):
 
 def test_a_family_that_is_not_written_is_refused_by_name(tmp_path, tokenizer):
     refuses("a GGUF file of gemma2 cannot be written", written, tmp_path, "gemma2", tokenizer)
+    refuses("this model's is tied", written, tmp_path, "olmo2", tokenizer, tied=True)
     assert not [*tmp_path.iterdir()]
 
 

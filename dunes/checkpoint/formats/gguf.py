@@ -206,6 +206,8 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
     hf, architecture = FAMILIES[model.family].to_hf(model.config), _architecture(model.family)
     if architecture in UNBIASED and (hf.get("attention_bias") or hf.get("mlp_bias")):
         raise ValueError(f"llama.cpp's {architecture} has no biases, this model has; export it with --to hf")
+    if architecture == "olmo2" and hf["tie_word_embeddings"]:
+        raise ValueError("llama.cpp's olmo2 has a head of its own, this model's is tied; export it with --to hf")
     if not hf.get("norm_topk_prob", True):
         raise ValueError(f"llama.cpp's {architecture} renormalises experts' weights, this model does not")
     keys = GPT2_KEYS if architecture == "gpt2" else KEYS
