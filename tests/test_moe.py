@@ -515,3 +515,12 @@ def test_text_goes_on_beyond_the_window_as_without_a_cache():
             assert row[i].id == int(model(torch.tensor([text]))[0, -1].argmax())
             text.append(row[i].id)
         assert [t.id for t in generate(model, prompt, max_tokens=25, context_length=60)] == text[len(prompt) :]
+
+
+def test_wide_experts_are_trained_one_by_one_and_others_together():
+    wide, narrow = ([torch.zeros(size, 256)] * 3 for size in (256, 96))
+    x = torch.zeros(4, 256)
+    assert not forms.fits(x, wide, 2.0)
+    assert forms.fits(x, narrow, 2.0)
+    with torch.no_grad():
+        assert forms.fits(x, wide, 2.0)

@@ -26,7 +26,8 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
     def normal(weight: Tensor, std: float) -> None:
         weight.copy_(ranks.part(torch.randn(weight.shape, generator=generator) * std, weight))
 
-    normed = tuple(f"{name}." for name, m in model.named_modules() if getattr(m, "attn_post_norm", None))
+    blocks = ((name, m, part) for name, m in model.named_modules() for part in ("attn", "mlp"))
+    normed = tuple(f"{name}.{part}." for name, m, part in blocks if getattr(m, f"{part}_post_norm", None))
 
     with torch.no_grad():
         for name, tensor in chain(model.named_parameters(), model.named_buffers()) if empty else ():
