@@ -9,7 +9,18 @@ STDLIB = "stdlib"
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Family = Literal[
-    "arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "gemma2", "smollm3", "gpt2"
+    "arcee",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "olmo2",
+    "gemma2",
+    "gemma3_text",
+    "smollm3",
+    "gpt2",
 ]
 """Names of the model families. They are listed here because importing `models` would import torch."""
 

@@ -811,8 +811,11 @@ def test_a_shard_whose_writer_was_killed_is_continued_after_its_intact_batches(d
 
 
 def test_a_shard_that_only_lacks_its_name_is_not_tokenized_again(documents, tmp_path, monkeypatch):
+    def interrupt(*_):  # not by a signal, which a shell's background job ignores
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(Path, "rename", interrupt)
         with pytest.raises(KeyboardInterrupt):
             token_shard(documents, BYTES, tmp_path)
     monkeypatch.setattr(shards, "_encode", lambda *_: pytest.fail("tokenized again"))

@@ -88,6 +88,15 @@ SHAPES = {
     "gemma2": ("gemma2", GEMMA),
     "gemma2-biases": ("gemma2", {**GEMMA, **CAPS, "attention_bias": True, "tie_word_embeddings": False}),
     "gemma2-uncapped": ("gemma2", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("gemma3_text", {**GEMMA, "sliding_window_pattern": 2}),
+    "gemma3-scaled": (
+        "gemma3_text",
+        {**GEMMA, "final_logit_softcapping": 2.0}
+        | {
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"full_attention": ROPES["linear"], "sliding_attention": ROPES["base"]},
+        },
+    ),
     "smollm3": ("smollm3", {"pad_token_id": 0, "no_rope_layer_interval": 2}),
     "smollm3-first-untied": (
         "smollm3",

@@ -50,9 +50,9 @@ def number(hf: Mapping[str, Any], key: str, default: float | None = None, above:
     return float(value)
 
 
-def optional(hf: Mapping[str, Any], key: str, default: float) -> float | None:
-    """Read a number above 0, or None for null; `default` if it is absent."""
-    return None if key in hf and hf[key] is None else number(hf, key, default, above=1e-3)
+def optional(hf: Mapping[str, Any], key: str) -> float | None:
+    """Read a number above 0; None if the value is null or absent."""
+    return None if hf.get(key) is None else number(hf, key, above=1e-3)
 
 
 def flag(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:

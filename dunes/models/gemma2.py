@@ -3,9 +3,10 @@
 https://arxiv.org/abs/2408.00118
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch.nn.functional as F
 from torch import nn
@@ -44,9 +45,13 @@ class Config(llama.Config):
         return cls(**base, windows=windows, query_scalar=base["head_dim"])
 
 
-def attention(config: Config, layer: int) -> Attention:
+C = TypeVar("C", bound=Config)
+
+
+def attention(config: Config, layer: int, **parts: Any) -> Attention:
+    """The attention of a block; `parts` are further arguments of `Attention`."""
     window, scale = config.windows[layer % len(config.windows)], config.query_scalar**-0.5
-    return llama.attention(config, layer, window=window, scale=scale, softcap=config.softcap)
+    return llama.attention(config, layer, window=window, scale=scale, softcap=config.softcap, **parts)
 
 
 def block(config: Config, attn: nn.Module, mlp: nn.Module) -> Block:
@@ -58,7 +63,7 @@ def mlp(config: Config) -> GatedMLP:
     return GatedMLP(config.dim, config.hidden, partial(F.gelu, approximate="tanh"))
 
 
-def build(config: Config) -> Decoder:
+def build(config: C, attention: Callable[[C, int], Attention] = attention) -> Decoder:
     """Build the model of this config, untrained."""
     model = llama.build(config, attention, mlp, block)
     embed, norm = (
@@ -70,27 +75,37 @@ def build(config: Config) -> Decoder:
 
 def read(model: Any, context_length: int) -> Config:
     """The Config of a built model. Raises AttributeError if the model lacks an expected part."""
-    attn, windows = model.blocks[0].attn, tuple(block.attn.window for block in model.blocks)
-    fields = llama.read_fields(model, context_length, model.blocks[0].mlp)
-    scalar = round(attn.scale**-2)
-    return Config(
-        **fields, windows=windows, query_scalar=scalar, softcap=attn.softcap, logit_softcap=model.softcap
-    )
+    return Config(**read_fields(model, context_length))
+
+
+def read_fields(model: Any, context_length: int) -> dict[str, Any]:
+    """The fields of the Config of a built model."""
+    attn = model.blocks[0].attn
+    return llama.read_fields(model, context_length, model.blocks[0].mlp) | {
+        "windows": tuple(block.attn.window for block in model.blocks),
+        "query_scalar": round(attn.scale**-2),
+        "softcap": attn.softcap,
+        "logit_softcap": model.softcap,
+    }
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
+    hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} | hf
+    return Config(**config_fields(hf, [i % 2 == 0 for i in range(layer_count(hf))]))
+
+
+def config_fields(hf: dict[str, Any], windowed: Sequence[bool]) -> dict[str, Any]:
+    """The fields of a Config; `windowed` says which layers have a window if the file has no `layer_types`."""
     hf = {"tie_word_embeddings": True, "sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256} | hf
     hf = {**hf, "use_bidirectional_attention": hf.get("use_bidirectional_attention") or False}
     check_supported(hf, {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False})
-    fields = llama.config_fields(hf | {"hidden_act": "silu", "mlp_bias": False})
-    return Config(
-        **fields,
-        windows=layer_windows(hf, [i % 2 == 0 for i in range(layer_count(hf))]),
-        query_scalar=size(hf, "query_pre_attn_scalar"),
-        softcap=optional(hf, "attn_logit_softcapping", 50.0),
-        logit_softcap=optional(hf, "final_logit_softcapping", 30.0),
-    )
+    return llama.config_fields(hf | {"hidden_act": "silu", "mlp_bias": False}) | {
+        "windows": layer_windows(hf, windowed),
+        "query_scalar": size(hf, "query_pre_attn_scalar"),
+        "softcap": optional(hf, "attn_logit_softcapping"),
+        "logit_softcap": optional(hf, "final_logit_softcapping"),
+    }
 
 
 def to_hf(config: Config) -> dict[str, Any]:
