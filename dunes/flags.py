@@ -12,6 +12,7 @@ Family = Literal[
     "arcee",
     "llama",
     "mistral",
+    "phi3",
     "mixtral",
     "qwen2",
     "qwen3",

@@ -32,6 +32,7 @@ OTHERS = {"vocab_size": 61, "hidden_size": 32, "num_attention_heads": 4, "interm
 COMMON = HF_SIZES | HF_ENDS | OTHERS | {"max_position_embeddings": 32}
 SHAPES = {
     "llama": ("llama", COMMON),
+    "phi3": ("phi3", {**COMMON, "num_key_value_heads": 1, "pad_token_id": 0}),
     "gpt2": ("gpt2", {"vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "mixtral": ("mixtral", {**COMMON, "num_local_experts": 3, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -87,7 +88,7 @@ def test_peft_opens_ours(shape, kind, tmp_path):
     where = ["blocks.**", "!**.router", *(["!**.experts.**"] if kind == "dora" else [])]
     attach(ours, where=where, rank=4, ranks={"**.mlp.**": 6, "blocks.1.attn.out": 3}, **KINDS[kind])
     trained(ours)
-    checkpoint.save_adapter(ours, tmp_path / "a")
+    checkpoint.save_adapter(ours, tmp_path / "a", family=SHAPES[shape][0])
     with torch.no_grad():
         said = ours(IDS)
     assert difference(said, their_logits(theirs, tmp_path / "a")) <= LIMIT * base.abs().max()
@@ -101,11 +102,15 @@ def test_peft_opens_ours(shape, kind, tmp_path):
 
 LINEARS = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"],
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "mixtral": ["q_proj", "v_proj", "o_proj"],
 }
 THEIRS = {
-    "lora": {"rank_pattern": {"q_proj": 2, "c_attn": 5}, "alpha_pattern": {"o_proj": 3, "c_attn": 7}},
+    "lora": {
+        "rank_pattern": {"q_proj": 2, "c_attn": 5, "qkv_proj": 3},
+        "alpha_pattern": {"o_proj": 3, "c_attn": 7},
+    },
     "rslora": {"use_rslora": True, "rank_pattern": {"o_proj": 2, "c_fc": 2}},
     "dora": {"use_dora": True},
 }

@@ -208,4 +208,18 @@ NAMES: Names = [
     *weight_and_bias("model.layers.{i}.mlp.down_proj", "blocks.{i}.mlp.down"),
 ]
 
+_OURS, _THEIRS = "blocks.{i}", "model.layers.{i}"
+
+JOINED: Names = [
+    name(
+        f"{_THEIRS}.self_attn.qkv_proj.weight",
+        *(f"{_OURS}.attn.{p}.weight" for p in "qkv"),
+        like=f"{_THEIRS}.self_attn.o_proj.weight",
+    ),
+    name(f"{_THEIRS}.mlp.gate_up_proj.weight", f"{_OURS}.mlp.gate.weight", f"{_OURS}.mlp.up.weight"),
+]
+"""The names of Phi-3, which joins these matrices."""
+
+ALIASES = JOINED
+
 IGNORED_NAMES = ("model.layers.{i}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")

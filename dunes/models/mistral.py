@@ -8,10 +8,10 @@ from typing import Any, Self
 
 from dunes.models import llama
 from dunes.models.config_values import check_supported, size
-from dunes.models.llama import IGNORED_NAMES, NAMES
+from dunes.models.llama import ALIASES, IGNORED_NAMES, NAMES
 from dunes.parts import Attention, Decoder
 
-__all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
+__all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 
 DEFAULT_WINDOW = 4096

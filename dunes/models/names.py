@@ -24,13 +24,15 @@ def identity(weight: Tensor) -> Tensor:
 class Name:
     """One row of a table: their tensor is one of ours, or several of ours joined along the first dimension.
 
-    `load` converts their tensor to our layout before it is split; `save` is the inverse.
+    `load` converts their tensor to our layout before it is split; `save` is the inverse. Ours have equally many
+    rows, or the first has as many as their matrix `like` has columns, and the others share the rest.
     """
 
     theirs: str
     ours: tuple[str, ...]
     load: Layout = identity
     save: Layout = identity
+    like: str = ""
 
     @property
     def stacked(self) -> bool:
@@ -46,8 +48,8 @@ def transpose(weight: Tensor) -> Tensor:
     return weight.mT
 
 
-def name(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity) -> Name:
-    return Name(theirs, ours, load, save)
+def name(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity, like: str = "") -> Name:
+    return Name(theirs, ours, load, save, like)
 
 
 def weight_and_bias(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity) -> list[Name]:
@@ -84,18 +86,25 @@ def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[C
             continue
         rule, indices = match
         copies = shape[0] if rule.stacked and shape else 1
+        rows = next(iter(theirs.get(substitute(rule.like, indices), ())[1:]), None)
         for e in range(copies):
             for part, ours in enumerate(rule.ours):
                 target = substitute(ours, indices | {f: str(e) for f in fields(ours) - indices.keys()})
-                conversions.append(Conversion(target, (key,), _split(rule, part, e if rule.stacked else None)))
+                conversions.append(
+                    Conversion(target, (key,), _split(rule, part, e if rule.stacked else None, rows))
+                )
     return conversions, unknown
 
 
-def _split(rule: Name, part: int, index: int | None) -> Callable[[Sequence[Tensor]], Tensor]:
+def _split(rule: Name, part: int, index: int | None, rows: int | None) -> Callable[[Sequence[Tensor]], Tensor]:
     def make(sources: Sequence[Tensor]) -> Tensor:
         weight = rule.load(sources[0] if index is None else sources[0][index])
         # Unlike `chunk`, an uneven split yields a shape that the comparison of shapes refuses.
-        return weight if len(rule.ours) == 1 else weight.tensor_split(len(rule.ours))[part]
+        if len(rule.ours) == 1 or rows is None:
+            return weight if len(rule.ours) == 1 else weight.tensor_split(len(rule.ours))[part]
+        if part == 0:
+            return weight.tensor_split([rows])[0]
+        return weight.tensor_split([rows])[1].tensor_split(len(rule.ours) - 1)[part - 1]
 
     return make
 

@@ -71,8 +71,11 @@ class AdapterBase:
     plain: nn.Module
 
 
-def adapter_base_of(model: nn.Module) -> AdapterBase:
-    """The base of a model's adapters. Raises ValueError if no Hugging Face config describes the base."""
+def adapter_base_of(model: nn.Module, family: str | None = None) -> AdapterBase:
+    """The base of a model's adapters; `family` names its matrices, by default the one that its modules are of.
+
+    Raises ValueError if no Hugging Face config describes the base.
+    """
     plain = lora.base_model(model)
     modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or is_embedding(p.module)}
     for p in list(tree.places(plain)):
@@ -83,7 +86,8 @@ def adapter_base_of(model: nn.Module) -> AdapterBase:
             f"the base of these adapters has no Hugging Face config: {config}; save the whole model, "
             "as dunes finetune --method full and lora-experts do"
         )
-    return AdapterBase(config.family, modules, peft_targets(weight_names(config.family), modules), plain)
+    family = family or config.family
+    return AdapterBase(family, modules, peft_targets(weight_names(family), modules), plain)
 
 
 def _dense_module(module: nn.Module) -> nn.Module:
@@ -115,24 +119,27 @@ def save_adapter(
     tokenizer: Tokenizer | None = None,
     context_length: int | None = None,
     facts: Mapping[str, Any] | None = None,
+    family: str | None = None,
 ) -> None:
     """Write a model's adapter to a folder; `base` is the folder or Hub name of the model that it was trained on.
 
     `identity` is the model's `base_identity` from before its weights were rounded. For quantized weights, it is
     `before | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length
-    are saved for use with the adapter. `facts` go into the card; their "changes" are records of earlier changes to
+    are saved for use with the adapter. `family` is that of the base's files, if it has modules of another: "phi3",
+    whose modules are a LLaMA's. `facts` go into the card; their "changes" are records of earlier changes to
     the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. The
     save is atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot
     express, and for a folder with a model that dunes did not save, which would hide the adapter.
     """
-    folder, adapter_base, factors = Path(folder), adapter_base_of(model), peft_factors(model, name)
+    folder, adapter_base = Path(folder), adapter_base_of(model, family)
+    factors = peft_factors(model, name, family)
     read_consistently(folder, _refuse_foreign_model)
     lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
     config = _peft_config(factors, adapter_base, lora_config)
     config["base_model_name_or_path"], relative_base = _locate_base(base, folder)
     config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
     weights = in_memory({PREFIX + k: w for k, w in _peft_keys(factors, adapter_base)})
-    change = _loading_change(factors, PeftConfig.parse(folder / ADAPTER, config), name)
+    change = _loading_change(factors, PeftConfig.parse(folder / ADAPTER, config), name, adapter_base)
     card = {
         "adapter": name,
         "family": adapter_base.family,
@@ -158,12 +165,14 @@ def _refuse_foreign_model(folder: Path) -> None:
         raise ValueError(f"{folder}: contains a model that was not saved by dunes; save the adapter elsewhere")
 
 
-def peft_factors(model: nn.Module, name: str = lora.NAME) -> list[tuple[Target, Factors]]:
-    """An adapter's targets and factors in PEFT's layout.
+def peft_factors(
+    model: nn.Module, name: str = lora.NAME, family: str | None = None
+) -> list[tuple[Target, Factors]]:
+    """An adapter's targets and factors in PEFT's layout; `family` as in `save_adapter`.
 
     Raises ValueError for an adapter that `save_adapter` cannot write; call it before training.
     """
-    base = adapter_base_of(model)
+    base = adapter_base_of(model, family)
     modules = lora.adapted_modules(model, name)
     if any(outer[name].depends_on_input for outer in modules.values()):
         raise ValueError(
@@ -184,10 +193,12 @@ def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dic
     return str(absolute), {"folder": os.path.relpath(absolute, folder.resolve())}
 
 
-def _loading_change(factors: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str) -> Change:
+def _loading_change(
+    factors: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str, base: AdapterBase
+) -> Change:
     """The LoRA change that loading the written files will make."""
     scaled = ((t, replace(f, scale=peft.of(t)[1])) for t, f in factors)
-    return peft.change({m: part for t, f in scaled for m, part in split_factors(t, f).items()}, name)
+    return peft.change({m: part for t, f in scaled for m, part in split_factors(t, f, base.modules).items()}, name)
 
 
 def _factors(adapter: Adapter) -> Factors:
@@ -493,7 +504,9 @@ def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str
                 f"use_dora, which is {peft.options.dora}, a magnitude; download the files again"
             )
         adapted.update(target.modules)
-        for name, part in split_factors(target, _read_target(module, group, target, peft, base)).items():
+        for name, part in split_factors(
+            target, _read_target(module, group, target, peft, base), base.modules
+        ).items():
             if name in factors:
                 raise ValueError(f"{folder}: {name} is adapted twice, the second time by {module}")
             factors[name] = part

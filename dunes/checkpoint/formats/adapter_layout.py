@@ -8,6 +8,7 @@ files stack all experts of a layer. A *target* is a tensor of the base model's c
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -119,10 +120,10 @@ def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
     return torch.cat([p.A for p in parts]), torch.block_diag(*b)  # type: ignore[no-untyped-call]
 
 
-def split_factors(target: Target, joined: Factors) -> dict[str, Factors]:
+def split_factors(target: Target, joined: Factors, modules: Mapping[str, nn.Module]) -> dict[str, Factors]:
     """Factors of each module of a target, of limited rank; zero columns of `B` and their rows of `A` are dropped.
 
-    Modules without a nonzero column and without a magnitude are omitted.
+    `modules` are the base's, by name. Modules without a nonzero column and without a magnitude are omitted.
     """
     if len(target.modules) == 1:
         return {target.modules[0]: _limit_rank(joined)}
@@ -130,8 +131,8 @@ def split_factors(target: Target, joined: Factors) -> dict[str, Factors]:
     b = joined.B.view(len(joined.B), -1, len(target.rows))
     factors = {}
     for e, row in enumerate(target.rows):
-        parts, m = b[..., e].tensor_split(len(row)), joined.magnitude
-        magnitudes = [None] * len(row) if m is None else m.tensor_split(len(row))
+        ends, m = [*accumulate(sides(modules[name])[1] for name in row[:-1])], joined.magnitude
+        parts, magnitudes = b[..., e].tensor_split(ends), [None] * len(row) if m is None else m.tensor_split(ends)
         for module, part, magnitude in zip(row, parts, magnitudes, strict=True):
             used = (part != 0).any(0)
             if used.any() or magnitude is not None:
