@@ -10,8 +10,9 @@ demo: .venv/demo
 test: .venv/test
 	$(BIN)/python -m pytest -n 2
 
+# Slow tests for 25 minutes; what is left, and what takes longer, is listed at the end.
 test-more: .venv/more
-	$(BIN)/python -m pytest -n 2 -m slow -rs
+	DUNES_TEST_MINUTES=25 $(BIN)/python -m pytest -n 2 -m slow -rs --durations=20
 
 # On a Mac: operations, a short training, generation and a benchmark on Apple's GPU, as one table.
 test-mps: .venv/test

@@ -48,6 +48,13 @@ LONG = re.compile(
     | test_autosize.py::test_the_estimate_of_memory_grows
     | test_bench.py::test_a_table_or_one_json
     | test_benchmarks.py::test_(mixtures_of_lora|a_layer_of_experts|what_a_save|the_sweep|new_blocks|whole_proc)
+    | test_benchmarks.py::test_(completion_is_trained|the_table_of_figures)
+    | test_compile.py::test_inductor_gives_what_eager_gives_for_every_family.gpt2
+    | test_compiled_loss.py::test_gradients_of_two_threads_have_the_same_bits
+    | test_ranks.py::test_(a_process_that_does_not_answer|two_processes_finetune_as_one.(qlora|dora))
+    | test_ranks.py::test_several_processes_train_as_one.(4-changes0|2-changes2)
+    | test_ranks.py::test_any_number_of_processes_loads_what_any_number_saved.variables0
+    | test_step.py::test_a_step_is_compiled_in_the_background
     | test_compile.py::test_loss_and_forward_are.*(adapters.on.experts|experts.whose.sides|such.experts|nf4)
     | test_export_native.py::test_its_tokenizers_are_those_of_python.bpe
     | test_pace.py::test_the_same_command_has_the_same_losses
@@ -80,11 +87,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.long)
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(400))
     if "long" not in config.option.markexpr:
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason=f"long: pytest -m long {item.nodeid}"))
+
+
+START, MINUTES = time.monotonic(), float(os.environ.get("DUNES_TEST_MINUTES", "inf"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where a machine is too slow for all slow tests in $DUNES_TEST_MINUTES, the rest is skipped, with its names."""
+    if item.get_closest_marker("slow") and time.monotonic() - START > 60 * MINUTES:
+        pytest.skip(f"after {MINUTES:g} minutes: pytest -m slow {item.nodeid}")
 
 
 @pytest.fixture(autouse=True, scope="session")
