@@ -25,6 +25,18 @@ Family = Literal[
 ]
 """Names of the model families. They are listed here because importing `models` would import torch."""
 
+PARTS = {
+    "mlp": ("relu2", "gelu", "gated", "geglu"),
+    "norm": ("rms", "layer"),
+    "block": ("pre", "post", "sandwich", "parallel"),
+    "position": ("rotary", "partial", "some", "alibi", "learned", "none"),
+    "attention": ("plain", "normed", "values", "sinks", "capped"),
+    "kv": ("all", "half", "one"),
+    "window": ("none", "alternating"),
+    "head": ("tied", "untied"),
+    "logits": ("plain", "capped"),
+}
+"""Names of the parts of `models.of_parts`, and the choices for each; the first is the default."""
 
 REQUIRED = "required"
 

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,9 +20,10 @@ from dunes import measure, tree
 from dunes.augment.adapted import sides
 from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
+from dunes.checkpoint.architecture import import_build
 from dunes.flags import Dtype
 from dunes.measure import ranks
-from dunes.models import FAMILIES
+from dunes.models import FAMILIES, of_parts
 from dunes.models.mixtral import expert_width
 from dunes.ops.float32_products import float32_is_faster, repeat_choice
 from dunes.parts import Attention, Decoder, MoE
@@ -213,17 +215,35 @@ def unique_tokens(config: TrainConfig, size: int) -> float:
 
 def meta_model(config: TrainConfig) -> Decoder:
     """The model of a config on the meta device, with the vocabulary size expected before tokenizing."""
-    return architecture_for(config, vocabulary(config)).outline()
+    with torch.device("meta"):
+        return architecture_for(config, vocabulary(config)).outline()
 
 
 def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
-    """The architecture of a new model; shared experts and a selection bias are changes that only dunes reads."""
+    """The architecture of a new model; shared experts and a selection bias are changes that only dunes reads.
+
+    Raises ValueError if the function of --parts cannot be imported or builds no Decoder.
+    """
+    if config.parts:
+        return _of_parts(config, vocab)
     plain = Architecture(config.family, config_for(config, vocab))
     if not config.has_own_form:
         return plain
     bias_rate = BIAS_RATE if config.balancing == "bias" else 0.0
     routing = decide_change(plain.outline(), "routing", shared=config.shared_experts, bias_rate=bias_rate)
     return replace(plain, changes=(routing,))
+
+
+def _of_parts(config: TrainConfig, vocab: int) -> Architecture:
+    size, chosen = config_for(config, vocab), config.chosen_parts
+    shape = {"vocab": vocab, "dim": size.dim, "depth": size.depth, "context_length": config.context_length}
+    if not isinstance(chosen, str):
+        return Architecture.of_function(of_parts.build, **shape, **chosen)
+    described = replace(Architecture.of_function(import_build(chosen, Path("--parts")), **shape), family=chosen)
+    with torch.device("meta"):
+        if not isinstance(described.build(), Decoder):
+            raise ValueError(f"--parts {chosen}: it must return a Decoder")
+    return described
 
 
 def active_parameters(model: nn.Module) -> int:

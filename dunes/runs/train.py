@@ -26,6 +26,7 @@ from dunes.completion.fit import (
 from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus, FillInMiddle, Windows
 from dunes.evaluate.text_loss import Score, evaluate
+from dunes.files.model_file import cards_trusted
 from dunes.inference.text_generator import sample_text
 from dunes.measure import ranks
 from dunes.models.initialise import initialise
@@ -64,6 +65,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     ready = begin_run(config, folder, display, run_options)
     if ready is None:
         return 0
+    if run_options.resume and isinstance(ready.chosen_parts, str) and not cards_trusted():
+        raise ValueError(f"{folder}: built by {ready.chosen_parts}; if you trust it, pass --trust-code")
     with display:
         with timings("reading data"):
             base, corpus, reasons = load_base(ready) if ready.base else None, gather(ready), []
@@ -108,9 +111,10 @@ def _choose_options(
     if base is None and config.size and (warning := autosize.size_warning(chosen)):
         display.line(warning)
     if chosen.has_own_form:
+        what = "parts" if chosen.parts else "shared experts or a selection bias"
         display.line(
-            "note: no Hugging Face config names shared experts or a selection bias; the model will be a folder "
-            "that dunes reads, and transformers does not"
+            f"note: no Hugging Face config names {what}; the model will be a folder that dunes reads, and "
+            "transformers does not"
         )
     if chosen.family in MIXTURES and chosen.top_k == 1 < chosen.expert_count:
         display.line(
@@ -306,7 +310,7 @@ class TrainTask:
     def begin(self, run: Run) -> list[str]:
         config = self.config
         summary = (
-            f"{config.base or config.family}, {self._parameters(run.model)}; "
+            f"{config.base or ' '.join(config.parts) or config.family}, {self._parameters(run.model)}; "
             f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.text.tokenizer.vocab}; "
             f"batch size {config.batch}, context length {config.context_length}; "
             f"{run.hardware}; {config.length}"
@@ -325,8 +329,8 @@ class TrainTask:
         set_dropout(loaded.model, self.dropout)  # a saved model has no trace of the training's dropout
         facts = card_facts(run, score, "trained")
         save_changed(loaded, (), run.folder, lambda staged: facts)
-        folder = shlex.quote(str(run.folder))
-        lines = [f"model: {folder}"]
+        folder = shlex.quote(str(run.folder)) + " --trust-code" * isinstance(self.config.chosen_parts, str)
+        lines = [f"model: {run.folder}"]
         if self.completion is not None and not interrupted:
             lines.append(finish_completion(run.folder, self.completion, self._seconds))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from dunes.flags import REQUIRED, Family, flag, option
+from dunes.flags import PARTS, REQUIRED, Family, flag, option
 from dunes.runs.config import Optimization, RunConfig
 
 SMALLEST = 10_000
@@ -49,6 +49,8 @@ class ModelShape:
     """With --from, the parameters to train: all, new ones from the last change, or globs of names."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
+    parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
+    """Replace parts of the default model (an unknown one lists them), or call a Python function that builds it."""
     experts: Annotated[int, flag("EXPERTS", "8 with mixtral and qwen3_moe, else none")] = 0
     """Train a mixture of this many experts; the family is then mixtral unless --family is qwen3_moe."""
     experts_per_token: Annotated[int, flag("EXPERTS", "2")] = 0
@@ -121,7 +123,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             )
         if self.size and not self.shape:
             parse_size(self.size)
-        _ = self.rate_factors  # raises for invalid ones
+        _ = self.rate_factors, self.chosen_parts  # raises for invalid ones
         if self.top_k > self.expert_count or self.expert_count > MAX_EXPERTS:
             raise ValueError(
                 f"--experts-per-token is {self.top_k} and --experts {self.expert_count}; expected at most as many "
@@ -136,8 +138,12 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
         if self.complete is False and self.fim_rate != TrainConfig.fim_rate:
             unused = "--no-complete leaves it unused; omit one of them"
             raise ValueError(f"--fim-rate is {self.fim_rate}, but {unused}")
-        names = (*EXPERT_OPTIONS, "family", "size", "tokenizer", "vocab_size")
+        names = (*EXPERT_OPTIONS, "family", "parts", "size", "tokenizer", "vocab_size")
         shape = [name for name in names if name in self.changed()]
+        if self.parts and (others := [n for n in (*EXPERT_OPTIONS, "family") if n in self.changed()]):
+            raise ValueError(
+                f"--parts describes the whole model, and so does --{option(others[0])}; omit one of them"
+            )
         if self.base and shape:
             raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; omit it")
 
@@ -161,6 +167,26 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
         return [_parse_factor(text) for text in self.lr_factors]
 
     @property
+    def chosen_parts(self) -> dict[str, str] | str:
+        """`parts` as choices by name, or as the name of the function that builds the model.
+
+        Raises ValueError for an unknown part or choice, and for a function beside parts.
+        """
+        if len(self.parts) == 1 and ":" in self.parts[0]:
+            return self.parts[0]
+        chosen = dict[str, str]()
+        for text in self.parts:
+            name, _, choice = text.partition("=")
+            if choice not in PARTS.get(name, ()) or name in chosen:
+                known = ", ".join(f"{n}={'|'.join(choices)}" for n, choices in PARTS.items())
+                raise ValueError(
+                    f"--parts: {text!r} is {'given twice' if name in chosen else 'unknown'}; expected a choice of "
+                    f"each of {known}, or FILE.py:FUNCTION alone"
+                )
+            chosen[name] = choice
+        return chosen
+
+    @property
     def expert_count(self) -> int:
         """Number of experts, if the model is a mixture."""
         return self.experts or EXPERTS
@@ -173,7 +199,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
     @property
     def has_own_form(self) -> bool:
         """True if the model has parts that no Hugging Face config describes."""
-        return bool(self.shared_experts) or self.balancing == "bias"
+        return bool(self.shared_experts or self.parts) or self.balancing == "bias"
 
     def with_family(self, asked: Collection[str] | None) -> "TrainConfig":
         """The config; its family becomes mixtral if options of experts are set and the user set no family.
@@ -196,7 +222,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def about(self) -> str:
-        return f"{self.base or self.family} on {', '.join(self.sources)}"
+        return f"{self.base or ' '.join(self.parts) or self.family} on {', '.join(self.sources)}"
 
     @property
     def missing(self) -> str:

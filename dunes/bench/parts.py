@@ -1,0 +1,295 @@
+"""Which parts of a model help on this text, at this size: variants trained equally long, paired by seed.
+
+Each variant trains as `dunes train --parts` does, in a process of its own, with the width, layers and settings that
+were chosen for the default model: once for the same time, and once for the steps that the default model made in it.
+The difference in validation bits/byte is paired by the seed, which also orders the data. The interval is Student's,
+at 95 %. With `budget`, the worse half leaves after each rung, and the rest trains twice as long (successive halving,
+https://arxiv.org/abs/1502.07943).
+"""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+
+from dunes import measure
+from dunes.bench.benchmarks import BENCHMARKS
+from dunes.bench.plot import differences, save_plot
+from dunes.bench.rows import Row
+from dunes.bench.runner import race
+from dunes.bench.subject import Setting, of_folder
+from dunes.checkpoint.model_folder import read_card
+from dunes.files import json_file
+from dunes.files.model_file import trust_cards
+from dunes.flags import PARTS
+from dunes.progress import print_table, report
+from dunes.runs.autosize import architecture_for
+from dunes.runs.train_config import TrainConfig
+from dunes.units import format_seconds
+
+DEFAULT = "default"
+CLOCK, TOKENS = "minutes", "tokens"
+ROWS, SETTINGS, PICTURE = "runs.jsonl", "settings.json", "parts.svg"
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom; with more, the last is a little too large."""
+DECODED = 128
+"""Length of the texts whose second half is decoded to measure the speed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure: the arguments of `dunes bench parts`."""
+
+    sources: tuple[str, ...]
+    variants: tuple[str, ...]
+    minutes: float
+    seeds: int
+    size: str
+    tokenizer: str
+    budget: float | None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, before any run, for invalid values and for variants that cannot be built."""
+        for name, value, least in (("minutes", self.minutes, 0.05), ("seeds", self.seeds, 1)):
+            if not least <= value < 1e6:
+                raise ValueError(f"--{name} is {value}; expected at least {least}")
+        if self.budget is not None and not 0 < self.budget < 1e6:
+            raise ValueError(f"--budget is {self.budget}; expected hours, more than 0")
+        if missing := [s for s in self.sources if s != "stdlib" and not Path(s).exists()]:
+            raise ValueError(f"{missing[0]}: no such file or folder")
+        if len(self.variants) < 2:
+            raise ValueError("nothing to compare; name variants, for example --vary mlp=gated,gelu norm=layer")
+        for variant in self.variants[1:]:
+            architecture_for(
+                TrainConfig(sources=("-",), size="2x64", context_length=16, parts=_parts(variant)), 64
+            )
+
+    @property
+    def rungs(self) -> list[tuple[float, int]]:
+        """(minutes, number of variants beside the default) of each rung; a single one without a budget."""
+        others = len(self.variants) - 1
+        if self.budget is None:
+            return [(self.minutes, others)]
+        counts = [math.ceil(others / 2**i) for i in range(max(1, math.ceil(math.log2(others)) + 1))]
+        runs = sum((2 * count + 1) * 2**i for i, count in enumerate(counts))
+        shortest = 60 * self.budget / self.seeds / runs
+        if shortest < 0.05:
+            raise ValueError(
+                f"--budget is {self.budget:g} hours, {60 * shortest:.1f} s for the first runs; allow more"
+            )
+        return [(shortest * 2**i, count) for i, count in enumerate(counts)]
+
+
+def read_variants(texts: Sequence[str]) -> tuple[str, ...]:
+    """The default and the variants in values of --vary: choices after commas, and parts joined by "+".
+
+    "mlp=gated,gelu" are two variants, "mlp=gated+norm=layer" is one, and so is "FILE.py:FUNCTION".
+    """
+    variants = [DEFAULT]
+    for text in texts:
+        name = ""
+        for item in text.split(","):
+            complete = item if "=" in item or ":" in item else f"{name}={item}"
+            name = complete.partition("=")[0]
+            parts = sorted(
+                p for p in complete.split("+") if p.partition("=")[2] != PARTS.get(p.partition("=")[0], ("",))[0]
+            )
+            if parts and "+".join(parts) not in variants:
+                variants.append("+".join(parts))
+    return tuple(variants)
+
+
+def _parts(variant: str) -> tuple[str, ...]:
+    return () if variant == DEFAULT else tuple(variant.split("+"))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run; `steps` is None for a run by the clock of `minutes`."""
+
+    variant: str
+    seed: int
+    minutes: float
+    steps: int | None = None
+
+    @property
+    def by(self) -> str:
+        return CLOCK if self.steps is None else TOKENS
+
+    @property
+    def key(self) -> tuple[str, int, float, str]:
+        return self.variant, self.seed, self.minutes, self.by
+
+
+def bench_parts(plan: Plan, out: Path) -> list[list[Row]]:
+    """Train what is missing in the folder `out`; returns the summary of each rung.
+
+    Raises ValueError for a folder with other settings, and if a run fails.
+    """
+    rungs, stored = plan.rungs, asdict(plan) | {"version": 1}
+    out.mkdir(parents=True, exist_ok=True)
+    if (settings := out / SETTINGS).exists():
+        if json_file.read(settings) != json.loads(json.dumps(stored)):
+            raise ValueError(f"{out}: was started with other settings ({settings}); choose another --out")
+    elif any(out.iterdir()):
+        raise ValueError(f"{out}: contains other files; choose another --out")
+    else:
+        settings.write_text(json.dumps(stored, indent=1))
+    variants, summaries = plan.variants, list[list[Row]]()
+    for number, (minutes, count) in enumerate(rungs):
+        rows = [*_rung(plan, variants, minutes, out, f"rung {number + 1} of {len(rungs)}, " * (len(rungs) > 1))]
+        summaries.append(summary(rows, variants))
+        best = sorted(summaries[-1][1:], key=lambda row: row["difference"][CLOCK][0])
+        following = rungs[number + 1][1] if number + 1 < len(rungs) else count
+        variants = (DEFAULT, *[row["variant"] for row in best[:following]])
+    save_plot(differences(summaries[-1]), out / PICTURE)
+    return summaries
+
+
+def _rung(plan: Plan, variants: Sequence[str], minutes: float, out: Path, words: str) -> Iterator[Row]:
+    """The rows of these variants, those in the file first; the others are trained and appended to it."""
+    known = {Job(*[r[f] for f in ("variant", "seed", "minutes", "steps")]).key: r for r in _read(out / ROWS)}
+    total, done, spent = plan.seeds * (2 * len(variants) - 1), 0, list[float]()
+    for seed in range(plan.seeds):
+        first: Row = {}
+        for job in _jobs(variants, seed, minutes, first):
+            if (row := known.get(job.key)) is None:
+                left = format_seconds(60 * minutes * (total - done) * (mean(spent) if spent else 1.2))
+                report(f"{words}{job.variant}, equal {job.by}, seed {seed}; about {left} left", done / total)
+                row = _train(plan, job, out, first)
+                spent.append(row["elapsed"] / (60 * minutes))
+                json_file.append_record(out / ROWS, row)
+            first.update(row if job.variant == DEFAULT else {})
+            done += 1
+            yield row
+
+
+def _jobs(variants: Sequence[str], seed: int, minutes: float, first: Row) -> Iterator[Job]:
+    """The default's run, which fills `first`, and then those of the others, in another order for each seed."""
+    yield Job(DEFAULT, seed, minutes)
+    others = list(variants[1:])
+    for variant in others if seed % 2 == 0 else reversed(others):
+        yield Job(variant, seed, minutes)
+        yield Job(variant, seed, minutes, first["made_steps"])
+
+
+def _read(path: Path) -> list[Row]:
+    return json_file.read_records(path, "a run", lambda r: "variant" in r) if path.exists() else []
+
+
+def _train(plan: Plan, job: Job, out: Path, first: Row) -> Row:
+    """Train one variant in a process of its own, and measure what was saved. The folder is removed.
+
+    `first` is the row of the default model with this seed, whose settings the others have.
+    """
+    folder = out / "running"
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    length = ["--minutes", f"{job.minutes}"] if job.steps is None else ["--steps", f"{job.steps}"]
+    chosen = first.get("settings") or {"size": plan.size, "tokenizer": plan.tokenizer}
+    options = [
+        word for name, value in chosen.items() if value for word in (f"--{name.replace('_', '-')}", f"{value}")
+    ]
+    parts = ["--parts", *_parts(job.variant)] if job.variant != DEFAULT else []
+    command = ["train", *plan.sources, "--out", f"{folder}", "--seed", f"{job.seed}", "--no-complete", "--quiet"]
+    command = [sys.executable, "-m", "dunes", *command, *length, *options, *parts]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        line = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        raise ValueError(f"{job.variant}, seed {job.seed}: {line[0]}; what was measured is kept in {out}")
+    row = _row(job, folder)
+    shutil.rmtree(folder)
+    return row
+
+
+def _row(job: Job, folder: Path) -> Row:
+    card = read_card(folder)
+    trained, timings = card["trained"], card["timings"]
+    tokens = trained["steps"] * trained["batch"] * trained["context_length"]
+    settings = ("size", "tokenizer", "batch", "context_length", "dtype", "threads")
+    return {
+        **asdict(job),
+        "made_steps": trained["steps"],
+        "elapsed": trained["seconds"],
+        "bits_per_byte": card["measured"]["bits_per_byte"],
+        "rate": tokens / (timings.get("steps", 0.0) + timings["first step"]),
+        "peak_bytes": card["measured"]["peak_bytes"],
+        "decode_rate": _decode_rate(folder, trained["threads"]),
+        "settings": {name: trained[name] for name in settings},
+        **measure.fingerprint(),
+    }
+
+
+def _decode_rate(folder: Path, threads: int) -> float:
+    """Tokens per second, the fastest of three laps."""
+    with trust_cards():  # the caller named the function
+        subject = of_folder(folder)
+        work = BENCHMARKS["decode"].make(subject, Setting(1, min(DECODED, subject.context), "float32", threads))
+    torch.set_num_threads(threads)
+    return work.amount / min(lap.seconds for lap in race({"": work}, 3))
+
+
+def summary(rows: Sequence[Row], variants: Sequence[str]) -> list[Row]:
+    """For each variant, what it brings and costs beside the default.
+
+    `difference` has by "minutes" and by "tokens" the mean difference in bits/byte and half of its interval's width,
+    which is None for a single seed. `rate`, `decode_rate` and `peak_bytes` are means of ratios.
+    """
+    results = []
+    for variant in variants:
+        pairs = {by: _pairs(rows, variant, by) for by in (CLOCK, TOKENS)}
+        ratios = {
+            name: mean(a[name] / b[name] for a, b in pairs[CLOCK])
+            for name in ("rate", "decode_rate", "peak_bytes")
+        }
+        bits = mean(a["bits_per_byte"] for a, _ in pairs[CLOCK])
+        differences = {
+            by: interval([a["bits_per_byte"] - b["bits_per_byte"] for a, b in each]) for by, each in pairs.items()
+        }
+        results.append({"variant": variant, "bits_per_byte": bits, "difference": differences, **ratios})
+    return results
+
+
+def _pairs(rows: Sequence[Row], variant: str, by: str) -> list[tuple[Row, Row]]:
+    """Rows of a variant, each with the row of the default with this seed, which has the same time and steps."""
+    default = {row["seed"]: row for row in rows if row["variant"] == DEFAULT}
+    same = [row for row in rows if row["variant"] == variant]
+    return [(r, default[r["seed"]]) for r in same if variant == DEFAULT or (r["steps"] is None) == (by == CLOCK)]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean and half of the width of Student's 95 % interval, which is None for a single value."""
+    if len(values) < 2:
+        return mean(values), None
+    quantile = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
+    return mean(values), quantile * stdev(values) / math.sqrt(len(values))
+
+
+def print_summary(results: Sequence[Row], title: str) -> None:
+    """Print one line per variant, the best by the clock first; the default is the line of zeros."""
+
+    def difference(value: tuple[float, float | None]) -> str:
+        middle, half = value
+        return f"{middle:+.4f}" + ("" if half is None else f" ± {half:.4f}")
+
+    lines = []
+    for row in sorted(results, key=lambda row: row["difference"][CLOCK][0]):
+        costs = [f"{row[name]:.2f}" for name in ("rate", "peak_bytes", "decode_rate")]
+        both = [difference(row["difference"][by]) for by in (CLOCK, TOKENS)]
+        lines.append([row["variant"], f"{row['bits_per_byte']:.4f}", both[0], verdict(row), both[1], *costs])
+    columns = ["", "bits/byte", "equal minutes", "", "equal tokens", "tokens/s", "memory", "decoding"]
+    print_table(title, columns, lines)
+
+
+def verdict(row: Row) -> str:
+    """Whether the variant helps in equal time: only if the interval does not contain 0."""
+    middle, half = row["difference"][CLOCK]
+    if row["variant"] == DEFAULT or half is None:
+        return ""
+    return "no difference seen" if abs(middle) <= half else "helps" if middle < 0 else "harms"

@@ -1,0 +1,97 @@
+"""A model from named parts: the form that `dunes train` trains by default, with some of its parts replaced.
+
+`dunes train --parts mlp=gated position=alibi` trains one, and `dunes bench parts` measures what a part brings. The
+names are in `flags.PARTS`; the first of each is the default. An own part is a function like `build`, in any file.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import nn
+
+from dunes.flags import PARTS
+from dunes.models.llama import Config
+from dunes.parts import MLP, Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary, squared_relu
+from dunes.parts.attention import ValueResidualAttention
+from dunes.parts.position import Alibi, PartialRotary, Position
+
+EPS = 1e-5
+LOGIT_CAP, SCORE_CAP = 30.0, 50.0
+"""Caps of logits and of attention scores, as in Gemma 2."""
+
+
+def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -> Decoder:
+    """Build an untrained model; `parts` are choices by the names in `flags.PARTS`.
+
+    MLPs have about equally many parameters. Raises ValueError for an unknown name or choice.
+    """
+    chosen = {name: choices[0] for name, choices in PARTS.items()} | parts
+    for name, choice in chosen.items():
+        if choice not in PARTS.get(name, ()):
+            raise ValueError(f"part {name}={choice} is unknown; expected {'|'.join(PARTS.get(name, PARTS))}")
+    norm = partial(RMSNorm if chosen["norm"] == "rms" else nn.LayerNorm, dim, EPS)
+    size = Config.from_size(vocab, dim, depth, context_length)
+    blocks = [
+        _block(chosen["block"], norm, _attention(size, chosen, layer), _mlp(chosen["mlp"], dim))
+        for layer in range(depth)
+    ]
+    places = context_length if chosen["position"] == "learned" else None
+    head = None if chosen["head"] == "tied" else nn.Linear(dim, vocab, bias=False)
+    cap = LOGIT_CAP if chosen["logits"] == "capped" else None
+    return Decoder(Embedding(vocab, dim, places), blocks, norm(), head, cap)
+
+
+def _mlp(choice: str, dim: int) -> nn.Module:
+    gated = partial(GatedMLP, dim, round(dim * 8 / 3 / 32) * 32)
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "relu2": partial(MLP, dim, 4 * dim, squared_relu, bias=False),
+        "gelu": partial(MLP, dim, 4 * dim, F.gelu, bias=False),
+        "gated": gated,
+        "geglu": partial(gated, F.gelu),
+    }
+    return makers[choice]()
+
+
+def _block(choice: str, norm: Callable[[], nn.Module], attn: nn.Module, mlp: nn.Module) -> Block:
+    before = nn.Identity if choice == "post" else norm
+    after = (norm(), norm()) if choice in ("post", "sandwich") else (None, None)
+    parallel = choice == "parallel"
+    return Block(before(), attn, before(), mlp, attn_post_norm=after[0], mlp_post_norm=after[1], parallel=parallel)
+
+
+def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
+    """The attention of a layer. With few key/value heads, as many as divide the heads."""
+    most = {"all": size.heads, "half": max(1, size.heads // 2), "one": 1}[chosen["kv"]]
+    kv_heads = next(n for n in range(most, 0, -1) if size.heads % n == 0)
+    windowed = chosen["window"] == "alternating" and layer % 2 == 0
+    make: Callable[..., Attention] = Attention
+    kind, options = chosen["attention"], dict[str, object]()
+    if kind == "values":
+        make = partial(ValueResidualAttention, first=layer == 0)
+    elif kind == "normed":
+        options = {name: RMSNorm(size.head_dim, EPS) for name in ("q_norm", "k_norm")}
+    elif kind == "sinks":
+        options = {"sinks": True}
+    elif kind == "capped":
+        options = {"softcap": SCORE_CAP}
+    return make(
+        size.dim,
+        size.heads,
+        kv_heads,
+        head_dim=size.head_dim,
+        position=_position(chosen["position"], size, layer),
+        window=max(1, size.context_length // 2) if windowed else None,
+        **options,
+    )
+
+
+def _position(choice: str, size: Config, layer: int) -> Position | None:
+    rotary = Rotary(size.head_dim)
+    positions: dict[str, Position | None] = {
+        "rotary": rotary,
+        "partial": PartialRotary(Rotary(size.head_dim // 4)),
+        "some": rotary if (layer + 1) % 4 else None,  # none in every fourth layer, as in SmolLM3
+        "alibi": Alibi(size.heads),
+    }
+    return positions.get(choice)
