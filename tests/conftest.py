@@ -99,7 +99,7 @@ START, MINUTES = time.monotonic(), float(os.environ.get("DUNES_TEST_MINUTES", "i
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where a machine is too slow for all slow tests in $DUNES_TEST_MINUTES, the rest is skipped, with its names."""
+    """Where a machine is too slow for all slow tests in $DUNES_TEST_MINUTES, the rest is skipped and listed."""
     if item.get_closest_marker("slow") and time.monotonic() - START > 60 * MINUTES:
         pytest.skip(f"after {MINUTES:g} minutes: pytest -m slow {item.nodeid}")
 

@@ -1,19 +1,19 @@
 """Which parts of a model help on this text, at this size: variants trained equally long, paired by seed.
 
-Each variant trains as `dunes train --parts` does, in a process of its own, with the width, layers and settings that
-were chosen for the default model: once for the same time, and once for the steps that the default model made in it.
-The difference in validation bits/byte is paired by the seed, which also orders the data. The interval is Student's,
-at 95 %. With `budget`, the worse half leaves after each rung, and the rest trains twice as long (successive halving,
-https://arxiv.org/abs/1502.07943).
+Each variant trains as `dunes train --parts` does, in a process of its own, with the size and settings that were
+chosen for the default model: once for the same time, and once for the steps that the default model made in it.
+The difference in validation bits/byte is paired by the seed, which also orders the data; its interval is Student's
+at 95 %. With `budget`, the worse half leaves after each rung, and the rest trains twice as long: successive
+halving (https://arxiv.org/abs/1502.07943).
 """
 
 import json
 import math
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -26,6 +26,7 @@ from dunes.bench.rows import Row
 from dunes.bench.runner import race
 from dunes.bench.subject import Setting, of_folder
 from dunes.checkpoint.model_folder import read_card
+from dunes.extra import python_command
 from dunes.files import json_file
 from dunes.files.model_file import trust_cards
 from dunes.flags import PARTS
@@ -38,7 +39,7 @@ DEFAULT = "default"
 CLOCK, TOKENS = "minutes", "tokens"
 ROWS, SETTINGS, PICTURE = "runs.jsonl", "settings.json", "parts.svg"
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom; with more, the last is a little too large."""
+"""Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom; the last one is used for more, too."""
 DECODED = 128
 """Length of the texts whose second half is decoded to measure the speed."""
 
@@ -92,18 +93,20 @@ def read_variants(texts: Sequence[str]) -> tuple[str, ...]:
 
     "mlp=gated,gelu" are two variants, "mlp=gated+norm=layer" is one, and so is "FILE.py:FUNCTION".
     """
-    variants = [DEFAULT]
+    variants, name = [DEFAULT], ""
     for text in texts:
-        name = ""
         for item in text.split(","):
             complete = item if "=" in item or ":" in item else f"{name}={item}"
             name = complete.partition("=")[0]
-            parts = sorted(
-                p for p in complete.split("+") if p.partition("=")[2] != PARTS.get(p.partition("=")[0], ("",))[0]
-            )
-            if parts and "+".join(parts) not in variants:
-                variants.append("+".join(parts))
+            variant = "+".join(sorted(part for part in complete.split("+") if not _is_default(part)))
+            if variant and variant not in variants:
+                variants.append(variant)
     return tuple(variants)
+
+
+def _is_default(part: str) -> bool:
+    name, _, choice = part.partition("=")
+    return choice == PARTS.get(name, ("another",))[0]
 
 
 def _parts(variant: str) -> tuple[str, ...]:
@@ -149,7 +152,8 @@ def bench_parts(plan: Plan, out: Path) -> list[list[Row]]:
         best = sorted(summaries[-1][1:], key=lambda row: row["difference"][CLOCK][0])
         following = rungs[number + 1][1] if number + 1 < len(rungs) else count
         variants = (DEFAULT, *[row["variant"] for row in best[:following]])
-    save_plot(differences(summaries[-1]), out / PICTURE)
+    if find_spec("plotnine"):  # hours of training do not need it
+        save_plot(differences(summaries[-1]), out / PICTURE)
     return summaries
 
 
@@ -198,8 +202,8 @@ def _train(plan: Plan, job: Job, out: Path, first: Row) -> Row:
     ]
     parts = ["--parts", *_parts(job.variant)] if job.variant != DEFAULT else []
     command = ["train", *plan.sources, "--out", f"{folder}", "--seed", f"{job.seed}", "--no-complete", "--quiet"]
-    command = [sys.executable, "-m", "dunes", *command, *length, *options, *parts]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command, environment = python_command("-m", "dunes", *command, *length, *options, *parts)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         line = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
         raise ValueError(f"{job.variant}, seed {job.seed}: {line[0]}; what was measured is kept in {out}")
@@ -238,8 +242,8 @@ def _decode_rate(folder: Path, threads: int) -> float:
 def summary(rows: Sequence[Row], variants: Sequence[str]) -> list[Row]:
     """For each variant, what it brings and costs beside the default.
 
-    `difference` has by "minutes" and by "tokens" the mean difference in bits/byte and half of its interval's width,
-    which is None for a single seed. `rate`, `decode_rate` and `peak_bytes` are means of ratios.
+    `difference` has by "minutes" and by "tokens" the mean difference in bits/byte and half of the width of its
+    interval, which is None for a single seed. `rate`, `decode_rate` and `peak_bytes` are means of ratios.
     """
     results = []
     for variant in variants:
@@ -276,7 +280,7 @@ def print_summary(results: Sequence[Row], title: str) -> None:
 
     def difference(value: tuple[float, float | None]) -> str:
         middle, half = value
-        return f"{middle:+.4f}" + ("" if half is None else f" ± {half:.4f}")
+        return f"{middle:+.4f}" + (f" ± {half:.4f}" if half else "")
 
     lines = []
     for row in sorted(results, key=lambda row: row["difference"][CLOCK][0]):

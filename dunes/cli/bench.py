@@ -162,9 +162,11 @@ def parts(
 
     def print_text() -> None:
         for (length, _), results in zip(plan.rungs, rungs, strict=True):
-            title = f"bits/byte of validation text after {length:.3g} minutes, {plural(seeds, 'seed')}"
+            title = f"bits/byte of validation text, less is better: {length:.3g} minutes, {plural(seeds, 'seed')}"
             instrument.print_summary(results, title)
-        print(f"runs: {out / instrument.ROWS}   plot: {out / instrument.PICTURE}")
+        picture = out / instrument.PICTURE
+        plot = f"plot: {picture}" if picture.exists() else "a plot needs: pip install -e '.[plot]'"
+        print(f"runs: {out / instrument.ROWS}   {plot}")
         best = min(rungs[-1], key=lambda row: row["difference"][instrument.CLOCK][0])["variant"]
         if best != instrument.DEFAULT:
             print(

@@ -301,7 +301,7 @@ def _folder(model: nn.Module) -> Path:
     internal, package, files = vars(nn.Module()), Path(dunes.__file__).parent, set[str]()
     modules = []
     for place, module in model.named_modules():
-        files.add(inspect.getsourcefile(type(module)) or "")
+        files.add(_source_file(type(module)))
         attributes = [(k, _describe(v, files)) for k, v in sorted(vars(module).items()) if k not in internal]
         modules.append((place, type(module).__qualname__, attributes))
     tensors = [(k, t.shape, t.dtype) for k, t in chain(model.named_parameters(), model.named_buffers())]
@@ -311,6 +311,14 @@ def _folder(model: nn.Module) -> Path:
     machine = torch.__version__, sys.platform, platform.machine(), processor
     dependencies = FORMAT, sorted(OPTIONS.items()), machine, modules, tensors, sources
     return packages_folder() / sha256(repr(dependencies).encode()).hexdigest()[:32]
+
+
+def _source_file(module: type[nn.Module]) -> str:
+    """The file of a class; of a class in a script that was imported by its path, the file of its forward."""
+    try:
+        return inspect.getsourcefile(module) or ""
+    except TypeError:  # the class's module is not in sys.modules
+        return inspect.getsourcefile(module.forward) or ""
 
 
 def _describe(value: Any, files: set[str], depth: int = 4) -> str:

@@ -1,0 +1,211 @@
+"""Each named part in each of its uses, and an own part through them all by documented names."""
+
+import subprocess
+import sys
+from itertools import repeat
+
+import pytest
+import torch
+from torch.func import functional_call
+
+from conftest import refuses
+from dunes import checkpoint, tree
+from dunes.augment import attach, merge, quantize
+from dunes.flags import PARTS
+from dunes.generate import generate
+from dunes.models.initialise import initialise
+from dunes.models.of_parts import build
+from dunes.parts import Checkpointed
+from dunes.runs.train_config import TrainConfig
+from dunes.text import Tokenizer
+from dunes.train import Trainer
+from dunes.train.loss import next_token_loss
+from small_models import add_noise
+
+SIZE = {"vocab": 265, "dim": 64, "depth": 4, "context_length": 24}
+CHOICES = [{name: choice} for name, choices in PARTS.items() for choice in choices[1:]]
+ALL = [
+    {},
+    *CHOICES,
+    {"mlp": "geglu", "block": "sandwich", "position": "alibi", "attention": "values", "kv": "half"},
+]
+each_part = pytest.mark.parametrize("parts", ALL, ids=lambda parts: "-".join(parts.values()) or "default")
+IDS = torch.arange(40).view(2, 20) * 6 + 5
+
+
+def made(parts, **sizes):
+    return add_noise(initialise(build(**SIZE | sizes, **parts)), 0.05)
+
+
+def loss(model):
+    return model(IDS[:, :-1], targets=IDS[:, 1:])[0]
+
+
+def difference(a, b):
+    return (a - b).abs().max()
+
+
+@each_part
+def test_a_part_is_built_on_meta_generates_from_a_cache_and_is_saved_and_loaded(parts, tmp_path):
+    with torch.device("meta"):
+        assert all(p.is_meta for p in build(**SIZE, **parts).parameters())
+    model = made(parts).eval()
+    tokens = [t.id for t in generate(model, IDS[0, :8].tolist(), max_tokens=8, context_length=24)]
+    text = torch.tensor([[*IDS[0, :8].tolist(), *tokens]])
+    with torch.no_grad():
+        assert model(text)[0, 7:-1].argmax(-1).tolist() == tokens
+    architecture = checkpoint.Architecture.of_function(build, **SIZE, **parts)
+    checkpoint.save(model, tmp_path, Tokenizer.train("bytes", []), 24, architecture=architecture)
+    assert torch.equal(checkpoint.load(tmp_path).model(IDS), model(IDS))
+
+
+@each_part
+def test_gradients_are_those_of_finite_differences_in_float64_and_of_checkpointing(parts):
+    model = made(parts, vocab=300, dim=32, depth=2).double().eval()
+    names, values = zip(*model.named_parameters(), strict=True)
+
+    def function(*values):
+        return functional_call(model, dict(zip(names, values, strict=True)), (IDS[:1, :6],)).square().mean()
+
+    # Norms compute in float32, and so do gated activations: differences of 1e-6 would be rounded away.
+    assert torch.autograd.gradcheck(function, values, fast_mode=True, eps=1e-3, atol=1e-3, rtol=1e-2)
+    model = made(parts).train()
+    want = torch.autograd.grad(loss(model), model.parameters())
+    tree.replace(model, "blocks.*", Checkpointed)
+    got = torch.autograd.grad(loss(model), model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@each_part
+def test_lora_is_attached_trained_and_merged_and_int8_stays_near(parts):
+    model = made(parts)
+    before = model(IDS).detach()
+    attach(model, rank=2)
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    for p in adapters:  # B is zero at first, and A would get no gradient
+        p.data += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    assert all(gradient.any() for gradient in torch.autograd.grad(loss(model), adapters))
+    after = model(IDS).detach()
+    assert difference(after, before) > 1e-4
+    merge(model)
+    assert difference(model(IDS), after) <= 1e-5 * after.abs().max()
+    dense = made(parts).eval()
+    exact = dense(IDS)
+    quantize(dense, kind="int8")
+    assert 0 < (dense(IDS) - exact).norm() <= 0.05 * exact.norm()
+
+
+@pytest.mark.slow
+@each_part
+def test_a_part_compiles_as_one_graph(parts):
+    model = made(parts).train()
+    want = torch.autograd.grad(loss(model), model.parameters())
+    torch._dynamo.reset()
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(model), model.parameters())
+    assert max(difference(a, b) for a, b in zip(got, want, strict=True)) <= 1e-4
+
+
+def test_every_choice_is_another_model():
+    rows = {
+        str(parts): str(build(**SIZE, **parts)) + str(build(**SIZE, **parts).state_dict().keys()) for parts in ALL
+    }
+    own = {str(parts): made(parts)(IDS) for parts in ALL}
+    assert len(rows) == len(own) == len(ALL)
+    for parts in ALL[1:]:
+        assert difference(own[str(parts)], own["{}"]) > 1e-4, parts
+
+
+def test_unknown_parts_are_refused_in_one_line():
+    refuses("part mlp=gate is unknown; expected relu2|gelu|gated|geglu", build, **SIZE, mlp="gate")
+    refuses("part size=3 is unknown; expected mlp|norm", build, **SIZE, size="3")
+    for words, texts in (
+        ("'mlp' is unknown", ("mlp",)),
+        ("'norm=layer' is given twice", ("norm=layer", "norm=layer")),
+        ("'a.py:build' is unknown", ("a.py:build", "norm=layer")),
+    ):
+        refuses(words, TrainConfig, sources=("a",), parts=texts)
+    refuses(
+        "--parts describes the whole model, and so does --family", TrainConfig, parts=("mlp=gated",), family="gpt2"
+    )
+    refuses("--parts describes a new model, and --from", TrainConfig, parts=("mlp=gated",), base="a")
+
+
+OWN = '''
+import torch
+from torch import nn
+
+from dunes.parts import Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary
+
+
+class OwnAttention(nn.Module):
+    """A single head whose keys are its queries, which are squared."""
+
+    supports_packing = True
+
+    def __init__(self, dim):
+        super().__init__()
+        self.q, self.v, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.position = Rotary(dim)
+
+    def forward(self, x, ctx, layer=0):
+        q, v = self.q(x)[:, None], self.v(x)[:, None]  # (B, 1, T, dim)
+        q = self.position(q.square(), ctx)
+        k, v = ctx.put(layer, q, v)
+        return self.out(ctx.attend(q, k, v)[:, 0])
+
+
+def build(vocab, dim, depth, context_length):
+    blocks = [
+        Block(RMSNorm(dim), OwnAttention(dim), RMSNorm(dim), GatedMLP(dim, 2 * dim)) for _ in range(depth)
+    ]
+    return Decoder(Embedding(vocab, dim), blocks, RMSNorm(dim))
+'''
+
+
+def dunes(*words, folder):
+    command = [sys.executable, "-m", "dunes", *map(str, words)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_an_own_attention_is_trained_completes_compiles_learns_lora_is_saved_and_loaded(code, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    size = ("--size", "2x64", "--tokenizer", "bytes", "--threads", "1")
+    trained = dunes(
+        "train", code, "--parts", "own.py:build", "--steps", "30", *size, "--out", "run", folder=tmp_path
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "dunes complete run --trust-code" in trained.stdout or "dunes serve run --trust-code" in trained.stdout
+    refused = dunes("generate", "run", "def", folder=tmp_path)
+    assert "built by own.py:build, which is not imported automatically" in refused.stderr
+    goes_on = dunes("train", "--resume", "--out", "run", "--steps", "40", "--override", "steps", folder=tmp_path)
+    assert "built by own.py:build; if you trust it, pass --trust-code" in goes_on.stderr
+    line = dunes("complete", "run", f"{code}/module_1.py:2:9", "--trust-code", folder=tmp_path)
+    assert line.returncode == 0, line.stderr
+    compiled = dunes("compile", "run", "--trust-code", folder=tmp_path)
+    assert compiled.returncode == 0, compiled.stderr
+    loaded = checkpoint.load(tmp_path / "run", build=built_by(OWN))
+    attach(loaded.model, rank=4, where="blocks.**")
+    adapters = [p for p in loaded.model.parameters() if p.requires_grad]
+    assert len(adapters) == 2 * 2 * 6
+    trainer = Trainer(loaded.model, torch.optim.AdamW(adapters, 0.01), next_token_loss)
+    for _, _ in zip(range(5), trainer.run(repeat(IDS)), strict=False):
+        pass
+    want = loaded.model(IDS).detach()
+    merge(loaded.model)
+    checkpoint.save(
+        loaded.model,
+        tmp_path / "merged",
+        loaded.tokenizer,
+        loaded.context_length,
+        architecture=loaded.architecture,
+    )
+    merged = checkpoint.load(tmp_path / "merged", build=built_by(OWN)).model
+    assert difference(merged(IDS), want) <= 1e-5 * want.abs().max()
+    assert difference(checkpoint.load(tmp_path / "run", build=built_by(OWN)).model(IDS), want) > 1e-3
+
+
+def built_by(source):
+    names = {"__name__": "own"}
+    exec(source, names)
+    return names["build"]
