@@ -1,4 +1,4 @@
-"""gpt-oss: experts with biases and clamped gates, attention with sinks, a window in every other layer.
+"""gpt-oss: biased experts of bounded gates, attention with sinks, a window in every other layer.
 
 https://arxiv.org/abs/2508.10925
 """
@@ -6,26 +6,21 @@ https://arxiv.org/abs/2508.10925
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
-from torch import Tensor
-
 from dunes.models import llama, mixtral
 from dunes.models.config_values import check_supported, layer_count, layer_windows, layer_windows_to_hf, number
 from dunes.models.llama import IGNORED_NAMES
 from dunes.models.mixtral import expert_width, moe_fields, read_moe_fields
-from dunes.models.names import Names, name, transpose, weight_and_bias
+from dunes.models.names import Name, Names, halves, name, pairs, transpose, weight_and_bias
 from dunes.parts import Attention, Decoder, MoE
 from dunes.parts.layers import ClampedGatedMLP
 
-__all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
+__all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
     """LLaMA's config with experts as in Mixtral's, the windows of the layers, and the `limit` of the experts."""
 
-    attention_bias: bool = True
-    mlp_bias: bool = True
     windows: tuple[int | None, ...]
     experts: int = 8
     top_k: int = 2
@@ -36,9 +31,8 @@ class Config(llama.Config):
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
         """A config for training from scratch; windows are half the context, experts are narrow as in Mixtral's."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
-        windows = tuple(None if i % 2 else max(1, context_length // 2) for i in range(depth))
-        own = {"hidden": expert_width(dim, cls.experts), "attention_bias": True, "mlp_bias": True}
-        return cls(**base | own, windows=windows)
+        base |= {"hidden": expert_width(dim, cls.experts), "attention_bias": True, "mlp_bias": True}
+        return cls(**base, windows=tuple(None if i % 2 else max(1, context_length // 2) for i in range(depth)))
 
 
 def attention(config: Config, layer: int) -> Attention:
@@ -46,9 +40,7 @@ def attention(config: Config, layer: int) -> Attention:
 
 
 def moe(config: Config) -> MoE:
-    experts = [
-        ClampedGatedMLP(config.dim, config.hidden, config.limit, config.mlp_bias) for _ in range(config.experts)
-    ]
+    experts = [ClampedGatedMLP(config.dim, config.hidden, config.limit) for _ in range(config.experts)]
     return mixtral.mixture(config.dim, experts, config.top_k, bias=True, balance=config.balance)
 
 
@@ -64,23 +56,17 @@ def read(model: Any, context_length: int) -> Config:
     return Config(**fields, windows=windows, limit=moe.experts[0].limit, **read_moe_fields(moe))
 
 
-YARN = {
-    "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False,
-}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
-    defaults = {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128}
-    hf = defaults | hf | {"rope_parameters": hf.get("rope_scaling") or hf.get("rope_parameters") or YARN}
     check_supported(hf, required={"swiglu_alpha": 1.702, "mlp_bias": True})
-    windowed = [i % 2 == 0 for i in range(layer_count(hf))]
-    return Config(
-        **llama.config_fields(hf | {"mlp_bias": True}, base=150_000.0),
-        **moe_fields(hf, balance=0.001),
-        windows=layer_windows(hf, windowed),
-        limit=number(hf, "swiglu_limit", 7.0),
-    )
+    hf = {"head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "sliding_window": 128} | hf
+    hf |= {"rope_scaling": hf.get("rope_scaling") or hf.get("rope_parameters") or YARN, "mlp_bias": True}
+    windows = layer_windows(hf, [i % 2 == 0 for i in range(layer_count(hf))])
+    fields = llama.config_fields(hf, base=150_000.0) | moe_fields(hf, balance=0.001)
+    return Config(**fields, windows=windows, limit=number(hf, "swiglu_limit", 7.0))
 
 
 def to_hf(config: Config) -> dict[str, Any]:
@@ -97,34 +83,31 @@ def to_hf(config: Config) -> dict[str, Any]:
     }
 
 
-def halves(weight: Tensor) -> Tensor:
-    """Reorder rows, of a matrix or a bias, from alternating rows of gate and up to those of gate, then of up."""
-    return torch.cat([weight[::2], weight[1::2]])
+_ATTN, _MOE, _OURS = "model.layers.{i}.self_attn", "model.layers.{i}.mlp", "blocks.{i}.mlp.experts.{e}"
 
 
-def pairs(weight: Tensor) -> Tensor:
-    """The inverse of `halves`."""
-    return torch.stack(weight.chunk(2), 1).flatten(0, 1)
+def _experts(theirs: str) -> list[Name]:
+    """The names of the experts' matrices, which are stored as (inputs, outputs)."""
+    joined, both = f"{theirs}.gate_up_proj", (f"{_OURS}.gate.weight", f"{_OURS}.up.weight")
+    return [
+        name(joined, *both, load=lambda weight: halves(weight.mT), save=lambda weight: pairs(weight).mT),
+        name(f"{theirs}.down_proj", f"{_OURS}.down.weight", load=transpose, save=transpose),
+    ]
 
-
-_THEIRS, _OURS, _EXPERTS = "model.layers.{i}.mlp", "blocks.{i}.mlp", "blocks.{i}.mlp.experts.{e}"
 
 NAMES: Names = [
     *llama.ATTENTION,
-    name("model.layers.{i}.self_attn.sinks", "blocks.{i}.attn.sinks"),
-    *weight_and_bias(f"{_THEIRS}.router", f"{_OURS}.router"),
+    name(f"{_ATTN}.sinks", "blocks.{i}.attn.sinks"),
+    *weight_and_bias(f"{_MOE}.router", "blocks.{i}.mlp.router"),
+    *_experts(f"{_MOE}.experts"),
     name(
-        f"{_THEIRS}.experts.gate_up_proj",
-        *(f"{_EXPERTS}.{part}.weight" for part in ("gate", "up")),
-        load=lambda weight: halves(weight.mT),
-        save=lambda weight: pairs(weight).mT,
-    ),
-    name(
-        f"{_THEIRS}.experts.gate_up_proj_bias",
-        *(f"{_EXPERTS}.{part}.bias" for part in ("gate", "up")),
+        f"{_MOE}.experts.gate_up_proj_bias",
+        *(f"{_OURS}.{p}.bias" for p in ("gate", "up")),
         load=halves,
         save=pairs,
     ),
-    name(f"{_THEIRS}.experts.down_proj", f"{_EXPERTS}.down.weight", load=transpose, save=transpose),
-    name(f"{_THEIRS}.experts.down_proj_bias", f"{_EXPERTS}.down.bias"),
+    name(f"{_MOE}.experts.down_proj_bias", f"{_OURS}.down.bias"),
 ]
+
+ALIASES: Names = _experts(f"{_MOE}.experts.{{e}}")
+"""Names of the experts in published files, which are in MXFP4 (`checkpoint/formats/quantized_weights.py`)."""

@@ -48,6 +48,16 @@ def transpose(weight: Tensor) -> Tensor:
     return weight.mT
 
 
+def halves(weight: Tensor) -> Tensor:
+    """Reorder rows, of a matrix or a bias: the rows of even numbers, then those of odd numbers."""
+    return torch.cat([weight[::2], weight[1::2]])
+
+
+def pairs(weight: Tensor) -> Tensor:
+    """The inverse of `halves`."""
+    return torch.stack(weight.chunk(2), 1).flatten(0, 1)
+
+
 def name(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity, like: str = "") -> Name:
     return Name(theirs, ours, load, save, like)
 
