@@ -109,7 +109,7 @@ SHAPES = {
     "gpt_oss-tied-yarn": (
         "gpt_oss",
         {**GPT_OSS, **ONE_KV_TIED, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
-        | {"swiglu_limit": 0.3, "num_experts_per_tok": 5, "attention_bias": False}
+        | {"swiglu_limit": 0.3, "num_local_experts": 11, "num_experts_per_tok": 5, "attention_bias": False}
         | {"rope_parameters": ROPES["yarn-all"]},
     ),
     "arcee": ("arcee", {}),
