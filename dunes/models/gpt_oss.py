@@ -73,9 +73,8 @@ def to_hf(config: Config) -> dict[str, Any]:
     """Convert a Config to the content of a Hugging Face config.json."""
     # Without a rope_scaling, transformers 4 takes that of the published models.
     hf = {"rope_scaling": {"rope_type": "default"}} | llama.to_hf(config) | layer_windows_to_hf(config.windows)
+    hf |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
     return hf | {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
         "num_local_experts": config.experts,
         "num_experts_per_tok": config.top_k,
         "router_aux_loss_coef": config.balance,
@@ -83,31 +82,26 @@ def to_hf(config: Config) -> dict[str, Any]:
     }
 
 
-_ATTN, _MOE, _OURS = "model.layers.{i}.self_attn", "model.layers.{i}.mlp", "blocks.{i}.mlp.experts.{e}"
+_MOE, _OURS = "model.layers.{i}.mlp", "blocks.{i}.mlp.experts.{e}"
 
 
 def _experts(theirs: str) -> list[Name]:
     """The names of the experts' matrices, which are stored as (inputs, outputs)."""
-    joined, both = f"{theirs}.gate_up_proj", (f"{_OURS}.gate.weight", f"{_OURS}.up.weight")
+    both = f"{_OURS}.gate.weight", f"{_OURS}.up.weight"
     return [
-        name(joined, *both, load=lambda weight: halves(weight.mT), save=lambda weight: pairs(weight).mT),
+        name(f"{theirs}.gate_up_proj", *both, load=lambda w: halves(w.mT), save=lambda w: pairs(w).mT),
         name(f"{theirs}.down_proj", f"{_OURS}.down.weight", load=transpose, save=transpose),
     ]
 
 
+_BIASES = f"{_OURS}.gate.bias", f"{_OURS}.up.bias"
 NAMES: Names = [
     *llama.ATTENTION,
-    name(f"{_ATTN}.sinks", "blocks.{i}.attn.sinks"),
+    name("model.layers.{i}.self_attn.sinks", "blocks.{i}.attn.sinks"),
     *weight_and_bias(f"{_MOE}.router", "blocks.{i}.mlp.router"),
     *_experts(f"{_MOE}.experts"),
-    name(
-        f"{_MOE}.experts.gate_up_proj_bias",
-        *(f"{_OURS}.{p}.bias" for p in ("gate", "up")),
-        load=halves,
-        save=pairs,
-    ),
+    name(f"{_MOE}.experts.gate_up_proj_bias", *_BIASES, load=halves, save=pairs),
     name(f"{_MOE}.experts.down_proj_bias", f"{_OURS}.down.bias"),
 ]
-
 ALIASES: Names = _experts(f"{_MOE}.experts.{{e}}")
 """Names of the experts in published files, which are in MXFP4 (`checkpoint/formats/quantized_weights.py`)."""

@@ -13,7 +13,7 @@ https://github.com/vllm-project/compressed-tensors
 
 MXFP4 (gpt-oss): `X.P_blocks` (E, O, G, 16) stacks the codes of all experts, two floats of four bits in a byte, the
 lower bits first. `X.P_scales` (E, O, G) has the exponent of a power of two, plus 127, for each 32 codes.
-https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+https://arxiv.org/abs/2310.10537
 """
 
 # Shapes: N codes, B blocks, E experts, I inputs, O outputs, G groups of a row.
