@@ -21,6 +21,7 @@ Family = Literal[
     "gemma2",
     "gemma3_text",
     "smollm3",
+    "gpt_oss",
     "gpt2",
 ]
 """Names of the model families. They are listed here because importing `models` would import torch."""

@@ -39,6 +39,7 @@ SHAPES = {
         "qwen3_moe",
         {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
     ),
+    "gpt_oss": ("gpt_oss", {**COMMON, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}),
 }
 IDS = torch.arange(60).view(3, 20)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -134,8 +135,9 @@ def test_we_open_pefts(shape, kind, tmp_path):
 
 
 @pytest.mark.parametrize("nested", ["gate_up inside", "down inside"])
-def test_stacked_experts_are_told_by_their_shapes_not_by_their_nesting(nested, tmp_path):
-    theirs, ours = pair("mixtral")
+@pytest.mark.parametrize("shape", ["mixtral", "gpt_oss"])
+def test_stacked_experts_are_told_by_their_shapes_not_by_their_nesting(shape, nested, tmp_path):
+    theirs, ours = pair(shape)
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     modules = {"target_modules": ["q_proj"], "target_parameters": parameters}
     adapted = their_adapter(theirs, tmp_path, r=2, lora_alpha=3, **modules)

@@ -5,6 +5,7 @@ import torch
 
 from conftest import refuses
 from dunes.models import FAMILIES, family_of, weight_names
+from dunes.models.config_values import yarn_scale
 from dunes.models.names import match_indices, to_ours
 from dunes.ops import rotary
 from dunes.parts import Attention, ForwardContext, Rotary
@@ -83,6 +84,8 @@ SAME = {
     ),
     ("qwen2", "layer types"): lambda hf: hf | {"layer_types": ["full_attention"] * 2},
     ("qwen2", "a window that is not used"): lambda hf: hf | {"sliding_window": 131072, "max_window_layers": 0},
+    ("gpt_oss", "layer types and limit not said"): lambda hf: without(hf, "layer_types", "swiglu_limit"),
+    ("gpt_oss", "no scaling, as transformers 5 says it"): lambda hf: without(hf, "rope_scaling"),
     ("qwen3_moe", "experts as transformers 5 calls them"): lambda hf: without(hf, "num_experts"),
     ("qwen3_moe", "experts as before"): lambda hf: without(hf, "num_local_experts"),
     ("qwen3_moe", "mlp_only_layers null"): lambda hf: hf | {"mlp_only_layers": None},
@@ -100,6 +103,10 @@ def test_what_goes_without_saying_differs_by_family():
     assert FAMILIES["mixtral"].from_hf(without(words("mixtral"), *rope)).rope_base == 1e6
     assert FAMILIES["llama"].from_hf(without(words("llama"), *rope)).rope_base == 1e4
     assert FAMILIES["qwen3"].from_hf(without(words("qwen3"), "head_dim")).head_dim == 128
+    published = FAMILIES["gpt_oss"].from_hf(without(words("gpt_oss"), *rope, "rope_scaling"))
+    assert published.rope_base == 150_000.0
+    assert published.scaling == Yarn(32.0, 4096, yarn_scale(32.0), truncate=False)
+    assert words("gpt_oss")["rope_scaling"] == {"rope_type": "default"}  # so that transformers 4 takes no YaRN
 
 
 ROPE = {"rope_type": "yarn", "factor": 2.0}
@@ -147,6 +154,9 @@ REFUSED = [
     ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
+    ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
     ("gpt2", {"activation_function": "relu"}, "activation_function"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),

@@ -80,7 +80,8 @@ def test_gradients_are_those_of_finite_differences_in_float64_and_of_checkpointi
 def test_lora_is_attached_trained_and_merged_and_int8_stays_near(parts):
     model = made(parts)
     before = model(IDS).detach()
-    attach(model, rank=2)
+    change = attach(model, rank=2)
+    tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])
     adapters = [p for p in model.parameters() if p.requires_grad]
     for p in adapters:  # B is zero at first, and A would get no gradient
         p.data += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
@@ -185,7 +186,8 @@ def test_an_own_attention_is_trained_completes_compiles_learns_lora_is_saved_and
     compiled = dunes("compile", "run", "--trust-code", folder=tmp_path)
     assert compiled.returncode == 0, compiled.stderr
     loaded = checkpoint.load(tmp_path / "run", build=built_by(OWN))
-    attach(loaded.model, rank=4, where="blocks.**")
+    change = attach(loaded.model, rank=4, where="blocks.**")
+    tree.freeze(loaded.model, ["**", *(f"!{new}" for new in change.new)])
     adapters = [p for p in loaded.model.parameters() if p.requires_grad]
     assert len(adapters) == 2 * 2 * 6
     trainer = Trainer(loaded.model, torch.optim.AdamW(adapters, 0.01), next_token_loss)

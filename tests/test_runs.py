@@ -728,6 +728,7 @@ def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_says_how_to_go_on(code,
     [
         {"experts": 4, "experts_per_token": 1},
         {"experts": 4, "family": "qwen3_moe"},
+        {"experts": 4, "family": "gpt_oss", "shared_experts": 1, "balancing": "bias"},
         {"experts_per_token": 3, "balancing": "bias"},
         {"experts": 3, "shared_experts": 2, "balancing": "bias"},
     ],

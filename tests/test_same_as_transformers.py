@@ -57,6 +57,7 @@ ROPES = {
     "yarn-factor": YARN | {"factor": 2.0, "original_max_position_embeddings": 32, "attention_factor": 1.3},
     "llama3": HF_LLAMA3 | {"original_max_position_embeddings": 24, "rope_theta": 10000.0},
 }
+GPT_OSS = {**MOE, "sliding_window": 5, "head_dim": 10}
 GEMMA = {"head_dim": 10, "num_attention_heads": 6, "num_key_value_heads": 2, "query_pre_attn_scalar": 7}
 GEMMA |= {"sliding_window": 5, "hidden_activation": "gelu_pytorch_tanh"}
 CAPS = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 2.0, "layer_types": ["full_attention"] * 3}
@@ -103,6 +104,13 @@ SHAPES = {
     "smollm3-first-untied": (
         "smollm3",
         {"pad_token_id": 0, "no_rope_layers": [0, 0, 1], "tie_word_embeddings": False},
+    ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss-tied-yarn": (
+        "gpt_oss",
+        {**GPT_OSS, **ONE_KV_TIED, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"swiglu_limit": 0.3, "num_local_experts": 11, "num_experts_per_tok": 5, "attention_bias": False}
+        | {"rope_parameters": ROPES["yarn-all"]},
     ),
     "arcee": ("arcee", {}),
     "arcee-tied": ("arcee", {**ONE_KV_TIED, "rope_parameters": ROPES["llama3"]}),

@@ -29,6 +29,7 @@ from dunes.units import format_bytes
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from conftest import change_json, raising, refuses, refuses_command, run_python
 from native_files import native_name
@@ -647,6 +648,37 @@ def each(keys, values):
     return {f"{key} {str(value)[:9]}": {key: value} for key in keys for value in values}
 
 
+def mxfp4(tensors):
+    """Random codes and scales in place of the experts' matrices, and what transformers makes of them."""
+    codes, dense = {k: v for k, v in tensors.items() if not k.endswith("_proj")}, {}
+    for key, stack in tensors.items():
+        if key.endswith("_proj"):
+            experts, inputs, outputs = stack.shape
+            blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(110, 130, blocks.shape[:3], dtype=torch.uint8)
+            codes |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+            dense[key] = convert_moe_packed_tensors(blocks, scales)
+    return codes, dense
+
+
+def test_experts_in_mxfp4_are_those_that_transformers_dequantizes(made, tmp_path):
+    torch.manual_seed(0)
+    folder, made_dense = made("gpt_oss"), tmp_path / "dense"
+    shutil.copytree(folder, made_dense)
+    codes, dense = mxfp4(load_file(folder / "model.safetensors"))
+    assert len(dense) == 4
+    change_weights(made_dense, lambda tensors: tensors | dense)
+    change_weights(folder, lambda tensors: codes)
+    change_config(folder, quantization_config={"quant_method": "mxfp4"})
+    weights = open_source(folder).weights()
+    assert weights.keys() == (want := open_source(made_dense).weights()).keys()
+    assert all(torch.equal(weights[key].read(), want[key].read()) for key in want)
+    scale = next(key for key in codes if key.endswith("_scales"))
+    for wrong in (lambda t: {k: w for k, w in t.items() if k != scale}, put(scale, codes[scale][:1])):
+        change_weights(folder, wrong)
+        assert "its scales do not fit blocks of 32 codes; download the file again" in refusal(folder)
+
+
 def hostile(family):
     """Whole config.jsons that must be refused, by what is wrong with them."""
     good = FAMILIES[family].to_hf(small(family)[1])
@@ -662,7 +694,7 @@ def hostile(family):
         changes["key heads"] = {"num_attention_heads": 2, "num_key_value_heads": 4}
         for theta in (0, -1.0, 1.0, float("nan"), float("inf"), "1e4", [], True):
             changes[f"rope_theta {theta}"] = {"rope_theta": theta, "rope_parameters": None}
-            changes[f"rope_parameters {theta}"] = {"rope_parameters": {"rope_theta": theta}}
+            changes[f"rope_parameters {theta}"] = {"rope_parameters": {"rope_theta": theta}, "rope_scaling": None}
         changes["rope_scaling"] = {"rope_scaling": [1]}
     if "num_experts_per_tok" in good:
         changes["too many for a token"] = {"num_experts_per_tok": good["num_local_experts"] + 1}
@@ -756,7 +788,7 @@ def test_bad_configs_take_little_memory(made, tmp_path):
     read_all(folder, CONFIG, cases | FILES, tmp_path)
 
 
-BY_LAYER = ("gemma2", "gemma3_text", "smollm3")
+BY_LAYER = ("gemma2", "gemma3_text", "smollm3", "gpt_oss")
 """Families with settings for each layer."""
 
 

@@ -36,7 +36,7 @@ def decide(model: nn.Module, options: Routing) -> Change:
         if bias_rate and moe.selection_bias is not None:
             raise ValueError(f"{place.name}: already has a selection bias")
         linears = [m for m in moe.experts[0].modules() if tree.linear(m)]
-        if shared and type(moe.experts[0]) not in (MLP, GatedMLP):
+        if shared and not isinstance(moe.experts[0], MLP | GatedMLP):
             kind = type(moe.experts[0]).__name__
             raise ValueError(f"{place.name}: its experts are {kind}; expected MLP or GatedMLP, to be copied")
         if shared and not all(type(m) is nn.Linear for m in linears):

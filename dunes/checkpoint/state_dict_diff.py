@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, renamed
-from dunes.models.names import Name, Names, match_indices, substitute, to_ours, to_theirs
+from dunes.models.names import Names, match_indices, to_ours, to_theirs
 
 HEAD, EMBEDDING = "head.weight", "embed.token.weight"
 HEADS = ("lm_head.weight", "output.weight")
@@ -137,29 +137,10 @@ def _file_tensors(expected: Weights, names: Names) -> dict[str, _FileTensor]:
     """The tensors that files may have; a tensor with several possible names is listed under each name."""
     file_tensors: dict[str, _FileTensor] = {}
     for rule in names:
-        for name, tensor in (_stacks if rule.stacked else _separate)(expected, rule).items():
-            file_tensors.setdefault(name, tensor)
-    return file_tensors
-
-
-def _separate(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
-    """A file's tensors, by name, for a naming rule with one tensor for each block or expert."""
-    conversions, _ = to_theirs([rule], expected)
-    tensors = renamed(conversions, expected)
-    return {c.target: _FileTensor(tensors[c.target].shape, c.sources) for c in conversions}
-
-
-def _stacks(expected: Weights, rule: Name) -> dict[str, _FileTensor]:
-    """A file's tensors, by name, for a naming rule that stacks all experts of a layer in one tensor."""
-    stacks: dict[str, list[str]] = {}
-    for key in expected:
-        for indices in (match_indices(part, key) for part in rule.ours):
-            if indices is not None:
-                stacks.setdefault(substitute(rule.theirs, indices), []).append(key)
-    parts, file_tensors = len(rule.ours), dict[str, _FileTensor]()
-    for name, keys in stacks.items():
-        rows, *columns = expected[keys[0]].shape
-        file_tensors[name] = _FileTensor((len(keys) // parts, parts * rows, *columns), tuple(keys))
+        conversions, _ = to_theirs([rule], expected)
+        tensors = renamed(conversions, expected)
+        for c in conversions:
+            file_tensors.setdefault(c.target, _FileTensor(tensors[c.target].shape, c.sources))
     return file_tensors
 
 

@@ -39,9 +39,9 @@ class Config(mistral.Config):
         return replace(config, hidden=expert_width(dim, config.experts))
 
 
-def mixture(dim: int, experts: Sequence[nn.Module], top_k: int, **options: Any) -> MoE:
+def mixture(dim: int, experts: Sequence[nn.Module], top_k: int, bias: bool = False, **options: Any) -> MoE:
     """A mixture of these experts with a linear router; `options` are further arguments of `MoE`."""
-    return MoE(nn.Linear(dim, len(experts), bias=False), experts, top_k, **options)
+    return MoE(nn.Linear(dim, len(experts), bias), experts, top_k, **options)
 
 
 def expert_width(dim: int, experts: int) -> int:

@@ -7,7 +7,7 @@ expert), then their tensor stacks several of our tensors, and the number is an i
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -46,6 +46,16 @@ Names = Sequence[Name]
 def transpose(weight: Tensor) -> Tensor:
     """Swap the dimensions of a matrix: GPT-2's Conv1D stores (in, out), nn.Linear stores (out, in)."""
     return weight.mT
+
+
+def halves(weight: Tensor) -> Tensor:
+    """Reorder rows, of a matrix or a bias: the rows of even numbers, then those of odd numbers."""
+    return torch.cat([weight[::2], weight[1::2]])
+
+
+def pairs(weight: Tensor) -> Tensor:
+    """The inverse of `halves`."""
+    return torch.stack(weight.chunk(2), 1).flatten(0, 1)
 
 
 def name(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity, like: str = "") -> Name:
@@ -114,19 +124,33 @@ def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Conversion], list
     conversions: list[Conversion] = []
     remaining = dict.fromkeys(ours)
     for rule in names:
-        for key in [k for k in remaining if match_indices(rule.ours[0], k) is not None]:
-            indices = match_indices(rule.ours[0], key) or {}
-            parts = tuple(substitute(o, indices) for o in rule.ours)
-            if rule.stacked or any(p not in remaining for p in parts):
-                continue
-            conversions.append(Conversion(substitute(rule.theirs, indices), parts, _concatenate(rule)))
-            for part in parts:
-                del remaining[part]
+        for target, rows in parts_by_target(rule, remaining).items():
+            parts = tuple(part for row in rows for part in row)
+            if all(part in remaining for part in parts):
+                conversions.append(Conversion(target, parts, partial(_join, rule)))
+                for part in parts:
+                    del remaining[part]
     return conversions, list(remaining)
 
 
-def _concatenate(rule: Name) -> Callable[[Sequence[Tensor]], Tensor]:
-    return lambda parts: rule.save(parts[0] if len(parts) == 1 else torch.cat(list(parts)))
+def parts_by_target(rule: Name, ours: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
+    """The names of our tensors by the name of their tensor: one row, or if it is stacked a row for each expert.
+
+    `ours` has the first name of each row.
+    """
+    free = "".join(fields(rule.ours[0]) - fields(rule.theirs))
+    targets: dict[str, dict[int, tuple[str, ...]]] = {}
+    for indices in (match_indices(rule.ours[0], key) for key in ours):
+        if indices is not None:
+            row = tuple(substitute(o, indices) for o in rule.ours)
+            targets.setdefault(substitute(rule.theirs, indices), {})[int(indices.get(free, 0))] = row
+    return {target: [rows[e] for e in sorted(rows)] for target, rows in targets.items()}
+
+
+def _join(rule: Name, parts: Sequence[Tensor]) -> Tensor:
+    n = len(rule.ours)
+    rows = [rule.save(parts[i] if n == 1 else torch.cat([*parts[i : i + n]])) for i in range(0, len(parts), n)]
+    return torch.stack(rows) if rule.stacked else rows[0]
 
 
 def fields(template: str) -> set[str]:

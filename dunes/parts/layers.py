@@ -22,6 +22,11 @@ def squared_relu(x: Tensor) -> Tensor:
     return x.relu().square()
 
 
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), an approximation of GELU. https://arxiv.org/abs/1606.08415"""
+    return x * torch.sigmoid(1.702 * x)
+
+
 class Embedding(nn.Module):
     """A token embedding. With `positions`, a learned embedding of each position is added.
 
@@ -126,4 +131,23 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate(x), self.up(x)
         y: Tensor = self.down(gated.fused(gate, up) if self.act is F.silu else self.act(gate) * up)
+        return y
+
+
+class ClampedGatedMLP(GatedMLP):
+    """A gated feed-forward layer of bounded factors: down(quick_gelu(gate(x)) * (1 + up(x))), as in gpt-oss.
+
+    Before the product, gate(x) is clamped to at most `limit`, and up(x) to -limit to limit.
+    https://arxiv.org/abs/2508.10925
+    """
+
+    supports_packing = True
+
+    def __init__(self, dim: int, hidden: int, limit: float = 7.0, bias: bool = True) -> None:
+        super().__init__(dim, hidden, quick_gelu, bias)
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate(x).clamp(max=self.limit), self.up(x).clamp(-self.limit, self.limit)
+        y: Tensor = self.down(self.act(gate) * (1 + up))
         return y

@@ -259,7 +259,7 @@ def _peft_config(
         "task_type": "CAUSAL_LM",
         "target_modules": sorted({p if _leaf(p) in left_out else _leaf(p) for p in paths}),
         "target_parameters": sorted(t.path for t, _ in factors if t.stacked) or None,
-        "fan_in_fan_out": any(t.transposed for t, _ in factors),
+        "fan_in_fan_out": any(t.transposed and not t.stacked for t, _ in factors),
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes.augment.adapted import sides
-from dunes.models.names import Names, fields, match_indices, substitute
+from dunes.models.names import Layout, Names, identity, parts_by_target
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,30 @@ class Factors:
 
 @dataclass(frozen=True)
 class Target:
-    """A base weight, by its Hugging Face name. `rows` has its modules; if `stacked`, one row for each expert."""
+    """A base weight, by its Hugging Face name. `rows` has its modules; if `stacked`, one row for each expert.
+
+    `load` and `save` convert the layout of the weight, as in `Name`.
+    """
 
     weight: str
     rows: tuple[tuple[str, ...], ...]
     stacked: bool
-    transposed: bool
+    load: Layout = identity
+    save: Layout = identity
+
+    @property
+    def transposed(self) -> bool:
+        """True if the weight has the shape (inputs, outputs)."""
+        return self.load(torch.empty(1, 2, device="meta")).shape == (2, 1)
+
+    def b_to_theirs(self, b: Tensor) -> Tensor:
+        """The factor `B` (O, R) of one row of modules with its outputs in the order of the base weight's."""
+        saved = self.save(b)
+        return saved.mT if self.transposed else saved
+
+    def b_to_ours(self, b: Tensor) -> Tensor:
+        """The inverse of `b_to_theirs`."""
+        return self.load(b.mT if self.transposed else b)
 
     @property
     def path(self) -> str:
@@ -61,14 +79,9 @@ def peft_targets(names: Names, modules: Iterable[str]) -> dict[str, Target]:
     keys = [f"{module}.weight" for module in modules]
     targets: dict[str, Target] = {}
     for rule in names:
-        (free,) = (fields(rule.ours[0]) - fields(rule.theirs)) or {""}
-        rows: dict[str, dict[int, tuple[str, ...]]] = {}
-        for indices in [i for key in keys if (i := match_indices(rule.ours[0], key)) is not None]:
-            row = tuple(substitute(o, indices).removesuffix(".weight") for o in rule.ours)
-            rows.setdefault(substitute(rule.theirs, indices), {})[int(indices.get(free, 0))] = row
-        for weight, experts in rows.items():
-            transposed = rule.load(torch.empty(1, 2, device="meta")).shape == (2, 1)
-            targets[weight] = Target(weight, tuple(experts[e] for e in sorted(experts)), bool(free), transposed)
+        for weight, parts in parts_by_target(rule, keys).items():
+            rows = tuple(tuple(part.removesuffix(".weight") for part in row) for row in parts)
+            targets[weight] = Target(weight, rows, rule.stacked, rule.load, rule.save)
     return targets
 
 
@@ -89,7 +102,7 @@ def join_factors(target: Target, factors: Mapping[str, Factors], modules: Mappin
         rows.append(_stack_row([factors.get(m, e) for m, e in zip(row, empty, strict=True)], scale))
     rank = max(len(a) for a, _ in rows)
     a = torch.stack([F.pad(a, (0, 0, 0, rank - len(a))) for a, _ in rows])
-    b = torch.stack([F.pad(b, (0, rank - b.shape[1])) for _, b in rows], 2)
+    b = torch.stack([target.b_to_theirs(F.pad(b, (0, rank - b.shape[1]))) for _, b in rows], 2)
     magnitudes = [f.magnitude for f in adapted if f.magnitude is not None]
     return Factors(a.flatten(0, 1), b.flatten(1), scale, torch.cat(magnitudes) if magnitudes else None)
 
@@ -132,7 +145,8 @@ def split_factors(target: Target, joined: Factors, modules: Mapping[str, nn.Modu
     factors = {}
     for e, row in enumerate(target.rows):
         ends, m = [*accumulate(sides(modules[name])[1] for name in row[:-1])], joined.magnitude
-        parts, magnitudes = b[..., e].tensor_split(ends), [None] * len(row) if m is None else m.tensor_split(ends)
+        parts = target.b_to_ours(b[..., e]).tensor_split(ends)
+        magnitudes = [None] * len(row) if m is None else m.tensor_split(ends)
         for module, part, magnitude in zip(row, parts, magnitudes, strict=True):
             used = (part != 0).any(0)
             if used.any() or magnitude is not None:

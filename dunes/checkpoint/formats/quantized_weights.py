@@ -10,12 +10,17 @@ compressed-tensors: `pack-quantized` stores `X.weight_packed` (int32: the codes 
 `X.weight_scale` (one for each row and group), `X.weight_zero_point` (packed along the rows, unless symmetric) and
 `X.weight_shape`. `int-quantized` stores `X.weight` (int8) and `X.weight_scale` (one for each row).
 https://github.com/vllm-project/compressed-tensors
+
+MXFP4 (gpt-oss): `X.P_blocks` (E, O, G, 16) stacks the codes of all experts, two floats of four bits in a byte, the
+lower bits first. `X.P_scales` (E, O, G) has the exponent of a power of two, plus 127, for each 32 codes.
+https://arxiv.org/abs/2310.10537
 """
 
-# Shapes: N codes, B blocks, I inputs, O outputs, G groups of a row.
+# Shapes: N codes, B blocks, E experts, I inputs, O outputs, G groups of a row.
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,7 @@ from dunes.augment.change import float_dtype
 from dunes.augment.quantized import unpack
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, computed
 from dunes.checkpoint.weights.safetensors_file import quote
+from dunes.models.mixtral import MAX_EXPERTS
 
 STATE = ".quant_state.bitsandbytes__"
 MAX_STATE = 1 << 16
@@ -36,11 +42,15 @@ FORMAT, INT_FORMAT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 PACKED = "weight_packed"
 BITS = (4, 8)
 """Bits per code for which readers of compressed-tensors have kernels."""
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4 = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
+"""Floats of four bits (E2M1) by their codes."""
 
 
 def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, LazyTensor]:
     """The tensors; the parts of each quantized weight become one dense tensor, which is dequantized when read.
 
+    Of stacked experts, each becomes a tensor of its own, `X.{e}.P`, so that no read dequantizes all of them.
     `quantization` is the `quantization_config` of the config.json at `config`. Quantization of activations is
     ignored. Raises ValueError for an unknown quantization, and for parts that are missing or do not fit together.
     """
@@ -50,9 +60,11 @@ def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, 
         return _blocks(files)
     if method == NAME and settings.get("format") in (FORMAT, INT_FORMAT, MIXED):
         return _rows(files)
+    if method == "mxfp4":
+        return _experts(files)
     raise ValueError(
-        f"{config}: quantized with {quote(method)}; only plain weights and bitsandbytes' of four bits and "
-        "compressed-tensors' packed ones are read, get those"
+        f"{config}: quantized with {quote(method)}; only plain weights and bitsandbytes' of four bits, "
+        "compressed-tensors' packed ones and MXFP4 are read, get those"
     )
 
 
@@ -166,3 +178,34 @@ def _packed_rows(parts: Mapping[str, LazyTensor], origin: str) -> LazyTensor:
 def _unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Unpack `count` codes from each row of int32; returns them in float32."""
     return unpack(packed.contiguous().view(torch.uint8), bits, count).float()
+
+
+# --- MXFP4
+
+
+def _experts(files: Weights) -> dict[str, LazyTensor]:
+    tensors = dict(files)
+    for key in [key for key in files if key.endswith("_blocks")]:
+        name = key.removesuffix("_blocks")
+        codes, scale = tensors.pop(key), tensors.pop(f"{name}_scales", None)
+        fits = len(codes.shape) == 4 and codes.shape[3] == 16 and 0 < codes.shape[0] <= MAX_EXPERTS
+        if (
+            not fits
+            or scale is None
+            or scale.shape != codes.shape[:3]
+            or {codes.dtype, scale.dtype} != {torch.uint8}
+        ):
+            raise ValueError(f"{codes.origin}: its scales do not fit blocks of 32 codes; download the file again")
+        experts, rows, groups, _ = codes.shape
+        parent, _, part = name.rpartition(".")
+        for e in range(experts):
+            shape, read = (groups * 32, rows), partial(_expert, codes, scale, e)
+            tensors[f"{parent}.{e}.{part}"] = computed(shape, torch.bfloat16, codes.origin, read, (codes, scale))
+    return tensors
+
+
+def _expert(codes: LazyTensor, scale: LazyTensor, expert: int) -> Tensor:
+    """The matrix (I, O) of one of the stacked experts."""
+    packed, exponents = codes.read()[expert], scale.read()[expert].int() - 127
+    levels = torch.tensor(FP4)[torch.stack([packed & 15, packed >> 4], -1).int()]
+    return torch.ldexp(levels.flatten(2), exponents[..., None]).flatten(1).mT.to(torch.bfloat16)
