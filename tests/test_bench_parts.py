@@ -1,0 +1,192 @@
+"""The instrument that compares parts: variants, pairs, intervals, rungs; an interrupted one goes on."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from conftest import refuses
+from dunes.bench import parts
+from dunes.bench.parts import (
+    CLOCK,
+    DEFAULT,
+    TOKENS,
+    Job,
+    Plan,
+    bench_parts,
+    interval,
+    read_variants,
+    summary,
+    verdict,
+)
+
+PLAN = {"sources": ("stdlib",), "minutes": 1.0, "seeds": 2, "size": "2x64", "tokenizer": "bpe", "budget": None}
+
+
+def plan(*vary, **changes):
+    return Plan(**PLAN | {"variants": read_variants(vary)} | changes)
+
+
+@pytest.mark.parametrize(
+    ("texts", "variants"),
+    [
+        (("mlp=gated,gelu", "norm=layer"), ("mlp=gated", "mlp=gelu", "norm=layer")),
+        (("mlp=relu2,gelu", "mlp=gelu"), ("mlp=gelu",)),  # relu2 is the default
+        (("norm=layer+mlp=gated", "mlp=gated+norm=layer+kv=all"), ("mlp=gated+norm=layer",)),
+        (("own.py:build,norm=layer",), ("own.py:build", "norm=layer")),
+        (("a.b:make", "kv=one"), ("a.b:make", "kv=one")),
+        ((), ()),
+    ],
+)
+def test_variants(texts, variants):
+    assert read_variants(texts) == (DEFAULT, *variants)
+
+
+def test_what_cannot_be_measured_is_refused_before_any_run():
+    refuses("nothing to compare", plan, "mlp=relu2")
+    refuses("'mlp=gate' is unknown", plan, "mlp=gate")
+    refuses("'gated' is unknown", plan, "mlp=gated+gated")
+    refuses("no file nothing.py in the current folder", plan, "nothing.py:build")
+    refuses("--minutes is 0.01; expected at least 0.05", plan, "norm=layer", minutes=0.01)
+    refuses("--seeds is 0", plan, "norm=layer", seeds=0)
+    refuses("--budget is -1; expected hours", plan, "norm=layer", budget=-1)
+    refuses("nowhere: no such file or folder", plan, "norm=layer", sources=("nowhere",))
+    refuses("for the first runs; allow more", lambda: plan("norm=layer", budget=0.001).rungs)
+
+
+def test_the_interval_is_students():
+    assert interval([1.0, 2.0, 3.0]) == (2.0, pytest.approx(4.3027 / 3**0.5, rel=1e-3))
+    assert interval([1.0, 2.0]) == (1.5, pytest.approx(12.706 * 0.5, rel=1e-3))
+    assert interval([0.3]) == (0.3, None)
+    assert interval([1.0] * 40)[1] == 0.0
+
+
+def test_rungs_spend_the_budget_and_halve():
+    rungs = plan("mlp=gated,gelu,geglu", "norm=layer", "kv=one,half", budget=2.0).rungs
+    assert [count for _, count in rungs] == [6, 3, 2, 1]
+    assert [minutes / rungs[0][0] for minutes, _ in rungs] == [1, 2, 4, 8]
+    assert sum(2 * (2 * count + 1) * minutes for minutes, count in rungs) == pytest.approx(120)
+    assert plan("norm=layer", budget=1.0).rungs == [(pytest.approx(10.0), 1)]
+
+
+BITS = {DEFAULT: 2.0, "mlp=gated": 1.9, "norm=layer": 2.2, "kv=one": 2.0}
+
+
+def made(job):
+    bits = BITS[job.variant] + 0.3 * job.seed + (0.001 * job.seed if job.variant == "mlp=gated" else 0.0)
+    bits += 0.5 * (job.variant == "kv=one") * (job.seed - 0.5)
+    rates = {"rate": 100.0 if job.variant == DEFAULT else 80.0, "decode_rate": 10.0, "peak_bytes": 1000}
+    return {
+        **vars(job),
+        "bits_per_byte": bits - 0.1 * (job.by == TOKENS),
+        "made_steps": 50,
+        "elapsed": 60.0,
+        **rates,
+    }
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The jobs that were trained; none really is."""
+    jobs, interrupted = [], []
+
+    def train(plan, job, out, first):
+        assert (job.variant == DEFAULT) == (not first)
+        assert job.steps in (None, first.get("made_steps"))
+        if len(jobs) == 3 and not interrupted:
+            interrupted.append(job)
+            raise KeyboardInterrupt
+        jobs.append(job)
+        return made(job)
+
+    monkeypatch.setattr(parts, "_train", train)
+    return jobs, interrupted
+
+
+def test_pairs_have_the_same_seed_and_an_interrupted_run_goes_on(trained, tmp_path):
+    (jobs, interrupted), chosen = trained, plan("mlp=gated", "norm=layer", "kv=one")
+    with pytest.raises(KeyboardInterrupt):
+        bench_parts(chosen, tmp_path / "out")
+    (results,) = bench_parts(chosen, tmp_path / "out")
+    assert len(set(jobs)) == len(jobs) == 2 * (1 + 2 * 3)
+    assert jobs[3:4] == interrupted
+    assert {job.steps for job in jobs if job.by == TOKENS} == {50}
+    by_name = {row["variant"]: row for row in results}
+    assert [row["variant"] for row in results] == [DEFAULT, "mlp=gated", "norm=layer", "kv=one"]
+    assert by_name["mlp=gated"]["difference"][CLOCK] == (pytest.approx(-0.0995), pytest.approx(0.00635, rel=1e-2))
+    assert by_name["norm=layer"]["difference"][TOKENS][0] == pytest.approx(0.1)
+    assert (by_name["norm=layer"]["rate"], by_name[DEFAULT]["rate"]) == (0.8, 1.0)
+    words = {name: verdict(row) for name, row in by_name.items()}
+    assert words == {DEFAULT: "", "mlp=gated": "helps", "norm=layer": "harms", "kv=one": "no difference seen"}
+    before = len(jobs)
+    assert bench_parts(chosen, tmp_path / "out") == [results]
+    assert len(jobs) == before
+    assert (tmp_path / "out" / "parts.svg").stat().st_size > 1000
+    refuses("was started with other settings", bench_parts, plan("mlp=gated"), tmp_path / "out")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").touch()
+    refuses("contains other files; choose another --out", bench_parts, chosen, tmp_path / "other")
+
+
+def test_the_worse_half_leaves(trained, tmp_path):
+    trained[1].append("no interruption")
+    rungs = bench_parts(plan("mlp=gated", "norm=layer", "kv=one", budget=2.0), tmp_path)
+    assert [[row["variant"] for row in rung] for rung in rungs] == [
+        [DEFAULT, "mlp=gated", "norm=layer", "kv=one"],
+        [DEFAULT, "mlp=gated", "kv=one"],
+        [DEFAULT, "mlp=gated"],
+    ]
+
+
+def test_a_single_seed_has_no_interval_and_no_verdict():
+    rows = [made(job) for job in (Job(DEFAULT, 0, 1.0), Job("mlp=gated", 0, 1.0), Job("mlp=gated", 0, 1.0, 50))]
+    _, row = summary(rows, (DEFAULT, "mlp=gated"))
+    assert row["difference"] == {CLOCK: (pytest.approx(-0.1), None), TOKENS: (pytest.approx(-0.2), None)}
+    assert verdict(row) == ""
+
+
+OWN = """
+from dunes.models import of_parts
+
+
+def build(vocab, dim, depth, context_length):
+    return of_parts.build(vocab, dim, depth, context_length, mlp="gelu")
+
+
+def late(vocab, dim, depth, context_length):
+    if context_length > 100:
+        raise OSError("as late as this")
+    return build(vocab, dim, depth, context_length)
+"""
+
+
+@pytest.mark.slow
+def test_the_command_trains_measures_and_keeps_what_it_has(code, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+
+    def run(*vary):
+        options = "--minutes", "0.05", "--seeds", "2", "--size", "1x32", "--tokenizer", "bytes", "--out", "out"
+        command = [sys.executable, "-m", "dunes", "bench", "parts", code, *options, "--json", "--vary", *vary]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    failed = run("own.py:late")
+    assert failed.returncode == 2
+    assert "own.py:late, seed 0: dunes: " in failed.stderr
+    assert "as late as this" in failed.stderr
+    (tmp_path / "out").rename(tmp_path / "failed")
+    done = run("own.py:build")
+    assert done.returncode == 0, done.stderr
+    (rung,) = json.loads(done.stdout)["rungs"]
+    assert [row["variant"] for row in rung] == [DEFAULT, "own.py:build"]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 3
+    for seed in (0, 1):
+        steps = {
+            row["made_steps"]
+            for row in rows
+            if row["seed"] == seed and (row["steps"] or row["variant"] == DEFAULT)
+        }
+        assert len(steps) == 1
+    assert not (tmp_path / "out" / "running").exists()
+    assert all(row["decode_rate"] > 0 and row["peak_bytes"] > 1e6 for row in rows)
