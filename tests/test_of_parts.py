@@ -61,7 +61,7 @@ def test_a_part_is_built_on_meta_generates_from_a_cache_and_is_saved_and_loaded(
 
 @each_part
 def test_gradients_are_those_of_finite_differences_in_float64_and_of_checkpointing(parts):
-    model = made(parts, vocab=300, dim=32, depth=2).double().eval()
+    model = made(parts, vocab=300, depth=2).double().eval()
     names, values = zip(*model.named_parameters(), strict=True)
 
     def function(*values):
@@ -104,6 +104,15 @@ def test_a_part_compiles_as_one_graph(parts):
     torch._dynamo.reset()
     got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(model), model.parameters())
     assert max(difference(a, b) for a, b in zip(got, want, strict=True)) <= 1e-4
+
+
+@each_part
+def test_values_of_a_model_built_on_meta_are_those_of_one_that_is_not(parts):
+    with torch.device("meta"):
+        empty = build(**SIZE, **parts)
+    filled, usual = initialise(empty.to_empty(device="cpu"), empty=True), initialise(build(**SIZE, **parts))
+    for (name, a), b in zip(filled.named_parameters(), usual.parameters(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def test_every_choice_is_another_model():

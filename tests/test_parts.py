@@ -10,6 +10,7 @@ from conftest import refuses
 from dunes import tree
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
+from dunes.models.of_parts import build
 from dunes.parts import (
     MLP,
     Attention,
@@ -24,7 +25,7 @@ from dunes.parts import (
     RMSNorm,
     Rotary,
 )
-from dunes.parts.attention import ValueResidualAttention
+from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
 from dunes.parts.position import Alibi, PartialRotary
 from dunes.tree import watch
 from own_parts import Average, alibi, scored
@@ -342,6 +343,70 @@ def test_changed_scores_compile_as_one_graph_and_under_checkpointing(make):
     tree.replace(model, "blocks.*", Checkpointed)
     got = torch.autograd.grad(loss(model), model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_outputs_of_heads_are_gated():
+    attn, x = GatedAttention(32, 4, 2, position=Rotary(8)).double(), torch.randn(2, 5, 32).double()
+    plain = Attention(32, 4, 2, position=Rotary(8)).double()
+    plain.load_state_dict({k: v for k, v in attn.state_dict().items() if "gate" not in k})
+    plain.out = nn.Identity()
+    want = (plain(x) / (1 + torch.exp(-x @ attn.gate.weight.T))) @ attn.out.weight.T
+    assert (attn(x) - want).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_differences_of_heads_are_those_of_diffllama(kv_heads):
+    from transformers import DiffLlamaConfig
+    from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
+
+    config = DiffLlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=kv_heads)
+    config._attn_implementation = "eager"
+    theirs, x, ids = (
+        DiffLlamaAttention(config, 3),
+        torch.randn(2, 9, 32, requires_grad=True),
+        torch.arange(9)[None],
+    )
+    ours = DifferentialAttention(32, 4, kv_heads, layer=3, position=Rotary(8))
+    for name in ("q", "k", "v"):
+        getattr(ours, name).weight = getattr(theirs, f"{name}_proj").weight
+    ours.out.weight = theirs.o_proj.weight
+    names = ("q1", "k1", "q2", "k2")
+    ours.factors = nn.Parameter(torch.stack([getattr(theirs, f"lambda_{name}").detach() for name in names]))
+    mask = torch.full((9, 9), -1e9).triu(1)[None, None]
+    theirs.groupnorm.eps = ours.eps
+    want, _ = theirs(x, DiffLlamaRotaryEmbedding(config)(x, ids), mask)
+    got = ours(x)
+    assert (got - want).abs().max() <= 1e-6
+    gradients = [torch.autograd.grad(y.square().sum(), (x, theirs.q_proj.weight)) for y in (got, want)]
+    assert max((a - b).abs().max() for a, b in zip(*gradients, strict=True)) <= 1e-5
+    own = torch.autograd.grad(ours(x).square().sum(), ours.factors)[0]
+    its = torch.autograd.grad(
+        theirs(x, DiffLlamaRotaryEmbedding(config)(x, ids), mask)[0].square().sum(),
+        [getattr(theirs, f"lambda_{name}") for name in names],
+    )
+    assert (own - torch.stack(its)).abs().max() <= 1e-5
+    refuses("3 key/value heads; differential attention needs pairs", DifferentialAttention, 36, 3, layer=0)
+
+
+def test_inputs_of_earlier_blocks_are_added():
+    model, ids = build(VOCAB, 32, 6, CONTEXT, skip="unet").double(), tokens()
+    assert [getattr(block, "source", None) for block in model.blocks] == [None, None, None, None, 2, 1]
+    for block, weight in ((model.blocks[4], 0.3), (model.blocks[5], -0.7)):
+        block.skip.data.fill_(weight)
+    plain = build(VOCAB, 32, 6, CONTEXT).double()
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if "skip" not in k})
+    x, inputs = plain.embed(ids, ForwardContext.of(ids)), []
+    for layer, block in enumerate(plain.blocks):
+        x = x + {4: 0.3 * inputs[2], 5: -0.7 * inputs[1]}.get(layer, 0.0) if layer > 3 else x
+        inputs.append(x)
+        x = block(x)
+    assert (model(ids) - plain.logits(plain.norm(x))).abs().max() <= 1e-9
+    assert (model(ids) - plain(ids)).abs().max() > 1e-3
+    refuses("block 1 adds the input of block 0, which did not run before it", model_of_skips()[1], x, None, 1)
+
+
+def model_of_skips():
+    return build(VOCAB, 32, 2, CONTEXT, skip="embedding").double().blocks
 
 
 def test_values_of_a_first_layer_are_required():

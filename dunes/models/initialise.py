@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from dunes.measure import ranks
 from dunes.parts import Decoder
-from dunes.parts.layers import ZeroCenteredRMSNorm
 
 
 def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
@@ -18,8 +17,8 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
     Biases are zero. The projections that add to the residual stream (attention's `out`, each MLP's `down`) are
     zero, so that every block starts as the identity (https://arxiv.org/abs/2203.03466); not if a norm follows
     them, whose gradient at zero would be huge.
-    With `empty`, for a model built on the meta device, norms get the values of a new model, too: weights 1, biases
-    and buffers 0.
+    With `empty`, for a model built on the meta device, other parameters get the values of a new model, too: those
+    of the part's `initial_values` by name, else 1 for weights of norms, and 0.
     """
     generator = torch.Generator().manual_seed(seed % 2**64)
 
@@ -33,9 +32,10 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
         for name, tensor in chain(model.named_parameters(), model.named_buffers()) if empty else ():
             tensor.fill_(name.endswith("weight"))
         for name, module in model.named_modules():
-            if empty and isinstance(module, ZeroCenteredRMSNorm):
-                module.weight.zero_()
-            elif isinstance(module, nn.Embedding):
+            for key, value in getattr(module, "initial_values", {}).items() if empty else ():
+                if (own := getattr(module, key)) is not None:
+                    own.fill_(value)
+            if isinstance(module, nn.Embedding):
                 normal(module.weight, 0.02)
             elif isinstance(module, nn.Linear):
                 residual = name.endswith(("attn.out", ".down")) and not name.startswith(normed)

@@ -13,7 +13,8 @@ from torch import nn
 from dunes.flags import PARTS
 from dunes.models.llama import Config
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary, squared_relu
-from dunes.parts.attention import ValueResidualAttention
+from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
+from dunes.parts.decoder import SkipBlock
 from dunes.parts.position import Alibi, PartialRotary, Position
 
 EPS = 1e-5
@@ -33,7 +34,7 @@ def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -
     norm = partial(RMSNorm if chosen["norm"] == "rms" else nn.LayerNorm, dim, EPS)
     size = Config.from_size(vocab, dim, depth, context_length)
     blocks = [
-        _block(chosen["block"], norm, _attention(size, chosen, layer), _mlp(chosen["mlp"], dim))
+        _block(chosen, norm, _attention(size, chosen, layer), _mlp(chosen["mlp"], dim), layer, depth)
         for layer in range(depth)
     ]
     places = context_length if chosen["position"] == "learned" else None
@@ -53,11 +54,22 @@ def _mlp(choice: str, dim: int) -> nn.Module:
     return makers[choice]()
 
 
-def _block(choice: str, norm: Callable[[], nn.Module], attn: nn.Module, mlp: nn.Module) -> Block:
-    before = nn.Identity if choice == "post" else norm
-    after = (norm(), norm()) if choice in ("post", "sandwich") else (None, None)
-    parallel = choice == "parallel"
-    return Block(before(), attn, before(), mlp, attn_post_norm=after[0], mlp_post_norm=after[1], parallel=parallel)
+def _block(
+    chosen: dict[str, str], norm: Callable[[], nn.Module], attn: nn.Module, mlp: nn.Module, layer: int, depth: int
+) -> Block:
+    form, sources = chosen["block"], {"embedding": 0, "unet": depth - layer}
+    before = nn.Identity if form == "post" else norm
+    after = (norm(), norm()) if form in ("post", "sandwich") else (None, None)
+    make: Callable[..., Block] = Block
+    if chosen["skip"] != "none":
+        source = sources[chosen["skip"]]
+        make = partial(SkipBlock, source=source if source < layer else None)
+    return make(
+        *(before(), attn, before(), mlp),
+        attn_post_norm=after[0],
+        mlp_post_norm=after[1],
+        parallel=form == "parallel",
+    )
 
 
 def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
@@ -69,6 +81,10 @@ def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
     kind, options = chosen["attention"], dict[str, object]()
     if kind == "values":
         make = partial(ValueResidualAttention, first=layer == 0)
+    elif kind == "gated":
+        make = GatedAttention
+    elif kind == "differential":
+        make = partial(DifferentialAttention, layer=layer)
     elif kind == "normed":
         options = {name: RMSNorm(size.head_dim, EPS) for name in ("q_norm", "k_norm")}
     elif kind == "sinks":

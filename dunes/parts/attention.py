@@ -4,9 +4,11 @@
 
 import math
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes.parts.context import ForwardContext
@@ -83,14 +85,20 @@ class Attention(nn.Module):
         ctx = ctx or ForwardContext.of(x)
         q, k, v = self.heads(x, ctx)
         k, v = ctx.put(layer, k, v)  # BKSD
+        return self.project(self.attend(q, k, v, ctx).transpose(1, 2).flatten(2), x)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
+        """The heads' outputs (B, H, T, D) for queries (B, H, T, D) and readable keys and values (B, K, S, D)."""
         q = q if self.scale is None else q * (self.scale * math.sqrt(self.head_dim))
         dropout = self.dropout if self.training else 0.0
         if self.has_plain_scores:
-            y = ctx.attend(q, k, v, self.window, dropout)
-        else:
-            scored = partial(ctx.attend_scored, softcap=self.softcap, sinks=self.sinks)
-            y = scored(q, k, v, self.window, dropout, bias=getattr(self.position, "bias", None))
-        out: Tensor = self.out(y.transpose(1, 2).flatten(2))
+            return ctx.attend(q, k, v, self.window, dropout)
+        scored = partial(ctx.attend_scored, softcap=self.softcap, sinks=self.sinks)
+        return scored(q, k, v, self.window, dropout, bias=getattr(self.position, "bias", None))
+
+    def project(self, y: Tensor, x: Tensor) -> Tensor:
+        """The output (B, T, dim) for the joined outputs of all heads (B, T, H * D) and the input (B, T, dim)."""
+        out: Tensor = self.out(y)
         return out
 
     def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +119,8 @@ class ValueResidualAttention(Attention):
     Attention's. The mixture starts half and half. https://arxiv.org/abs/2410.17897
     """
 
+    initial_values = MappingProxyType({"mix": 0.5})
+
     def __init__(self, dim: int, heads: int, kv_heads: int | None = None, *, first: bool, **options: Any) -> None:
         super().__init__(dim, heads, kv_heads, **options)
         self.mix: nn.Parameter | None
@@ -126,3 +136,48 @@ class ValueResidualAttention(Attention):
         else:
             v = torch.lerp(v, ctx.carried["values"], self.mix.to(v.dtype))
         return q, k, v
+
+
+class GatedAttention(Attention):
+    """Attention whose heads' outputs are multiplied by sigmoid(gate(x)), an element each.
+
+    It removes the sinks that softmax causes. https://arxiv.org/abs/2505.06708
+    """
+
+    def __init__(self, dim: int, heads: int, kv_heads: int | None = None, **options: Any) -> None:
+        super().__init__(dim, heads, kv_heads, **options)
+        self.gate = nn.Linear(dim, self.out.in_features, bias=False)
+
+    def project(self, y: Tensor, x: Tensor) -> Tensor:
+        """The output (B, T, dim) for the joined outputs of all heads (B, T, H * D) and the input (B, T, dim)."""
+        return super().project(y * self.gate(x).sigmoid(), x)
+
+
+class DifferentialAttention(Attention):
+    """Attention of half of the heads minus that of the other half, times a learned factor.
+
+    Each of the H / 2 differences has values of two heads and is normed. `layer` is the number of the block, by
+    which the factor starts between 0.2 and 0.8. https://arxiv.org/abs/2410.05258, with the layout of transformers'
+    DiffLlama. Raises ValueError for an odd number of key/value heads.
+    """
+
+    initial_values = MappingProxyType({"factors": 0.1})
+
+    def __init__(self, dim: int, heads: int, kv_heads: int | None = None, *, layer: int, **options: Any) -> None:
+        super().__init__(dim, heads, kv_heads, **options)
+        if (kv_heads or heads) % 2:
+            raise ValueError(f"{plural(kv_heads or heads, 'key/value head')}; differential attention needs pairs")
+        self.initial = 0.8 - 0.6 * math.exp(-0.3 * layer)
+        self.factors = nn.Parameter(torch.full((4, self.head_dim), 0.1))  # q1, k1, q2, k2
+        self.eps = 1e-5
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
+        """Differences (B, H / 2, T, 2 D) of queries (B, H, T, D) and readable keys and values (B, K, S, D)."""
+        parts = [
+            super(DifferentialAttention, self).attend(q, k, half.repeat(1, 2, 1, 1), ctx) for half in v.chunk(2, 1)
+        ]
+        first, second = torch.cat(parts, -1).chunk(2, 1)
+        q1, k1, q2, k2 = self.factors.float().unbind()
+        factor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.initial
+        y = first - factor.to(first.dtype) * second
+        return F.rms_norm(y, y.shape[-1:], eps=self.eps) * (1 - self.initial)

@@ -81,6 +81,36 @@ class Block(nn.Module):
         return out
 
 
+class SkipBlock(Block):
+    """A block to whose input the input of an earlier one is added, times a learned weight, which starts at 0.
+
+    `source` is the number of that block in the model, which is a SkipBlock too, or None. With source 0 it is the
+    embedding, and with those of a U-Net the last blocks get what the first ones did. Both are parts of
+    https://github.com/KellerJordan/modded-nanogpt.
+    """
+
+    supports_packing = True
+
+    def __init__(self, *parts: Any, source: int | None = None, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        if source is not None:
+            self.source = source
+        self.skip: nn.Parameter | None
+        self.register_parameter("skip", None if source is None else nn.Parameter(torch.zeros(())))
+
+    def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
+        """(B, T, dim) -> (B, T, dim). Raises ValueError if the source did not run before."""
+        ctx = ctx or ForwardContext.of(x)
+        if self.skip is not None:
+            if (key := f"input {self.source}") not in ctx.carried:
+                raise ValueError(
+                    f"block {layer} adds the input of block {self.source}, which did not run before it"
+                )
+            x = x + self.skip.to(x.dtype) * ctx.carried[key]
+        ctx.carried[f"input {layer}"] = x
+        return super().forward(x, ctx, layer)
+
+
 class Decoder(nn.Module):
     """A decoder-only language model. With `head=None` the token embedding is also the head (tied weights).
 

@@ -3,6 +3,7 @@
 # Shapes: B batch, T tokens.
 
 from collections.abc import Callable
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +88,7 @@ class ZeroCenteredRMSNorm(RMSNorm):
     """x / rms(x) * (1 + weight), as in Gemma; the weight starts at zero."""
 
     supports_packing = True
+    initial_values = MappingProxyType({"weight": 0.0})
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__(dim, eps)
