@@ -29,8 +29,7 @@ _NEAREST = {
     "gemma3": "gemma3_text (without images)",
     "gemma": "gemma2",
     "qwen2_moe": "qwen3_moe",
-    "qwen2": "qwen2",  # with images or sound
-    "qwen2_5": "qwen2",
+    "qwen2": "qwen2",
     "qwen3": "qwen3",
     "deepseek": "qwen3_moe",
     "olmoe": "qwen3_moe",
@@ -60,7 +59,10 @@ _LONGEST = 64
 
 
 def family_of(hf: dict[str, Any]) -> str:
-    """The name of the family of a config.json. Raises ValueError, with the nearest one, for an unknown model_type."""
+    """The name of the family of a config.json.
+
+    Raises ValueError for an unknown model_type, with the nearest family if there is one.
+    """
     family = hf.get("model_type")
     if isinstance(family, str) and family in FAMILIES:
         return family
@@ -76,7 +78,7 @@ def _nearest(model_type: str) -> str:
         return ""
     if starts := [start for start in _NEAREST if model_type.startswith(start)]:
         return _NEAREST[max(starts, key=len)]
-    return next(iter(difflib.get_close_matches(model_type, FAMILIES, n=1, cutoff=0.75)), "")
+    return "".join(difflib.get_close_matches(model_type, FAMILIES, n=1, cutoff=0.75))
 
 
 def weight_names(family: str) -> Names:
