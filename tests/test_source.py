@@ -352,8 +352,8 @@ def test_an_adapter_is_no_model(tmp_path):
 
 def test_a_quantized_folder_is_refused(copy):
     folder = copy()
-    change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "config.json: quantized with 'gptq'; only plain weights and bitsandbytes'" in refusal(folder)
+    change_config(folder, quantization_config={"quant_method": "hqq", "bits": 4})
+    assert "config.json: quantized with 'hqq'; only plain weights and bitsandbytes'" in refusal(folder)
     change_config(folder, quantization_config=["x" * 1_000_000])
     assert "quantized with a list" in refusal(folder)
 

@@ -6,6 +6,7 @@ that are no weights). Start with `llama.Config`, `llama.build` and `initialise.i
 of all families by name.
 """
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib import import_module
@@ -24,12 +25,60 @@ FAMILIES: dict[str, ModuleType] = {name: import_module(f"{__name__}.{name}") for
 """Maps a family's name in `flags.Family`, which is also its model_type in Hugging Face, to its Python module."""
 
 
+_NEAREST = {
+    "gemma3": "gemma3_text (without images)",
+    "gemma": "gemma2",
+    "qwen2_moe": "qwen3_moe",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "deepseek": "qwen3_moe",
+    "olmoe": "qwen3_moe",
+    "olmo": "olmo2",
+    "phimoe": "mixtral",
+    "phi": "phi3",
+    "dbrx": "mixtral",
+    "starcoder2": "mistral",
+    "ministral": "mistral",
+    "mistral": "mistral",
+    "llama": "llama",
+    "cohere": "llama",
+    "granite": "llama",
+    "glm": "llama",
+    "internlm": "llama",
+    "minicpm": "llama",
+    "nemotron": "arcee",
+    "gpt_bigcode": "gpt2",
+    "gpt_neo": "gpt2",
+    "gpt_neox": "",
+    "gpt": "",
+    "mamba": "",
+}
+"""The family nearest to model types that start with a key, of which the longest counts; "" where none is near."""
+_LONGEST = 64
+"""Number of characters up to which a model_type is compared with ours."""
+
+
 def family_of(hf: dict[str, Any]) -> str:
-    """The name of the family of a config.json. Raises ValueError for an unknown model_type."""
+    """The name of the family of a config.json.
+
+    Raises ValueError for an unknown model_type, with the nearest family if there is one.
+    """
     family = hf.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise ValueError(f"config.json: model_type {family!r} is not one of {', '.join(FAMILIES)}")
-    return family
+    if isinstance(family, str) and family in FAMILIES:
+        return family
+    hint = ""
+    if isinstance(family, str) and (nearest := _nearest(family.lower())):
+        hint = f"; the nearest is {nearest}: name it in the config only if the model has the same tensors"
+    raise ValueError(f"config.json: model_type {family!r} is not one of {', '.join(FAMILIES)}{hint}")
+
+
+def _nearest(model_type: str) -> str:
+    """The family nearest to an unknown model_type, by its start, else by its spelling; "" if none is near."""
+    if len(model_type) > _LONGEST:
+        return ""
+    if starts := [start for start in _NEAREST if model_type.startswith(start)]:
+        return _NEAREST[max(starts, key=len)]
+    return "".join(difflib.get_close_matches(model_type, FAMILIES, n=1, cutoff=0.75))
 
 
 def weight_names(family: str) -> Names:

@@ -14,12 +14,22 @@ https://github.com/vllm-project/compressed-tensors
 MXFP4 (gpt-oss): `X.P_blocks` (E, O, G, 16) stacks the codes of all experts, two floats of four bits in a byte, the
 lower bits first. `X.P_scales` (E, O, G) has the exponent of a power of two, plus 127, for each 32 codes.
 https://arxiv.org/abs/2310.10537
+
+GPTQ: `X.qweight` (I * bits / 32, O) int32 has the codes of each column, lowest bits first. `X.scales` (G, O) and
+`X.qzeros` (G, O * bits / 32) int32, packed along the rows, are those of groups of inputs. `X.g_idx` (I) int32 has
+the group of each input, since act-order sorts the inputs. Zero points are stored less 1, in `gptq_v2` as they are.
+https://github.com/AutoGPTQ/AutoGPTQ/blob/main/auto_gptq/nn_modules/qlinear/qlinear_cuda.py
+https://github.com/ModelCloud/GPTQModel/blob/main/gptqmodel/utils/model.py
+
+AWQ (`gemm`): `X.qweight` (I, O / 8) and `X.qzeros` (G, O / 8) are int32, with the codes of 8 outputs in a word, in
+the order 0 2 4 6 1 3 5 7 from the lowest bits. `X.scales` (G, O) are those of groups of successive inputs.
+https://github.com/casper-hansen/AutoAWQ/blob/main/awq/modules/linear/gemm.py
 """
 
-# Shapes: N codes, B blocks, E experts, I inputs, O outputs, G groups of a row.
+# Shapes: N codes, B blocks, E experts, I inputs, O outputs, G groups of a row, W words.
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -31,6 +41,7 @@ from torch import Tensor
 
 from dunes.augment.change import float_dtype
 from dunes.augment.quantized import unpack
+from dunes.checkpoint.state_dict_diff import FLOATS
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, computed
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.models.mixtral import MAX_EXPERTS
@@ -45,6 +56,10 @@ BITS = (4, 8)
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
 """Floats of four bits (E2M1) by their codes."""
+GPTQ_BITS = (2, 4, 8)
+"""Bits per code for which a word of 32 bits has complete codes; for 3 bits, GPTQModel has two layouts."""
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a word the codes of 8 successive outputs are."""
 
 
 def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, LazyTensor]:
@@ -62,9 +77,15 @@ def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, 
         return _rows(files)
     if method == "mxfp4":
         return _experts(files)
+    if method == "gptq":
+        bits, form = _known(settings, config, GPTQ_BITS, "gptq", "gptq_v2")
+        return _words(files, partial(_gptq, bits, form == "gptq", settings.get("desc_act") is True), config)
+    if method == "awq":
+        _known(settings, config, (4,), "gemm")
+        return _words(files, _awq, config)
     raise ValueError(
         f"{config}: quantized with {quote(method)}; only plain weights and bitsandbytes' of four bits, "
-        "compressed-tensors' packed ones and MXFP4 are read, get those"
+        "compressed-tensors' packed ones, MXFP4, GPTQ and AWQ are read, get those"
     )
 
 
@@ -209,3 +230,112 @@ def _expert(codes: LazyTensor, scale: LazyTensor, expert: int) -> Tensor:
     packed, exponents = codes.read()[expert], scale.read()[expert].int() - 127
     levels = torch.tensor(FP4)[torch.stack([packed & 15, packed >> 4], -1).int()]
     return torch.ldexp(levels.flatten(2), exponents[..., None]).flatten(1).mT.to(torch.bfloat16)
+
+
+# --- GPTQ and AWQ
+
+
+def _known(settings: Mapping[str, Any], config: Path, known: tuple[int, ...], *forms: str) -> tuple[int, str]:
+    """The bits per code and the format in the settings. Raises ValueError for those that are not read."""
+    bits, keys = settings.get("bits"), ("checkpoint_format", "version", "format")
+    form = next((settings[key] for key in keys if settings.get(key)), forms[0])
+    if bits not in known or not isinstance(form, str) or form.lower() not in forms:
+        raise ValueError(
+            f"{config}: quantized to {quote(bits)} bits in the format {quote(form)}; only {' or '.join(forms)} "
+            f"with {', '.join(map(str, known))} bits is read, get that"
+        )
+    return int(bits), form.lower()
+
+
+def _words(files: Weights, dense: Callable[[Weights, str], LazyTensor], config: Path) -> dict[str, LazyTensor]:
+    """The tensors; `dense` makes one of the parts of each quantized weight."""
+    tensors = dict(files)
+    if not (keys := [key for key in files if key.endswith(".qweight")]):
+        raise ValueError(f"{config}: quantized, but no tensor is called qweight; get weights that fit the config")
+    for key in keys:
+        name = key.removesuffix("qweight")
+        if f"{name}weight" in files:
+            raise ValueError(f"{files[key].origin}: there is {name}weight, too; keep one of them")
+        parts = {k: tensors.pop(name + k) for k in ("qweight", "qzeros", "scales", "g_idx") if name + k in files}
+        tensors[f"{name}weight"] = dense(parts, files[key].origin)
+    return tensors
+
+
+def _part(parts: Weights, name: str, origin: str, *shape: int | None) -> LazyTensor:
+    """The part of this name, and of this shape, where None is any size; `scales` are floats, all others int32."""
+    dtypes, part = FLOATS if name == "scales" else (torch.int32,), parts.get(name)
+    if part is not None and part.dtype in dtypes and len(part.shape) == len(shape):
+        wrong = [size for size, found in zip(shape, part.shape, strict=True) if size not in (None, found)]
+        if not wrong:
+            return part
+    found = "missing" if part is None else f"{part.shape} {part.dtype}".replace("torch.", "")
+    sizes = ", ".join("any" if size is None else str(size) for size in shape)
+    kind = "floating point" if name == "scales" else "int32"
+    raise ValueError(f"{origin}: its {name} is {found}; expected ({sizes}) {kind}; download the file again")
+
+
+def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin: str) -> LazyTensor:
+    """A weight (O, I) of `bits` bits, or of those that its shapes say, since `dynamic` gives layers their own."""
+    packed = _part(parts, "qweight", origin, None, None)
+    scale = _part(parts, "scales", origin, None, packed.shape[1])
+    groups, rows = scale.shape
+    width = _part(parts, "qzeros", origin, groups, None).shape[1]
+    bits = next((b for b in (bits, *GPTQ_BITS) if width == -(-rows * b // 32)), bits)
+    zero = _part(parts, "qzeros", origin, groups, -(-rows * bits // 32))
+    columns = packed.shape[0] * 32 // bits
+    index = _part(parts, "g_idx", origin, columns) if "g_idx" in parts or sorted_inputs else None
+    if index is not None and not sorted_inputs and not index.read().any():
+        index = None  # some files have zeros if no inputs were sorted; exllamav2 and vLLM ignore them
+    if index is None:
+        _check_even(groups, columns, origin)
+    else:
+        _check_groups(index, groups)
+
+    def read() -> Tensor:
+        group = torch.arange(columns) // (columns // groups) if index is None else index.read()
+        # Codes were stored less 1 by a subtraction from whole words, in which a zero borrows from the next code.
+        words = zero.read() + (sum(1 << bit for bit in range(0, 32, bits)) if less_one else 0)
+        offset = _unpack(words, bits, rows).T[:, group]
+        codes = _unpack(packed.read().T, bits, columns)
+        return ((codes - offset) * scale.read().float().T[:, group]).to(scale.dtype)
+
+    return computed((rows, columns), scale.dtype, origin, read, parts.values())
+
+
+def _check_groups(index: LazyTensor, groups: int) -> None:
+    least, most = index.read().aminmax() if index.shape[0] else (0, -1)
+    if least < 0 or most >= groups:
+        raise ValueError(
+            f"{index.origin}: has groups {int(least)} to {int(most)}; expected 0 to {groups - 1}, the rows of its "
+            "scales; download the file again"
+        )
+
+
+def _check_even(groups: int, columns: int, origin: str) -> None:
+    if not groups or columns % groups:
+        raise ValueError(
+            f"{origin}: its scales are of {groups} groups; expected a divisor of its {columns} inputs; "
+            "download the file again"
+        )
+
+
+def _awq(parts: Weights, origin: str) -> LazyTensor:
+    packed = _part(parts, "qweight", origin, None, None)
+    columns, rows = packed.shape[0], packed.shape[1] * 8
+    scale = _part(parts, "scales", origin, None, rows)
+    groups = scale.shape[0]
+    zero = _part(parts, "qzeros", origin, groups, rows // 8)
+    _check_even(groups, columns, origin)
+
+    def read() -> Tensor:
+        codes = _awq_codes(packed.read()).view(groups, -1, rows)
+        weight = (codes - _awq_codes(zero.read())[:, None]) * scale.read().float()[:, None]
+        return weight.flatten(0, 1).T.to(scale.dtype)
+
+    return computed((rows, columns), scale.dtype, origin, read, parts.values())
+
+
+def _awq_codes(packed: Tensor) -> Tensor:
+    """The codes of words (N, W), in the order of the outputs, as float32 (N, 8 * W)."""
+    codes = _unpack(packed, 4, packed.shape[1] * 8)
+    return codes.view(len(packed), -1, 8)[..., AWQ_PLACES].flatten(1)
