@@ -253,7 +253,7 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
     with _naming_errors(folder / CONFIG):
         family = family_of(hf_config)
     if family == "gpt2" and isinstance(quantized, dict) and quantized.get("quant_method") in ("gptq", "awq"):
-        raise ValueError(f"{folder / CONFIG}: a gpt2 quantized with GPTQ or AWQ is not read; get its plain weights")
+        raise ValueError(f"{folder / CONFIG}: a gpt2 of GPTQ or AWQ is not read; get its plain weights")
     ignored = tuple(getattr(FAMILIES[family], "IGNORED_NAMES", ()))
     return Source(folder, "Hugging Face", hf_config, files, weight_names(family), ignored, notes)
 
