@@ -6,7 +6,7 @@ expert), then their tensor stacks several of our tensors, and the number is an i
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -56,6 +56,27 @@ def halves(weight: Tensor) -> Tensor:
 def pairs(weight: Tensor) -> Tensor:
     """The inverse of `halves`."""
     return torch.stack(weight.chunk(2), 1).flatten(0, 1)
+
+
+def per_head(weight: Tensor) -> Tensor:
+    """The layout of queries, keys and values joined head by head, before `for_heads` says how many heads there are."""
+    raise AssertionError("a table of names needs the number of heads")
+
+
+def for_heads(names: Names, heads: int) -> Names:
+    """The names for a model with this number of heads, on which the layout `per_head` depends."""
+    load, save = partial(_by_part, heads=heads), partial(_by_head, heads=heads)
+    return [replace(n, load=load, save=save) if n.load is per_head else n for n in names]
+
+
+def _by_part(weight: Tensor, heads: int) -> Tensor:
+    """Reorder rows (H, 3, D), of a matrix or a bias, to (3, H, D)."""
+    return weight.unflatten(0, (heads, 3, len(weight) // heads // 3)).transpose(0, 1).flatten(0, 2)
+
+
+def _by_head(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `_by_part`."""
+    return weight.unflatten(0, (3, heads, len(weight) // heads // 3)).transpose(0, 1).flatten(0, 2)
 
 
 def name(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity, like: str = "") -> Name:
