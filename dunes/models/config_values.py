@@ -149,7 +149,8 @@ def rotary_dim(hf: Json, head_dim: int, default: float) -> int:
     dim = int(head_dim * share)
     if dim % 2 or not 2 <= dim <= head_dim:
         raise ValueError(
-            f"config.json: partial_rotary_factor is {share:g}: {dim} of {head_dim} dimensions; expected an even number"
+            f"config.json: partial_rotary_factor is {share:g}, which rotates {dim} of {head_dim} dimensions; "
+            "expected an even number of them"
         )
     return dim
 

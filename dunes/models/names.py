@@ -58,27 +58,6 @@ def pairs(weight: Tensor) -> Tensor:
     return torch.stack(weight.chunk(2), 1).flatten(0, 1)
 
 
-def per_head(weight: Tensor) -> Tensor:
-    """The layout of queries, keys and values joined head by head, before `for_heads` says how many heads there are."""
-    raise AssertionError("a table of names needs the number of heads")
-
-
-def for_heads(names: Names, heads: int) -> Names:
-    """The names for a model with this number of heads, on which the layout `per_head` depends."""
-    load, save = partial(_by_part, heads=heads), partial(_by_head, heads=heads)
-    return [replace(n, load=load, save=save) if n.load is per_head else n for n in names]
-
-
-def _by_part(weight: Tensor, heads: int) -> Tensor:
-    """Reorder rows (H, 3, D), of a matrix or a bias, to (3, H, D)."""
-    return weight.unflatten(0, (heads, 3, len(weight) // heads // 3)).transpose(0, 1).flatten(0, 2)
-
-
-def _by_head(weight: Tensor, heads: int) -> Tensor:
-    """The inverse of `_by_part`."""
-    return weight.unflatten(0, (3, heads, len(weight) // heads // 3)).transpose(0, 1).flatten(0, 2)
-
-
 def name(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity, like: str = "") -> Name:
     return Name(theirs, ours, load, save, like)
 
@@ -89,6 +68,27 @@ def weight_and_bias(theirs: str, *ours: str, load: Layout = identity, save: Layo
         name(f"{theirs}.weight", *[f"{o}.weight" for o in ours], load=load, save=save),
         name(f"{theirs}.bias", *[f"{o}.bias" for o in ours]),
     ]
+
+
+def per_head(names: Names) -> Names:
+    """Names whose tensor has queries, keys and values of one head after another; `for_heads` completes them."""
+    return [replace(n, load=_unknown_heads, save=_unknown_heads) for n in names]
+
+
+def _unknown_heads(weight: Tensor) -> Tensor:
+    raise AssertionError("for_heads was not called")
+
+
+def for_heads(names: Names, heads: int) -> Names:
+    """The names for a model with this number of heads, on which the layouts of `per_head` depend."""
+    load, save = partial(_regroup, sizes=(heads, 3)), partial(_regroup, sizes=(3, heads))
+    return [replace(n, load=load, save=save) if n.load is _unknown_heads else n for n in names]
+
+
+def _regroup(weight: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """Reorder rows, of a matrix or a bias, from (a, b, rest) to (b, a, rest); `sizes` are a and b."""
+    groups = weight.view(*sizes, len(weight) // (sizes[0] * sizes[1]), *weight.shape[1:])
+    return groups.transpose(0, 1).flatten(0, 2)
 
 
 @dataclass(frozen=True)
