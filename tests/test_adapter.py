@@ -108,12 +108,12 @@ LINEARS = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
-    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "lm_head"],
     "mixtral": ["q_proj", "v_proj", "o_proj"],
 }
 THEIRS = {
     "lora": {
-        "rank_pattern": {"q_proj": 2, "c_attn": 5, "qkv_proj": 3},
+        "rank_pattern": {"q_proj": 2, "c_attn": 5, "qkv_proj": 3, "query_key_value": 5},
         "alpha_pattern": {"o_proj": 3, "c_attn": 7},
     },
     "rslora": {"use_rslora": True, "rank_pattern": {"o_proj": 2, "c_fc": 2}},
