@@ -22,6 +22,8 @@ Family = Literal[
     "gemma3_text",
     "smollm3",
     "gpt_oss",
+    "gpt_neox",
+    "stablelm",
     "gpt2",
 ]
 """Names of the model families. They are listed here because importing `models` would import torch."""

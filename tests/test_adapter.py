@@ -17,7 +17,7 @@ from dunes.augment import Adapted, attach, base_model, detach, quantize, set_ada
 from dunes.checkpoint.weights.lazy_tensor import in_memory, renamed
 from dunes.files import atomic
 from dunes.models import FAMILIES, weight_names
-from dunes.models.names import to_ours
+from dunes.models.names import for_heads, to_ours
 from dunes.train import cast_frozen
 from small_models import HF_ENDS, HF_SIZES
 from test_checkpoint import flip
@@ -34,6 +34,7 @@ SHAPES = {
     "llama": ("llama", COMMON),
     "phi3": ("phi3", {**COMMON, "num_key_value_heads": 1, "pad_token_id": 0}),
     "gpt2": ("gpt2", {"vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "gpt_neox": ("gpt_neox", COMMON),
     "mixtral": ("mixtral", {**COMMON, "num_local_experts": 3, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         "qwen3_moe",
@@ -55,9 +56,11 @@ def pair(shape):
         nn.init.normal_(p, 0.0, 0.2)
     left_out = "lm_head" if config.tie_word_embeddings else None
     state = {k: v for k, v in theirs.state_dict().items() if left_out is None or left_out not in k}
-    moves, unknown = to_ours(weight_names(family), {k: tuple(w.shape) for k, w in state.items()})
+    ours_config = FAMILIES[family].from_hf(theirs.config.to_dict())
+    names = for_heads(weight_names(family), ours_config.heads)
+    moves, unknown = to_ours(names, {k: tuple(w.shape) for k, w in state.items()})
     assert not unknown
-    ours = FAMILIES[family].build(FAMILIES[family].from_hf(theirs.config.to_dict())).eval()
+    ours = FAMILIES[family].build(ours_config).eval()
     ours.load_state_dict({k: w.read() for k, w in renamed(moves, in_memory(state)).items()})
     return theirs, ours
 
@@ -105,11 +108,12 @@ LINEARS = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
+    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "lm_head"],
     "mixtral": ["q_proj", "v_proj", "o_proj"],
 }
 THEIRS = {
     "lora": {
-        "rank_pattern": {"q_proj": 2, "c_attn": 5, "qkv_proj": 3},
+        "rank_pattern": {"q_proj": 2, "c_attn": 5, "qkv_proj": 3, "query_key_value": 5},
         "alpha_pattern": {"o_proj": 3, "c_attn": 7},
     },
     "rslora": {"use_rslora": True, "rank_pattern": {"o_proj": 2, "c_fc": 2}},

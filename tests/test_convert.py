@@ -27,7 +27,7 @@ from dunes.checkpoint.verify import source_logits
 from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory, renamed
 from dunes.files import atomic
-from dunes.models import FAMILIES, build_on_meta
+from dunes.models import FAMILIES, build_on_meta, written_names
 from dunes.models.names import to_theirs
 
 with warnings.catch_warnings():
@@ -394,7 +394,7 @@ def test_every_family_converts_bit_for_bit(form, tmp_path):
     module, sizes = FAMILIES[family], {"vocab": 97, "dim": 64, "context": 48}
     sizes |= {} if family == "gpt2" else {"tied": bool(tied)}
     model = random_model(family, **sizes)
-    moves, _ = to_theirs(module.NAMES, model.state_dict())
+    moves, _ = to_theirs(written_names(family, small_config(family, **sizes)), model.state_dict())
     (tmp_path / "hf").mkdir()
     safetensors_file.write_tensors(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
     (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(small_config(family, **sizes))))

@@ -1,17 +1,19 @@
 """What a config.json may say: every spelling of the same is the same, and what makes no sense is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from conftest import refuses
-from dunes.models import FAMILIES, family_of, weight_names
+from dunes.models import FAMILIES, build_on_meta, family_of, weight_names
 from dunes.models.config_values import yarn_scale
 from dunes.models.names import match_indices, to_ours
 from dunes.ops import rotary
 from dunes.parts import Attention, ForwardContext, Rotary
 from dunes.parts.position import Linear, Llama3, Yarn
 
-LLAMA = ["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"]
+LLAMA = ["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "stablelm"]
 MOE = ["mixtral", "qwen3_moe"]
 
 
@@ -84,6 +86,18 @@ SAME = {
     ),
     ("qwen2", "layer types"): lambda hf: hf | {"layer_types": ["full_attention"] * 2},
     ("qwen2", "a window that is not used"): lambda hf: hf | {"sliding_window": 131072, "max_window_layers": 0},
+    ("gpt_neox", "rotary positions as transformers 4 says them"): lambda hf: without(
+        hf, "rope_parameters", "partial_rotary_factor", "rope_theta"
+    ),
+    ("gpt_neox", "rotary positions as transformers 5 says them"): lambda hf: without(
+        hf, "rotary_pct", "rotary_emb_base", "partial_rotary_factor", "rope_theta"
+    ),
+    ("gpt_neox", "what goes without saying"): lambda hf: without(hf, "attention_bias", "use_parallel_residual"),
+    ("gpt_neox", "key heads, which it does not have"): lambda hf: hf | {"num_key_value_heads": 1},
+    ("stablelm", "rotary positions as transformers 4 says them"): lambda hf: without(hf, "rope_parameters"),
+    ("stablelm", "a quarter is rotated, not said"): lambda hf: without(
+        hf, "rope_parameters", "partial_rotary_factor"
+    ),
     ("gpt_oss", "layer types and limit not said"): lambda hf: without(hf, "layer_types", "swiglu_limit"),
     ("gpt_oss", "no scaling, as transformers 5 says it"): lambda hf: without(hf, "rope_scaling"),
     ("qwen3_moe", "experts as transformers 5 calls them"): lambda hf: without(hf, "num_experts"),
@@ -107,6 +121,25 @@ def test_what_goes_without_saying_differs_by_family():
     assert published.rope_base == 150_000.0
     assert published.scaling == Yarn(32.0, 4096, yarn_scale(32.0), truncate=False)
     assert words("gpt_oss")["rope_scaling"] == {"rope_type": "default"}  # so that transformers 4 takes no YaRN
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "stablelm"])
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 98])
+def test_every_number_of_rotated_dimensions_is_written_and_read(family, head_dim):
+    module, sizes = FAMILIES[family], {"heads": 2, "kv_heads": 2, "dim": 2 * head_dim, "head_dim": head_dim}
+    for rotary_dim in range(2, head_dim + 1, 2):
+        config = replace(module.Config.from_size(97, 64, 2, 48), **sizes, rotary_dim=rotary_dim)
+        hf = module.to_hf(config)
+        assert int(hf["rope_parameters"]["partial_rotary_factor"] * head_dim) == rotary_dim  # as they compute it
+        assert module.from_hf(hf) == config
+        assert module.from_hf(without(hf, "rope_parameters")) == config
+        assert module.read(build_on_meta(family, config), 48) == config
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh"])
+def test_both_gelus_of_gpt_neox_are_read(act):
+    config = FAMILIES["gpt_neox"].from_hf(words("gpt_neox") | {"hidden_act": act})
+    assert config.tanh_gelu == (act != "gelu")
 
 
 ROPE = {"rope_type": "yarn", "factor": 2.0}
@@ -157,6 +190,22 @@ REFUSED = [
     ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
     ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
     ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("gpt_neox", {"hidden_act": "relu"}, "hidden_act"),
+    ("gpt_neox", {"hidden_act": ["gelu"]}, "hidden_act"),
+    ("gpt_neox", {"hidden_dropout": 0.1}, "hidden_dropout"),
+    ("gpt_neox", {"rotary_pct": "all"}, "rotary_pct"),
+    ("gpt_neox", {"rotary_emb_base": 0}, "rotary_emb_base"),
+    ("gpt_neox", {"use_parallel_residual": 1}, "use_parallel_residual"),
+    ("gpt_neox", {"num_attention_heads": 3}, "not divisible"),
+    ("gpt_neox", {"layer_norm_eps": 0}, "layer_norm_eps"),
+    ("stablelm", {"rope_parameters": {"partial_rotary_factor": 0.1}}, "3 of 32 dimensions"),
+    ("stablelm", {"rope_parameters": {"partial_rotary_factor": 0.01}}, "0 of 32 dimensions"),
+    ("stablelm", {"rope_parameters": {"partial_rotary_factor": 1.1}}, "partial_rotary_factor"),
+    ("stablelm", {"rope_parameters": {"partial_rotary_factor": 1e25}}, "partial_rotary_factor"),
+    ("stablelm", {"rope_parameters": None, "partial_rotary_factor": True}, "partial_rotary_factor"),
+    ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
+    ("stablelm", {"use_qkv_bias": 1}, "use_qkv_bias"),
     ("gpt2", {"activation_function": "relu"}, "activation_function"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
@@ -218,6 +267,9 @@ def test_gpt2_without_its_prefix_and_masks_that_are_no_weights():
     for mask in ("h.11.attn.bias", "transformer.h.0.attn.masked_bias"):
         assert ignored("gpt2", mask)
     assert not ignored("gpt2", "h.0.attn.c_attn.bias")
+    for mask in ("bias", "masked_bias", "rotary_emb.inv_freq"):
+        assert ignored("gpt_neox", f"gpt_neox.layers.11.attention.{mask}")
+    assert not ignored("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.bias")
     assert ignored("llama", "model.layers.0.self_attn.rotary_emb.inv_freq")
     assert not ignored("llama", "model.layers.0.self_attn.q_proj.weight")
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from dunes import checkpoint
 from dunes.checkpoint.weights.lazy_tensor import in_memory, renamed
 from dunes.generate import generate
-from dunes.models import FAMILIES, weight_names
-from dunes.models.names import to_ours, to_theirs
+from dunes.models import FAMILIES, weight_names, written_names
+from dunes.models.names import for_heads, to_ours, to_theirs
 from dunes.parts import ForwardContext, RollingCache, cache_for
 from dunes.text import Tokenizer
 from small_models import HF_ENDS, HF_LLAMA3, HF_SIZES, add_noise, random_model
@@ -24,14 +24,15 @@ with warnings.catch_warnings():
 LIMIT = 1e-5
 
 
-def from_theirs(family, weights):
-    moves, unknown = to_ours(weight_names(family), {k: tuple(w.shape) for k, w in weights.items()})
+def from_theirs(family, weights, heads):
+    names = for_heads(weight_names(family), heads)
+    moves, unknown = to_ours(names, {k: tuple(w.shape) for k, w in weights.items()})
     assert not unknown
     return {k: w.read() for k, w in renamed(moves, in_memory(weights)).items()}
 
 
-def back_to_theirs(family, weights):
-    moves, unknown = to_theirs(FAMILIES[family].NAMES, weights)
+def back_to_theirs(family, weights, config):
+    moves, unknown = to_theirs(written_names(family, config), weights)
     assert not unknown
     return {k: w.read() for k, w in renamed(moves, in_memory(weights)).items()}
 
@@ -112,6 +113,24 @@ SHAPES = {
         | {"swiglu_limit": 0.3, "num_local_experts": 11, "num_experts_per_tok": 5, "attention_bias": False}
         | {"rope_parameters": ROPES["yarn-all"]},
     ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox-one-by-one-unbiased": (
+        "gpt_neox",
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_fast",
+            "layer_norm_eps": 1e-3,
+        }
+        | {"num_attention_heads": 4, "rope_parameters": ROPES["yarn"] | {"partial_rotary_factor": 1.0}}
+        | {"tie_word_embeddings": True},
+    ),
+    "stablelm": ("stablelm", {"num_key_value_heads": 3}),
+    "stablelm-biases-tied": (
+        "stablelm",
+        {"use_qkv_bias": True, "tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 1}
+        | {"rope_parameters": ROPES["linear"] | {"partial_rotary_factor": 0.5}, "layer_norm_eps": 1e-3},
+    ),
     "arcee": ("arcee", {}),
     "arcee-tied": ("arcee", {**ONE_KV_TIED, "rope_parameters": ROPES["llama3"]}),
     "gpt2": ("gpt2", {}),
@@ -141,8 +160,9 @@ def saved_weights(hf):
 
 def ours_of(family, hf):
     module = FAMILIES[family]
-    model = module.build(module.from_hf(hf.config.to_dict())).eval()
-    model.load_state_dict(from_theirs(family, saved_weights(hf)))
+    config = module.from_hf(hf.config.to_dict())
+    model = module.build(config).eval()
+    model.load_state_dict(from_theirs(family, saved_weights(hf), config.heads))
     return model
 
 
@@ -205,7 +225,7 @@ def test_gradients_and_balance_loss_of_a_mixture_in_training(shape, layers, padd
     shifted = torch.nn.functional.pad(targets[:, 1:], (0, 1), value=-100)
     total, count, metrics = ours(ids, positions, targets=shifted)
     (total / count).backward()
-    want = from_theirs(family, {k: p.grad for k, p in hf.named_parameters()})
+    want = from_theirs(family, {k: p.grad for k, p in hf.named_parameters()}, hf.config.num_attention_heads)
     grads = {name: p.grad for name, p in ours.named_parameters()}
     assert want.keys() == grads.keys()
     differences = {name: float((grads[name] - want[name]).abs().max()) for name in want}
@@ -256,11 +276,11 @@ def test_names_and_config_survive_both_directions(shape, tmp_path):
     hf.save_pretrained(tmp_path)
     written = load_file(tmp_path / "model.safetensors")
     assert module.from_hf(json.loads((tmp_path / "config.json").read_text())) == config
-    in_memory = from_theirs(family, saved_weights(hf))
-    back = back_to_theirs(family, in_memory)
+    in_memory = from_theirs(family, saved_weights(hf), config.heads)
+    back = back_to_theirs(family, in_memory, config)
     assert back.keys() == written.keys()
     assert all(torch.equal(back[k], written[k]) for k in written)
-    assert all(torch.equal(in_memory[k], w) for k, w in from_theirs(family, written).items())
+    assert all(torch.equal(in_memory[k], w) for k, w in from_theirs(family, written, config.heads).items())
 
 
 @pytest.fixture(scope="module")

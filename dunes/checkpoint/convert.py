@@ -17,7 +17,7 @@ from dunes.checkpoint.weights.lazy_tensor import cast, hf_weights
 from dunes.files import json_file
 from dunes.files.atomic import folder_lock
 from dunes.files.model_file import read_file
-from dunes.models import FAMILIES
+from dunes.models import FAMILIES, written_names
 from dunes.models.names import fields
 from dunes.progress import phase
 from dunes.text import Tokenizer
@@ -91,7 +91,7 @@ def _converted(source: Source, dtype: torch.dtype | None, facts: Mapping[str, An
 
     write = partial(
         folder.write_model,
-        weights=hf_weights(FAMILIES[source.family].NAMES, weights),
+        weights=hf_weights(written_names(source.family, source.config), weights),
         config=ids | _hf_config(source, dtype),
         card=card,
         tokenizer=(tokenizer, source.config.context_length),

@@ -26,7 +26,7 @@ from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_w
 from dunes.checkpoint.weights.safetensors_file import INDEX, SINGLE, write_tensors
 from dunes.files import atomic
 from dunes.files.atomic import STAGED, folder_lock, staging_folder
-from dunes.models import FAMILIES
+from dunes.models import FAMILIES, written_names
 from dunes.parts import Decoder
 from dunes.progress import advance
 from dunes.text import Tokenizer
@@ -177,8 +177,9 @@ def hf_parts(
     model: nn.Module, described: Architecture
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, LazyTensor]]:
     """Card entries, config.json, and tensors by Hugging Face's names, for a model of a family."""
-    family, weights = FAMILIES[described.family], in_memory(model.state_dict())
-    return {"family": described.family}, family.to_hf(described.config), hf_weights(family.NAMES, weights)
+    family, config = described.family, described.config
+    weights = hf_weights(written_names(family, config), in_memory(model.state_dict()))
+    return {"family": family}, FAMILIES[family].to_hf(config), weights
 
 
 def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:

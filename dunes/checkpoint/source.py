@@ -22,7 +22,7 @@ from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import atomic, json_file
 from dunes.files.model_file import find_file, listed_file, require_inside, unfinished_downloads
 from dunes.models import FAMILIES, build_on_meta, family_of, weight_counts, weight_names
-from dunes.models.names import Names, match_indices, substitute
+from dunes.models.names import Names, for_heads, match_indices, substitute
 from dunes.parts import Decoder
 from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
@@ -143,7 +143,7 @@ class Source:
             prefix = Prefix.of(self.files, self.expected)
             files = prefix.without(self.files)
             return files, compare_structure(outline, self.own, self.card, files, path), prefix.note
-        return compare(self.expected, self.files, self.names, self.ignored)
+        return compare(self.expected, self.files, for_heads(self.names, self.config.heads), self.ignored)
 
     def weights(self) -> dict[str, LazyTensor]:
         """The files' tensors by the model's names, with a warning if a `Prefix` was removed or added.

@@ -20,6 +20,7 @@ from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.state_dict_diff import compare
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.models import build_on_meta
+from dunes.models.names import for_heads
 from dunes.parts import Attention, Decoder, Rotary
 from dunes.progress import advance
 from dunes.units import plural
@@ -202,7 +203,7 @@ def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
     A native model runs as in its original code, with unpermuted weights and rotary embedding on adjacent pairs.
     """
     model = build_on_meta(source.family, source.config).eval()
-    names = source.names
+    names = for_heads(source.names, source.config.heads)
     if source.format == "native":
         names = native.weight_names(source.hf_config, permuted=False)
         for module in model.modules():

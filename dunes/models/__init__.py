@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from dunes import tree
 from dunes.flags import Family
-from dunes.models.names import Names
+from dunes.models.names import Names, for_heads
 from dunes.parts import Decoder
 
 FAMILIES: dict[str, ModuleType] = {name: import_module(f"{__name__}.{name}") for name in get_args(Family)}
@@ -84,6 +84,11 @@ def _nearest(model_type: str) -> str:
 def weight_names(family: str) -> Names:
     """All weight names of a family: first NAMES, which are written, then ALIASES, which are only read."""
     return [*FAMILIES[family].NAMES, *getattr(FAMILIES[family], "ALIASES", ())]
+
+
+def written_names(family: str, config: Any) -> Names:
+    """The weight names with which a model of this config is written."""
+    return for_heads(FAMILIES[family].NAMES, config.heads)
 
 
 _INITIAL = torch.nn.init.normal_, torch.nn.init.kaiming_uniform_

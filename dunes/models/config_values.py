@@ -122,21 +122,15 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else text[:57] + "..."
 
 
-def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]:
+def rope_fields(hf: dict[str, Any], default: float = 10_000.0, partial: bool = False) -> dict[str, Any]:
     """The fields `rope_base` and `scaling` of a Config; `default` is the base if the file gives none.
 
     If a file has both `rope_scaling` and `rope_parameters`, the former counts, as in transformers. Raises
-    ValueError for an unsupported scaling.
+    ValueError for an unsupported scaling and, unless `partial` is set, if only part of each head is rotated.
     """
-    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"config.json: rope_scaling is a {type(rope).__name__}; it must be an object")
-    if nested := [k for k, v in rope.items() if isinstance(v, dict)]:
-        raise ValueError(
-            f"config.json: rotary settings of {', '.join(nested)[:60]}; only one for all is supported"
-        )
+    rope = _rope(hf)
     values = {k: v for k, v in {**hf, **rope}.items() if v is not None}
-    check_supported(values, required={"partial_rotary_factor": 1.0, "mrope_section": None})
+    check_supported(values, required={"mrope_section": None} | ({} if partial else {"partial_rotary_factor": 1.0}))
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
         raise ValueError(
@@ -144,6 +138,40 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0) -> dict[str, Any]
         )
     base = number(rope, "rope_theta", number(hf, "rope_theta", default, above=1.0), above=1.0)
     return {"rope_base": base, "scaling": ROPE_TYPES[rope_type][1](rope, hf)}
+
+
+def rotary_dim(hf: Json, head_dim: int, default: float) -> int:
+    """How many dimensions of each head are rotated; `default` is their share of `head_dim` if the file has none.
+
+    Raises ValueError unless it is an even number from 2 to `head_dim`.
+    """
+    share = number(_rope(hf), "partial_rotary_factor", number(hf, "partial_rotary_factor", default))
+    dim = int(head_dim * share)
+    if dim % 2 or not 2 <= dim <= head_dim:
+        raise ValueError(
+            f"config.json: partial_rotary_factor is {share:g}, which rotates {dim} of {head_dim} dimensions; "
+            "expected an even number of them"
+        )
+    return dim
+
+
+def rotary_share(rotary_dim: int, head_dim: int) -> float:
+    """The `partial_rotary_factor` from which `rotary_dim` reads this number of dimensions."""
+    share = rotary_dim / head_dim
+    # The product of a quotient that was rounded down may be below the whole number.
+    return share if int(head_dim * share) == rotary_dim else math.nextafter(share, 2.0)
+
+
+def _rope(hf: Json) -> dict[str, Any]:
+    """The object of rotary settings in a config.json; empty if there is none."""
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"config.json: rope_scaling is a {type(rope).__name__}; it must be an object")
+    if nested := [k for k, v in rope.items() if isinstance(v, dict)]:
+        raise ValueError(
+            f"config.json: rotary settings of {', '.join(nested)[:60]}; only one for all is supported"
+        )
+    return rope
 
 
 def rope_to_hf(base: float, scaling: Scaling) -> dict[str, Any]:

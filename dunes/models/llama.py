@@ -9,7 +9,16 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from dunes.models.config_values import check_supported, flag, number, quotient, rope_fields, rope_to_hf, size
+from dunes.models.config_values import (
+    check_supported,
+    flag,
+    number,
+    quotient,
+    rope_fields,
+    rope_to_hf,
+    rotary_dim,
+    size,
+)
 from dunes.models.names import Names, name, weight_and_bias
 from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary
 from dunes.parts.position import UNSCALED, Scaling
@@ -82,10 +91,12 @@ def build(
     attention: Callable[[C, int], nn.Module] = attention,
     mlp: Callable[[C], nn.Module] = mlp,
     block: Callable[[C, nn.Module, nn.Module], Block] = block,
+    norm: Callable[[C], nn.Module] = norm,
 ) -> Decoder:
     """Build the model of this config, untrained.
 
     `attention` (for the layer with this number) and `mlp` build these parts of each block, and `block` joins them.
+    `norm` builds the last norm.
     """
     return Decoder(
         embed=Embedding(config.vocab, config.dim),
@@ -104,7 +115,7 @@ def read_fields(model: Any, context_length: int, mlp: Any) -> dict[str, Any]:
     """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block."""
     attn = model.blocks[0].attn
     positions = (block.attn.position for block in model.blocks)
-    rotary: Any = next((p for p in positions if p is not None), None)
+    rotary: Any = next((getattr(p, "rotary", p) for p in positions if p is not None), None)
     return {
         "vocab": model.embed.token.num_embeddings,
         "dim": model.embed.token.embedding_dim,
@@ -128,11 +139,19 @@ def from_hf(hf: dict[str, Any]) -> Config:
     return Config(**config_fields(hf))
 
 
-def config_fields(hf: dict[str, Any], act: str = "silu", base: float = 10_000.0) -> dict[str, Any]:
+def config_fields(
+    hf: dict[str, Any],
+    act: str = "silu",
+    base: float = 10_000.0,
+    eps: str = "rms_norm_eps",
+    partial: float | None = None,
+) -> dict[str, Any]:
     """The fields of a Config, read from a config.json.
 
-    `act` is the only supported activation, and `base` is the default rotary base. Raises ValueError for
-    unsupported or out-of-range values, and KeyError for missing values.
+    `act` is the only supported activation, `base` is the default rotary base, and `eps` the key of the norms'
+    epsilon. `partial` is the default share of each head that is rotated, whose size is then the field
+    `rotary_dim`; without it, only all is supported. Raises ValueError for unsupported or out-of-range values, and
+    KeyError for missing values.
     """
     check_supported(hf, required={"hidden_act": act})
     heads = size(hf, "num_attention_heads")
@@ -147,11 +166,12 @@ def config_fields(hf: dict[str, Any], act: str = "silu", base: float = 10_000.0)
         "head_dim": head_dim(hf),
         "hidden": size(hf, "intermediate_size"),
         "context_length": size(hf, "max_position_embeddings", largest=1 << 31),
-        "eps": number(hf, "rms_norm_eps"),
+        "eps": number(hf, eps),
         "tied": flag(hf, "tie_word_embeddings"),
         "attention_bias": flag(hf, "attention_bias"),
         "mlp_bias": flag(hf, "mlp_bias"),
-        **rope_fields(hf, base),
+        **rope_fields(hf, base, partial is not None),
+        **({} if partial is None else {"rotary_dim": rotary_dim(hf, head_dim(hf), partial)}),
     }
 
 

@@ -6,7 +6,7 @@ expert), then their tensor stacks several of our tensors, and the number is an i
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -68,6 +68,27 @@ def weight_and_bias(theirs: str, *ours: str, load: Layout = identity, save: Layo
         name(f"{theirs}.weight", *[f"{o}.weight" for o in ours], load=load, save=save),
         name(f"{theirs}.bias", *[f"{o}.bias" for o in ours]),
     ]
+
+
+def per_head(names: Names) -> Names:
+    """Names whose tensor has queries, keys and values of one head after another; `for_heads` completes them."""
+    return [replace(n, load=_unknown_heads, save=_unknown_heads) for n in names]
+
+
+def _unknown_heads(weight: Tensor) -> Tensor:
+    raise AssertionError("for_heads was not called")
+
+
+def for_heads(names: Names, heads: int) -> Names:
+    """The names for a model with this number of heads, on which the layouts of `per_head` depend."""
+    load, save = partial(_regroup, sizes=(heads, 3)), partial(_regroup, sizes=(3, heads))
+    return [replace(n, load=load, save=save) if n.load is _unknown_heads else n for n in names]
+
+
+def _regroup(weight: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """Reorder rows, of a matrix or a bias, from (a, b, rest) to (b, a, rest); `sizes` are a and b."""
+    groups = weight.view(*sizes, len(weight) // (sizes[0] * sizes[1]), *weight.shape[1:])
+    return groups.transpose(0, 1).flatten(0, 2)
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import json_file
 from dunes.files.model_file import find_file
 from dunes.models import weight_names
+from dunes.models.names import for_heads
 from dunes.text import Tokenizer
 from dunes.tree.summary import module_rows
 from dunes.units import plural
@@ -87,7 +88,8 @@ def adapter_base_of(model: nn.Module, family: str | None = None) -> AdapterBase:
             "as dunes finetune --method full and lora-experts do"
         )
     family = family or config.family
-    return AdapterBase(family, modules, peft_targets(weight_names(family), modules), plain)
+    names = for_heads(weight_names(family), config.config.heads)
+    return AdapterBase(family, modules, peft_targets(names, modules), plain)
 
 
 def _dense_module(module: nn.Module) -> nn.Module:

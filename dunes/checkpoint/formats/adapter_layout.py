@@ -48,7 +48,7 @@ class Target:
     @property
     def transposed(self) -> bool:
         """True if the weight has the shape (inputs, outputs)."""
-        return self.load(torch.empty(1, 2, device="meta")).shape == (2, 1)
+        return self.load(torch.empty(0, 1, device="meta")).shape == (1, 0)
 
     def b_to_theirs(self, b: Tensor) -> Tensor:
         """The factor `B` (O, R) of one row of modules with its outputs in the order of the base weight's."""
@@ -104,7 +104,8 @@ def join_factors(target: Target, factors: Mapping[str, Factors], modules: Mappin
     a = torch.stack([F.pad(a, (0, 0, 0, rank - len(a))) for a, _ in rows])
     b = torch.stack([target.b_to_theirs(F.pad(b, (0, rank - b.shape[1]))) for _, b in rows], 2)
     magnitudes = [f.magnitude for f in adapted if f.magnitude is not None]
-    return Factors(a.flatten(0, 1), b.flatten(1), scale, torch.cat(magnitudes) if magnitudes else None)
+    magnitude = target.b_to_theirs(torch.cat(magnitudes)[:, None])[:, 0] if magnitudes else None
+    return Factors(a.flatten(0, 1), b.flatten(1), scale, magnitude)
 
 
 def _check_dora(target: Target, factors: Mapping[str, Factors]) -> None:
@@ -145,6 +146,7 @@ def split_factors(target: Target, joined: Factors, modules: Mapping[str, nn.Modu
     factors = {}
     for e, row in enumerate(target.rows):
         ends, m = [*accumulate(sides(modules[name])[1] for name in row[:-1])], joined.magnitude
+        m = None if m is None else target.b_to_ours(m[:, None])[:, 0]
         parts = target.b_to_ours(b[..., e]).tensor_split(ends)
         magnitudes = [None] * len(row) if m is None else m.tensor_split(ends)
         for module, part, magnitude in zip(row, parts, magnitudes, strict=True):

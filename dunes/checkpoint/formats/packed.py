@@ -26,7 +26,7 @@ from dunes.checkpoint.model_folder import readable_folder
 from dunes.checkpoint.verify import EXACT, check_written, model_logits
 from dunes.checkpoint.verify import PACKED as TOLERANCE
 from dunes.checkpoint.weights.lazy_tensor import in_memory
-from dunes.models import FAMILIES
+from dunes.models import written_names
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
 from dunes.units import format_bytes, plural
@@ -86,7 +86,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
 def _their_name(model: Decoder, described: Architecture, place: str) -> str:
     """The module's name in Hugging Face's files. Raises ValueError if they store its weight in another layout."""
     weight = model.get_parameter(f"{place}.weight")
-    conversions, _ = to_theirs(FAMILIES[described.family].NAMES, [f"{place}.weight"])
+    conversions, _ = to_theirs(written_names(described.family, described.config), [f"{place}.weight"])
     if len(conversions) != 1 or not torch.equal(conversions[0].make([weight]), weight):
         raise ValueError(f"{place}: {described.family} stores this matrix in another layout, which is not packed")
     return conversions[0].target.removesuffix(".weight")
