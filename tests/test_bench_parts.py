@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -20,6 +21,7 @@ from dunes.bench.parts import (
     summary,
     verdict,
 )
+from dunes.files.atomic import folder_lock
 
 PLAN = {"sources": ("stdlib",), "minutes": 1.0, "seeds": 2, "size": "2x64", "tokenizer": "bpe", "budget": None}
 
@@ -36,6 +38,7 @@ def plan(*vary, **changes):
         (("norm=layer+mlp=gated", "mlp=gated+norm=layer+kv=all"), ("mlp=gated+norm=layer",)),
         (("own.py:build,norm=layer",), ("own.py:build", "norm=layer")),
         (("a.b:make", "kv=one"), ("a.b:make", "kv=one")),
+        (("a.b:make,gated",), ("a.b:make", "=gated")),  # refused later, as it names no part
         ((), ()),
     ],
 )
@@ -66,11 +69,11 @@ def test_rungs_spend_the_budget_and_halve():
     rungs = plan("mlp=gated,gelu,geglu", "norm=layer", "kv=one,half", budget=2.0).rungs
     assert [count for _, count in rungs] == [6, 3, 2, 1]
     assert [minutes / rungs[0][0] for minutes, _ in rungs] == [1, 2, 4, 8]
-    assert sum(2 * (2 * count + 1) * minutes for minutes, count in rungs) == pytest.approx(120)
-    assert plan("norm=layer", budget=1.0).rungs == [(pytest.approx(10.0), 1)]
+    assert sum(2 * (count + 1) * minutes for minutes, count in rungs) == pytest.approx(120)
+    assert plan("norm=layer", budget=1.0).rungs == [(pytest.approx(15.0), 1)]
 
 
-BITS = {DEFAULT: 2.0, "mlp=gated": 1.9, "norm=layer": 2.2, "kv=one": 2.0}
+BITS = {DEFAULT: 2.0, "mlp=geglu": 2.1, "mlp=gated": 1.9, "norm=layer": 2.2, "kv=one": 2.0}
 
 
 def made(job):
@@ -82,6 +85,7 @@ def made(job):
         "bits_per_byte": bits - 0.1 * (job.by == TOKENS),
         "made_steps": 50,
         "elapsed": 60.0,
+        "settings": {},
         **rates,
     }
 
@@ -108,7 +112,8 @@ def test_pairs_have_the_same_seed_and_an_interrupted_run_goes_on(trained, tmp_pa
     (jobs, interrupted), chosen = trained, plan("mlp=gated", "norm=layer", "kv=one")
     with pytest.raises(KeyboardInterrupt):
         bench_parts(chosen, tmp_path / "out")
-    (results,) = bench_parts(chosen, tmp_path / "out")
+    (results,), failed = bench_parts(chosen, tmp_path / "out")
+    assert not failed
     assert len(set(jobs)) == len(jobs) == 2 * (1 + 2 * 3)
     assert jobs[3:4] == interrupted
     assert {job.steps for job in jobs if job.by == TOKENS} == {50}
@@ -120,18 +125,67 @@ def test_pairs_have_the_same_seed_and_an_interrupted_run_goes_on(trained, tmp_pa
     words = {name: verdict(row) for name, row in by_name.items()}
     assert words == {DEFAULT: "", "mlp=gated": "helps", "norm=layer": "harms", "kv=one": "no difference seen"}
     before = len(jobs)
-    assert bench_parts(chosen, tmp_path / "out") == [results]
+    assert bench_parts(chosen, tmp_path / "out") == ([results], {})
     assert len(jobs) == before
     assert (tmp_path / "out" / "parts.svg").stat().st_size > 1000
-    refuses("was started with other settings", bench_parts, plan("mlp=gated"), tmp_path / "out")
+    refuses("was started with other settings", bench_parts, plan("mlp=gated", size="3x64"), tmp_path / "out")
+    with folder_lock(tmp_path / "out"):
+        refuses("in use by another process", bench_parts, chosen, tmp_path / "out")
+    bench_parts(plan("mlp=gated", "mlp=geglu", seeds=1), tmp_path / "out")  # others in the same folder
+    assert [job.variant for job in jobs[before:]] == ["mlp=geglu"] * 2
+    lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines(keepends=True)
+    damaged = [lines[0].replace('"made_steps": 50', '"made_steps": 49'), *lines[1:]]
+    (tmp_path / "out" / "runs.jsonl").write_text("".join(damaged))
+    bench_parts(plan("mlp=gated", seeds=1), tmp_path / "out")
+    assert [job.steps for job in jobs[before + 2 :]] == [49]  # runs of 50 steps are no pairs of it
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").touch()
     refuses("contains other files; choose another --out", bench_parts, chosen, tmp_path / "other")
 
 
+def test_a_variant_that_fails_is_told_at_the_end_and_one_of_the_default_ends_it(trained, tmp_path, monkeypatch):
+    trained[1].append("no interruption")
+    train = parts._train
+
+    def fail(plan, job, out, first, bad="norm=layer"):
+        if job.variant == bad:
+            raise ValueError("diverged")
+        return train(plan, job, out, first)
+
+    monkeypatch.setattr(parts, "_train", fail)
+    (results,), failed = bench_parts(plan("norm=layer", "mlp=gated"), tmp_path / "out")
+    assert failed == {"norm=layer": "diverged"}
+    assert [row["variant"] for row in results] == [DEFAULT, "mlp=gated"]
+    monkeypatch.setattr(parts, "_train", partial(fail, bad=DEFAULT))
+    refuses("diverged", bench_parts, plan("mlp=gated"), tmp_path / "other")
+
+
+def test_a_folder_of_somebody_else_runs_nothing_that_was_not_named(tmp_path, monkeypatch):
+    """A link where the run will be, and settings that are options of another kind."""
+    commands = []
+    monkeypatch.setattr(parts.subprocess, "run", lambda command, **_: commands.append(command) or Done())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "running").symlink_to(tmp_path / "model")
+    settings = {"size": "2x64", "out": "elsewhere", "parts": "own.py:build", "threads": 1}
+    job, first = Job("mlp=gated", 0, 1.0), {"settings": settings}
+    refuses("seed 0: exit status 9", parts._train, plan("mlp=gated"), job, tmp_path, first)
+    assert not (tmp_path / "running").is_symlink()
+    assert (tmp_path / "model").is_dir()
+    assert not {"elsewhere", "own.py:build"} & set(commands[0])
+    for wrong in ({"threads": "1 --out x"}, {"size": ["2x64"]}, {"dtype": "float3"}):
+        bad = {"settings": settings | wrong}
+        refuses(f"--{next(iter(wrong))} is", parts._train, plan("mlp=gated"), job, tmp_path, bad)
+
+
+class Done:
+    returncode, stdout, stderr = 9, "", ""
+
+
 def test_the_worse_half_leaves(trained, tmp_path):
     trained[1].append("no interruption")
-    rungs = bench_parts(plan("mlp=gated", "norm=layer", "kv=one", budget=2.0), tmp_path)
+    rungs, _ = bench_parts(plan("mlp=gated", "norm=layer", "kv=one", budget=2.0), tmp_path)
+    assert {job.by for job in trained[0]} == {CLOCK}
+    assert all(row["difference"].keys() == {CLOCK} for rung in rungs for row in rung)
     assert [[row["variant"] for row in rung] for rung in rungs] == [
         [DEFAULT, "mlp=gated", "norm=layer", "kv=one"],
         [DEFAULT, "mlp=gated", "kv=one"],
@@ -155,9 +209,10 @@ def build(vocab, dim, depth, context_length):
 
 
 def late(vocab, dim, depth, context_length):
-    if context_length > 100:
+    model = build(vocab, dim, depth, context_length)
+    if not model.norm.weight.is_meta:
         raise OSError("as late as this")
-    return build(vocab, dim, depth, context_length)
+    return model
 """
 
 
@@ -171,10 +226,10 @@ def test_the_command_trains_measures_and_keeps_what_it_has(code, tmp_path):
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
     failed = run("own.py:late")
-    assert failed.returncode == 2
-    assert "own.py:late, seed 0: dunes: " in failed.stderr
-    assert "as late as this" in failed.stderr
-    (tmp_path / "out").rename(tmp_path / "failed")
+    assert failed.returncode == 1
+    (reason,) = json.loads(failed.stdout)["failed"].values()
+    assert "own.py:late, seed 0: dunes: " in reason
+    assert "as late as this" in reason
     done = run("own.py:build")
     assert done.returncode == 0, done.stderr
     (rung,) = json.loads(done.stdout)["rungs"]

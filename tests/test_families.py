@@ -251,7 +251,7 @@ def test_a_model_type_that_is_none_names_the_nearest(kind, nearest):
     assert len(line) < 300
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "gptj", "gpt_neox", "t5", "falcon", "llama" * 100])
+@pytest.mark.parametrize("kind", ["mamba2", "gptj", "gpt_neox_japanese", "t5", "falcon", "llama" * 100])
 def test_a_model_type_far_from_all_names_none(kind):
     assert "nearest" not in refuses("is not one of", family_of, {"model_type": kind})
 

@@ -10,12 +10,14 @@ from torch.func import functional_call
 
 from conftest import refuses
 from dunes import checkpoint, tree
-from dunes.augment import attach, merge, quantize
+from dunes.augment import apply_change, attach, merge, quantize
 from dunes.flags import PARTS
 from dunes.generate import generate
+from dunes.measure import ranks
 from dunes.models.initialise import initialise
 from dunes.models.of_parts import build
 from dunes.parts import Checkpointed
+from dunes.runs.autosize import architecture_for
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import Trainer
@@ -140,6 +142,60 @@ def test_unknown_parts_are_refused_in_one_line():
     refuses("--parts describes a new model, and --from", TrainConfig, parts=("mlp=gated",), base="a")
 
 
+@pytest.mark.parametrize("parts", [{"skip": "unet"}, {"skip": "embedding"}, {"attention": "values"}])
+def test_blocks_whose_order_matters_stay(parts):
+    for change, request in (("narrow", {"blocks": 3, "ids": IDS}), ("expand", {})):
+        refuses("computes with what an earlier block did", apply_change, made(parts).eval(), change, **request)
+
+
+@pytest.mark.parametrize("kv", PARTS["kv"])
+@pytest.mark.parametrize("dim", [32, 96, 192, 320, 448])
+def test_differences_have_pairs_at_every_width(dim, kv):
+    model = build(**SIZE | {"dim": dim}, attention="differential", kv=kv)
+    assert model(IDS).shape == (2, 20, 265)
+
+
+RAISING = """
+import sys
+
+import torch
+
+from dunes.models.of_parts import build
+
+
+def raises(**size):
+    raise RuntimeError("two\\nlines")
+
+
+def reads(**size):
+    return torch.ones(3).tolist()
+
+
+def leaves(**size):
+    sys.exit(0)
+
+
+def other(**size):
+    return torch.nn.Linear(3, 3)
+"""
+
+
+def test_what_an_own_function_raises_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(RAISING)
+
+    def shape(name):
+        return architecture_for(TrainConfig(sources=("a",), parts=(f"own.py:{name}",), size="2x64"), 64)
+
+    refuses("--parts own.py:raises: RuntimeError: two lines", shape, "raises")
+    refuses(r"--parts own.py:reads: NotImplementedError: .* \(it is called on torch's meta device", shape, "reads")
+    refuses("--parts own.py:leaves: SystemExit: 0", shape, "leaves")
+    refuses("--parts own.py:other: returned a Linear; expected a Decoder", shape, "other")
+    assert shape("build").family == "own.py:build"
+    monkeypatch.setattr(ranks, "count", lambda: 2)
+    refuses("--parts own.py:build: functions build models in one process", shape, "build")
+
+
 OWN = '''
 import torch
 from torch import nn
@@ -190,6 +246,10 @@ def test_an_own_attention_is_trained_completes_compiles_learns_lora_is_saved_and
     assert "built by own.py:build, which is not imported automatically" in refused.stderr
     goes_on = dunes("train", "--resume", "--out", "run", "--steps", "40", "--override", "steps", folder=tmp_path)
     assert "built by own.py:build; if you trust it, pass --trust-code" in goes_on.stderr
+    (tmp_path / "own.py").write_text(OWN.replace("GatedMLP(dim, 2 * dim)", "GatedMLP(dim, 2 * dim, torch.tanh)"))
+    resume = ("train", "--resume", "--out", "run", "--steps", "40", "--override", "steps", "--trust-code")
+    assert "the model" in dunes(*resume, folder=tmp_path).stderr
+    (tmp_path / "own.py").write_text(OWN)
     line = dunes("complete", "run", f"{code}/module_1.py:2:9", "--trust-code", folder=tmp_path)
     assert line.returncode == 0, line.stderr
     compiled = dunes("compile", "run", "--trust-code", folder=tmp_path)

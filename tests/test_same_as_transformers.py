@@ -138,6 +138,30 @@ SHAPES = {
 }
 
 
+NESTED = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}
+GEMMA3_ROPES = [
+    {},
+    {"rope_theta": 5e5},
+    {"rope_local_base_freq": 50.0},
+    {"rope_theta": 5e5, "rope_local_base_freq": 50.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    {"rope_parameters": NESTED, "rope_local_base_freq": 50.0, "rope_theta": 5e5},
+    {"rope_parameters": NESTED, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    {"rope_parameters": NESTED | {"sliding_attention": None}, "rope_local_base_freq": 50.0},
+    {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e5}}},
+]
+
+
+@pytest.mark.parametrize("rope", GEMMA3_ROPES, ids=range(8))
+def test_every_form_of_gemma3s_rotary_settings_is_read_as_theirs(rope):
+    raw = {**COMMON, **GEMMA, "rms_norm_eps": 1e-6, "sliding_window_pattern": 2, **json.loads(json.dumps(rope))}
+    config = transformers.Gemma3TextConfig(**json.loads(json.dumps(raw)))
+    ours = FAMILIES["gemma3_text"].from_hf(raw)
+    assert ours == FAMILIES["gemma3_text"].from_hf(config.to_dict())
+    full, local = (config.rope_parameters[kind] for kind in NESTED)
+    assert (ours.rope_base, ours.local_base) == (full["rope_theta"], local["rope_theta"])
+    assert getattr(ours.scaling, "factor", None) == full.get("factor")
+
+
 def theirs(shape):
     """A random tiny model of theirs, no weight of which is zero or one, and our family."""
     family, changes = SHAPES[shape]

@@ -243,6 +243,11 @@ def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
     return same_dtype and not any(p.requires_grad for p in base.parameters())
 
 
+def order_matters(model: nn.Module) -> str:
+    """The name of the first part that computes with what an earlier block did; "" if there is none."""
+    return next((name for name, m in model.named_modules() if getattr(m, "depends_on_order", False)), "")
+
+
 def how_to_make_dense(module: nn.Module | None) -> str:
     """Advice on how to get a plain linear layer, for the end of an error message."""
     if isinstance(module, Adapted) and any(a.depends_on_input for a in module.adapters.values()):

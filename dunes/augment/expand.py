@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import how_to_make_dense, sides
+from dunes.augment.adapted import how_to_make_dense, order_matters, sides
 from dunes.augment.change import Change
 from dunes.augment.options import Expand
 from dunes.augment.prune import unmask_linears
@@ -39,6 +39,8 @@ def decide(model: nn.Module, options: Expand) -> Change:
     Raises ValueError if the model is no decoder or not dense, and for block indices out of range.
     """
     depth, blocks, after = len(_decoder(model).blocks), options.blocks, options.after
+    if name := order_matters(model):
+        raise ValueError(f"{name} computes with what an earlier block did; new blocks would come between them")
     for place in [p for p in tree.places(model) if re.match(r"blocks\.\d+\.", p.name)]:
         if isinstance(tree.innermost(place.module), Quantized):
             raise ValueError(f"{place.name}: quantized; expand the dense model, and quantize the result")

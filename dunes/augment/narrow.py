@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.adapted import how_to_make_dense, linear_of
+from dunes.augment.adapted import how_to_make_dense, linear_of, order_matters
 from dunes.augment.calibrate import require_ids
 from dunes.augment.change import Change, modules_at
 from dunes.augment.experts import ROWS, input_gradients
@@ -61,6 +61,8 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
     assert isinstance(model, Decoder)
     if blocks is not None and not 0 < blocks < len(model.blocks):
         raise ValueError(f"blocks is {blocks}; expected 1 to {len(model.blocks) - 1}, fewer than the model has")
+    if blocks is not None and (name := order_matters(model)):
+        raise ValueError(f"{name} computes with what an earlier block did; remove heads or neurons instead")
     numbers = dict(_units(model, request))
     scores = importances(model, ids, {name: count for name, (_, count, _) in numbers.items()})
     places = _kept_units(numbers, scores, options.uneven)

@@ -3,19 +3,20 @@
 Each variant trains as `dunes train --parts` does, in a process of its own, with the size and settings that were
 chosen for the default model: once for the same time, and once for the steps that the default model made in it.
 The difference in validation bits/byte is paired by the seed, which also orders the data; its interval is Student's
-at 95 %. With `budget`, the worse half leaves after each rung, and the rest trains twice as long: successive
-halving (https://arxiv.org/abs/1502.07943).
+at 95 %. With `budget`, all train by the clock alone, the worse half leaves after each rung, and the rest
+trains twice as long: successive halving (https://arxiv.org/abs/1502.07943).
 """
 
 import json
 import math
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import torch
 
@@ -28,10 +29,12 @@ from dunes.bench.subject import Setting, of_folder
 from dunes.checkpoint.model_folder import read_card
 from dunes.extra import python_command
 from dunes.files import json_file
+from dunes.files.atomic import folder_lock
 from dunes.files.model_file import trust_cards
-from dunes.flags import PARTS
+from dunes.flags import PARTS, option
 from dunes.progress import print_table, report
-from dunes.runs.autosize import architecture_for
+from dunes.runs.autosize import architecture_for, vocabulary
+from dunes.runs.run import is_number
 from dunes.runs.train_config import TrainConfig
 from dunes.units import format_seconds
 
@@ -78,8 +81,8 @@ class Plan:
         others = len(self.variants) - 1
         if self.budget is None:
             return [(self.minutes, others)]
-        counts = [math.ceil(others / 2**i) for i in range(max(1, math.ceil(math.log2(others)) + 1))]
-        runs = sum((2 * count + 1) * 2**i for i, count in enumerate(counts))
+        counts = [math.ceil(others / 2**i) for i in range(math.ceil(math.log2(others)) + 1)]
+        runs = sum((count + 1) * 2**i for i, count in enumerate(counts))
         shortest = 60 * self.budget / self.seeds / runs
         if shortest < 0.05:
             raise ValueError(
@@ -97,7 +100,7 @@ def read_variants(texts: Sequence[str]) -> tuple[str, ...]:
     for text in texts:
         for item in text.split(","):
             complete = item if "=" in item or ":" in item else f"{name}={item}"
-            name = complete.partition("=")[0]
+            name = complete.partition("=")[0] if "=" in complete else ""
             variant = "+".join(sorted(part for part in complete.split("+") if not _is_default(part)))
             if variant and variant not in variants:
                 variants.append(variant)
@@ -126,48 +129,80 @@ class Job:
     def by(self) -> str:
         return CLOCK if self.steps is None else TOKENS
 
-    @property
-    def key(self) -> tuple[str, int, float, str]:
-        return self.variant, self.seed, self.minutes, self.by
+
+SETTINGS_KEPT = ("size", "tokenizer", "batch", "context_length", "dtype", "threads")
+"""What was chosen for the default model's run, and is the same in all runs of its seed."""
 
 
-def bench_parts(plan: Plan, out: Path) -> list[list[Row]]:
-    """Train what is missing in the folder `out`; returns the summary of each rung.
+def check_variant(variant: str, settings: Mapping[str, Any]) -> TrainConfig:
+    """The config of a variant with these settings. Raises ValueError for one that cannot be built."""
+    config = TrainConfig(sources=("-",), parts=_parts(variant), **settings)
+    architecture_for(config, vocabulary(config))
+    return config
 
-    Raises ValueError for a folder with other settings, and if a run fails.
+
+def bench_parts(plan: Plan, out: Path) -> tuple[list[list[Row]], dict[str, str]]:
+    """Train what is missing in the folder `out`; returns the summary of each rung, and why variants failed.
+
+    Raises ValueError for a folder of other sources, size or tokenizer, for one that is in use, and if the default
+    model's run fails.
     """
-    rungs, stored = plan.rungs, asdict(plan) | {"version": 1}
+    rungs, stored = plan.rungs, {n: v for n, v in asdict(plan).items() if n in ("sources", "size", "tokenizer")}
     out.mkdir(parents=True, exist_ok=True)
+    try:
+        with folder_lock(out, wait=False):
+            _begin(out, json.loads(json.dumps(stored)))
+            return _rungs(plan, rungs, out)
+    except BlockingIOError:
+        raise ValueError(f"{out}: in use by another process; wait for it, or choose another --out") from None
+
+
+def _begin(out: Path, stored: Row) -> None:
     if (settings := out / SETTINGS).exists():
-        if json_file.read(settings) != json.loads(json.dumps(stored)):
+        if json_file.read(settings) != stored:
             raise ValueError(f"{out}: was started with other settings ({settings}); choose another --out")
     elif any(out.iterdir()):
         raise ValueError(f"{out}: contains other files; choose another --out")
     else:
         settings.write_text(json.dumps(stored, indent=1))
-    variants, summaries = plan.variants, list[list[Row]]()
-    for number, (minutes, count) in enumerate(rungs):
-        rows = [*_rung(plan, variants, minutes, out, f"rung {number + 1} of {len(rungs)}, " * (len(rungs) > 1))]
-        summaries.append(summary(rows, variants))
+
+
+def _rungs(plan: Plan, rungs: Sequence[tuple[float, int]], out: Path) -> tuple[list[list[Row]], dict[str, str]]:
+    variants, summaries, failed = plan.variants, list[list[Row]](), dict[str, str]()
+    for number, (minutes, _) in enumerate(rungs):
+        words = f"rung {number + 1} of {len(rungs)}, " * (len(rungs) > 1)
+        rows = [*_rung(plan, variants, minutes, out, words, failed)]
+        summaries.append(summary(rows, variants := tuple(v for v in variants if v not in failed)))
         best = sorted(summaries[-1][1:], key=lambda row: row["difference"][CLOCK][0])
-        following = rungs[number + 1][1] if number + 1 < len(rungs) else count
-        variants = (DEFAULT, *[row["variant"] for row in best[:following]])
-    if find_spec("plotnine"):  # hours of training do not need it
+        if number + 1 < len(rungs):
+            variants = (DEFAULT, *[row["variant"] for row in best[: rungs[number + 1][1]]])
+    if find_spec("plotnine") and len(summaries[-1]) > 1:  # hours of training do not need it
         save_plot(differences(summaries[-1]), out / PICTURE)
-    return summaries
+    return summaries, failed
 
 
-def _rung(plan: Plan, variants: Sequence[str], minutes: float, out: Path, words: str) -> Iterator[Row]:
+def _rung(
+    plan: Plan, variants: Sequence[str], minutes: float, out: Path, words: str, failed: dict[str, str]
+) -> Iterator[Row]:
     """The rows of these variants, those in the file first; the others are trained and appended to it."""
-    known = {Job(*[r[f] for f in ("variant", "seed", "minutes", "steps")]).key: r for r in _read(out / ROWS)}
-    total, done, spent = plan.seeds * (2 * len(variants) - 1), 0, list[float]()
+    known = {Job(*[r[f] for f in ("variant", "seed", "minutes", "steps")]): r for r in _read(out / ROWS)}
+    by_tokens = plan.budget is None
+    total, done, spent = plan.seeds * ((1 + by_tokens) * (len(variants) - 1) + 1), 0, list[float]()
     for seed in range(plan.seeds):
         first: Row = {}
-        for job in _jobs(variants, seed, minutes, first):
-            if (row := known.get(job.key)) is None:
+        for job in _jobs(variants, seed, minutes, first, by_tokens):
+            if job.variant in failed:
+                continue
+            if (row := known.get(job)) is None:
                 left = format_seconds(60 * minutes * (total - done) * (mean(spent) if spent else 1.2))
                 report(f"{words}{job.variant}, equal {job.by}, seed {seed}; about {left} left", done / total)
-                row = _train(plan, job, out, first)
+                try:
+                    row = _train(plan, job, out, first)
+                except ValueError as error:
+                    if job.variant == DEFAULT:
+                        raise
+                    failed[job.variant] = str(error)
+                    continue
                 spent.append(row["elapsed"] / (60 * minutes))
                 json_file.append_record(out / ROWS, row)
             first.update(row if job.variant == DEFAULT else {})
@@ -175,34 +210,45 @@ def _rung(plan: Plan, variants: Sequence[str], minutes: float, out: Path, words:
             yield row
 
 
-def _jobs(variants: Sequence[str], seed: int, minutes: float, first: Row) -> Iterator[Job]:
+def _jobs(variants: Sequence[str], seed: int, minutes: float, first: Row, by_tokens: bool) -> Iterator[Job]:
     """The default's run, which fills `first`, and then those of the others, in another order for each seed."""
     yield Job(DEFAULT, seed, minutes)
     others = list(variants[1:])
     for variant in others if seed % 2 == 0 else reversed(others):
         yield Job(variant, seed, minutes)
-        yield Job(variant, seed, minutes, first["made_steps"])
+        if by_tokens:
+            yield Job(variant, seed, minutes, first["made_steps"])
 
 
 def _read(path: Path) -> list[Row]:
-    return json_file.read_records(path, "a run", lambda r: "variant" in r) if path.exists() else []
+    return json_file.read_records(path, "a run of `dunes bench parts`", _is_run)
+
+
+def _is_run(record: Row) -> bool:
+    numbers = ("seed", "minutes", "made_steps", "elapsed", "bits_per_byte", "rate", "decode_rate", "peak_bytes")
+    settings = record.get("settings")
+    if not isinstance(settings, dict) or not isinstance(record.get("variant"), str):
+        return False
+    return all(is_number(record.get(n)) for n in numbers) and type(record.get("steps")) in (int, type(None))
 
 
 def _train(plan: Plan, job: Job, out: Path, first: Row) -> Row:
     """Train one variant in a process of its own, and measure what was saved. The folder is removed.
 
-    `first` is the row of the default model with this seed, whose settings the others have.
+    `first` is the row of the default model with this seed, whose settings the others have. Raises ValueError for a
+    run that fails.
     """
-    folder = out / "running"
+    if (folder := out / "running").is_symlink():
+        folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     length = ["--minutes", f"{job.minutes}"] if job.steps is None else ["--steps", f"{job.steps}"]
-    chosen = first.get("settings") or {"size": plan.size, "tokenizer": plan.tokenizer}
-    options = [
-        word for name, value in chosen.items() if value for word in (f"--{name.replace('_', '-')}", f"{value}")
-    ]
+    chosen = {"size": plan.size, "tokenizer": plan.tokenizer} | dict(first.get("settings", {}))
+    chosen = {name: chosen[name] for name in SETTINGS_KEPT if chosen.get(name)}
+    check_variant(job.variant, chosen)
+    options = [word for name, value in chosen.items() for word in (f"--{option(name)}", f"{value}")]
     parts = ["--parts", *_parts(job.variant)] if job.variant != DEFAULT else []
-    command = ["train", *plan.sources, "--out", f"{folder}", "--seed", f"{job.seed}", "--no-complete", "--quiet"]
-    command, environment = python_command("-m", "dunes", *command, *length, *options, *parts)
+    fixed = ["--out", f"{folder}", "--seed", f"{job.seed}", "--no-complete", "--quiet", *length, *parts]
+    command, environment = python_command("-m", "dunes", "train", *plan.sources, *options, *fixed)
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         line = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
@@ -216,7 +262,6 @@ def _row(job: Job, folder: Path) -> Row:
     card = read_card(folder)
     trained, timings = card["trained"], card["timings"]
     tokens = trained["steps"] * trained["batch"] * trained["context_length"]
-    settings = ("size", "tokenizer", "batch", "context_length", "dtype", "threads")
     return {
         **asdict(job),
         "made_steps": trained["steps"],
@@ -224,15 +269,15 @@ def _row(job: Job, folder: Path) -> Row:
         "bits_per_byte": card["measured"]["bits_per_byte"],
         "rate": tokens / (timings.get("steps", 0.0) + timings["first step"]),
         "peak_bytes": card["measured"]["peak_bytes"],
-        "decode_rate": _decode_rate(folder, trained["threads"]),
-        "settings": {name: trained[name] for name in settings},
+        "decode_rate": _decode_rate(folder, trained["threads"], trust=":" in job.variant),
+        "settings": {name: trained[name] for name in SETTINGS_KEPT},
         **measure.fingerprint(),
     }
 
 
-def _decode_rate(folder: Path, threads: int) -> float:
-    """Tokens per second, the fastest of three laps."""
-    with trust_cards():  # the caller named the function
+def _decode_rate(folder: Path, threads: int, trust: bool) -> float:
+    """Tokens per second, the fastest of three laps; `trust` imports the function that the variant names."""
+    with trust_cards(trust):
         subject = of_folder(folder)
         work = BENCHMARKS["decode"].make(subject, Setting(1, min(DECODED, subject.context), "float32", threads))
     torch.set_num_threads(threads)
@@ -242,8 +287,9 @@ def _decode_rate(folder: Path, threads: int) -> float:
 def summary(rows: Sequence[Row], variants: Sequence[str]) -> list[Row]:
     """For each variant, what it brings and costs beside the default.
 
-    `difference` has by "minutes" and by "tokens" the mean difference in bits/byte and half of the width of its
-    interval, which is None for a single seed. `rate`, `decode_rate` and `peak_bytes` are means of ratios.
+    `difference` has by "minutes", and by "tokens" if that was measured, the mean difference in bits/byte and half
+    of the width of its interval, which is None for a single seed. `rate`, `decode_rate` and `peak_bytes` are
+    means of ratios.
     """
     results = []
     for variant in variants:
@@ -254,7 +300,9 @@ def summary(rows: Sequence[Row], variants: Sequence[str]) -> list[Row]:
         }
         bits = mean(a["bits_per_byte"] for a, _ in pairs[CLOCK])
         differences = {
-            by: interval([a["bits_per_byte"] - b["bits_per_byte"] for a, b in each]) for by, each in pairs.items()
+            by: interval([a["bits_per_byte"] - b["bits_per_byte"] for a, b in each])
+            for by, each in pairs.items()
+            if each
         }
         results.append({"variant": variant, "bits_per_byte": bits, "difference": differences, **ratios})
     return results
@@ -264,7 +312,9 @@ def _pairs(rows: Sequence[Row], variant: str, by: str) -> list[tuple[Row, Row]]:
     """Rows of a variant, each with the row of the default with this seed, which has the same time and steps."""
     default = {row["seed"]: row for row in rows if row["variant"] == DEFAULT}
     same = [row for row in rows if row["variant"] == variant]
-    return [(r, default[r["seed"]]) for r in same if variant == DEFAULT or (r["steps"] is None) == (by == CLOCK)]
+    if variant == DEFAULT and any((r["steps"] is None) == (by == CLOCK) for r in rows):
+        return [(r, r) for r in same]
+    return [(r, default[r["seed"]]) for r in same if (r["steps"] is None) == (by == CLOCK)]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
@@ -278,14 +328,16 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 def print_summary(results: Sequence[Row], title: str) -> None:
     """Print one line per variant, the best by the clock first; the default is the line of zeros."""
 
-    def difference(value: tuple[float, float | None]) -> str:
+    def difference(value: tuple[float, float | None] | None) -> str:
+        if value is None:
+            return ""
         middle, half = value
         return f"{middle:+.4f}" + (f" ± {half:.4f}" if half else "")
 
     lines = []
     for row in sorted(results, key=lambda row: row["difference"][CLOCK][0]):
         costs = [f"{row[name]:.2f}" for name in ("rate", "peak_bytes", "decode_rate")]
-        both = [difference(row["difference"][by]) for by in (CLOCK, TOKENS)]
+        both = [difference(row["difference"].get(by)) for by in (CLOCK, TOKENS)]
         lines.append([row["variant"], f"{row['bits_per_byte']:.4f}", both[0], verdict(row), both[1], *costs])
     columns = ["", "bits/byte", "equal minutes", "", "equal tokens", "tokens/s", "memory", "decoding"]
     print_table(title, columns, lines)

@@ -1,6 +1,8 @@
 """`dunes bench ...`: one command per registered benchmark, and commands that compare and plot the results."""
 
 import json
+import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -157,8 +159,10 @@ def parts(
     from dunes.progress import Display, shown_by
 
     plan = instrument.Plan(sources, instrument.read_variants(vary), minutes, seeds, size, tokenizer, budget)
+    # A run in a process of its own ends with this one.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with Display(Console(stderr=True, highlight=False)) as display, shown_by(display.state):
-        rungs = instrument.bench_parts(plan, out)
+        rungs, failed = instrument.bench_parts(plan, out)
 
     def print_text() -> None:
         for (length, _), results in zip(plan.rungs, rungs, strict=True):
@@ -167,14 +171,16 @@ def parts(
         picture = out / instrument.PICTURE
         plot = f"plot: {picture}" if picture.exists() else "a plot needs: pip install -e '.[plot]'"
         print(f"runs: {out / instrument.ROWS}   {plot}")
-        best = min(rungs[-1], key=lambda row: row["difference"][instrument.CLOCK][0])["variant"]
-        if best != instrument.DEFAULT:
-            print(
-                f"train with the best: dunes train {' '.join(sources)} --parts {best.replace('+', ' ')} --out RUN"
-            )
+        best = min(rungs[-1], key=lambda row: row["difference"][instrument.CLOCK][0])
+        if instrument.verdict(best) == "helps":
+            parts = best["variant"].replace("+", " ")
+            options = f"--size {size} " * bool(size) + f"--tokenizer {tokenizer} " * (tokenizer != "bpe")
+            print(f"train with the best: dunes train {shlex.join(sources)} --parts {parts} {options}--out RUN")
+        for reason in failed.values():
+            print(f"failed: {reason}", file=sys.stderr)
 
-    _print(print_text, {"rungs": rungs}, as_json)
-    return 0
+    _print(print_text, {"rungs": rungs, "failed": failed}, as_json)
+    return 1 if failed else 0
 
 
 def compare(

@@ -67,15 +67,22 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 
 def _rope(hf: dict[str, Any], kind: str, base: float) -> dict[str, Any]:
-    """The rotary settings of one kind of layer: since transformers 5 an object in `rope_parameters`."""
-    nested, legacy = hf.get("rope_parameters"), {"rope_theta": hf.get("rope_local_base_freq")}
-    if nested is not None and not (isinstance(nested, dict) and isinstance(nested.get(kind), dict)):
-        raise ValueError(f"config.json: rope_parameters is {str(nested)[:60]}; expected an object {kind}")
-    if kind == FULL:
-        legacy = {"rope_theta": hf.get("rope_theta"), **(hf.get("rope_scaling") or {})}
-    return rope_fields(
-        {**hf, "rope_scaling": None, "rope_parameters": legacy if nested is None else nested[kind]}, base
-    )
+    """The rotary settings of one kind of layer: since transformers 5 an object in `rope_parameters`.
+
+    What that object lacks is at the top of the file, where it was before: `rope_local_base_freq` is the base of
+    layers with a window, `rope_theta` that of the others, which `rope_scaling` scales.
+    """
+    nested = hf.get("rope_parameters") or {}
+    own, scaling = (nested.get(kind) if isinstance(nested, dict) else None) or {}, hf.get("rope_scaling") or {}
+    if not isinstance(nested, dict) or nested.keys() - {FULL, LOCAL} or not isinstance(own, dict):
+        raise ValueError(
+            f"config.json: rope_parameters is {str(nested)[:60]}; expected objects {FULL} and {LOCAL}"
+        )
+    if not isinstance(scaling, dict):
+        raise ValueError(f"config.json: rope_scaling is a {type(scaling).__name__}; it must be an object")
+    top, more = ("rope_theta", scaling) if kind == FULL else ("rope_local_base_freq", {})
+    others = {k: v for k, v in hf.items() if k not in ("rope_theta", "rope_scaling")}
+    return rope_fields(others | {"rope_parameters": {"rope_theta": hf.get(top), **own, **more}}, base)
 
 
 def to_hf(config: Config) -> dict[str, Any]:

@@ -5,6 +5,7 @@ names are in `flags.PARTS`; the first of each is the default. An own part is a f
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch.nn.functional as F
@@ -73,9 +74,15 @@ def _block(
 
 
 def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
-    """The attention of a layer. With few key/value heads, as many as divide the heads."""
+    """The attention of a layer. With few key/value heads, as many as divide the heads.
+
+    Differences are of pairs: heads are half as wide where their number is odd.
+    """
+    pairs = 2 if chosen["attention"] == "differential" else 1
+    if size.heads % pairs:
+        size = replace(size, heads=2 * size.heads, head_dim=size.head_dim // 2)
     most = {"all": size.heads, "half": max(1, size.heads // 2), "one": 1}[chosen["kv"]]
-    kv_heads = next(n for n in range(most, 0, -1) if size.heads % n == 0)
+    kv_heads = next(n for n in range(max(most, pairs), 0, -1) if size.heads % n == 0 == n % pairs)
     windowed = chosen["window"] == "alternating" and layer % 2 == 0
     make: Callable[..., Attention] = Attention
     kind, options = chosen["attention"], dict[str, object]()

@@ -5,7 +5,7 @@
 import math
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,8 @@ class Attention(nn.Module):
     no multiple of `kv_heads`.
     """
 
+    depends_on_order: ClassVar[bool] = False
+    """True for a part that computes with what a certain earlier block left in the context."""
     # Not attributes of an instance without these settings, whose saved structure would otherwise differ.
     scale: float | None = None
     softcap: float | None = None
@@ -119,6 +121,7 @@ class ValueResidualAttention(Attention):
     Attention's. The mixture starts half and half. https://arxiv.org/abs/2410.17897
     """
 
+    depends_on_order = True
     initial_values = MappingProxyType({"mix": 0.5})
 
     def __init__(self, dim: int, heads: int, kv_heads: int | None = None, *, first: bool, **options: Any) -> None:

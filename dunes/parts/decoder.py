@@ -90,6 +90,7 @@ class SkipBlock(Block):
     """
 
     supports_packing = True
+    depends_on_order = True
 
     def __init__(self, *parts: Any, source: int | None = None, **options: Any) -> None:
         super().__init__(*parts, **options)

@@ -239,10 +239,17 @@ def _of_parts(config: TrainConfig, vocab: int) -> Architecture:
     shape = {"vocab": vocab, "dim": size.dim, "depth": size.depth, "context_length": config.context_length}
     if not isinstance(chosen, str):
         return Architecture.of_function(of_parts.build, **shape, **chosen)
+    if ranks.count() > 1:
+        raise ValueError(f"--parts {chosen}: functions build models in one process; torchrun needs named parts")
     described = replace(Architecture.of_function(import_build(chosen, Path("--parts")), **shape), family=chosen)
-    with torch.device("meta"):
-        if not isinstance(described.build(), Decoder):
-            raise ValueError(f"--parts {chosen}: it must return a Decoder")
+    try:
+        with torch.device("meta"):
+            model = described.build()
+    except (Exception, SystemExit) as error:  # whatever the function raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"--parts {chosen}: {reason} (it is called on torch's meta device first)") from error
+    if not isinstance(model, Decoder):
+        raise ValueError(f"--parts {chosen}: returned a {type(model).__name__}; expected a Decoder")
     return described
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from dunes.runs.run import Run, Timings, append_metrics, card_facts, new_run, ru
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import muon, scale_rates
+from dunes.tree.summary import module_rows
 from dunes.units import format_count
 
 TYPICAL_RATE = 10_000
@@ -110,7 +112,7 @@ def _choose_options(
         display.detail(line)
     if base is None and config.size and (warning := autosize.size_warning(chosen)):
         display.line(warning)
-    if chosen.has_own_form:
+    if chosen.has_own_form and not _has_hf_config(chosen):
         what = "parts" if chosen.parts else "shared experts or a selection bias"
         display.line(
             f"note: no Hugging Face config names {what}; the model will be a folder that dunes reads, and "
@@ -122,6 +124,13 @@ def _choose_options(
             "--experts-per-token 2 lets it"
         )
     return chosen
+
+
+def _has_hf_config(config: TrainConfig) -> bool:
+    """True if parts make a model of a family."""
+    return bool(config.parts) and not isinstance(
+        checkpoint.hf_config_of(autosize.meta_model(config), config.context_length), str
+    )
 
 
 def load_base(config: TrainConfig) -> LoadedModel:
@@ -219,6 +228,9 @@ def prepare(
         with torch.device("meta") if ranks.count() > 1 else nullcontext():
             model = architecture.build()
         loaded = LoadedModel(model, tokens.tokenizer, config.context_length, {}, architecture)
+        if isinstance(config.chosen_parts, str):  # its file may change before the run is resumed
+            structure = sha256(repr([*module_rows(model)]).encode()).hexdigest()
+            tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": structure})
     else:
         fingerprints = tokens.fingerprints | {"the model": weights_digest(base.model)}
         tokens = replace(tokens, fingerprints=fingerprints)
