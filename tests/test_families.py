@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import refuses
+from conftest import refuses, run_python
 from dunes.models import FAMILIES, build_on_meta, family_of, weight_names
 from dunes.models.config_values import yarn_scale
 from dunes.models.names import match_indices, to_ours
@@ -317,3 +317,22 @@ def test_a_rotary_can_be_compared_and_a_context_shares_its_angles():
     ctx = ForwardContext.of(torch.zeros(1, 4, dtype=torch.long))
     a(torch.randn(1, 1, 4, 8), ctx), b(torch.randn(1, 1, 4, 8), ctx)
     assert len(ctx._memo) == 1
+
+
+def test_no_names_import_a_compiler():
+    """Joining tensors on meta would, for 1.7 s."""
+    script = """if True:
+        import sys
+        from dunes.checkpoint.state_dict_diff import compare
+        from dunes.checkpoint.weights.lazy_tensor import hf_weights, in_memory
+        from dunes.models import FAMILIES, build_on_meta, weight_names, written_names
+        from dunes.models.names import for_heads
+        for family, module in FAMILIES.items():
+            config = module.Config.from_size(64, 64, 2, 16)
+            ours = in_memory(build_on_meta(family, config).state_dict())
+            files = hf_weights(written_names(family, config), ours)
+            compare(ours, files, for_heads(weight_names(family), config.heads), ())
+            print(family, "torch._dynamo" in sys.modules)
+    """
+    lines = run_python(script, check=True).stdout.splitlines()
+    assert lines == [f"{family} False" for family in FAMILIES]

@@ -50,12 +50,14 @@ def transpose(weight: Tensor) -> Tensor:
 
 def halves(weight: Tensor) -> Tensor:
     """Reorder rows, of a matrix or a bias: the rows of even numbers, then those of odd numbers."""
-    return torch.cat([weight[::2], weight[1::2]])
+    if len(weight) % 2:
+        return weight  # whose shape is refused
+    return torch.unflatten(weight, 0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 
 def pairs(weight: Tensor) -> Tensor:
     """The inverse of `halves`."""
-    return torch.stack(weight.chunk(2), 1).flatten(0, 1)
+    return torch.unflatten(weight, 0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def name(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity, like: str = "") -> Name:
@@ -170,8 +172,15 @@ def parts_by_target(rule: Name, ours: Iterable[str]) -> dict[str, list[tuple[str
 
 def _join(rule: Name, parts: Sequence[Tensor]) -> Tensor:
     n = len(rule.ours)
-    rows = [rule.save(parts[i] if n == 1 else torch.cat([*parts[i : i + n]])) for i in range(0, len(parts), n)]
-    return torch.stack(rows) if rule.stacked else rows[0]
+    rows = [rule.save(parts[i] if n == 1 else _cat(parts[i : i + n])) for i in range(0, len(parts), n)]
+    return _cat([row[None] for row in rows]) if rule.stacked else rows[0]
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.cat`, which on meta tensors would make torch import its compiler (1.7 s)."""
+    if parts[0].is_meta:
+        return parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
+    return torch.cat([*parts])
 
 
 def fields(template: str) -> set[str]:
