@@ -23,7 +23,15 @@ def build(family, depth=1, **sizes):
     """Six heads of four that share two key/value heads, a window shorter than the text, experts."""
     module = FAMILIES[family]
     config = module.Config.from_size(VOCAB, 24, depth, 16)
-    sizes = {"heads": 6, "kv_heads": 2, "head_dim": 4, "hidden": 32, "window": 5, "experts": 4} | sizes
+    sizes = {
+        "heads": 6,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "hidden": 32,
+        "window": 5,
+        "experts": 4,
+        "rotary_dim": 2,
+    } | sizes
     model = module.build(replace(config, **{k: v for k, v in sizes.items() if hasattr(config, k)}))
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():

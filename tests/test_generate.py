@@ -29,7 +29,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7]]
 @pytest.fixture(params=FAMILIES)
 def model(request):
     # With a tied head, Gemma's scaled embeddings repeat their input until it is trained.
-    return made(request.param, **({"tied": False} if request.param == "gemma2" else {}))
+    return made(request.param, **({"tied": False} if request.param.startswith("gemma") else {}))
 
 
 made = partial(random_model, noise=0.2, vocab=VOCAB, dim=64, context=CONTEXT)

@@ -106,7 +106,7 @@ def test_the_balance_of_a_mixture_is_shown_and_recorded(code, tmp_path, monkeypa
 def test_every_family_trains_from_scratch_with_every_tokenizer(family, kind, code, tmp_path):
     printed = training_output(toy(code, family=family, tokenizer=kind, steps=2), tmp_path / "run")
     loaded = checkpoint.load(tmp_path / "run")
-    assert loaded.card["family"] == family
+    assert loaded.card["family"] == {"phi3": "mistral"}.get(family, family)  # it has the modules of one
     assert loaded.card["trained"]["steps"] == 2
     assert "done after 2 steps" in printed
 
