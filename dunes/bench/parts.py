@@ -71,8 +71,8 @@ class Plan:
         if len(self.variants) < 2:
             raise ValueError("nothing to compare; name variants, for example --vary mlp=gated,gelu norm=layer")
         for variant in self.variants[1:]:
-            architecture_for(
-                TrainConfig(sources=("-",), size="2x64", context_length=16, parts=_parts(variant)), 64
+            check_variant(
+                variant, {"size": self.size or "2x64", "tokenizer": self.tokenizer, "context_length": 256}
             )
 
     @property
