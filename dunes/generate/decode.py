@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.generate.prefix_cache import PrefixCache, check_ids
 from dunes.generate.sampling import Sampler, log_probs
-from dunes.generate.speculate import Proposal, Proposer, choose
+from dunes.generate.speculate import Proposal, Proposer, check_rewinds, choose
 from dunes.generate.step import Scores
 from dunes.parts import vocabulary_size
 from dunes.parts.quantized_cache import SLACK
@@ -107,6 +107,8 @@ def generate_all(
     `requests` by another request or None. A `cache` needs one row per request. A text's prefix that it contains is
     not evaluated again; afterwards it contains the new texts.
     """
+    if any(r is not None and r.proposer for r in requests):
+        check_rewinds(model)
     cache = cache or PrefixCache(model, len(requests))
     while active := {i: r for i, r in enumerate(requests) if r is not None and r.unfinished}:
         cache.reserve(min(context_length, max(r.end for r in active.values())))

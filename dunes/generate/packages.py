@@ -50,6 +50,7 @@ from dunes.generate.step import (
 )
 from dunes.ops.kernels import attempt, why_not_compiled
 from dunes.parts import Cache, cache_for, vocabulary_size
+from dunes.parts.decoder import recurrent_part
 from dunes.tree.summary import stable_repr
 
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 6
@@ -229,6 +230,8 @@ def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     Step(model)
     if cache_for(model, 1, 1) is None:
         raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
+    if name := recurrent_part(model):
+        raise ValueError(f"a compiled step stores keys and values, and {name} has a recurrent state")
     if next(model.parameters()).device.type != "cpu":
         raise ValueError("steps are compiled for the CPU, and this model is on another device")
     if not (choices := _dtypes(model)):

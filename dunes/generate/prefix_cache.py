@@ -237,7 +237,8 @@ class PrefixCache:
         ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in pending], device=device)
         real = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in pending], device=device)
         padded = any(len(row) < width for row in pending)
-        cuts = [*range(0, width - last + 1, width if cache is None else CHUNK), width]
+        piece = width if cache is None else cache.largest_piece or CHUNK
+        cuts = [*range(0, width - last + 1, piece), width]
         with float32_products(weight, ids.numel()):
             for a, b in itertools.pairwise(cuts):
                 part, n = real[:, a:b], last if b == width else 0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dunes.generate.context_index import last_match
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.sampling import Sampler, greedy
+from dunes.parts.decoder import recurrent_part
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,15 @@ def look_up(
     return Proposal((list(ids[position:]) * count)[: min(count, limit)] if length >= shortest else ())
 
 
+def check_rewinds(model: nn.Module) -> None:
+    """Raise ValueError for a model that cannot take back the ids of a rejected proposal."""
+    if name := recurrent_part(model):
+        raise ValueError(
+            f"{name} has a recurrent state, which would be computed again after each rejected proposal; "
+            "leave out lookup and draft"
+        )
+
+
 class DraftModel:
     """Proposes ids that a smaller model with the same vocabulary generates with the text's sampler.
 
@@ -47,6 +57,7 @@ class DraftModel:
     """
 
     def __init__(self, model: nn.Module, context_length: int, count: int = 4) -> None:
+        check_rewinds(model)
         self.context_length, self.count, self.cache = context_length, count, PrefixCache(model)
 
     def __call__(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:

@@ -34,7 +34,7 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
         for name, module in model.named_modules():
             for key, value in getattr(module, "initial_values", {}).items() if empty else ():
                 if (own := getattr(module, key)) is not None:
-                    own.fill_(value)
+                    own.copy_(ranks.part(torch.as_tensor(value, dtype=own.dtype).expand(own.shape), own))
             if isinstance(module, nn.Embedding):
                 normal(module.weight, 0.02)
             elif isinstance(module, nn.Linear):

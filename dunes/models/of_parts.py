@@ -17,6 +17,7 @@ from dunes.parts import MLP, Attention, Block, Decoder, Embedding, GatedMLP, RMS
 from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
 from dunes.parts.decoder import SkipBlock
 from dunes.parts.position import Alibi, PartialRotary, Position
+from dunes.parts.recurrent import GatedConvolution, GatedDeltaNet, Mamba2
 
 EPS = 1e-5
 LOGIT_CAP, SCORE_CAP = 30.0, 50.0
@@ -35,7 +36,7 @@ def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -
     norm = partial(RMSNorm if chosen["norm"] == "rms" else nn.LayerNorm, dim, EPS)
     size = Config.from_size(vocab, dim, depth, context_length)
     blocks = [
-        _block(chosen, norm, _attention(size, chosen, layer), _mlp(chosen["mlp"], dim), layer, depth)
+        _block(chosen, norm, _mixer(size, chosen, layer), _mlp(chosen["mlp"], dim), layer, depth)
         for layer in range(depth)
     ]
     places = context_length if chosen["position"] == "learned" else None
@@ -71,6 +72,26 @@ def _block(
         mlp_post_norm=after[1],
         parallel=form == "parallel",
     )
+
+
+def _mixer(size: Config, chosen: dict[str, str], layer: int) -> nn.Module:
+    """The attention of a layer, or in three of four layers, as in Qwen3-Next, a part with a recurrent state."""
+    width = size.head_dim
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "convolution": partial(GatedConvolution, size.dim),
+        "delta": lambda: GatedDeltaNet(
+            size.dim, size.heads, key_dim=width, value_dim=width, norm=RMSNorm(width, EPS)
+        ),
+        "mamba": lambda: Mamba2(
+            *(size.dim, 2 * size.heads),
+            head_dim=width,
+            state_dim=width,
+            norm=RMSNorm(2 * size.heads * width, EPS),
+        ),
+    }
+    if chosen["attention"] in makers and (layer + 1) % 4:
+        return makers[chosen["attention"]]()
+    return _attention(size, chosen, layer)
 
 
 def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:

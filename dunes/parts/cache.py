@@ -27,6 +27,8 @@ class Cache:
 
     window: int | None = None
     """Maximum number of positions that a layer may attend to; None: all positions."""
+    largest_piece: int | None = None
+    """Maximum number of a prompt's tokens in a forward; None: no limit."""
     row_state: tuple[str, ...] = ("length",)
     """Names of the attributes that have one value per row (B,)."""
     stored: tuple[str, ...] = ("keys", "values")

@@ -19,6 +19,7 @@ from dunes.ops.scaled_dot_product import (
     varlen_attention,
 )
 from dunes.parts.cache import Cache
+from dunes.parts.recurrent_cache import RecurrentCache
 from dunes.units import plural
 
 Bias = Callable[[Tensor, Tensor], Tensor]
@@ -77,6 +78,33 @@ class ForwardContext:
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values in the cache, if any, and return all that this layer can read (B, K, S, D)."""
         return (k, v) if self.cache is None else self.cache.put(layer, k, v, self.positions)
+
+    def state(self, name: Hashable, initial: Tensor) -> Tensor:
+        """The recurrent state of this name after the earlier tokens; the zeros `initial` (B, ...) if none are
+        cached. Raises ValueError for a cache without states."""
+        if self.cache is None:
+            return initial
+        if not isinstance(self.cache, RecurrentCache):
+            raise ValueError(f"a {type(self.cache).__name__} has no recurrent states; create one with cache_for")
+        return self.cache.state(name, initial)
+
+    def keep(self, name: Hashable, state: Tensor) -> None:
+        """Replace the recurrent state of this name in the cache, if any."""
+        if self.cache is not None:
+            self.state(name, state).copy_(state)
+
+    def padding(self) -> Tensor | None:
+        """True (B, T) for padding among tokens that continue cached ones; None if it is sure that none is."""
+        return None if self.cache is None or self.consecutive else self.positions < 0
+
+    def documents(self) -> Tensor | None:
+        """The number (B or 1, T) of each token's document, from packed positions; None for a single document."""
+        if self.cache is not None or self.consecutive:
+            return None
+        if self.document_starts is not None:
+            return self.document_starts[None]
+        restarts = self.positions.diff(prepend=self.positions[:, :1]) != 1
+        return restarts.cumsum(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
         """The output (B, H, T, D) of attention; `k` and `v` come from `put`, `window` is as in `mask`."""
@@ -144,9 +172,7 @@ class ForwardContext:
         visible = (key >= 0) & (key <= query) if self.cache is None else self.cache.visible(key, query)
         if window is not None:
             visible &= key > query - window
-        if self.cache is None:
-            restarts = self.positions.diff(prepend=self.positions[:, :1]) != 1
-            document = restarts.cumsum(1) if self.document_starts is None else self.document_starts[None]
+        if (document := self.documents()) is not None:
             visible &= document[:, :, None] == document[:, None, :]
         # Padding attends to everything: a softmax over no key would be NaN.
         return visible | (query < 0)

@@ -28,6 +28,7 @@ from dunes.parts.context import (
     warn_about_mixing,
 )
 from dunes.parts.quantized_cache import CacheFormat, QuantizedCache
+from dunes.parts.recurrent_cache import RecurrentCache
 
 Read = Callable[[Tensor], Tensor]
 LossSums = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
@@ -42,7 +43,8 @@ class Block(nn.Module):
 
     `dropout` acts on the outputs of attn and mlp, in training only. `attn_post_norm` and `mlp_post_norm` are
     applied to these outputs before they are added; with nn.Identity as the norms before, the block norms only
-    after. With `parallel`, it is x + attn(attn_norm(x)) + mlp(mlp_norm(x)).
+    after. With `parallel`, it is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an MLP (both None), only attn
+    is added.
     """
 
     supports_packing = True
@@ -52,8 +54,8 @@ class Block(nn.Module):
         self,
         attn_norm: nn.Module,
         attn: nn.Module,
-        mlp_norm: nn.Module,
-        mlp: nn.Module,
+        mlp_norm: nn.Module | None,
+        mlp: nn.Module | None,
         dropout: float = 0.0,
         *,
         attn_post_norm: nn.Module | None = None,
@@ -61,7 +63,9 @@ class Block(nn.Module):
         parallel: bool = False,
     ) -> None:
         super().__init__()
-        self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
+        self.attn_norm, self.attn = attn_norm, attn
+        self.mlp_norm: Any = mlp_norm
+        self.mlp: Any = mlp
         self.dropout = nn.Dropout(dropout)
         self.attn_post_norm: nn.Module | None
         self.mlp_post_norm: nn.Module | None
@@ -75,6 +79,8 @@ class Block(nn.Module):
         attended = self.attn(self.attn_norm(x), ctx, layer)
         attended = attended if self.attn_post_norm is None else self.attn_post_norm(attended)
         y: Tensor = x + self.dropout(attended)
+        if self.mlp is None:
+            return y
         added = self.mlp(self.mlp_norm(x if self.parallel else y))
         added = added if self.mlp_post_norm is None else self.mlp_post_norm(added)
         out: Tensor = y + self.dropout(added)
@@ -315,8 +321,9 @@ def cache_for(
 ) -> Cache | None:
     """An empty cache for `batch` rows of up to `capacity` tokens.
 
-    With a `format` it is a `QuantizedCache`. Without one, it is a `RollingCache` if every layer has a window
-    smaller than the capacity; otherwise it is a `Cache`.
+    For a model with recurrent states it is a `RecurrentCache`. With a `format` it is a `QuantizedCache`. Without
+    one, it is a `RollingCache` if every layer has a window smaller than the capacity; otherwise it is a `Cache`.
+    Raises ValueError for a format and recurrent states.
 
     Returns None, with a warning, if a module may mix tokens in ways that a KV cache cannot reproduce. The model
     may be compiled or wrapped.
@@ -325,6 +332,10 @@ def cache_for(
     if inner is not None and undeclared_modules(inner):
         warn_about_mixing(inner, "the whole text is computed again for each new token")
         return None
+    if name := recurrent_part(model):
+        if format is not None:
+            raise ValueError(f"the cache of a model with recurrent states ({name}) cannot be quantized")
+        return RecurrentCache(batch, capacity, device)
     if format is not None:
         return QuantizedCache(batch, capacity, device, format)
     windows = [m.window for m in model.modules() if isinstance(m, Attention)]
@@ -333,6 +344,14 @@ def cache_for(
     if len(limited) == depth and max(limited) < capacity:
         return RollingCache(batch, max(limited), device)
     return Cache(batch, capacity, device)
+
+
+def recurrent_part(model: nn.Module) -> str:
+    """The name of the class of a model's first part with a recurrent state; "" if it has none.
+
+    A class declares it by `recurrent = True`.
+    """
+    return next((type(m).__name__ for m in model.modules() if getattr(m, "recurrent", False)), "")
 
 
 # Shapes: N tokens.

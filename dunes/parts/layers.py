@@ -99,6 +99,21 @@ class ZeroCenteredRMSNorm(RMSNorm):
         return rms_norm(x, 1.0 + self.weight.float(), self.eps)
 
 
+class GroupedRMSNorm(RMSNorm):
+    """RMSNorm whose rms is over each of `groups` of equally many channels."""
+
+    supports_packing = True
+
+    def __init__(self, dim: int, eps: float = 1e-6, groups: int = 1) -> None:
+        super().__init__(dim, eps)
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dim) -> (..., dim), in x's dtype."""
+        grouped = x.unflatten(-1, (self.groups, -1))
+        return F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2) * self.weight.to(x.dtype)
+
+
 class MLP(nn.Module):
     """A feed-forward layer of two matrices: down(act(up(x)))."""
 

@@ -1,0 +1,94 @@
+"""Recurrences of a matrix with decay, whose update may follow the delta rule; they are linear in the values.
+
+The state is S_t = a_t S_{t-1} + k_t u_t^T, and the output S_t^T q_t. Here u_t is v_t, as in Mamba-2
+(https://arxiv.org/abs/2405.21060), or with `beta` the gated delta rule beta_t (v_t - a_t S_{t-1}^T k_t)
+(https://arxiv.org/abs/2412.06464). `plain` computes it token by token, `chunked` by products of matrices.
+"""
+
+# Shapes: B batch, H heads, T tokens, K width of keys, V width of values, N chunks of C tokens.
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens in a chunk, as in the implementations of the papers."""
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    beta: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The outputs (B, H, T, V) and the last state, in the faster of the two forms.
+
+    `q` and `k` are (B, H, T, K), `v` (B, H, T, V), `log_decay` (at most 0) and `beta` (B, H, T), `state`
+    (B, H, K, V), all of one dtype, float32 or wider. `documents` (B or 1, T) numbers the document of each token:
+    the state is zero at the start of each but the first, which continues `state`.
+    """
+    return (plain if v.shape[2] == 1 else chunked)(q, k, v, log_decay, state, beta, documents)
+
+
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    beta: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`recurrence`, one token after another."""
+    decay, outputs = log_decay.exp(), []
+    if documents is not None:
+        decay = decay * (documents.diff(dim=1, prepend=documents[:, :1]) == 0)[:, None]
+    for t in range(v.shape[2]):
+        state, update = state * decay[:, :, t, None, None], v[:, :, t]
+        if beta is not None:
+            update = beta[:, :, t, None] * (update - torch.einsum("bhkv,bhk->bhv", state, k[:, :, t]))
+        state = state + k[:, :, t, :, None] * update[:, :, None]
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, :, t]))
+    return torch.stack(outputs, 2), state
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    beta: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`recurrence`, by chunks: inside one, a triangular system gives the updates of the delta rule."""
+    length = v.shape[2]
+    size = min(CHUNK, length)
+    extra = -length % size
+    q, k, v = (F.pad(x, (0, 0, 0, extra)).unflatten(2, (-1, size)) for x in (q, k, v))  # BHNC-
+    total = F.pad(log_decay, (0, extra)).unflatten(2, (-1, size)).cumsum(-1)  # BHNC
+    visible = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
+    enters, leaves = total.exp(), (total[..., -1:] - total).exp()
+    if documents is not None:
+        last = documents[:, -1:].expand(-1, extra)
+        number = torch.cat([documents, last], 1).unflatten(1, (-1, size))[:, None]  # B1NC
+        before = torch.cat([number[:, :, :1, :1], number[:, :, :-1, -1:]], 2)
+        visible = visible & (number[..., :, None] == number[..., None, :])
+        enters, leaves = enters * (number == before), leaves * (number == number[..., -1:])
+    # Of later tokens, the exponent may overflow.
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~visible, -torch.inf).exp()
+    scores, removed = (q @ k.mT) * decay, None
+    if beta is not None:
+        beta = F.pad(beta, (0, extra)).unflatten(2, (-1, size))[..., None]
+        system, both = (k @ k.mT) * decay * beta, torch.cat([v, k * enters[..., None]], -1) * beta
+        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+        v, removed = solved.split([v.shape[-1], k.shape[-1]], -1)
+    q, k, outputs = q * enters[..., None], k * leaves[..., None], []
+    for n in range(v.shape[2]):
+        update = v[:, :, n] if removed is None else v[:, :, n] - removed[:, :, n] @ state
+        outputs.append(q[:, :, n] @ state + scores[:, :, n] @ update)
+        state = state * enters[:, :, n, -1, None, None] + k[:, :, n].mT @ update
+    return torch.cat(outputs, 2)[:, :, :length], state
