@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens in a chunk, as in the implementations of the papers."""
+CHUNK = 32
+"""Tokens in a chunk; a training step takes equally long with 32 and 64, and 1.3 times as long with 16."""
 
 
 def recurrence(
@@ -64,17 +64,17 @@ def chunked(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence`, by chunks: inside one, a triangular system gives the updates of the delta rule."""
+    """`recurrence`, by chunks: in one, the inverse of a triangular matrix gives the updates of the delta rule."""
     length = v.shape[2]
     size = min(CHUNK, length)
     extra = -length % size
-    q, k, v = (F.pad(x, (0, 0, 0, extra)).unflatten(2, (-1, size)) for x in (q, k, v))  # BHNC-
-    total = F.pad(log_decay, (0, extra)).unflatten(2, (-1, size)).cumsum(-1)  # BHNC
+    q, k, v = (torch.unflatten(F.pad(x, (0, 0, 0, extra)), 2, (-1, size)) for x in (q, k, v))  # BHNC-
+    total = torch.unflatten(F.pad(log_decay, (0, extra)), 2, (-1, size)).cumsum(-1)  # BHNC
     visible = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
     enters, leaves = total.exp(), (total[..., -1:] - total).exp()
     if documents is not None:
         last = documents[:, -1:].expand(-1, extra)
-        number = torch.cat([documents, last], 1).unflatten(1, (-1, size))[:, None]  # B1NC
+        number = torch.unflatten(torch.cat([documents, last], 1), 1, (-1, size))[:, None]  # B1NC
         before = torch.cat([number[:, :, :1, :1], number[:, :, :-1, -1:]], 2)
         visible = visible & (number[..., :, None] == number[..., None, :])
         enters, leaves = enters * (number == before), leaves * (number == number[..., -1:])
@@ -82,13 +82,27 @@ def chunked(
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~visible, -torch.inf).exp()
     scores, removed = (q @ k.mT) * decay, None
     if beta is not None:
-        beta = F.pad(beta, (0, extra)).unflatten(2, (-1, size))[..., None]
-        system, both = (k @ k.mT) * decay * beta, torch.cat([v, k * enters[..., None]], -1) * beta
-        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-        v, removed = solved.split([v.shape[-1], k.shape[-1]], -1)
+        beta = torch.unflatten(F.pad(beta, (0, extra)), 2, (-1, size))[..., None]
+        inverse = _inverse((k @ k.mT) * decay * beta)
+        v, removed = inverse @ (v * beta), inverse @ (k * enters[..., None] * beta)
     q, k, outputs = q * enters[..., None], k * leaves[..., None], []
     for n in range(v.shape[2]):
         update = v[:, :, n] if removed is None else v[:, :, n] - removed[:, :, n] @ state
         outputs.append(q[:, :, n] @ state + scores[:, :, n] @ update)
         state = state * enters[:, :, n, -1, None, None] + k[:, :, n].mT @ update
     return torch.cat(outputs, 2)[:, :, :length], state
+
+
+def _inverse(below: Tensor) -> Tensor:
+    """The inverse (..., C, C) of I plus the part of `below` under its diagonal: by blocks, doubled from 1 to C.
+
+    It is as exact as forward substitution; torch's triangular solver breaks compiled backward passes.
+    """
+    number = torch.arange(below.shape[-1], device=below.device)
+    row, column, size = number[:, None], number[None], 1
+    inverse = (row == column).to(below.dtype).expand_as(below)
+    while size < len(number):
+        corner = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
+        inverse = inverse - inverse @ (below * corner) @ inverse
+        size *= 2
+    return inverse

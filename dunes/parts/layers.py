@@ -110,7 +110,7 @@ class GroupedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim), in x's dtype."""
-        grouped = x.unflatten(-1, (self.groups, -1))
+        grouped = torch.unflatten(x, -1, (self.groups, -1))
         return F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2) * self.weight.to(x.dtype)
 
 

@@ -30,6 +30,7 @@ class ShortConvolution(nn.Module):
     def __init__(self, channels: int, width: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias: nn.Parameter | None
         self.register_parameter("bias", nn.Parameter(torch.zeros(channels)) if bias else None)
         _start(self)
 
@@ -95,7 +96,7 @@ def _recur(
     heads = v.shape[2]
     if (padding := ctx.padding()) is not None:  # which changes no state
         log_decay = log_decay.masked_fill(padding[..., None], 0.0)
-        v, beta = (x if x is None else x * ~padding.view(*padding.shape, *[1] * (x.dim() - 2)) for x in (v, beta))
+        v, beta = v * ~padding[..., None, None], None if beta is None else beta * ~padding[..., None]
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
     q, k, v, log_decay = (_wide(x.transpose(1, 2)) for x in (q, k, v, log_decay))
     beta = None if beta is None else _wide(beta.transpose(1, 2))
@@ -151,7 +152,7 @@ class GatedDeltaNet(nn.Module):
         *joined, gate = self.project(x).unflatten(-1, (self.key_heads, -1)).split(sizes, -1)
         beta, rate = (r.flatten(-2) for r in self.rates(x).unflatten(-1, (self.key_heads, -1)).chunk(2, -1))
         mixed = F.silu(self.convolution(torch.cat([j.flatten(-2) for j in joined], -1), ctx, layer))
-        q, k, v = mixed.split([j[0, 0].numel() for j in joined], -1)
+        q, k, v = torch.split(mixed, [j[0, 0].numel() for j in joined], -1)
         q, k = (_unit(y.unflatten(-1, (self.key_heads, -1))) for y in (q, k))
         log_decay = -_wide(self.log_rate).exp() * F.softplus(_wide(rate) + self.step)
         v = v.unflatten(-1, (self.heads, -1))
@@ -219,7 +220,7 @@ class Mamba2(nn.Module):
         ctx = ctx or ForwardContext.of(x)
         inner, keys = self.heads * self.head_dim, self.groups * self.state_dim
         gate, mixed, step = self.project(x).split([inner, inner + 2 * keys, self.heads], -1)
-        value, k, q = F.silu(self.convolution(mixed, ctx, layer)).split([inner, keys, keys], -1)
+        value, k, q = torch.split(F.silu(self.convolution(mixed, ctx, layer)), [inner, keys, keys], -1)
         value = _wide(value.unflatten(-1, (self.heads, -1)))
         k, q = (y.unflatten(-1, (self.groups, -1)) for y in (k, q))
         step = F.softplus(_wide(step) + self.step).clamp(*self.limits)
