@@ -64,7 +64,7 @@ def chunked(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence`, by chunks: in one, the inverse of a triangular matrix gives the updates of the delta rule."""
+    """`recurrence`, by chunks: inside one, a triangular system gives the updates of the delta rule."""
     length = v.shape[2]
     size = min(CHUNK, length)
     extra = -length % size
@@ -83,26 +83,12 @@ def chunked(
     scores, removed = (q @ k.mT) * decay, None
     if beta is not None:
         beta = torch.unflatten(F.pad(beta, (0, extra)), 2, (-1, size))[..., None]
-        inverse = _inverse((k @ k.mT) * decay * beta)
-        v, removed = inverse @ (v * beta), inverse @ (k * enters[..., None] * beta)
+        system, both = (k @ k.mT) * decay * beta, torch.cat([v, k * enters[..., None]], -1) * beta
+        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+        v, removed = solved.split([v.shape[-1], k.shape[-1]], -1)
     q, k, outputs = q * enters[..., None], k * leaves[..., None], []
     for n in range(v.shape[2]):
         update = v[:, :, n] if removed is None else v[:, :, n] - removed[:, :, n] @ state
         outputs.append(q[:, :, n] @ state + scores[:, :, n] @ update)
         state = state * enters[:, :, n, -1, None, None] + k[:, :, n].mT @ update
     return torch.cat(outputs, 2)[:, :, :length], state
-
-
-def _inverse(below: Tensor) -> Tensor:
-    """The inverse (..., C, C) of I plus the part of `below` under its diagonal: by blocks, doubled from 1 to C.
-
-    It is as exact as forward substitution; torch's triangular solver breaks compiled backward passes.
-    """
-    number = torch.arange(below.shape[-1], device=below.device)
-    row, column, size = number[:, None], number[None], 1
-    inverse = (row == column).to(below.dtype).expand_as(below)
-    while size < len(number):
-        corner = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
-        inverse = inverse - inverse @ (below * corner) @ inverse
-        size *= 2
-    return inverse

@@ -150,12 +150,14 @@ class GatedDeltaNet(nn.Module):
         shared = self.heads // self.key_heads
         sizes = [self.key_dim, self.key_dim, shared * self.value_dim, shared * self.value_dim]
         *joined, gate = self.project(x).unflatten(-1, (self.key_heads, -1)).split(sizes, -1)
-        beta, rate = (r.flatten(-2) for r in self.rates(x).unflatten(-1, (self.key_heads, -1)).chunk(2, -1))
+        rates = torch.unflatten(self.rates(x), -1, (self.key_heads, -1))
+        # Not chunks, whose compiled backward pass assumes other strides than `cat` gives (torch 2.13).
+        beta, rate = rates[..., :shared].flatten(-2), rates[..., shared:].flatten(-2)
         mixed = F.silu(self.convolution(torch.cat([j.flatten(-2) for j in joined], -1), ctx, layer))
         q, k, v = torch.split(mixed, [j[0, 0].numel() for j in joined], -1)
-        q, k = (_unit(y.unflatten(-1, (self.key_heads, -1))) for y in (q, k))
+        q, k = (_unit(torch.unflatten(y, -1, (self.key_heads, -1))) for y in (q, k))
         log_decay = -_wide(self.log_rate).exp() * F.softplus(_wide(rate) + self.step)
-        v = v.unflatten(-1, (self.heads, -1))
+        v = torch.unflatten(v, -1, (self.heads, -1))
         y = _recur(ctx, layer, q / math.sqrt(self.key_dim), k, v, log_decay, beta.sigmoid())
         y = self.norm(y.to(x.dtype)) * F.silu(_wide(gate.reshape(y.shape)))
         out: Tensor = self.out(y.flatten(-2).to(x.dtype))
@@ -221,8 +223,8 @@ class Mamba2(nn.Module):
         inner, keys = self.heads * self.head_dim, self.groups * self.state_dim
         gate, mixed, step = self.project(x).split([inner, inner + 2 * keys, self.heads], -1)
         value, k, q = torch.split(F.silu(self.convolution(mixed, ctx, layer)), [inner, keys, keys], -1)
-        value = _wide(value.unflatten(-1, (self.heads, -1)))
-        k, q = (y.unflatten(-1, (self.groups, -1)) for y in (k, q))
+        value = _wide(torch.unflatten(value, -1, (self.heads, -1)))
+        k, q = (torch.unflatten(y, -1, (self.groups, -1)) for y in (k, q))
         step = F.softplus(_wide(step) + self.step).clamp(*self.limits)
         y = _recur(ctx, layer, q, k, value * step[..., None], -_wide(self.log_rate).exp() * step)
         y = (y + self.skip[:, None] * value).flatten(-2)
