@@ -15,7 +15,7 @@ from dunes.flags import PARTS
 from dunes.models.llama import Config
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary, squared_relu
 from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
-from dunes.parts.decoder import SkipBlock
+from dunes.parts.decoder import AheadBlock, SkipBlock
 from dunes.parts.position import Alibi, PartialRotary, Position
 
 EPS = 1e-5
@@ -32,16 +32,21 @@ def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -
     for name, choice in chosen.items():
         if choice not in PARTS.get(name, ()):
             raise ValueError(f"part {name}={choice} is unknown; expected {'|'.join(PARTS.get(name, PARTS))}")
-    norm = partial(RMSNorm if chosen["norm"] == "rms" else nn.LayerNorm, dim, EPS)
+    norm: Callable[[], nn.Module] = partial(RMSNorm if chosen["norm"] == "rms" else nn.LayerNorm, dim, EPS)
     size = Config.from_size(vocab, dim, depth, context_length)
-    blocks = [
-        _block(chosen, norm, _attention(size, chosen, layer), _mlp(chosen["mlp"], dim), layer, depth)
-        for layer in range(depth)
-    ]
+
+    def block(chosen: dict[str, str], layer: int) -> Block:
+        attention, mlp = _attention(size, chosen, layer), _mlp(chosen["mlp"], dim)
+        return _block(chosen, norm, attention, mlp, layer, depth)
+
+    blocks = [block(chosen, layer) for layer in range(depth)]
+    further = range(depth, depth + PARTS["ahead"].index(chosen["ahead"]))
+    without = chosen | {"skip": "none"}  # which are between blocks of the model
+    ahead = [AheadBlock(dim, norm(), norm(), block(without, layer), norm()) for layer in further]
     places = context_length if chosen["position"] == "learned" else None
     head = None if chosen["head"] == "tied" else nn.Linear(dim, vocab, bias=False)
     cap = LOGIT_CAP if chosen["logits"] == "capped" else None
-    return Decoder(Embedding(vocab, dim, places), blocks, norm(), head, cap)
+    return Decoder(Embedding(vocab, dim, places), blocks, norm(), head, cap, ahead)
 
 
 def _mlp(choice: str, dim: int) -> nn.Module:
