@@ -32,21 +32,17 @@ def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -
     for name, choice in chosen.items():
         if choice not in PARTS.get(name, ()):
             raise ValueError(f"part {name}={choice} is unknown; expected {'|'.join(PARTS.get(name, PARTS))}")
-    norm: Callable[[], nn.Module] = partial(RMSNorm if chosen["norm"] == "rms" else nn.LayerNorm, dim, EPS)
+    norm = partial(RMSNorm if chosen["norm"] == "rms" else nn.LayerNorm, dim, EPS)
     size = Config.from_size(vocab, dim, depth, context_length)
-
-    def block(chosen: dict[str, str], layer: int) -> Block:
-        attention, mlp = _attention(size, chosen, layer), _mlp(chosen["mlp"], dim)
-        return _block(chosen, norm, attention, mlp, layer, depth)
-
-    blocks = [block(chosen, layer) for layer in range(depth)]
-    further = range(depth, depth + PARTS["ahead"].index(chosen["ahead"]))
-    without = chosen | {"skip": "none"}  # which are between blocks of the model
-    ahead = [AheadBlock(dim, norm(), norm(), block(without, layer), norm()) for layer in further]
+    blocks = [
+        _block(chosen, norm, _attention(size, chosen, layer), _mlp(chosen["mlp"], dim), layer, depth)
+        for layer in range(depth + PARTS["ahead"].index(chosen["ahead"]))
+    ]
+    ahead = [AheadBlock(dim, norm(), norm(), block, norm()) for block in blocks[depth:]]
     places = context_length if chosen["position"] == "learned" else None
     head = None if chosen["head"] == "tied" else nn.Linear(dim, vocab, bias=False)
     cap = LOGIT_CAP if chosen["logits"] == "capped" else None
-    return Decoder(Embedding(vocab, dim, places), blocks, norm(), head, cap, ahead)
+    return Decoder(Embedding(vocab, dim, places), blocks[:depth], norm(), head, cap, ahead)
 
 
 def _mlp(choice: str, dim: int) -> nn.Module:
@@ -67,7 +63,7 @@ def _block(
     before = nn.Identity if form == "post" else norm
     after = (norm(), norm()) if form in ("post", "sandwich") else (None, None)
     make: Callable[..., Block] = Block
-    if chosen["skip"] != "none":
+    if chosen["skip"] != "none" and layer < depth:
         source = sources[chosen["skip"]]
         make = partial(SkipBlock, source=source if source < layer else None)
     return make(
