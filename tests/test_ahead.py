@@ -100,6 +100,7 @@ MODELS = {
     "untied": lambda: made(head="untied", position="learned"),
     "capped": lambda: made(logits="capped", window="alternating"),
     "values": lambda: made(attention="values", block="sandwich", position="alibi"),
+    "skips": lambda: made(skip="unet"),
     "own": own,
     "own head": shifted_head,
 }
