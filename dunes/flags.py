@@ -50,6 +50,7 @@ PARTS = {
     "window": ("none", "alternating"),
     "head": ("tied", "untied"),
     "logits": ("plain", "capped"),
+    "ahead": ("none", "one", "two"),
 }
 """Names of the parts of `models.of_parts`, and the choices for each; the first is the default."""
 

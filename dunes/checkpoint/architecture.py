@@ -342,6 +342,8 @@ def _import_module(name: str) -> ModuleType:
 
 def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
     """The family and config that build exactly this model, or text on its difference from the closest family."""
+    if getattr(model, "ahead", None) is not None:
+        return "it has modules that predict further ahead in training; save `model.trunk`, which has none"
     reasons: dict[str, tuple[bool, int, str]] = {}  # the family reads the model; equal modules; difference
     for family, module in FAMILIES.items():
         try:

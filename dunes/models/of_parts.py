@@ -15,7 +15,7 @@ from dunes.flags import PARTS
 from dunes.models.llama import Config
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary, squared_relu
 from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
-from dunes.parts.decoder import SkipBlock
+from dunes.parts.decoder import AheadBlock, SkipBlock
 from dunes.parts.position import Alibi, PartialRotary, Position
 from dunes.parts.recurrent import GatedConvolution, GatedDeltaNet, Mamba2
 
@@ -37,12 +37,13 @@ def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -
     size = Config.from_size(vocab, dim, depth, context_length)
     blocks = [
         _block(chosen, norm, _mixer(size, chosen, layer), _mlp(chosen["mlp"], dim), layer, depth)
-        for layer in range(depth)
+        for layer in range(depth + PARTS["ahead"].index(chosen["ahead"]))
     ]
+    ahead = [AheadBlock(dim, norm(), norm(), block, norm()) for block in blocks[depth:]]
     places = context_length if chosen["position"] == "learned" else None
     head = None if chosen["head"] == "tied" else nn.Linear(dim, vocab, bias=False)
     cap = LOGIT_CAP if chosen["logits"] == "capped" else None
-    return Decoder(Embedding(vocab, dim, places), blocks, norm(), head, cap)
+    return Decoder(Embedding(vocab, dim, places), blocks[:depth], norm(), head, cap, ahead)
 
 
 def _mlp(choice: str, dim: int) -> nn.Module:
@@ -63,7 +64,7 @@ def _block(
     before = nn.Identity if form == "post" else norm
     after = (norm(), norm()) if form in ("post", "sandwich") else (None, None)
     make: Callable[..., Block] = Block
-    if chosen["skip"] != "none":
+    if chosen["skip"] != "none" and layer < depth:
         source = sources[chosen["skip"]]
         make = partial(SkipBlock, source=source if source < layer else None)
     return make(

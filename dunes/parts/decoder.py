@@ -30,7 +30,7 @@ from dunes.parts.context import (
 from dunes.parts.quantized_cache import CacheFormat, QuantizedCache
 from dunes.parts.recurrent_cache import RecurrentCache
 
-Read = Callable[[Tensor], Tensor]
+Read = Callable[[Tensor, ForwardContext], Tensor]
 LossSums = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
 
 PAD_MULTIPLE = QUERY_BLOCK
@@ -118,16 +118,43 @@ class SkipBlock(Block):
         return super().forward(x, ctx, layer)
 
 
+class AheadBlock(nn.Module):
+    """A module of `Decoder.ahead`, which predicts one token further than the one before it.
+
+    It applies `block` to a linear map of two normed inputs: the states before, and the embeddings of later tokens.
+    The head reads the result after `norm`. Section 2.2 of https://arxiv.org/abs/2412.19437.
+    """
+
+    supports_packing = True
+
+    def __init__(
+        self, dim: int, state_norm: nn.Module, token_norm: nn.Module, block: nn.Module, norm: nn.Module
+    ) -> None:
+        super().__init__()
+        self.state_norm, self.token_norm, self.block, self.norm = state_norm, token_norm, block, norm
+        self.join = nn.Linear(2 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor, tokens: Tensor, ctx: ForwardContext, layer: int) -> tuple[Tensor, Tensor]:
+        """States and embeddings (B, T, dim) -> the states for the next module, and those for the head."""
+        x = self.join(torch.cat([self.state_norm(x), self.token_norm(tokens)], -1))
+        x = self.block(x, ctx, layer)
+        return x, self.norm(x)
+
+
 class Decoder(nn.Module):
     """A decoder-only language model. With `head=None` the token embedding is also the head (tied weights).
 
     `softcap` bounds the logits, by softcap * tanh(logits / softcap).
+    Each module of `ahead` (`AheadBlock`) predicts one token further than the one before it, in training only.
+    `ahead_weight` times the mean of their losses, each over the positions that have such a target, is added to the
+    loss; the losses are the metrics `ahead_1`, ... (multi-token prediction, https://arxiv.org/abs/2404.19737).
     Documents packed into one row do not attend to each other. If a module's class does not declare
     `supports_packing`, each document is computed in its own row, and `cache_for` returns None; both are slower.
     """
 
     supports_packing = True
     softcap: float | None = None  # no attribute of other models, whose saved structure would otherwise differ
+    ahead_weight: float = 0.3
 
     def __init__(
         self,
@@ -136,14 +163,33 @@ class Decoder(nn.Module):
         norm: nn.Module,
         head: nn.Module | None = None,
         softcap: float | None = None,
+        ahead: Sequence[nn.Module] = (),
+        ahead_weight: float = 0.3,
     ) -> None:
         super().__init__()
         if softcap is not None:
             self.softcap = softcap
+        if ahead:
+            self.ahead_weight = ahead_weight
         self.embed: Any = embed  # an Embedding, or a user's own
         self.blocks, self.norm, self.head = nn.ModuleList(blocks), norm, head
-        if len(set(map(id, blocks))) < len(blocks):
+        self.ahead: nn.ModuleList | None
+        # The last one, so that the other first values are those of a model without it.
+        self.register_module("ahead", nn.ModuleList(ahead) if ahead else None)
+        if len(set(map(id, self.layers))) < len(self.layers):
             raise ValueError("the same block occurs twice in `blocks`; build a new one for each layer")
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The blocks, and behind them the modules of `ahead`."""
+        return [*self.blocks, *(self.ahead or ())]
+
+    @property
+    def trunk(self) -> "Decoder":
+        """The model without `ahead`, of the same parts: what evaluation and generation compute."""
+        if self.ahead is None:
+            return self
+        return Decoder(self.embed, [*self.blocks], self.norm, self.head, self.softcap)
 
     def forward(
         self,
@@ -160,22 +206,23 @@ class Decoder(nn.Module):
 
         With `targets` (B, T), returns (loss, count, metrics): the summed cross entropy in nats (float32), the
         number of targets other than IGNORE, and metrics by name as (sum, count). In training the loss includes the
-        parts' auxiliary losses times the count; they are metrics too. Raises ValueError for targets together with
-        `cache` or `last`.
+        parts' auxiliary losses times the count, and those of `ahead`; they are metrics too. Raises ValueError for
+        targets together with `cache` or `last`.
         """
         if targets is not None:
             if cache is not None or last is not None:
                 raise ValueError("targets give the loss of whole texts; pass them without cache and last")
             return self._loss(ids, targets, positions)
         if self._head_mixes:
-            logits = self._apply_separately(self.logits, ids, positions, cache)
+            read: Read = lambda ids, ctx: self.logits(self._states(ids, ctx))
+            logits = self._apply_separately(read, ids, positions, cache)
             return logits if last is None else logits[:, logits.shape[1] - last :]
         x = self.hidden(ids, positions, cache)
         return self.logits(x if last is None else x[:, x.shape[1] - last :])
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The hidden states (B, T, dim) after the final norm."""
-        return self._apply_separately(lambda x: x, ids, positions, cache)
+        return self._apply_separately(self._states, ids, positions, cache)
 
     @property
     def _head_mixes(self) -> bool:
@@ -185,32 +232,49 @@ class Decoder(nn.Module):
     def _apply_separately(
         self, read: Read, ids: Tensor, positions: Tensor | None, cache: Cache | None = None
     ) -> Tensor:
-        """Apply `read` to the hidden states, so that documents stay separate."""
+        """The result (B, T, ...) of `read(ids, ctx)`, such that documents stay separate."""
         if positions is not None and cache is None and not supports_packing(self):
             warn_about_mixing(self, "the model is run on documents of one length at a time")
             return self._by_length(read, ids, positions.expand_as(ids))
-        return read(self._states(ids, ForwardContext.of(ids, positions, cache)))
+        return read(ids, ForwardContext.of(ids, positions, cache))
 
     def _by_length(self, read: Read, ids: Tensor, positions: Tensor) -> Tensor:
-        """Apply `read` to batches of documents of equal length, one per row without padding; so none are mixed."""
+        """Call `read` for batches of documents of equal length, one per row without padding; so none are mixed."""
         indices = documents_by_length(positions)
         if not indices:
-            return read(self._states(ids, ForwardContext(positions)))
-        parts = [
-            read(self._states(ids.flatten()[i], ForwardContext(positions.flatten()[i]))).flatten(0, 1)
-            for i in indices
-        ]
+            return read(ids, ForwardContext(positions))
+        parts = [read(ids.flatten()[i], ForwardContext(positions.flatten()[i])).flatten(0, 1) for i in indices]
         states = torch.cat(parts)
         index = torch.cat([i.flatten() for i in indices])
         return states.new_zeros(ids.numel(), states.shape[1]).index_copy(0, index, states).view(*ids.shape, -1)
 
     def _states(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        x = self.embed(ids, ctx)
+        states: Tensor = self.norm(self._run(self.embed(ids, ctx), ctx))
+        ctx.close()
+        return states
+
+    def _run(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         for layer, block in enumerate(self.blocks):
             x = block(x, ctx, layer)
-        ctx.close()
-        states: Tensor = self.norm(x)
-        return states
+        return x
+
+    def _outputs(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """What the loss reads (B, T, width): states, or logits if the head may mix tokens.
+
+        In training, those of each module of `ahead` follow in the last dimension.
+        """
+        tokens = self.embed(ids, ctx)
+        states = [self.norm(x := self._run(tokens, ctx))]
+        for layer, module in enumerate(self._trained_ahead, len(self.blocks)):
+            tokens = _next(tokens, ctx, 0.0)
+            x, normed = module(x, tokens, ctx, layer)
+            states.append(normed)
+        outputs = [self.logits(x) for x in states] if self._head_mixes else states
+        return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
+
+    @property
+    def _trained_ahead(self) -> list[nn.Module]:
+        return self.layers[len(self.blocks) :] if self.training else []
 
     def _loss(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> LossSums:
         """The loss. With a plain linear head, the logits are never materialised.
@@ -223,15 +287,21 @@ class Decoder(nn.Module):
             ids, targets, positions, starts = _flatten_documents(ids, targets, positions)
         with record_auxiliary(self) as recorded:
             if positions is not None and starts is not None:
-                x = self._states(ids, ForwardContext(positions, document_starts=starts))
+                x = self._outputs(ids, ctx := ForwardContext(positions, document_starts=starts))
             else:
-                x = self._apply_separately(self.logits if self._head_mixes else lambda x: x, ids, positions)
-        total, count = self._cross_entropy(x.flatten(0, 1), targets.flatten(), starts is not None)
+                x, ctx = self._apply_separately(self._outputs, ids, positions), ForwardContext.of(ids, positions)
+        first, *ahead = x.chunk(1 + len(self._trained_ahead), -1)
+        total, count = self._cross_entropy(first.flatten(0, 1), targets.flatten(), starts is not None)
         real = None if positions is None or not supports_packing(self) else positions.flatten() >= 0
         losses, metrics = auxiliary_losses(recorded, real)
         for name, loss in losses.items():
             added = count * loss
             total, metrics[name] = total + added, (added.detach(), count)
+        for depth, x in enumerate(ahead, 1):
+            targets = _next(targets, ctx, IGNORE)
+            each, number = self._cross_entropy(x.flatten(0, 1), targets.flatten(), starts is not None)
+            total = total + count * self.ahead_weight / len(ahead) * each / number.clamp(min=1)
+            metrics[f"ahead_{depth}"] = each.detach(), number
         return total, count, metrics
 
     def _cross_entropy(self, x: Tensor, targets: Tensor, select: bool) -> tuple[Tensor, Tensor]:
@@ -263,12 +333,18 @@ class Decoder(nn.Module):
             return False
         attentions = [m for m in self.modules() if isinstance(m, Attention)]
         plain = all(m.has_plain_scores and not (m.dropout and m.training) for m in attentions)
-        return len(attentions) == len(self.blocks) and plain and supports_packing(self)
+        return len(attentions) == len(self.layers) and plain and supports_packing(self)
 
     def logits(self, x: Tensor) -> Tensor:
         """Apply the head: (..., dim) -> (..., V)."""
         logits: Tensor = F.linear(x, self.embed.token.weight) if self.head is None else self.head(x)
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
+
+def _next(x: Tensor, ctx: ForwardContext, fill: float) -> Tensor:
+    """x (B, T, ...) of the next token; `fill` where no token of the same document follows."""
+    ends = ctx.document_ends()
+    return x.roll(-1, 1).masked_fill(ends.view(*ends.shape, *[1] * (x.dim() - 2)), fill)
 
 
 def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -328,7 +404,7 @@ def cache_for(
     Returns None, with a warning, if a module may mix tokens in ways that a KV cache cannot reproduce. The model
     may be compiled or wrapped.
     """
-    inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
+    inner = next((m.trunk for m in model.modules() if isinstance(m, Decoder)), None)
     if inner is not None and undeclared_modules(inner):
         warn_about_mixing(inner, "the whole text is computed again for each new token")
         return None
@@ -338,7 +414,7 @@ def cache_for(
         return RecurrentCache(batch, capacity, device)
     if format is not None:
         return QuantizedCache(batch, capacity, device, format)
-    windows = [m.window for m in model.modules() if isinstance(m, Attention)]
+    windows = [m.window for m in (inner or model).modules() if isinstance(m, Attention)]
     limited = [w for w in windows if w is not None]
     depth = len(model.blocks) if isinstance(model, Decoder) else -1
     if len(limited) == depth and max(limited) < capacity:

@@ -184,7 +184,7 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
     unique = unique_tokens(config, size)
     parameters, active = tree.count(model), active_parameters(model)
     # Rule of thumb: a mixture is about as good as a dense model of sqrt(total * active) parameters.
-    bits = expected_bits(math.isqrt(parameters * active), tokens, unique)
+    bits = expected_bits(math.isqrt(tree.count(model.trunk) * active), tokens, unique)
     return Estimate(parameters, active, rate, tokens, tokens / unique, bits)
 
 
@@ -193,7 +193,7 @@ def size_warning(config: TrainConfig) -> str:
 
     Raises ValueError if --size is too small for the number of experts.
     """
-    count = tree.count(meta_model(config))
+    count = tree.count(meta_model(config).trunk)
     if config.shape or count < 1.25 * parse_size(config.size):
         return ""
     dense = replace(config, experts=0, experts_per_token=0)
@@ -254,7 +254,8 @@ def _of_parts(config: TrainConfig, vocab: int) -> Architecture:
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Number of parameters that compute a token: all except unselected experts."""
+    """Number of parameters that compute a token: all except unselected experts and those of `Decoder.ahead`."""
+    model = model.trunk if isinstance(model, Decoder) else model
     idle = [(m.experts, 1 - m.top_k / len(m.experts)) for m in model.modules() if isinstance(m, MoE)]
     return tree.count(model) - sum(round(share * tree.count(experts)) for experts, share in idle)
 
@@ -318,8 +319,8 @@ def flops(model: nn.Module, context: int) -> float:
     Attention includes masked scores, since they are computed too. The optimizer is not included.
     """
     weights = sum(share * inputs * outputs for inputs, outputs, share in products(model))
-    if isinstance(model, Decoder) and model.head is None:
-        weights += model.embed.token.num_embeddings * model.embed.token.embedding_dim
+    if isinstance(model, Decoder) and (reads := (model.head is None) + len(model.ahead or ())):
+        weights += reads * model.embed.token.num_embeddings * model.embed.token.embedding_dim
     across = sum(m.q.out_features for m in model.modules() if isinstance(m, Attention))
     return 6.0 * weights + 12.0 * across * context
 
@@ -349,7 +350,8 @@ def activation_bytes(model: nn.Module, context: int) -> float:
     """Bytes of activations per token in a forward pass, at two bytes per number."""
     linear = sum(share * (inputs + outputs) for inputs, outputs, share in products(model))
     scores = sum(m.q.out_features // m.head_dim * context for m in model.modules() if isinstance(m, Attention))
-    vocab = model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
+    reads = 1 + len(model.layers) - len(model.blocks) if isinstance(model, Decoder) else 0
+    vocab = reads * model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
     return 2.0 * (linear + scores + vocab)
 
 

@@ -232,7 +232,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     task = replace(task, before=before, base=base, changes=changes)
     cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
-    task = replace(task, outline=ranks.shard(model, model.blocks, dtype))
+    task = replace(task, outline=ranks.shard(model, model.layers, dtype))
     accumulate = config.batch // (micro_batch(config) * ranks.count())
     return new_run(folder, config, task, optimizer(config, model), accumulate)
 
