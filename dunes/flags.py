@@ -33,7 +33,7 @@ PARTS = {
     "norm": ("rms", "layer"),
     "block": ("pre", "post", "sandwich", "parallel"),
     "position": ("rotary", "partial", "some", "alibi", "learned", "none"),
-    "attention": ("plain", "normed", "values", "sinks", "capped", "gated", "differential"),
+    "attention": ("plain", "normed", "values", "sinks", "capped", "gated", "differential", "latent"),
     "skip": ("none", "embedding", "unet"),
     "kv": ("all", "half", "one"),
     "window": ("none", "alternating"),
