@@ -17,6 +17,7 @@ Family = Literal[
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "deepseek_v3",
     "olmo2",
     "gemma2",
     "gemma3_text",

@@ -78,6 +78,11 @@ class Attention(nn.Module):
         return self.q.out_features // self.head_dim
 
     @property
+    def kv_head_count(self) -> int:
+        """Number of heads of keys and values."""
+        return self.k.out_features // self.head_dim
+
+    @property
     def cache_width(self) -> int:
         """Number of elements per token in the cache."""
         return self.k.out_features + self.v.out_features

@@ -69,6 +69,8 @@ class LatentAttention(Attention):
     def head_count(self) -> int:
         return self.out.in_features // self.value_dim
 
+    kv_head_count = head_count
+
     @property
     def cache_width(self) -> int:
         return self.kv_a.out_features
