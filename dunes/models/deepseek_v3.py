@@ -10,7 +10,7 @@ from typing import Any, Self
 from torch import nn
 
 from dunes.models import llama
-from dunes.models.config_values import check_supported, flag, number, rope_to_hf, size, yarn_scale
+from dunes.models.config_values import check_supported, flag, number, size, yarn_scale
 from dunes.models.mixtral import EXPERTS, expert_width, mixture, moe_fields, read_moe_fields
 from dunes.models.names import Names, name, weight_and_bias
 from dunes.parts import Decoder, Embedding, GatedMLP, MoE, Rotary
@@ -51,9 +51,16 @@ class Config(llama.Config):
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
         """A config for training from scratch: one dense layer, then 8 narrow experts and a shared one in each."""
         base = llama.Config.from_size(vocab, dim, depth, context_length)
-        fields = vars(base) | {"hidden": expert_width(dim, cls.experts), "dense_hidden": base.hidden}
-        latent = {"kv_rank": max(32, round(dim / 4 / 32) * 32), "rope_dim": base.head_dim // 2}
-        return cls(**fields, **latent, value_dim=base.head_dim, dense=min(1, depth - 1))
+        return cls(
+            **vars(base) | {"hidden": expert_width(dim, cls.experts), "dense_hidden": base.hidden},
+            kv_rank=max(32, round(dim / 4 / 32) * 32),
+            rope_dim=base.head_dim // 2,
+            value_dim=base.head_dim,
+            dense=min(1, depth - 1),
+        )
+
+
+_ROUTING = ("renormalise", "factor", "groups", "top_groups")
 
 
 def attention(config: Config) -> LatentAttention:
@@ -72,7 +79,6 @@ def attention(config: Config) -> LatentAttention:
 def mlp(config: Config, layer: int) -> nn.Module:
     if layer < config.dense:
         return GatedMLP(config.dim, config.dense_hidden)
-    names = "renormalise", "balance", "factor", "groups", "top_groups"
     return mixture(
         config.dim,
         [llama.mlp(config) for _ in range(config.experts)],
@@ -80,7 +86,8 @@ def mlp(config: Config, layer: int) -> nn.Module:
         shared=[GatedMLP(config.dim, config.shared * config.hidden)],
         biased=True,
         sigmoid=True,
-        **{key: getattr(config, key) for key in names},
+        balance=config.balance,
+        **{key: getattr(config, key) for key in _ROUTING},
     )
 
 
@@ -93,55 +100,64 @@ def build(config: Config) -> Decoder:
 
 def read(model: Any, context_length: int) -> Config:
     """The Config of a built model. Raises AttributeError if the model lacks an expected part."""
-    attn, dense, moe = model.blocks[0].attn, model.blocks[0].mlp, model.blocks[-1].mlp
-    fields = llama.read_fields(model, context_length, moe.experts[0])
-    q_rank = attn.q_b.in_features if hasattr(attn, "q_b") else None
-    latent = {"kv_rank": attn.kv_b.in_features, "q_rank": q_rank}
-    latent |= {key: getattr(attn, key) for key in ("rope_dim", "value_dim")}
-    routing = {key: getattr(moe, key) for key in ("factor", "groups", "top_groups", "renormalise")}
+    attn, first, moe = model.blocks[0].attn, model.blocks[0].mlp, model.blocks[-1].mlp
+    fields = llama.read_fields(model, context_length, moe.experts[0]) | read_moe_fields(moe)
+    fields |= {key: getattr(attn, key) for key in ("rope_dim", "value_dim")} | {
+        key: getattr(moe, key) for key in _ROUTING
+    }
+    growth = 1.0 if attn.scale is None else math.sqrt(attn.scale * math.sqrt(attn.head_dim))
+    factor = getattr(attn.position.scaling, "factor", math.e)
     return Config(
-        **(fields | latent | routing | read_moe_fields(moe)),
+        **fields,
+        kv_rank=attn.kv_b.in_features,
+        q_rank=attn.q_b.in_features if hasattr(attn, "q_b") else None,
         dense=sum(not isinstance(block.mlp, MoE) for block in model.blocks),
-        dense_hidden=moe.experts[0].down.in_features if isinstance(dense, MoE) else dense.down.in_features,
-        shared=moe.shared[0].down.in_features // moe.experts[0].down.in_features,
+        dense_hidden=fields["hidden"] if isinstance(first, MoE) else first.down.in_features,
+        shared=moe.shared[0].down.in_features // fields["hidden"],
         adjacent=attn.position.adjacent,
-        mscale=_mscale(attn),
+        mscale=round((growth - 1) * 10 / math.log(factor), 6),  # the inverse of `yarn_scale`
     )
 
 
-def _mscale(attn: Any) -> float:
-    """The weight from which `attention` computes the scale of the scores."""
-    if attn.scale is None:
-        return 0.0
-    growth = math.sqrt(attn.scale * math.sqrt(attn.head_dim))
-    return round((growth - 1) * 10 / math.log(attn.position.scaling.factor), 6)
+_SIZES = {
+    "kv_rank": "kv_lora_rank",
+    "rope_dim": "qk_rope_head_dim",
+    "value_dim": "v_head_dim",
+    "shared": "n_shared_experts",
+    "groups": "n_group",
+    "top_groups": "topk_group",
+}
+_KEYS = _SIZES | {
+    "q_rank": "q_lora_rank",
+    "dense": "first_k_dense_replace",
+    "dense_hidden": "intermediate_size",
+    "hidden": "moe_intermediate_size",
+    "experts": "n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "factor": "routed_scaling_factor",
+    "renormalise": "norm_topk_prob",
+    "balance": "aux_loss_alpha",
+    "adjacent": "rope_interleave",
+}
+"""Keys of a config.json by our fields."""
+_REQUIRED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
-    required = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-    check_supported(hf, required | {"num_key_value_heads": hf["num_attention_heads"]})
-    rope_dim, hidden = size(hf, "qk_rope_head_dim"), size(hf, "moe_intermediate_size")
-    fields = llama.config_fields(hf | {"head_dim": rope_dim, "intermediate_size": hidden})
-    mixture_fields = moe_fields(hf | {"router_aux_loss_coef": hf.get("aux_loss_alpha")}, balance=0.001)
-    groups = size(hf, "n_group", 8), size(hf, "topk_group", 4)
-    try:
-        check_groups(mixture_fields["experts"], mixture_fields["top_k"], *groups)
-    except ValueError as error:
-        raise ValueError(f"config.json: {error}") from None
-    rope, dense = hf.get("rope_scaling") or hf.get("rope_parameters") or {}, hf.get("first_k_dense_replace")
+    check_supported(hf, _REQUIRED | {"num_key_value_heads": hf["num_attention_heads"]})
+    hidden, sizes = size(hf, "moe_intermediate_size"), {ours: size(hf, theirs) for ours, theirs in _SIZES.items()}
+    fields = llama.config_fields(hf | {"head_dim": sizes["rope_dim"], "intermediate_size": hidden})
+    fields |= moe_fields(hf | {"router_aux_loss_coef": hf.get("aux_loss_alpha")}, balance=0.001) | sizes
+    check_groups(*(fields[key] for key in ("experts", "top_k", "groups", "top_groups")))
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    dense = 0 if hf.get("first_k_dense_replace") == 0 else size(hf, "first_k_dense_replace", 3)
     return Config(
-        **(fields | mixture_fields | {"head_dim": size(hf, "qk_nope_head_dim") + rope_dim}),
-        kv_rank=size(hf, "kv_lora_rank"),
+        **fields | {"head_dim": size(hf, "qk_nope_head_dim") + sizes["rope_dim"]},
         q_rank=None if hf.get("q_lora_rank") is None else size(hf, "q_lora_rank"),
-        rope_dim=rope_dim,
-        value_dim=size(hf, "v_head_dim"),
-        dense=0 if dense == 0 else min(size(hf, "first_k_dense_replace", 3), fields["depth"]),
-        dense_hidden=size(hf, "intermediate_size"),
-        shared=size(hf, "n_shared_experts", 1),
+        dense=min(dense, fields["depth"]),
+        dense_hidden=size(hf, "intermediate_size") if dense else hidden,
         factor=number(hf, "routed_scaling_factor", 2.5),
-        groups=groups[0],
-        top_groups=groups[1],
         renormalise=flag(hf, "norm_topk_prob", True),
         adjacent=flag(hf, "rope_interleave", True),
         mscale=number(rope, "mscale_all_dim") if rope.get("mscale_all_dim") else 0.0,
@@ -150,35 +166,20 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 def to_hf(config: Config) -> dict[str, Any]:
     """Convert a Config to the content of a Hugging Face config.json."""
-    rope = rope_to_hf(config.rope_base, config.scaling)
-    for settings in rope.values() if config.mscale else ():
-        if isinstance(settings, dict):
-            settings["mscale_all_dim"] = config.mscale
-    return llama.to_hf(replace(config, head_dim=config.rope_dim)) | {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        **rope,
-        "rope_interleave": config.adjacent,
-        "kv_lora_rank": config.kv_rank,
-        "q_lora_rank": config.q_rank,
-        "qk_nope_head_dim": config.head_dim - config.rope_dim,
-        "qk_rope_head_dim": config.rope_dim,
-        "v_head_dim": config.value_dim,
-        "intermediate_size": config.dense_hidden,
-        "first_k_dense_replace": config.dense,
-        "moe_intermediate_size": config.hidden,
-        "n_routed_experts": config.experts,
-        "num_experts_per_tok": config.top_k,
-        "n_shared_experts": config.shared,
-        "n_group": config.groups,
-        "topk_group": config.top_groups,
-        "norm_topk_prob": config.renormalise,
-        "routed_scaling_factor": config.factor,
-        "aux_loss_alpha": config.balance,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "num_nextn_predict_layers": 0,
-    }
+    hf: dict[str, Any] = llama.to_hf(replace(config, head_dim=config.rope_dim))
+    for key in ("rope_scaling", "rope_parameters") if config.mscale else ():
+        hf[key]["mscale_all_dim"] = config.mscale
+    return (
+        hf
+        | {theirs: getattr(config, ours) for ours, theirs in _KEYS.items()}
+        | _REQUIRED
+        | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "qk_nope_head_dim": config.head_dim - config.rope_dim,
+            "num_nextn_predict_layers": 0,
+        }
+    )
 
 
 _ATTN, _MLP, _OURS = "model.layers.{i}.self_attn", "model.layers.{i}.mlp", "blocks.{i}"

@@ -12,8 +12,8 @@ backward pass. Blocks start at multiples of QUERY_BLOCK, and BLOCKS_PER_PRODUCT 
 shapes occur: oneDNN compiles and caches a kernel for each new shape.
 """
 
-# Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim, V width
-# of values.
+# Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim,
+# V width of values.
 
 import itertools
 import math

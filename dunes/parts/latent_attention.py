@@ -3,8 +3,8 @@
 https://arxiv.org/abs/2405.04434
 """
 
-# Shapes: B batch, T new tokens, S readable tokens, H heads, N and R dimensions of a head without and with positions,
-# V width of a value, C width of the latent of keys and values.
+# Shapes: B batch, T new tokens, S readable tokens, H heads, N and R dimensions of a head without and with
+# positions, V width of a value, C width of the latent of keys and values.
 
 import math
 
@@ -23,13 +23,13 @@ class LatentAttention(Attention):
 
     A head's query and key have `nope_dim` dimensions without positions and `rope_dim` dimensions that `position`
     encodes; the latter are the same in the keys of all heads. Values have `value_dim` dimensions. With a `q_rank`,
-    queries are computed from a latent, too. Latents are normed with `eps`. `bias` is that of the projections to the
-    latents and of `out`. Other arguments are Attention's.
+    queries are computed from a latent, too. Latents are normed with `eps`. `bias` applies to the projections to
+    latents and to `out`. Other arguments are Attention's.
 
     The cache has one key of kv_rank + rope_dim elements per token: the latent and the part with positions. Values
     are the latents, so those of the cache have the width 0. Without earlier tokens, keys and values are computed
-    from the latents. With them, a few queries are multiplied by the keys' weight instead, attend to the latents, and
-    the result is multiplied by the values' weight, unless an adapter or quantization changed these weights.
+    from the latents. With them, a few queries are multiplied by the keys' weight, attend to the latents, and the
+    result is multiplied by the values' weight, unless an adapter or quantization changed `kv_b`.
     """
 
     supports_packing = Attention.supports_packing  # a forward of its own needs its own declaration
@@ -117,8 +117,9 @@ class LatentAttention(Attention):
 
     def _attend_latents(self, q: Tensor, seen: Tensor, ctx: ForwardContext) -> Tensor:
         """The heads' outputs (B, H, T, V) for queries (B, H, T, N + R), without keys and values of each head."""
-        weight = self.kv_b.weight.to(q.dtype).unflatten(0, (self.head_count, -1))
+        weight = self.kv_b.weight.to(q.dtype).view(self.head_count, -1, self.kv_b.in_features)
         key, value = weight.tensor_split([self.nope_dim], 1)  # (H, N, C) and (H, V, C)
         rest, encoded = q.tensor_split([-self.rope_dim], -1)
         q = torch.cat([rest @ key, encoded], -1) * math.sqrt(seen.shape[3] / self.head_dim)
-        return self.attend(q, seen, seen, ctx)[..., : self.kv_b.in_features] @ value.mT
+        y = self.attend(q, seen, seen, ctx)[..., : self.kv_b.in_features]
+        return torch.matmul(y, value.mT)

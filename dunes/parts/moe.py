@@ -37,10 +37,9 @@ class MoE(nn.Module):
     are summed over all micro-batches and ranks. The bias is cast together with the weights: train in float32.
     `biased` adds such a bias that training does not change.
 
-    As in DeepSeek V3, with `sigmoid` the probabilities are the sigmoids of the logits, and weights are multiplied by
-    `factor`. Of `groups` of successive experts, only the `top_groups` with the highest sums of two biased
-    probabilities have experts to choose. Raises ValueError for groups without two experts or of different sizes, and
-    for chosen groups with fewer than `top_k` experts.
+    As in DeepSeek V3, with `sigmoid` the probabilities are the sigmoids of the logits, and weights are multiplied
+    by `factor`. With `groups` of successive experts, experts are chosen from `top_groups` of them: those in which
+    the two highest probabilities, biased, have the highest sums. Raises ValueError as `check_groups` does.
     """
 
     supports_packing = True
@@ -79,7 +78,12 @@ class MoE(nn.Module):
         self.recorded: list[Tensor] | None = None
         self.register_module("shared", nn.ModuleList(shared) if shared else None)
         self.register_buffer("selection_bias", torch.zeros(len(experts)) if biased else None)
-        for name, value in (("sigmoid", sigmoid), ("factor", factor), ("groups", groups), ("top_groups", top_groups)):
+        for name, value in (
+            ("sigmoid", sigmoid),
+            ("factor", factor),
+            ("groups", groups),
+            ("top_groups", top_groups),
+        ):
             if value != getattr(MoE, name):
                 setattr(self, name, value)
         self.extend(z_loss, bias_rate)
@@ -214,8 +218,8 @@ def check_groups(experts: int, top_k: int, groups: int, top_groups: int) -> None
     size, rest = divmod(experts, groups)
     if rest or (groups > 1 and size < 2) or not top_k <= top_groups * size <= experts:
         raise ValueError(
-            f"{top_groups} of {groups} groups of {experts} experts, of which a token gets {top_k}; expected groups of "
-            "one size of 2 or more, and as many of them as have enough experts"
+            f"{top_groups} of {groups} groups of {experts} experts, of which a token gets {top_k}; expected groups "
+            "of one size of 2 or more, and as many of them as have enough experts"
         )
 
 
