@@ -27,6 +27,7 @@ from dunes.parts.context import (
     undeclared_modules,
     warn_about_mixing,
 )
+from dunes.parts.latent_attention import LatentAttention
 from dunes.parts.quantized_cache import CacheFormat, QuantizedCache
 
 Read = Callable[[Tensor], Tensor]
@@ -319,13 +320,15 @@ def cache_for(
     smaller than the capacity; otherwise it is a `Cache`.
 
     Returns None, with a warning, if a module may mix tokens in ways that a KV cache cannot reproduce. The model
-    may be compiled or wrapped.
+    may be compiled or wrapped. Raises ValueError for a `format` if the model has a `LatentAttention`.
     """
     inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)
     if inner is not None and undeclared_modules(inner):
         warn_about_mixing(inner, "the whole text is computed again for each new token")
         return None
     if format is not None:
+        if name := next((n for n, m in model.named_modules() if isinstance(m, LatentAttention)), None):
+            raise ValueError(f"{name}: the cache of a LatentAttention cannot be quantized; it is compressed already")
         return QuantizedCache(batch, capacity, device, format)
     windows = [m.window for m in model.modules() if isinstance(m, Attention)]
     limited = [w for w in windows if w is not None]

@@ -68,9 +68,9 @@ class MoE(nn.Module):
         top_groups: int = 1,
     ) -> None:
         super().__init__()
-        check_groups(len(experts), top_k, groups, top_groups)
         if not 1 <= top_k <= len(experts):
             raise ValueError(f"top_k is {top_k}; expected 1 to {len(experts)}, the number of experts")
+        check_groups(len(experts), top_k, groups, top_groups)
         if len({*map(id, (*experts, *shared))}) < len(experts) + len(shared):
             raise ValueError("the same expert occurs twice; build or copy a new one for each")
         self.router, self.experts = router, nn.ModuleList(experts)
