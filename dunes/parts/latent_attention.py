@@ -98,9 +98,9 @@ class LatentAttention(Attention):
     def expand(self, seen: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (B, H, S, N + R) and values (B, H, S, V), from what `compress` returned for these tokens."""
         latent, shared = seen.tensor_split([-self.rope_dim], -1)
-        pairs = self.kv_b(latent[:, 0]).unflatten(-1, (self.head_count, -1)).transpose(1, 2)
+        pairs = self.kv_b(latent[:, 0]).unflatten(-1, (-1, self.nope_dim + self.value_dim)).transpose(1, 2)
         k, v = pairs.tensor_split([self.nope_dim], -1)
-        return torch.cat([k, shared.expand(-1, self.head_count, -1, -1)], -1).to(v.dtype), v
+        return torch.cat([k, shared.expand(-1, k.shape[1], -1, -1)], -1).to(v.dtype), v
 
     def _encode(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """x with positions in its last `rope_dim` dimensions."""
