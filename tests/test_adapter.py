@@ -40,6 +40,12 @@ SHAPES = {
         "qwen3_moe",
         {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
     ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {**COMMON, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "v_head_dim": 8}
+        | {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+        | {"num_key_value_heads": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
+    ),
     "gpt_oss": ("gpt_oss", {**COMMON, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}),
 }
 IDS = torch.arange(60).view(3, 20)
@@ -90,6 +96,8 @@ def test_peft_opens_ours(shape, kind, tmp_path):
     theirs, ours = pair(shape)
     base = their_logits(theirs)
     where = ["blocks.**", "!**.router", *(["!**.experts.**"] if kind == "dora" else [])]
+    if shape == "deepseek_v3":  # PEFT takes the layers of dense and shared MLPs for experts
+        where += ["!blocks.0.mlp.**", "!**.shared.**"]
     attach(ours, where=where, rank=4, ranks={"**.mlp.**": 6, "blocks.1.attn.out": 3}, **KINDS[kind])
     trained(ours)
     checkpoint.save_adapter(ours, tmp_path / "a", family=SHAPES[shape][0])
@@ -104,12 +112,25 @@ def test_peft_opens_ours(shape, kind, tmp_path):
     assert difference(ours(IDS), said) <= LIMIT * base.abs().max()
 
 
+def test_layers_that_peft_takes_for_experts_are_named(tmp_path):
+    _, ours = pair("deepseek_v3")
+    attach(ours, where=["**.shared.**"], rank=2)
+    trained(ours)
+    with pytest.warns(UserWarning, match="down_proj, gate_proj, up_proj of this mixture for experts"):
+        checkpoint.save_adapter(ours, tmp_path / "a", family="deepseek_v3")
+    said = ours(IDS)
+    detach(ours)
+    checkpoint.load_adapter(ours, tmp_path / "a")
+    assert torch.equal(ours(IDS), said)
+
+
 LINEARS = {
     "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "lm_head"],
     "mixtral": ["q_proj", "v_proj", "o_proj"],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
 THEIRS = {
     "lora": {

@@ -31,6 +31,7 @@ def build(family, depth=1, **sizes):
         "window": 5,
         "experts": 4,
         "rotary_dim": 2,
+        "rope_dim": 2,
     } | sizes
     model = module.build(replace(config, **{k: v for k, v in sizes.items() if hasattr(config, k)}))
     draw = torch.Generator().manual_seed(0)

@@ -359,7 +359,60 @@ def test_the_loss_has_the_balance_in_training_only():
     assert float(again.detach()) == pytest.approx(float(padded.detach()), rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (3, 1), (3, 2), (6, 4)])
+def test_sigmoid_routing_is_that_of_deepseek_v3(groups, top_groups, ties):
+    """Their order of equal values is not specified: with ties it is compared with a loop that takes the first."""
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    sizes = {"n_routed_experts": 12, "num_experts_per_tok": 4, "n_group": groups, "topk_group": top_groups}
+    router = DeepseekV3TopkRouter(DeepseekV3Config(hidden_size=12, routed_scaling_factor=1.7, **sizes))
+    torch.manual_seed(0)
+    logits, bias = torch.randn(200, 12), 0.2 * torch.randn(12)
+    if ties:
+        logits, bias = logits.round(), torch.zeros(12)
+    experts = [GatedMLP(8, 8) for _ in range(12)]
+    routing = {"sigmoid": True, "factor": 1.7, "groups": groups, "top_groups": top_groups}
+    ours = mixture(8, experts, 4, biased=True, **routing)
+    ours.selection_bias.copy_(bias)
+    chosen, weights = ours.route(logits)
+    router.weight.data, router.e_score_correction_bias = torch.eye(12), bias
+    _, their_weights, their_chosen = router(logits)
+    if ties:
+        for row, scores in zip(chosen.tolist(), logits.sigmoid(), strict=True):
+            members = [[*range(g * 12 // groups, (g + 1) * 12 // groups)] for g in range(groups)]
+            best = lambda group: -scores[group].topk(2).values.sum()
+            allowed = sorted(sum(sorted(members, key=best)[:top_groups], []))
+            assert row == sorted(allowed, key=lambda e: -scores[e])[:4]
+    else:
+        order = their_chosen.sort(-1).indices
+        assert torch.equal(chosen.sort(-1).values, their_chosen.gather(-1, order))
+        got = weights.gather(-1, chosen.sort(-1).indices)
+        assert (got - their_weights.gather(-1, order)).abs().max() <= 1e-6
+    assert torch.allclose(weights.sum(-1), torch.tensor(1.7))
+
+
+def test_groups_that_do_not_fit_are_refused():
+    for groups, top_groups in ((5, 2), (12, 6), (3, 4), (6, 1)):
+        words = f"{top_groups} of {groups} groups of 12 experts, of which a token gets 4"
+        refuses(words, mixture, 8, [GatedMLP(8, 8) for _ in range(12)], 4, groups=groups, top_groups=top_groups)
+
+
+def test_a_bias_without_a_rate_stays_and_one_with_a_rate_starts_from_it():
+    layer = mixture(8, [GatedMLP(8, 8) for _ in range(4)], 2, biased=True, sigmoid=True).train()
+    layer.selection_bias.copy_(torch.arange(4.0))
+    layer.recorded = [torch.randn(9, 4)]
+    assert layer.auxiliary_losses(layer.recorded, None)["expert_load"][0].tolist() == [0, 0, 9, 9]
+    layer.after_step()
+    assert layer.selection_bias.tolist() == [0, 1, 2, 3]
+    layer.extend(bias_rate=0.5)
+    layer.auxiliary_losses(layer.recorded, None)
+    layer.after_step()
+    assert layer.selection_bias.tolist() == [0.5, 1.5, 1.5, 2.5]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_checkpointed_gives_the_same_gradients(family):
     def grads(model):
         model.train()(ids()[:, :-1], targets=ids()[:, 1:])[0].backward()

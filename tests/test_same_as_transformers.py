@@ -58,6 +58,21 @@ ROPES = {
     "yarn-factor": YARN | {"factor": 2.0, "original_max_position_embeddings": 32, "attention_factor": 1.3},
     "llama3": HF_LLAMA3 | {"original_max_position_embeddings": 24, "rope_theta": 10000.0},
 }
+DEEPSEEK = {
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+}
+DEEPSEEK |= {
+    "q_lora_rank": None,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 7,
+}
+DEEPSEEK |= {"first_k_dense_replace": 1, "num_key_value_heads": HF_SIZES["num_attention_heads"]}
 GPT_OSS = {**MOE, "sliding_window": 5, "head_dim": 10}
 GEMMA = {"head_dim": 10, "num_attention_heads": 6, "num_key_value_heads": 2, "query_pre_attn_scalar": 7}
 GEMMA |= {"sliding_window": 5, "hidden_activation": "gelu_pytorch_tanh"}
@@ -87,6 +102,18 @@ SHAPES = {
     "qwen3-yarn": ("qwen3", {"head_dim": 16, "rope_parameters": ROPES["yarn"]}),
     "qwen3_moe": ("qwen3_moe", QWEN_MOE),
     "qwen3_moe-renormalised": ("qwen3_moe", {**QWEN_MOE, "norm_topk_prob": True, "tie_word_embeddings": True}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "deepseek_v3-low-rank-queries-yarn-tied": (
+        "deepseek_v3",
+        {**DEEPSEEK, "q_lora_rank": 12, "attention_bias": True, "rope_interleave": False, "norm_topk_prob": False}
+        | {
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "tie_word_embeddings": True,
+        }
+        | {"n_group": 1, "topk_group": 1, "v_head_dim": 16, "rope_parameters": ROPES["yarn-all"]},
+    ),
     "olmo2": ("olmo2", {"num_key_value_heads": 3}),
     "olmo2-tied-biases": ("olmo2", {**ONE_KV_TIED, "attention_bias": True, "rope_parameters": ROPES["linear"]}),
     "gemma2": ("gemma2", GEMMA),
@@ -173,6 +200,9 @@ def theirs(shape):
         hf = transformers.AutoModelForCausalLM.from_config(config).eval()
     if shape == "mixtral-unaligned":
         hf.set_experts_implementation("eager")  # theirs fails on such sizes otherwise
+    for name, buffer in hf.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.1)
     return family, add_noise(hf, 0.1)
 
 

@@ -38,7 +38,7 @@ LAYERS: dict[str, dict[str, int]] = {
 UNITS: dict[str, tuple[Any, Callable[[Any], int]]] = {
     "blocks": (nn.ModuleList, len),
     "experts": (MoE, lambda moe: len(moe.experts)),
-    "groups": (Attention, lambda attn: attn.k.out_features // attn.head_dim),
+    "groups": (Attention, lambda attn: attn.kv_head_count),
     "neurons": ((MLP, GatedMLP), lambda mlp: mlp.down.in_features),
 }
 """For each kind of unit: the classes of modules that contain such units, and a function that counts them."""
@@ -198,6 +198,8 @@ def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) ->
                 f"{name}: experts is {experts}; expected {moe.top_k}, as many as each token gets, to "
                 f"{len(moe.experts)}, and a linear router"
             )
+        if moe.groups > 1:
+            raise ValueError(f"{name}: experts cannot be removed from groups; remove neurons or blocks instead")
         downs = [f"{name}.experts.{e}.down" for e in range(len(moe.experts))]
         if missing := [e for e, down in zip(moe.experts, downs, strict=True) if down not in scores]:
             raise ValueError(

@@ -24,7 +24,7 @@ def decide(model: nn.Module, options: Routing) -> Change:
     """The record of the change: `MoE.extend` with these options on each mixture that `where` selects.
 
     Raises ValueError if `where` selects no mixture, if an option is below 0 or all are 0, and if a mixture already
-    has a selection bias. With `shared`, it also raises ValueError if experts are adapted, quantized or no MLPs.
+    trains a selection bias. With `shared`, it also raises ValueError if experts are adapted, quantized or no MLPs.
     """
     where, shared, bias_rate = options.where, options.shared, options.bias_rate
     values = {"shared": shared, "bias_rate": bias_rate, "z_loss": options.z_loss}
@@ -33,8 +33,8 @@ def decide(model: nn.Module, options: Routing) -> Change:
     places = {}
     for place in tree.find(model, where, is_mixture):
         moe = cast(MoE, place.module)
-        if bias_rate and moe.selection_bias is not None:
-            raise ValueError(f"{place.name}: already has a selection bias")
+        if bias_rate and moe.bias_rate:
+            raise ValueError(f"{place.name}: already has a selection bias that is trained")
         linears = [m for m in moe.experts[0].modules() if tree.linear(m)]
         if shared and not isinstance(moe.experts[0], MLP | GatedMLP):
             kind = type(moe.experts[0]).__name__

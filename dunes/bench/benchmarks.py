@@ -223,7 +223,7 @@ def _table(model: Decoder) -> torch.Tensor:
 def cache_elements(model: Decoder, tokens: float) -> float:
     """Number of KV-cache elements read for the next token after `tokens` tokens, given each layer's window."""
     layers = (m for m in model.trunk.modules() if isinstance(m, Attention))
-    return sum((m.k.out_features + m.v.out_features) * min(tokens, m.window or tokens) for m in layers)
+    return sum(m.cache_width * min(tokens, m.window or tokens) for m in layers)
 
 
 def _random_ids(model: Decoder, batch: int, length: int) -> torch.Tensor:

@@ -127,8 +127,8 @@ def _parameters(source: Source) -> Iterator[str]:
     if source.own is None:
         sizes = ", ".join(f"{name} {format_bytes(total * bits // 8)}" for name, bits in BITS.items())
         yield f"memory      {sizes}"
-    attn = model.get_submodule("blocks.0.attn")
-    cache = 2 * attn.get_submodule("k").out_features * source.config.depth * 2  # type: ignore[operator]
+    attn: Any = model.get_submodule("blocks.0.attn")
+    cache = attn.cache_width * source.config.depth * 2
     yield f"KV cache    {format_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"
 
 

@@ -255,6 +255,8 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
     if family == "gpt2" and isinstance(quantized, dict) and quantized.get("quant_method") in ("gptq", "awq"):
         raise ValueError(f"{folder / CONFIG}: a gpt2 of GPTQ or AWQ is not read; get its plain weights")
     ignored = tuple(getattr(FAMILIES[family], "IGNORED_NAMES", ()))
+    if hf_config.get("num_nextn_predict_layers") == 1:  # one layer follows those of the model
+        ignored = tuple(pattern.replace("{depth}", str(hf_config.get("num_hidden_layers"))) for pattern in ignored)
     return Source(folder, "Hugging Face", hf_config, files, weight_names(family), ignored, notes)
 
 

@@ -130,7 +130,9 @@ def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, st
 
 
 def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
-    return any(match_indices(pattern, name) is not None for pattern in ignored)
+    """True if the name matches a pattern; `**` at its end stands for any rest."""
+    starts = tuple(pattern.removesuffix("**") for pattern in ignored if pattern.endswith("**"))
+    return name.startswith(starts) or any(match_indices(pattern, name) is not None for pattern in ignored)
 
 
 def _file_tensors(expected: Weights, names: Names) -> dict[str, _FileTensor]:

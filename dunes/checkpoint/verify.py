@@ -236,6 +236,8 @@ def _lazy_logits(model: nn.Module, weights: Weights, ids: Tensor) -> Tensor:
             for name, tensor in parameters.items():
                 module._parameters[name] = nn.Parameter(tensor.read().float(), requires_grad=False)
                 tensor.release()
+            for name, _ in [*module.named_buffers(recurse=False)]:
+                module._buffers[name] = weights[f"{place}.{name}"].read().float()
     logits: Tensor = model(ids)
     return logits
 

@@ -54,8 +54,9 @@ def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
 
     The argument `balance` is the default of that field. Raises ValueError if top_k exceeds the number of experts.
     """
-    # transformers 5 writes num_local_experts where Qwen writes num_experts.
-    key = "num_local_experts" if hf.get("num_local_experts") is not None else "num_experts"
+    # transformers 5 writes num_local_experts where Qwen writes num_experts; DeepSeek has a name of its own.
+    names = ("n_routed_experts", "num_local_experts")
+    key = next((name for name in names if hf.get(name) is not None), "num_experts")
     experts, top_k = size(hf, key, largest=MAX_EXPERTS), size(hf, "num_experts_per_tok")
     if top_k > experts:
         raise ValueError(f"config.json: num_experts_per_tok is {top_k}, more than {key}, {experts}")

@@ -16,6 +16,7 @@ from dunes.models.llama import Config
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary, squared_relu
 from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
 from dunes.parts.decoder import AheadBlock, SkipBlock
+from dunes.parts.latent_attention import LatentAttention
 from dunes.parts.position import Alibi, PartialRotary, Position
 from dunes.parts.recurrent import GatedConvolution, GatedDeltaNet, Mamba2
 
@@ -98,14 +99,16 @@ def _mixer(size: Config, chosen: dict[str, str], layer: int) -> nn.Module:
 def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
     """The attention of a layer. With few key/value heads, as many as divide the heads.
 
-    Differences are of pairs: heads are half as wide where their number is odd.
+    Differences are of pairs: heads are half as wide where their number is odd. A latent has a quarter of the
+    model's width, and half of each head has positions; raises ValueError for few key/value heads, as it has none.
     """
+    if chosen["attention"] == "latent":
+        return _latent_attention(size, chosen, layer)
     pairs = 2 if chosen["attention"] == "differential" else 1
     if size.heads % pairs:
         size = replace(size, heads=2 * size.heads, head_dim=size.head_dim // 2)
     most = {"all": size.heads, "half": max(1, size.heads // 2), "one": 1}[chosen["kv"]]
     kv_heads = next(n for n in range(max(most, pairs), 0, -1) if size.heads % n == 0 == n % pairs)
-    windowed = chosen["window"] == "alternating" and layer % 2 == 0
     make: Callable[..., Attention] = Attention
     kind, options = chosen["attention"], dict[str, object]()
     if kind == "values":
@@ -126,9 +129,27 @@ def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
         kv_heads,
         head_dim=size.head_dim,
         position=_position(chosen["position"], size, layer),
-        window=max(1, size.context_length // 2) if windowed else None,
+        window=_window(chosen["window"], size, layer),
         **options,
     )
+
+
+def _latent_attention(size: Config, chosen: dict[str, str], layer: int) -> LatentAttention:
+    if chosen["kv"] != "all":
+        raise ValueError(f"attention=latent has no key/value heads; leave out kv={chosen['kv']}")
+    half = size.head_dim // 2
+    return LatentAttention(
+        *(size.dim, size.heads, max(32, round(size.dim / 4 / 32) * 32)),
+        nope_dim=half,
+        rope_dim=half,
+        value_dim=size.head_dim,
+        position=_position(chosen["position"], replace(size, head_dim=half), layer),
+        window=_window(chosen["window"], size, layer),
+    )
+
+
+def _window(choice: str, size: Config, layer: int) -> int | None:
+    return max(1, size.context_length // 2) if choice == "alternating" and layer % 2 == 0 else None
 
 
 def _position(choice: str, size: Config, layer: int) -> Position | None:

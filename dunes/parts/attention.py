@@ -73,6 +73,21 @@ class Attention(nn.Module):
                 setattr(self, name, value)
 
     @property
+    def head_count(self) -> int:
+        """Number of heads of queries."""
+        return self.q.out_features // self.head_dim
+
+    @property
+    def kv_head_count(self) -> int:
+        """Number of heads of keys and values."""
+        return self.k.out_features // self.head_dim
+
+    @property
+    def cache_width(self) -> int:
+        """Number of elements per token in the cache."""
+        return self.k.out_features + self.v.out_features
+
+    @property
     def has_plain_scores(self) -> bool:
         """True if scores depend only on queries and keys, without a bias, a cap or sinks."""
         return not hasattr(self.position, "bias") and self.softcap is None and self.sinks is None

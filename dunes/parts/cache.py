@@ -130,9 +130,9 @@ class Cache:
             block = slice(self.max_length - k.shape[2], self.max_length)
             self.keys[layer][:, :, block], self.values[layer][:, :, block] = k, v
         else:
-            slot = self.slots(positions)[:, None, :, None].expand_as(k)
-            self.keys[layer].scatter_(2, slot, k)
-            self.values[layer].scatter_(2, slot, v)
+            slot = self.slots(positions)[:, None, :, None]
+            self.keys[layer].scatter_(2, slot.expand_as(k), k)
+            self.values[layer].scatter_(2, slot.expand_as(v), v)
 
     def slots(self, positions: Tensor) -> Tensor:
         """The slots (B, T) of tokens at `positions`; padding has a slot of its own."""

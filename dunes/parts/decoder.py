@@ -27,6 +27,7 @@ from dunes.parts.context import (
     undeclared_modules,
     warn_about_mixing,
 )
+from dunes.parts.latent_attention import LatentAttention
 from dunes.parts.quantized_cache import CacheFormat, QuantizedCache
 from dunes.parts.recurrent_cache import RecurrentCache
 
@@ -402,7 +403,7 @@ def cache_for(
     Raises ValueError for a format and recurrent states.
 
     Returns None, with a warning, if a module may mix tokens in ways that a KV cache cannot reproduce. The model
-    may be compiled or wrapped.
+    may be compiled or wrapped. Raises ValueError for a `format` if the model has a `LatentAttention`.
     """
     inner = next((m.trunk for m in model.modules() if isinstance(m, Decoder)), None)
     if inner is not None and undeclared_modules(inner):
@@ -413,6 +414,10 @@ def cache_for(
             raise ValueError(f"the cache of a model with recurrent states ({name}) cannot be quantized")
         return RecurrentCache(batch, capacity, device)
     if format is not None:
+        if name := next((n for n, m in model.named_modules() if isinstance(m, LatentAttention)), None):
+            raise ValueError(
+                f"{name}: the cache of a LatentAttention cannot be quantized; it is compressed already"
+            )
         return QuantizedCache(batch, capacity, device, format)
     windows = [m.window for m in (inner or model).modules() if isinstance(m, Attention)]
     limited = [w for w in windows if w is not None]

@@ -1,6 +1,6 @@
 """A mixture of experts, which replaces an MLP, and a noisy router.
 
-https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2401.04088
+https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2401.04088, https://arxiv.org/abs/2412.19437
 """
 
 # Shapes: N tokens, E experts, k experts per token, D width.
@@ -35,6 +35,11 @@ class MoE(nn.Module):
     the bias. After each step that trains the router, the bias is raised by `bias_rate` for each expert whose load
     is below the mean, and lowered for each above it (loss-free balancing, https://arxiv.org/abs/2408.15664). Loads
     are summed over all micro-batches and ranks. The bias is cast together with the weights: train in float32.
+    `biased` adds such a bias that training does not change.
+
+    As in DeepSeek V3, with `sigmoid` the probabilities are the sigmoids of the logits, and weights are multiplied
+    by `factor`. With `groups` of successive experts, experts are chosen from `top_groups` of them: those in which
+    the two highest probabilities, biased, have the highest sums. Raises ValueError as `check_groups` does.
     """
 
     supports_packing = True
@@ -42,7 +47,8 @@ class MoE(nn.Module):
     selection_bias: Tensor | None
     load: Tensor
     shared: nn.ModuleList | None
-    z_loss, bias_rate = 0.0, 0.0  # class attributes: the structure of saved models without them stays the same
+    # Class attributes: the structure of saved models without them stays the same.
+    z_loss, bias_rate, sigmoid, factor, groups, top_groups = 0.0, 0.0, False, 1.0, 1, 1
 
     def __init__(
         self,
@@ -55,17 +61,31 @@ class MoE(nn.Module):
         z_loss: float = 0.0,
         bias_rate: float = 0.0,
         shared: Sequence[nn.Module] = (),
+        biased: bool = False,
+        sigmoid: bool = False,
+        factor: float = 1.0,
+        groups: int = 1,
+        top_groups: int = 1,
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= len(experts):
             raise ValueError(f"top_k is {top_k}; expected 1 to {len(experts)}, the number of experts")
+        check_groups(len(experts), top_k, groups, top_groups)
         if len({*map(id, (*experts, *shared))}) < len(experts) + len(shared):
             raise ValueError("the same expert occurs twice; build or copy a new one for each")
         self.router, self.experts = router, nn.ModuleList(experts)
         self.top_k, self.renormalise, self.balance = top_k, renormalise, balance
         self.recorded: list[Tensor] | None = None
         self.register_module("shared", nn.ModuleList(shared) if shared else None)
-        self.register_buffer("selection_bias", None)
+        self.register_buffer("selection_bias", torch.zeros(len(experts)) if biased else None)
+        for name, value in (
+            ("sigmoid", sigmoid),
+            ("factor", factor),
+            ("groups", groups),
+            ("top_groups", top_groups),
+        ):
+            if value != getattr(MoE, name):
+                setattr(self, name, value)
         self.extend(z_loss, bias_rate)
 
     def extend(self, z_loss: float = 0.0, bias_rate: float = 0.0, shared: Sequence[nn.Module] = ()) -> None:
@@ -75,7 +95,8 @@ class MoE(nn.Module):
             self.z_loss = z_loss
         if bias_rate:
             self.bias_rate = bias_rate
-            self.register_buffer("selection_bias", torch.zeros(len(self.experts), device=device))
+            if self.selection_bias is None:
+                self.register_buffer("selection_bias", torch.zeros(len(self.experts), device=device))
             # In the state, so that a skipped step restores it.
             self.register_buffer("load", torch.zeros(len(self.experts), dtype=torch.long, device=device))
         if shared:
@@ -99,16 +120,25 @@ class MoE(nn.Module):
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The experts (N, k) chosen for logits (N, E), highest first, and their weights (float32 or wider)."""
-        probs = _at_least_float32(logits).softmax(-1)
+        probs = self._probabilities(_at_least_float32(logits))
         expert_ids = self._choose(probs)
         weights = probs.gather(-1, expert_ids)
         # With a selection bias, the probabilities of chosen experts may underflow.
         total = weights.sum(-1, keepdim=True).clamp(min=TINY)
-        return expert_ids, weights / total if self.renormalise else weights
+        weights = weights / total if self.renormalise else weights
+        return expert_ids, weights if self.factor == 1 else weights * self.factor
+
+    def _probabilities(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid() if self.sigmoid else logits.softmax(-1)
 
     def _choose(self, probs: Tensor) -> Tensor:
-        bias = self.selection_bias
-        return choose_experts(probs if bias is None else probs + bias, self.top_k)
+        probs = probs if self.selection_bias is None else probs + self.selection_bias
+        if self.groups > 1:
+            members = torch.unflatten(probs, -1, (self.groups, -1))
+            chosen = choose_experts(members.topk(2).values.sum(-1), self.top_groups)
+            closed = torch.ones_like(members[..., 0], dtype=torch.bool).scatter_(-1, chosen, False)
+            probs = members.masked_fill(closed[..., None], -torch.inf).flatten(-2)
+        return choose_experts(probs, self.top_k)
 
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
         """The auxiliary losses, already multiplied by their coefficients.
@@ -118,21 +148,22 @@ class MoE(nn.Module):
         """
         real = None if real is None else real.repeat(len(recorded))
         logits = _without_padding(torch.cat([*recorded]), real)
-        probs = logits.softmax(-1)
+        probs = self._probabilities(logits)
         load = _one_hot(self._choose(probs), probs, real)
         tokens = load.detach().sum(0)
-        if self.selection_bias is not None:
+        if self.bias_rate:
             self.load += tokens.long()
         losses: dict[str, Any] = {"expert_load": (tokens, _count(probs, real))}
         if self.balance:
-            losses["balance"] = self.balance * _balance(load, probs, real)
+            shares = probs / probs.sum(-1, keepdim=True).clamp(min=TINY) if self.sigmoid else probs
+            losses["balance"] = self.balance * _balance(load, shares, real)
         if self.z_loss:
             losses["router_z"] = self.z_loss * router_z(logits, real)
         return losses
 
     def after_step(self) -> None:
         """Adjust the selection bias by the loads since the last step, if the router is trainable."""
-        if self.selection_bias is None:
+        if self.selection_bias is None or not self.bias_rate:
             return
         ranks.add(self.load)
         if any(p.requires_grad for p in tree.innermost(self.router).parameters()):
@@ -180,6 +211,16 @@ class MoE(nn.Module):
             return forms.Stacks(*matrices)
         self.pack()
         return forms.Stacks(*map(forms.stack_view, matrices))
+
+
+def check_groups(experts: int, top_k: int, groups: int, top_groups: int) -> None:
+    """Raise ValueError unless groups have one size, of 2 or more, and the chosen ones at least `top_k` experts."""
+    size, rest = divmod(experts, groups)
+    if rest or (groups > 1 and size < 2) or not top_k <= top_groups * size <= experts:
+        raise ValueError(
+            f"{top_groups} of {groups} groups of {experts} experts, of which a token gets {top_k}; expected groups "
+            "of one size of 2 or more, and as many of them as have enough experts"
+        )
 
 
 def choose_experts(scores: Tensor, top_k: int) -> Tensor:

@@ -321,8 +321,9 @@ def flops(model: nn.Module, context: int) -> float:
     weights = sum(share * inputs * outputs for inputs, outputs, share in products(model))
     if isinstance(model, Decoder) and (reads := (model.head is None) + len(model.ahead or ())):
         weights += reads * model.embed.token.num_embeddings * model.embed.token.embedding_dim
-    across = sum(m.q.out_features for m in model.modules() if isinstance(m, Attention))
-    return 6.0 * weights + 12.0 * across * context
+    attentions = (m for m in model.modules() if isinstance(m, Attention))
+    across = sum(m.head_count * m.head_dim + m.out.in_features for m in attentions)
+    return 6.0 * weights + 6.0 * across * context
 
 
 def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
@@ -349,7 +350,7 @@ def muon_flops(model: nn.Module) -> float:
 def activation_bytes(model: nn.Module, context: int) -> float:
     """Bytes of activations per token in a forward pass, at two bytes per number."""
     linear = sum(share * (inputs + outputs) for inputs, outputs, share in products(model))
-    scores = sum(m.q.out_features // m.head_dim * context for m in model.modules() if isinstance(m, Attention))
+    scores = sum(m.head_count * context for m in model.modules() if isinstance(m, Attention))
     reads = 1 + len(model.layers) - len(model.blocks) if isinstance(model, Decoder) else 0
     vocab = reads * model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
     return 2.0 * (linear + scores + vocab)

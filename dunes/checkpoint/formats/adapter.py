@@ -238,6 +238,9 @@ def _peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iter
         yield from ((f"{path}.{part}", tensor) for part, tensor in parts.items())
 
 
+MISREAD = {"gate_proj", "up_proj", "down_proj"}
+
+
 def _peft_config(
     factors: Sequence[tuple[Target, Factors]], base: AdapterBase, settings: LoraConfig
 ) -> dict[str, Any]:
@@ -249,6 +252,12 @@ def _peft_config(
     paths = {t.path for t, _ in factors if not t.stacked}
     adaptable = _peft_targets(base, [module for module in base.modules if not module.endswith(".router")])
     left_out = {_leaf(t.path) for t in adaptable if not t.stacked and t.path not in paths}
+    if (misread := MISREAD & {*map(_leaf, paths)}) and any(t.stacked for t in adaptable):
+        warnings.warn(
+            f"PEFT with transformers 5 takes each {', '.join(sorted(misread))} of this mixture for experts, and does "
+            "not load those outside of them; for PEFT, leave out dense and shared MLPs, or merge the adapter",
+            stacklevel=2,
+        )
     ranks = {t.path: f.rank // len(t.rows) for t, f in factors}
     # Rounding restores the alpha that the scale was computed from.
     alphas = {t.path: round(f.scale * _divisor(ranks[t.path], settings.rslora), 10) for t, f in factors}
