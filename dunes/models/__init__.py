@@ -51,7 +51,7 @@ _NEAREST = {
     "gpt_neo": "gpt2",
     "gpt_neox": "",
     "gpt": "",
-    "mamba": "",
+    "mamba": "mamba2",
 }
 """The family nearest to model types that start with a key, of which the longest counts; "" where none is near."""
 _LONGEST = 64
