@@ -13,6 +13,8 @@ from dunes.parts.layers import GroupedRMSNorm
 from dunes.parts.recurrent import Mamba2
 
 UNLIMITED = (0.0, math.inf)
+BLOCK_SIZE = 7
+"""Parameters of a block of `Config.from_size`, about, in units of dim²; other families have 12."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class Config:
             depth=depth,
             heads=2 * dim // head_dim,
             head_dim=head_dim,
-            state_dim=2 * head_dim,
+            state_dim=min(128, max(16, dim // 2)),
             context_length=context_length,
             tied=True,
         )
@@ -127,11 +129,11 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 def _limits(hf: dict[str, Any]) -> tuple[float, float]:
     """The smallest and the largest time step; transformers 5 writes infinity as an object of its name."""
-    values = hf.get("time_step_limit") or UNLIMITED
-    values = [math.inf if v == {"__float__": "Infinity"} else v for v in values] if len(values) == 2 else []
-    if not values or any(type(v) not in (int, float) for v in values) or not 0 <= values[0] < values[1]:
+    given = [*UNLIMITED] if hf.get("time_step_limit") is None else hf["time_step_limit"]
+    values = [math.inf if v == {"__float__": "Infinity"} else v for v in given] if isinstance(given, list) else []
+    if [type(v) in (int, float) for v in values] != [True, True] or not 0 <= values[0] < values[1]:
         raise ValueError(
-            f"config.json: time_step_limit is {hf['time_step_limit']!r:.60}; expected two numbers, the second larger"
+            f"config.json: time_step_limit is {given!r:.60}; expected two numbers, the second one larger"
         )
     return float(values[0]), float(values[1])
 
