@@ -57,8 +57,13 @@ def test_by_chunks_is_token_by_token_with_gradients(length, delta, documents):
 
 def delta_net():
     config = Qwen3NextConfig(
-        **{"hidden_size": DIM, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "num_hidden_layers": 4},
-        **{"linear_key_head_dim": 8, "linear_value_head_dim": 12, "num_attention_heads": 4},
+        hidden_size=DIM,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        num_hidden_layers=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=12,
+        num_attention_heads=4,
     )
     norm = RMSNorm(12, config.rms_norm_eps)
     return GatedDeltaNet(DIM, 4, 2, key_dim=8, value_dim=12, norm=norm), Qwen3NextGatedDeltaNet(config, 0)
@@ -66,12 +71,19 @@ def delta_net():
 
 def mamba(groups, **options):
     config = Mamba2Config(
-        **{"hidden_size": DIM, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": groups},
+        hidden_size=DIM,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        n_groups=groups,
         **{"chunk_size": 32, "num_hidden_layers": 1, **options},
     )
     ours = Mamba2(
         *(DIM, 4),
-        **{"head_dim": 16, "state_dim": 8, "groups": groups, "width": config.conv_kernel},
+        head_dim=16,
+        state_dim=8,
+        groups=groups,
+        width=config.conv_kernel,
         norm=GroupedRMSNorm(64, config.layer_norm_epsilon, groups),
         bias=config.use_bias,
         convolution_bias=config.use_conv_bias,
@@ -93,8 +105,8 @@ PARTS = {
     "convolution": convolution,
 }
 NAMES = {
-    **{"in_proj_qkvz": "project", "in_proj_ba": "rates", "in_proj": "project", "out_proj": "out", "conv1d": "convolution"},
-    **{"conv": "convolution", "A_log": "log_rate", "dt_bias": "step", "D": "skip", "norm": "norm"},
+    "in_proj": "project", "in_proj_qkvz": "project", "in_proj_ba": "rates", "conv1d": "convolution", "norm": "norm",
+    "conv": "convolution", "A_log": "log_rate", "dt_bias": "step", "D": "skip", "out_proj": "out",
 }  # fmt: skip
 
 
@@ -211,7 +223,10 @@ def test_rows_are_truncated_and_selected_separately(kind):
     assert cache.truncate(torch.tensor([200, 150, 100])).tolist() == [200, INTERVAL, 0]
     fork = cache.select_rows(torch.tensor([1, 0, 1]))
     new = rand(3, 5, DIM)
-    want = [ours(torch.cat([x[i, :n], y])[None])[0, n:] for i, n, y in zip([1, 0, 1], [128, 200, 128], new, strict=True)]
+    want = [
+        ours(torch.cat([x[i, :n], y])[None])[0, n:]
+        for i, n, y in zip([1, 0, 1], [128, 200, 128], new, strict=True)
+    ]
     ragged = torch.ones(3, 5, dtype=torch.bool)
     assert (in_pieces(ours, new, [5], fork, ragged) - torch.stack(want)).abs().max() <= LIMIT
     cache.write_rows(torch.tensor([2, 0]), fork.select_rows(torch.tensor([0, 1])))
@@ -256,7 +271,7 @@ def test_a_prefix_cache_that_rewinds_has_the_logits_of_a_new_one(kind):
         for row, logits in cache.logits(rows).items():
             assert_ends(logits, model, rows[row])
     before = cache.forwards
-    cache.logits({0: IDS[100:340] + [1]})
+    cache.logits({0: [*IDS[100:340], 1]})
     assert cache.cache.snapshot_lengths[0].max() >= INTERVAL  # it continued from there
     assert cache.forwards == before + 1
 
@@ -298,5 +313,7 @@ def test_what_a_recurrent_state_rules_out_is_refused_by_name():
     drafted = [Request(IDS[:5], 3, proposer=look_up)]
     refuses("Mamba2 has a recurrent state", lambda: [*generate_all(model, drafted, context_length=32)])
     refuses("keys and values, and Mamba2 has a recurrent state", check_step, model)
-    refuses("3 heads are no multiple of 2 groups", Mamba2, 8, 3, head_dim=2, state_dim=2, norm=RMSNorm(6), groups=2)
+    refuses(
+        "3 heads are no multiple of 2 groups", Mamba2, 8, 3, head_dim=2, state_dim=2, norm=RMSNorm(6), groups=2
+    )
     refuses("3 heads are no multiple of 2 key", GatedDeltaNet, 8, 3, 2, key_dim=2, value_dim=2, norm=RMSNorm(2))

@@ -6,20 +6,22 @@ from typing import Any, Self
 
 from torch import nn
 
-from dunes.models.config_values import check_supported, flag, number, size
+from dunes.models.config_values import check_supported, flag, number, quotient, size
 from dunes.models.names import Names, convolution, name, weight_and_bias
 from dunes.parts import Block, Decoder, Embedding, RMSNorm
 from dunes.parts.layers import GroupedRMSNorm
 from dunes.parts.recurrent import Mamba2
 
 UNLIMITED = (0.0, math.inf)
+READ = ("heads", "head_dim", "state_dim", "groups", "limits")
+"""Fields of `Config` that are attributes of `Mamba2`."""
 BLOCK_SIZE = 7
 """Parameters of a block of `Config.from_size`, about, in units of dim²; other families have 12."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of a Mamba-2, as in `Mamba2`. The model has no limit of length; by default, texts have 2,048 tokens."""
+    """Sizes of a Mamba-2, as in `Mamba2`. It has no limit of length; `context_length` is that of training."""
 
     vocab: int
     dim: int
@@ -56,19 +58,9 @@ def build(config: Config) -> Decoder:
     """Build the model of this config, untrained. Raises ValueError if the groups do not divide the heads."""
 
     def block() -> Block:
-        mixer = Mamba2(
-            config.dim,
-            config.heads,
-            head_dim=config.head_dim,
-            state_dim=config.state_dim,
-            norm=GroupedRMSNorm(config.heads * config.head_dim, config.eps, config.groups),
-            groups=config.groups,
-            width=config.width,
-            bias=config.bias,
-            convolution_bias=config.convolution_bias,
-            limits=config.limits,
-        )
-        return Block(RMSNorm(config.dim, config.eps), mixer, None, None)
+        parts = {field: getattr(config, field) for field in (*READ, "width", "bias", "convolution_bias")}
+        norm = GroupedRMSNorm(config.heads * config.head_dim, config.eps, config.groups)
+        return Block(RMSNorm(config.dim, config.eps), Mamba2(config.dim, **parts, norm=norm), None, None)
 
     return Decoder(
         embed=Embedding(config.vocab, config.dim),
@@ -85,7 +77,7 @@ def read(model: Any, context_length: int) -> Config:
         vocab=model.embed.token.num_embeddings,
         dim=model.embed.token.embedding_dim,
         depth=len(model.blocks),
-        **{key: getattr(mixer, key) for key in ("heads", "head_dim", "state_dim", "groups", "limits")},
+        **{field: getattr(mixer, field) for field in READ},
         width=mixer.convolution.weight.shape[1],
         context_length=context_length,
         eps=model.norm.eps,
@@ -95,30 +87,31 @@ def read(model: Any, context_length: int) -> Config:
     )
 
 
+SIZES = {
+    "vocab": "vocab_size", "dim": "hidden_size", "depth": "num_hidden_layers", "heads": "num_heads",
+    "head_dim": "head_dim", "state_dim": "state_size", "groups": "n_groups", "width": "conv_kernel",
+}  # fmt: skip
+"""The keys of a config.json by the fields of `Config`."""
+DEFAULTS = {"state_size": 128, "n_groups": 8, "conv_kernel": 4, "expand": 2, "max_position_embeddings": 2048}
+"""Values of a config.json without them; of all but the last, as in transformers."""
+
+
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings.
 
     `residual_in_fp32` is not read: sums have the dtype of the weights, or float32 under autocast.
     """
     check_supported(hf, required={"hidden_act": "silu", "rms_norm": True})
-    heads, head_dim, groups = size(hf, "num_heads"), size(hf, "head_dim"), size(hf, "n_groups", 8)
-    dim, expand = size(hf, "hidden_size"), size(hf, "expand", 2)
-    if heads * head_dim != expand * dim:
+    hf = DEFAULTS | {key: value for key, value in hf.items() if value is not None}
+    quotient(hf, "num_heads", "n_groups")
+    inner, expanded = size(hf, "num_heads") * size(hf, "head_dim"), size(hf, "expand") * size(hf, "hidden_size")
+    if inner != expanded:
         raise ValueError(
-            f"config.json: num_heads x head_dim is {heads * head_dim}; expected expand x hidden_size, {expand * dim}"
+            f"config.json: num_heads x head_dim is {inner}; expected expand x hidden_size, {expanded}"
         )
-    if heads % groups:
-        raise ValueError(f"config.json: num_heads is {heads}, which is not divisible by n_groups, {groups}")
     return Config(
-        vocab=size(hf, "vocab_size"),
-        dim=dim,
-        depth=size(hf, "num_hidden_layers"),
-        heads=heads,
-        head_dim=head_dim,
-        state_dim=size(hf, "state_size", 128),
-        groups=groups,
-        width=size(hf, "conv_kernel", 4),
-        context_length=size(hf, "max_position_embeddings", 2048, largest=1 << 31),
+        **{field: size(hf, key) for field, key in SIZES.items()},
+        context_length=size(hf, "max_position_embeddings", largest=1 << 31),
         eps=number(hf, "layer_norm_epsilon", 1e-5),
         tied=flag(hf, "tie_word_embeddings"),
         bias=flag(hf, "use_bias"),
@@ -142,21 +135,12 @@ def to_hf(config: Config) -> dict[str, Any]:
     """Convert a Config to the content of a Hugging Face config.json. Raises ValueError if it cannot express it."""
     expand, rest = divmod(config.heads * config.head_dim, config.dim)
     if rest:
-        raise ValueError(
-            f"config.json cannot express {config.heads} heads of {config.head_dim}: no multiple of dim {config.dim}"
-        )
+        raise ValueError(f"config.json: {config.heads} heads of {config.head_dim} are no multiple of {config.dim}")
     return {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
-        "vocab_size": config.vocab,
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.depth,
-        "num_heads": config.heads,
-        "head_dim": config.head_dim,
+        **{key: getattr(config, field) for field, key in SIZES.items()},
         "expand": expand,
-        "state_size": config.state_dim,
-        "n_groups": config.groups,
-        "conv_kernel": config.width,
         "max_position_embeddings": config.context_length,
         "layer_norm_epsilon": config.eps,
         **({} if config.limits == UNLIMITED else {"time_step_limit": [*config.limits]}),
@@ -182,7 +166,3 @@ NAMES: Names = [
     name("backbone.norm_f.weight", "norm.weight"),
     name("lm_head.weight", "head.weight"),
 ]
-
-ALIASES: Names = [name("backbone.embedding.weight", "embed.token.weight")]
-
-IGNORED_NAMES = ()
