@@ -217,6 +217,7 @@ REFUSED = [
     ("mamba2", {"n_groups": 3}, "n_groups"),
     ("mamba2", {"time_step_limit": [0.1]}, "time_step_limit"),
     ("mamba2", {"time_step_limit": 0.1}, "time_step_limit"),
+    ("mamba2", {"time_step_limit": [0, 10**400]}, "time_step_limit"),
     ("mamba2", {"time_step_limit": [0.1, "1"]}, "time_step_limit"),
     ("mamba2", {"time_step_limit": [0.1, 0.01]}, "time_step_limit"),
     ("gpt2", {"activation_function": "relu"}, "activation_function"),
@@ -263,6 +264,10 @@ def test_a_model_type_that_is_none(kind):
 def test_a_model_type_that_is_none_names_the_nearest(kind, nearest):
     line = refuses(f"; the nearest is {nearest}: name it in the config only if", family_of, {"model_type": kind})
     assert len(line) < 300
+
+
+def test_a_config_of_the_package_of_mamba_is_refused_by_its_name():
+    refuses("of the package mamba_ssm: take", family_of, {"d_model": 768, "n_layer": 24, "ssm_cfg": {}})
 
 
 @pytest.mark.parametrize("kind", ["gptj", "gpt_neox_japanese", "t5", "falcon", "llama" * 100])

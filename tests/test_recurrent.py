@@ -105,8 +105,8 @@ PARTS = {
     "convolution": convolution,
 }
 NAMES = {
-    "in_proj": "project", "in_proj_qkvz": "project", "in_proj_ba": "rates", "conv1d": "convolution", "norm": "norm",
-    "conv": "convolution", "A_log": "log_rate", "dt_bias": "step", "D": "skip", "out_proj": "out",
+    "in_proj": "project", "in_proj_qkvz": "project", "in_proj_ba": "rates", "conv1d": "convolution",
+    "norm": "norm", "conv": "convolution", "A_log": "log_rate", "dt_bias": "step", "D": "skip", "out_proj": "out",
 }  # fmt: skip
 
 

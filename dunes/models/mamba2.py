@@ -124,7 +124,8 @@ def _limits(hf: dict[str, Any]) -> tuple[float, float]:
     """The smallest and the largest time step; transformers 5 writes infinity as an object of its name."""
     given = [*UNLIMITED] if hf.get("time_step_limit") is None else hf["time_step_limit"]
     values = [math.inf if v == {"__float__": "Infinity"} else v for v in given] if isinstance(given, list) else []
-    if [type(v) in (int, float) for v in values] != [True, True] or not 0 <= values[0] < values[1]:
+    sized = [type(v) in (int, float) and (v < 1e30 or v == math.inf) for v in values]
+    if sized != [True, True] or not 0 <= values[0] < values[1]:
         raise ValueError(
             f"config.json: time_step_limit is {given!r:.60}; expected two numbers, the second one larger"
         )
