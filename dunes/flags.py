@@ -26,6 +26,7 @@ Family = Literal[
     "gpt_neox",
     "stablelm",
     "gpt2",
+    "mamba2",
 ]
 """Names of the model families. They are listed here because importing `models` would import torch."""
 

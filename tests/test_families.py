@@ -98,6 +98,10 @@ SAME = {
     ("stablelm", "a quarter is rotated, not said"): lambda hf: without(
         hf, "rope_parameters", "partial_rotary_factor"
     ),
+    ("mamba2", "time steps without limit, as transformers 5 writes them"): lambda hf: (
+        hf | {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    ),
+    ("mamba2", "time steps without limit, as before"): lambda hf: hf | {"time_step_limit": [0.0, float("inf")]},
     ("gpt_oss", "layer types and limit not said"): lambda hf: without(hf, "layer_types", "swiglu_limit"),
     ("gpt_oss", "no scaling, as transformers 5 says it"): lambda hf: without(hf, "rope_scaling"),
     ("qwen3_moe", "experts as transformers 5 calls them"): lambda hf: without(hf, "num_experts"),
@@ -119,6 +123,7 @@ def test_what_goes_without_saying_differs_by_family():
     assert FAMILIES["qwen3"].from_hf(without(words("qwen3"), "head_dim")).head_dim == 128
     published = FAMILIES["gpt_oss"].from_hf(without(words("gpt_oss"), *rope, "rope_scaling"))
     assert published.rope_base == 150_000.0
+    assert FAMILIES["mamba2"].from_hf(without(words("mamba2"), "max_position_embeddings")).context_length == 2048
     assert published.scaling == Yarn(32.0, 4096, yarn_scale(32.0), truncate=False)
     assert words("gpt_oss")["rope_scaling"] == {"rope_type": "default"}  # so that transformers 4 takes no YaRN
 
@@ -206,6 +211,15 @@ REFUSED = [
     ("stablelm", {"use_parallel_residual": True}, "use_parallel_residual"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
     ("stablelm", {"use_qkv_bias": 1}, "use_qkv_bias"),
+    ("mamba2", {"hidden_act": "gelu"}, "hidden_act"),
+    ("mamba2", {"rms_norm": False}, "rms_norm"),
+    ("mamba2", {"expand": 3}, "num_heads x head_dim is 128; expected expand x hidden_size, 192"),
+    ("mamba2", {"n_groups": 3}, "n_groups"),
+    ("mamba2", {"time_step_limit": [0.1]}, "time_step_limit"),
+    ("mamba2", {"time_step_limit": 0.1}, "time_step_limit"),
+    ("mamba2", {"time_step_limit": [0, 10**400]}, "time_step_limit"),
+    ("mamba2", {"time_step_limit": [0.1, "1"]}, "time_step_limit"),
+    ("mamba2", {"time_step_limit": [0.1, 0.01]}, "time_step_limit"),
     ("gpt2", {"activation_function": "relu"}, "activation_function"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
@@ -244,6 +258,7 @@ def test_a_model_type_that_is_none(kind):
         ("gpt_bigcode", "gpt2"),
         ("smolm3", "smollm3"),  # by its spelling
         ("Mixtral", "mixtral"),
+        ("mamba", "mamba2"),
     ],
 )
 def test_a_model_type_that_is_none_names_the_nearest(kind, nearest):
@@ -251,7 +266,11 @@ def test_a_model_type_that_is_none_names_the_nearest(kind, nearest):
     assert len(line) < 400
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "gptj", "gpt_neox_japanese", "t5", "falcon", "llama" * 100])
+def test_a_config_of_the_package_of_mamba_is_refused_by_its_name():
+    refuses("of the package mamba_ssm: take", family_of, {"d_model": 768, "n_layer": 24, "ssm_cfg": {}})
+
+
+@pytest.mark.parametrize("kind", ["gptj", "gpt_neox_japanese", "t5", "falcon", "llama" * 100])
 def test_a_model_type_far_from_all_names_none(kind):
     assert "nearest" not in refuses("is not one of", family_of, {"model_type": kind})
 

@@ -460,7 +460,7 @@ def test_parts_that_say_so_share_rows(name):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_families_share_rows_with_what_is_put_on_them(family):
     module = model(family).float()
-    augment.quantize(module, where="blocks.*.attn.q")
+    augment.quantize(module, where=("blocks.*.attn.q", "blocks.*.attn.project"))
     augment.attach(module, rank=2)
     tree.replace(module, "blocks.*", Checkpointed)
     assert supports_packing(module)

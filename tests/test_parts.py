@@ -26,7 +26,9 @@ from dunes.parts import (
     Rotary,
 )
 from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
+from dunes.parts.decoder import recurrent_part
 from dunes.parts.position import Alibi, PartialRotary
+from dunes.parts.recurrent_cache import RecurrentCache
 from dunes.tree import watch
 from own_parts import Average, alibi, scored
 from small_models import random_model
@@ -104,7 +106,7 @@ def test_from_a_fresh_start_all_learn_within_two_steps():
 @pytest.mark.parametrize("cuts", [[17], [5, 1, 1, 10], [1] * 17])
 def test_cached_is_full_in_any_chunks(model, cuts):
     ids = tokens()
-    cache = Cache(2, 32)
+    cache = (RecurrentCache if recurrent_part(model) else Cache)(2, 32)
     got = torch.cat([model(part, cache=cache) for part in ids.split(cuts, 1)], 1)
     assert (got - model(ids)).abs().max() < 1e-5
     assert cache.length.tolist() == [17, 17]
@@ -113,7 +115,7 @@ def test_cached_is_full_in_any_chunks(model, cuts):
 @torch.no_grad()
 def test_cached_is_full_in_a_ragged_batch_after_rollback_and_in_picked_rows(model):
     ids, lengths = tokens(3), [9, 4, 1]
-    cache = Cache(3, 64)
+    cache, kept = (RecurrentCache(3, 64), 0) if recurrent_part(model) else (Cache(3, 64), 2)
     padded = torch.zeros(3, 9, dtype=torch.long)
     real = torch.zeros(3, 9, dtype=torch.bool)
     for row, n in enumerate(lengths):
@@ -121,11 +123,11 @@ def test_cached_is_full_in_a_ragged_batch_after_rollback_and_in_picked_rows(mode
     logits = model(padded, positions=cache.start(real), cache=cache, last=1)[:, -1]
     for row, n in enumerate(lengths):
         assert (logits[row] - model(ids[row : row + 1, :n])[0, -1]).abs().max() < 1e-5
-    # All rows go on by three tokens, then fall back to their first two or fewer, then go on otherwise.
+    # All rows go on by three tokens, then fall back to their first two, or to none, then go on otherwise.
     model(torch.stack([ids[row, n : n + 3] for row, n in enumerate(lengths)]), cache=cache)
-    assert cache.truncate(torch.tensor([2, 2, 2])).tolist() == [2, 2, 2]
-    got = model(ids[[2, 0, 0], 2:8], cache=cache.select_rows(torch.tensor([2, 0, 0])))
-    assert (got - model(ids[[2, 0, 0], :8])[:, 2:]).abs().max() < 1e-5
+    assert cache.truncate(torch.tensor([2, 2, 2])).tolist() == [kept] * 3
+    got = model(ids[[2, 0, 0], kept:8], cache=cache.select_rows(torch.tensor([2, 0, 0])))
+    assert (got - model(ids[[2, 0, 0], :8])[:, kept:]).abs().max() < 1e-5
 
 
 @torch.no_grad()

@@ -830,7 +830,8 @@ def test_weight_counts_equal_the_built_model(family):
         other = type(config)(**vars(config) | changes)
         model = build_on_meta(family, other)
         assert weight_counts(family, other) == (tree.count(model), len(list(model.parameters())))
-    assert weight_counts(family, type(config)(**vars(config) | {"depth": 10**9, "hidden": 2**24}))[0] > 10**18
+    width = "hidden" if hasattr(config, "hidden") else "state_dim"
+    assert weight_counts(family, type(config)(**vars(config) | {"depth": 10**9, width: 2**24}))[0] > 10**18
 
 
 @pytest.mark.parametrize("family", FAMILIES)

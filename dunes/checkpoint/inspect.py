@@ -22,6 +22,8 @@ from dunes.checkpoint.source import Source, open_source, open_verified_source, t
 from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files.model_file import cards_trusted, find_file
+from dunes.parts import Attention
+from dunes.parts.decoder import recurrent_part
 from dunes.text import Tokenizer, chat_template
 from dunes.units import format_bytes, format_count, plural
 
@@ -127,9 +129,10 @@ def _parameters(source: Source) -> Iterator[str]:
     if source.own is None:
         sizes = ", ".join(f"{name} {format_bytes(total * bits // 8)}" for name, bits in BITS.items())
         yield f"memory      {sizes}"
-    attn: Any = model.get_submodule("blocks.0.attn")
-    cache = attn.cache_width * source.config.depth * 2
-    yield f"KV cache    {format_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"
+    if widths := [m.cache_width for m in model.modules() if isinstance(m, Attention)]:
+        yield f"KV cache    {format_bytes(2 * sum(widths) * 1000)} for each 1,000 tokens in bfloat16"
+    if name := recurrent_part(model):
+        yield f"states      of {name} and similar parts, whose size does not depend on the number of tokens"
 
 
 def _format(value: Any) -> str:

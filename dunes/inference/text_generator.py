@@ -23,7 +23,7 @@ from dunes.generate import (
 from dunes.generate.speculate import check_rewinds
 from dunes.generate.step import CompiledStep
 from dunes.measure import ranks
-from dunes.parts import CacheFormat
+from dunes.parts import CacheFormat, cache_for
 from dunes.text import DecodeStream
 from dunes.units import format_bytes, format_count, plural
 
@@ -37,7 +37,8 @@ class Piece:
 
 
 class TextGenerator:
-    """Generates text with a model whose weights do not change. Raises ValueError if it has no tokenizer.
+    """Generates text with a model whose weights do not change. Raises ValueError if it has no tokenizer,
+    and for a `format` if it has recurrent states.
 
     The KV cache of the last text is kept. If the next text has the same prefix, as the next turn of a conversation
     has, only the ids after the prefix are evaluated. A prompt is a text or its ids. Before each token,
@@ -54,6 +55,8 @@ class TextGenerator:
         self.tokenizer = loaded.require_tokenizer()
         self.cache: PrefixCache | None = None
         self._find_step, self.format = find_step, format
+        if format is not None:
+            cache_for(self.model, 1, 1, format=format)  # refuses it before any text is written
 
     def __repr__(self) -> str:
         return f"TextGenerator({self.tokenizer}, context length {self.context_length}, {self.cache})"

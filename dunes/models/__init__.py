@@ -52,7 +52,7 @@ _NEAREST = {
     "gpt_neo": "gpt2",
     "gpt_neox": "",
     "gpt": "",
-    "mamba": "",
+    "mamba": "mamba2",
 }
 """The family nearest to model types that start with a key, of which the longest counts; "" where none is near."""
 _LONGEST = 64
@@ -70,6 +70,10 @@ def family_of(hf: dict[str, Any]) -> str:
     hint = ""
     if isinstance(family, str) and (nearest := _nearest(family.lower())):
         hint = f"; the nearest is {nearest}: name it in the config only if the model has the same tensors"
+    elif "ssm_cfg" in hf:
+        hint = (
+            "; this is a config of the package mamba_ssm: take the model's folder for transformers (mamba2-...-hf)"
+        )
     raise ValueError(f"config.json: model_type {family!r} is not one of {', '.join(FAMILIES)}{hint}")
 
 

@@ -72,6 +72,13 @@ def weight_and_bias(theirs: str, *ours: str, load: Layout = identity, save: Layo
     ]
 
 
+def convolution(theirs: str, ours: str) -> list[Name]:
+    """The names of a convolution of each channel, whose weights (C, 1, W) in PyTorch's Conv1d are ours (C, W)."""
+    return weight_and_bias(
+        theirs, ours, load=partial(torch.squeeze, dim=-2), save=partial(torch.unsqueeze, dim=-2)
+    )
+
+
 def per_head(names: Names) -> Names:
     """Names whose tensor has queries, keys and values of one head after another; `for_heads` completes them."""
     return [replace(n, load=_unknown_heads, save=_unknown_heads) for n in names]

@@ -68,7 +68,8 @@ def chunked(
     length = v.shape[2]
     size = min(CHUNK, length)
     extra = -length % size
-    q, k, v = (torch.unflatten(F.pad(x, (0, 0, 0, extra)), 2, (-1, size)) for x in (q, k, v))  # BHNC-
+    # Contiguous, since compiled code expects that of the result of `pad`, which keeps the strides if `extra` is 0.
+    q, k, v = (torch.unflatten(F.pad(x.contiguous(), (0, 0, 0, extra)), 2, (-1, size)) for x in (q, k, v))
     total = torch.unflatten(F.pad(log_decay, (0, extra)), 2, (-1, size)).cumsum(-1)  # BHNC
     visible = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
     enters, leaves = total.exp(), (total[..., -1:] - total).exp()

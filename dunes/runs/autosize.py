@@ -283,13 +283,13 @@ def _dense_config(config: TrainConfig, vocab: int) -> Any:
     if config.shape:
         layers, width = config.shape
         return from_size(vocab, width, layers, config.context_length)
-    size = parse_size(config.size)
+    size, block = parse_size(config.size), getattr(FAMILIES[config.family], "BLOCK_SIZE", 12)
 
     def depth(dim: int) -> int:
-        return max(2, round((size - vocab * dim) / (12 * dim * dim)))
+        return max(2, round((size - vocab * dim) / (block * dim * dim)))
 
     def cost(dim: int) -> float:
-        count = vocab * dim + 12 * dim * dim * depth(dim)
+        count = vocab * dim + block * dim * dim * depth(dim)
         return 5 * abs(math.log(count / size)) + abs(math.log(dim / depth(dim) / 64))
 
     dim = min([32, *range(64, 8193, 64)], key=cost)
