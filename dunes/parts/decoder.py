@@ -414,9 +414,9 @@ def cache_for(
             raise ValueError(f"the cache of a model with recurrent states ({name}) cannot be quantized")
         return RecurrentCache(batch, capacity, device)
     if format is not None:
-        if name := next((n for n, m in model.named_modules() if isinstance(m, LatentAttention)), None):
+        if place := next((n for n, m in model.named_modules() if isinstance(m, LatentAttention)), None):
             raise ValueError(
-                f"{name}: the cache of a LatentAttention cannot be quantized; it is compressed already"
+                f"{place}: the cache of a LatentAttention cannot be quantized; it is compressed already"
             )
         return QuantizedCache(batch, capacity, device, format)
     windows = [m.window for m in (inner or model).modules() if isinstance(m, Attention)]
