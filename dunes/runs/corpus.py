@@ -140,17 +140,13 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
     return Tokens(tokenizer, train, valid, _fingerprints(tokenizer, corpus))
 
 
-def _digest(data: bytes) -> str:
-    return blake2b(data, digest_size=16).hexdigest()
-
-
 def _fingerprints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
     texts = {"the tokenizer": tokenizer.json()}
     texts["the training text"] = "".join(d.digest for d in corpus.train)
     texts["the validation text"] = "".join(d.digest for d in corpus.valid)
     if corpus.test:
         texts["the test text"] = "".join(d.digest for d in corpus.test)
-    return {name: _digest(text.encode()) for name, text in texts.items()}
+    return {name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in texts.items()}
 
 
 def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]:
