@@ -359,30 +359,6 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     assert re.search(r"this run needs about \d\.\d GB, including", words)
 
 
-def test_a_tokenizer_is_trained_once_for_a_text_and_again_when_anything_changed(code, tmp_path, monkeypatch):
-    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
-    trained = []
-    real = Tokenizer.train
-    monkeypatch.setattr(Tokenizer, "train", lambda *a: trained.append(a[0]) or real(*a))
-
-    def read_config(**changes):
-        show, _ = display()
-        config = toy(code, **changes)
-        with show:
-            return tokenize(config, gather(config), None, show).tokenizer.json()
-
-    first = read_config()
-    assert read_config() == first
-    assert len(trained) == 1
-    (path,) = (tmp_path / "home" / "tokenizers").iterdir()
-    path.write_bytes(path.read_bytes().replace(b'"def"', b'"dfe"', 1) + b" ")
-    assert read_config() == first, "a damaged one is not used"
-    read_config(vocab_size=310)
-    (code / "module_1.py").write_text("something = 'else'\n" * 50)
-    read_config()
-    assert len(trained) == 4
-
-
 def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkeypatch):
     config = TrainConfig(sources=(str(code),), steps=2, vocab_size=300, dtype="float32", threads=1)
     train(config, tmp_path / "run", display()[0])

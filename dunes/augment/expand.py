@@ -98,7 +98,9 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
     for block in map(tree.innermost, new.values()):
         normed = [n for n in ("attn", "mlp") if getattr(block, f"{n}_post_norm", None) is not None]
         for name in normed:
-            _zero_norm(getattr(block, f"{name}_post_norm"))
+            norm = getattr(block, f"{name}_post_norm")
+            for parameter in norm.parameters():
+                parameter.fill_(-1.0 if isinstance(norm, ZeroCenteredRMSNorm) else 0.0)
         for place in tree.places(block):
             is_output = isinstance(place.module, nn.Linear) and tree.matches(OUTPUTS, place.name)
             # Not if a norm follows, whose gradient at zero would be huge.
@@ -115,12 +117,6 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
         )
     for index, block in new.items():
         tree.insert(model, "blocks", index, block)
-
-
-def _zero_norm(norm: nn.Module) -> None:
-    """Let the norm return zeros."""
-    for parameter in norm.parameters():
-        parameter.fill_(-1.0 if isinstance(norm, ZeroCenteredRMSNorm) else 0.0)
 
 
 def _logits(model: Decoder) -> list[Tensor]:

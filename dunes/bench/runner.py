@@ -8,9 +8,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import tyro
@@ -244,23 +245,16 @@ class Ceilings:
     """Measures peak rates of the machine: of matrix products, once per round, and of reads, the highest so far."""
 
     def __init__(self) -> None:
-        self._matmul: dict[tuple[Any, ...], float] = {}
-        self._read: dict[tuple[int, int], dict[int, float]] = {}
+        self.matmul = cache(self._matmul)
+        self._read = cache(lambda size, threads, round: measure.read_rate(measure.device(), size, 0.1))
 
-    def matmul(self, dtype: str, threads: int, round: int) -> float:
+    def _matmul(self, dtype: str, threads: int, round: int) -> float:
         """FLOP/s of matrix products in this dtype, or in float32 if float32 is faster; measured once per round."""
-        key = (dtype, threads, round)
-        if key not in self._matmul:
-            dtypes = (getattr(torch, name) for name in {dtype, "float32"})
-            self._matmul[key] = max(measure.matmul_rate(d, measure.device()) for d in dtypes)
-        return self._matmul[key]
+        return max(measure.matmul_rate(getattr(torch, d), measure.device()) for d in {dtype, "float32"})
 
     def read(self, size: int, threads: int, round: int) -> float:
         """The highest rate so far, in bytes/s, of reading `size` bytes; measured once per round."""
-        tries = self._read.setdefault((size, threads), {})
-        if round not in tries:
-            tries[round] = measure.read_rate(measure.device(), size, 0.1)
-        return max(tries.values())
+        return max(self._read(size, threads, number) for number in range(round + 1))
 
 
 def _row(name: str, c: Case, work: Work, lap: Lap, ceilings: Ceilings) -> rows.Row:

@@ -98,7 +98,7 @@ def _run(
     from dunes.runs.run import was_started_by_job
 
     flags = {word.partition("=")[0][2:].replace("-", "_") for word in sys.argv if word.startswith("--")}
-    set_options = config.changed() | {flag.removeprefix("no_") for flag in flags} & config.names()
+    set_options = config.changed() | {flag.removeprefix("no_") for flag in flags} & vars(config).keys()
     display = Display(quiet=(quiet and not options.dry_run) or not ranks.is_first(), silent=not ranks.is_first())
     folder = out or Path("runs/none")
     if not 0 < options.rank_timeout < 1e6:

@@ -173,7 +173,7 @@ def read_record(run: Path, name: str, format: int, remedy: str) -> dict[str, Any
     if (path := find_file(run, f"{FOLDER}/{name}")) is None:
         return None
     record = json_file.read(path)
-    if not isinstance(record, dict) or record.get("format") != format:
+    if record.get("format") != format:
         raise ValueError(f"{path}: not in format {format}, which this version reads; {remedy}")
     return record
 

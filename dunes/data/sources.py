@@ -151,12 +151,9 @@ def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SP
     test = [d for g in groups[: max(0, min(count, len(groups) - (not records)))] for d in g.files]
     tested = {d.digest for d in test}
     train = [d for d in corpus.train if d.digest not in tested]
-    train, valid, test = (sorted(documents, key=_file_order) for documents in (train, corpus.valid, test))
+    order = lambda d: (str(d.path), isinstance(d, RecordDocument) and d.validation)
+    train, valid, test = (sorted(documents, key=order) for documents in (train, corpus.valid, test))
     return replace(corpus, train=train, valid=valid, test=test)
-
-
-def _file_order(document: Document) -> tuple[str, bool]:
-    return str(document.path), isinstance(document, RecordDocument) and document.validation
 
 
 def _documents(

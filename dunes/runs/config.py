@@ -142,10 +142,6 @@ class RunConfig(Optimization, Hardware):
         """Names of fields that differ from their defaults."""
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
-    def names(self) -> set[str]:
-        """Names of all fields."""
-        return {f.name for f in fields(self)}
-
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
         """Texts that describe differences from an earlier config, by field; with `asked`, only of these fields."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}

@@ -17,7 +17,6 @@ from dunes.data import (
     TokenIds,
     code_fraction,
     collect_corpus,
-    default_cache,
     hold_out_test,
     missing_sentinels,
     token_shard,
@@ -25,10 +24,9 @@ from dunes.data import (
 from dunes.data.batches import Side, join_texts, tail_start
 from dunes.data.fim import sentinels
 from dunes.data.sources import without_files
-from dunes.files.atomic import write_file
 from dunes.progress import Display, shown_by
 from dunes.runs.train_config import TrainConfig
-from dunes.text import Tokenizer, library
+from dunes.text import Tokenizer
 from dunes.units import format_bytes, plural
 
 SAMPLE = 2_000_000
@@ -119,7 +117,10 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
 
     Raises ValueError if the tokens are too few for one training window, or for validation.
     """
-    tokenizer, headers = tokenizer or _tokenizer(config, corpus.train, display), config.with_headers
+    headers = config.with_headers
+    if tokenizer is None:
+        display.detail(f"training a {config.tokenizer} tokenizer")
+        tokenizer = Tokenizer.train(config.tokenizer, _sample(corpus.train, config), config.vocab_size)
     sides_documents = [documents for documents in (corpus.train, corpus.valid) if documents]
     with shown_by(display.state):
         shards = [token_shard(documents, tokenizer, headers=headers) for documents in sides_documents]
@@ -139,35 +140,13 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
     return Tokens(tokenizer, train, valid, _fingerprints(tokenizer, corpus))
 
 
-def _tokenizer(config: TrainConfig, documents: Sequence[Document], display: Display) -> Tokenizer:
-    """A tokenizer trained on the documents, cached across runs."""
-    request = f"2 {config.tokenizer} {config.vocab_size} {SAMPLE} " + "".join(d.digest for d in documents)
-    if config.tokenizer == "chars" and config.with_headers:
-        request += repr([d.header for d in documents])
-    key = _digest(request.encode())
-    folder = default_cache().parent / "tokenizers"
-    for path in folder.glob(f"{key}-*.json"):
-        if path.stem.endswith(_digest(text := path.read_bytes())):
-            return Tokenizer(library.parse(text.decode()))
-    display.detail(f"training a {config.tokenizer} tokenizer")
-    trained = Tokenizer.train(config.tokenizer, _sample(documents, config), config.vocab_size)
-    data = trained.json().encode()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / f"{key}-{_digest(data)}.json", data)
-    return trained
-
-
-def _digest(data: bytes) -> str:
-    return blake2b(data, digest_size=16).hexdigest()
-
-
 def _fingerprints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
     texts = {"the tokenizer": tokenizer.json()}
     texts["the training text"] = "".join(d.digest for d in corpus.train)
     texts["the validation text"] = "".join(d.digest for d in corpus.valid)
     if corpus.test:
         texts["the test text"] = "".join(d.digest for d in corpus.test)
-    return {name: _digest(text.encode()) for name, text in texts.items()}
+    return {name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in texts.items()}
 
 
 def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]:

@@ -466,7 +466,9 @@ class FinetuneTask:
         lines = [] if after is None else self.before.compare(after, self.data.val_records)
         try:
             if after is not None:
-                _append_once(run.folder / "samples.md", self.before.table(after, self.data.val_records))
+                samples, table = run.folder / "samples.md", self.before.table(after, self.data.val_records)
+                if not (samples.is_file() and table in samples.read_text(errors="replace")):  # of a resumed run
+                    append_text(samples, table)
         except OSError as error:  # the weights are saved by now
             lines.insert(0, f"warning: writing samples.md failed: {error}")
         folder = shlex.quote(str(run.folder))
@@ -515,9 +517,3 @@ def round_weights(model: Decoder, dtype: torch.dtype) -> None:
     with torch.no_grad():
         for p in filter(torch.is_floating_point, trainable_state(model).values()):
             p.copy_(p.to(dtype))
-
-
-def _append_once(path: Path, text: str) -> None:
-    """Append text to a file unless the file already contains it, as it does when a finished run is resumed."""
-    if not (path.is_file() and text in path.read_text(errors="replace")):
-        append_text(path, text)

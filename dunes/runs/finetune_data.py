@@ -24,7 +24,7 @@ from dunes.data.examples import (
     split_records,
     tokenize_records,
 )
-from dunes.data.files import SourceFile, Walk, skipped_line
+from dunes.data.files import Walk, skipped_line
 from dunes.data.records import JSON
 from dunes.data.sources import validation_share
 from dunes.evaluate.text_loss import Score
@@ -90,7 +90,8 @@ class FinetuneData:
         for line in (*lines, *val_lines, *ignored_line([*files, *val_files])):
             display.detail(line)
         tokenizer = base.require_tokenizer()
-        records = main_records([*files, *val_files])
+        # Conversations if any, else single-turn Alpaca records, whose template could not express those, else text.
+        records = min([*files, *val_files], key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
         own_template = own_template_name(base)
@@ -130,12 +131,6 @@ class FinetuneData:
         """The finetuned model; it shares the base's module, since finetuning changes the module in place."""
         context_length = max(self.config.context_length, self.base.context_length)
         return replace(self.base, tokenizer=self.tokenizer, context_length=context_length)
-
-
-def main_records(files: Sequence[Records]) -> Records:
-    """The records for which the template is chosen: conversations if any, otherwise single-turn Alpaca records,
-    otherwise plain text. A single-turn template could not express conversations."""
-    return min(files, key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
 
 
 def _single_tasks(records: Records) -> bool:
@@ -250,7 +245,7 @@ def read_dataset(
     files: list[Records] = []
     documents: dict[str, Document] = {}
     for file in walk.files():
-        if _has_records(file):
+        if holds_records(file) or (file.named and file.path.name.lower().endswith(JSON)):
             files.append(read_records(file.path, text_field))
         elif isinstance(document := plain_document(file), str):
             walk.skip(document, file.name)
@@ -268,11 +263,6 @@ def read_dataset(
     if not files:
         raise ValueError(f"{source}: nothing to train on ({lines[0] if lines else 'no files'})")
     return files, lines
-
-
-def _has_records(file: SourceFile) -> bool:
-    """True if a file is read as records; always true for a .json file named by the user."""
-    return holds_records(file) or (file.named and file.path.name.lower().endswith(JSON))
 
 
 def split_windows(example: Example, context_length: int) -> Iterator[Example]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
@@ -36,17 +36,12 @@ class Shape:
     checkpointing: bool = False
 
 
-def zero_batch(shape: Shape) -> Tensor:
-    """A batch of zeros (batch, context + 1) int64 for `next_token_loss`."""
-    return torch.zeros(shape.batch, shape.context + 1, dtype=torch.long)
-
-
 class TrainSetup(NamedTuple):
-    """Functions for a training step: build the optimizer, compute the loss, make a batch."""
+    """Functions for a training step: build the optimizer, compute the loss, make a batch (of zeros)."""
 
     optimizer: Callable[[nn.Module], Optimizer] = muon
     loss: Loss = next_token_loss
-    batch: Callable[[Shape], Any] = zero_batch
+    batch: Callable[[Shape], Any] = lambda shape: torch.zeros(shape.batch, shape.context + 1, dtype=torch.long)
 
 
 TRAINING = TrainSetup()

@@ -112,7 +112,10 @@ def _choose_options(
         display.detail(line)
     if base is None and config.size and (warning := autosize.size_warning(chosen)):
         display.line(warning)
-    if chosen.has_own_form and not _has_hf_config(chosen):
+    parts_of_family = chosen.parts and isinstance(
+        checkpoint.hf_config_of(autosize.meta_model(chosen), chosen.context_length), checkpoint.Architecture
+    )
+    if chosen.has_own_form and not parts_of_family:
         what = "parts" if chosen.parts else "shared experts or a selection bias"
         display.line(
             f"note: no Hugging Face config names {what}; the model will be a folder that dunes reads, and "
@@ -124,13 +127,6 @@ def _choose_options(
             "--experts-per-token 2 lets it"
         )
     return chosen
-
-
-def _has_hf_config(config: TrainConfig) -> bool:
-    """True if parts make a model of a family."""
-    return bool(config.parts) and not isinstance(
-        checkpoint.hf_config_of(autosize.meta_model(config), config.context_length), str
-    )
 
 
 def load_base(config: TrainConfig) -> LoadedModel:

@@ -3,11 +3,12 @@
 import json
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from types import UnionType
 from typing import Any, TypeVar
 
+from dunes.files.json_file import unique_keys
 from dunes.text.lines import valid_text
 from dunes.text.templates import Conversation, Turn
 
@@ -53,21 +54,12 @@ class Refused(Exception):
 def parse(data: bytes) -> "Fields":
     """The fields of a body. Raises Refused unless it is one JSON object without duplicate keys."""
     try:
-        body = json.loads(data or b"{}", object_pairs_hook=_unique_object, parse_constant=_no_number)
+        body = json.loads(data or b"{}", object_pairs_hook=unique_keys, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(body, dict):
         raise Refused(400, f"the body is {_type_name(body)}; expected a JSON object")
     return Fields(body)
-
-
-def _unique_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in content:
-            raise ValueError(f"{name[:80]!a} occurs twice")
-        content[name] = value
-    return content
 
 
 def _no_number(name: str) -> None:

@@ -15,8 +15,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dunes.serve.app import RECEIPT
 
-PORT = 8012
-"""Default port of llama.vim."""
 OLLAMA_PORT = 11434
 """Default port of Ollama."""
 CONNECTIONS = 512

@@ -297,7 +297,10 @@ def encoding_tables(tokenizer: Tokenizer) -> dict[str, NDArray[Any]] | None:
     plain = content["normalizer"] is None and all(token["special"] for token in content["added_tokens"])
     model = content["model"]
     if plain and tokenizer.splits == "characters" and model["type"] == "WordLevel":
-        return _tables(tokenizer, _characters(model["vocab"]), []) | {"characters": np.ones(1, np.uint8)}
+        vocab = model["vocab"]
+        ids = {int.from_bytes(token.encode(), "big"): i for token, i in vocab.items() if len(token) == 1}
+        ids[-1] = vocab[UNKNOWN]  # of all characters without an id
+        return _tables(tokenizer, ids, []) | {"characters": np.ones(1, np.uint8)}
     if not (plain and tokenizer.splits == "lines" and model["type"] == "BPE"):
         return None
     first = {CHAR_TO_BYTE[c]: i for c, i in model["vocab"].items() if len(c) == 1 and c in CHAR_TO_BYTE}
@@ -306,11 +309,6 @@ def encoding_tables(tokenizer: Tokenizer) -> dict[str, NDArray[Any]] | None:
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     merges = [[model["vocab"][t] for t in (left, right, left + right)] for left, right in pairs]
     return _tables(tokenizer, first, merges)
-
-
-def _characters(vocab: Mapping[str, int]) -> dict[int, int]:
-    ids = {int.from_bytes(token.encode(), "big"): i for token, i in vocab.items() if len(token) == 1}
-    return ids | {-1: vocab[UNKNOWN]}  # of all characters without an id
 
 
 def _tables(tokenizer: Tokenizer, first: Mapping[int, int], merges: list[list[int]]) -> dict[str, NDArray[Any]]:

@@ -172,7 +172,7 @@ def _experts(count: int) -> Names:
     """Names of separate experts (mistral-inference) and stacked experts (first Mixtral release, w2 transposed)."""
     stacked = []
     for w, part in MATRICES.items():
-        layout = partial(_transpose_each, count=count) if w == "w2" else identity
+        layout = (lambda x: x.view(count, -1, x.shape[1]).mT.flatten(0, 1)) if w == "w2" else identity
         ours = [f"{MLP}.experts.{e}.{part}.weight" for e in range(count)]
         stacked.append(name(f"layers.{{i}}.block_sparse_moe.{w}", *ours, load=layout, save=layout))
     return [
@@ -181,10 +181,6 @@ def _experts(count: int) -> Names:
         name("layers.{i}.block_sparse_moe.gate.weight", f"{MLP}.router.weight"),
         *stacked,
     ]
-
-
-def _transpose_each(weight: Tensor, count: int) -> Tensor:
-    return weight.view(count, -1, weight.shape[1]).mT.flatten(0, 1)
 
 
 def to_halves(weight: Tensor, heads: int) -> Tensor:
