@@ -80,9 +80,17 @@ def theirs(options):
         attn_implementation="eager",
     )  # fmt: skip
     hf, rotary, ours = DeepseekV3Attention(config, 0), DeepseekV3RotaryEmbedding(config), made(options)
-    renamed = {"q_proj": "q", "q_a_proj": "q_a", "q_a_layernorm": "q_a_norm", "q_b_proj": "q_b", "kv_b_proj": "kv_b"}
+    renamed = {
+        "q_proj": "q",
+        "q_a_proj": "q_a",
+        "q_a_layernorm": "q_a_norm",
+        "q_b_proj": "q_b",
+        "kv_b_proj": "kv_b",
+    }
     renamed |= {"kv_a_proj_with_mqa": "kv_a", "kv_a_layernorm": "kv_a_norm", "o_proj": "out"}
-    state = {key: ours.get_parameter(key.replace(old := key.split(".")[0], renamed[old])) for key in hf.state_dict()}
+    state = {
+        key: ours.get_parameter(key.replace(old := key.split(".")[0], renamed[old])) for key in hf.state_dict()
+    }
     hf.load_state_dict(state)
     hf.scaling = options.get("scale") or hf.scaling
 
@@ -168,13 +176,32 @@ def test_changed_weights_of_keys_and_values_count_with_a_cache():
 
 def test_chunks_of_many_tokens_expand_the_latents():
     """With wide latents, a long chunk of a prompt costs less so."""
-    attn, ctx = made({}, sizes={"nope_dim": 8, "rope_dim": 8, "value_dim": 8}, kv_rank=64), ForwardContext(torch.ones(1, 1))
+    attn, ctx = (
+        made({}, sizes={"nope_dim": 8, "rope_dim": 8, "value_dim": 8}, kv_rank=64),
+        ForwardContext(torch.ones(1, 1)),
+    )
     assert [new for new in range(1, 99) if attn._absorbs(new, ctx)] == [*range(1, 10)]  # 64 * 16 / (2 * 64 - 16)
 
 
 def test_what_has_heads_of_keys_is_refused():
     model = build(vocab=61, dim=64, depth=2, context_length=32, attention="latent")
-    refuses("attention=latent has no key/value heads; leave out kv=half", build, 61, 64, 2, 32, attention="latent", kv="half")
-    refuses("blocks.0.attn: the cache of a LatentAttention cannot be quantized", cache_for, model, 1, 32, format=CacheFormat(4))
+    refuses(
+        "attention=latent has no key/value heads; leave out kv=half",
+        build,
+        61,
+        64,
+        2,
+        32,
+        attention="latent",
+        kv="half",
+    )
+    refuses(
+        "blocks.0.attn: the cache of a LatentAttention cannot be quantized",
+        cache_for,
+        model,
+        1,
+        32,
+        format=CacheFormat(4),
+    )
     ids = torch.arange(20).view(2, 10)
     refuses("heads cannot be removed from a LatentAttention", apply_change, model, "narrow", heads=1, ids=ids)

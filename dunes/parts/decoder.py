@@ -328,7 +328,9 @@ def cache_for(
         return None
     if format is not None:
         if name := next((n for n, m in model.named_modules() if isinstance(m, LatentAttention)), None):
-            raise ValueError(f"{name}: the cache of a LatentAttention cannot be quantized; it is compressed already")
+            raise ValueError(
+                f"{name}: the cache of a LatentAttention cannot be quantized; it is compressed already"
+            )
         return QuantizedCache(batch, capacity, device, format)
     windows = [m.window for m in model.modules() if isinstance(m, Attention)]
     limited = [w for w in windows if w is not None]

@@ -254,8 +254,8 @@ def _peft_config(
     left_out = {_leaf(t.path) for t in adaptable if not t.stacked and t.path not in paths}
     if (misread := MISREAD & {*map(_leaf, paths)}) and any(t.stacked for t in adaptable):
         warnings.warn(
-            f"PEFT with transformers 5 takes each {', '.join(sorted(misread))} of this mixture for experts, and does "
-            "not load those outside of them; for PEFT, leave out dense and shared MLPs, or merge the adapter",
+            f"PEFT with transformers 5 takes each {', '.join(sorted(misread))} of this mixture for experts, and "
+            "does not load those outside of them; for PEFT, leave out dense and shared MLPs, or merge the adapter",
             stacklevel=2,
         )
     ranks = {t.path: f.rank // len(t.rows) for t, f in factors}
