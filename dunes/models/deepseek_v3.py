@@ -133,7 +133,8 @@ def from_hf(hf: dict[str, Any]) -> Config:
     hidden, sizes = size(hf, "moe_intermediate_size"), {ours: size(hf, theirs) for ours, theirs in _SIZES.items()}
     fields = llama.config_fields(hf | {"head_dim": sizes["rope_dim"], "intermediate_size": hidden})
     fields |= moe_fields(hf | {"router_aux_loss_coef": hf.get("aux_loss_alpha")}, balance=0.001) | sizes
-    check_groups(*(fields[key] for key in ("experts", "top_k", "groups", "top_groups")), "config.json: ")
+    experts, top_k = fields["experts"], fields["top_k"]
+    check_groups(experts, top_k, fields["groups"], fields["top_groups"], "config.json: ")
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     dense = 0 if hf.get("first_k_dense_replace") == 0 else size(hf, "first_k_dense_replace", 3)
     return Config(

@@ -221,8 +221,8 @@ def check_groups(experts: int, top_k: int, groups: int, top_groups: int, place: 
     size, rest = divmod(experts, groups)
     if rest or (groups > 1 and size < 2) or not top_k <= top_groups * size <= experts:
         raise ValueError(
-            f"{place}{top_groups} of {groups} groups of {experts} experts, of which a token gets {top_k}; expected "
-            "groups of one size of 2 or more, and as many of them as have enough experts"
+            f"{place}{top_groups} of {groups} groups of {experts} experts, of which a token gets {top_k}; "
+            "expected groups of one size of 2 or more, and as many of them as have enough experts"
         )
 
 
