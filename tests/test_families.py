@@ -13,8 +13,8 @@ from dunes.ops import rotary
 from dunes.parts import Attention, ForwardContext, Rotary
 from dunes.parts.position import Linear, Llama3, Yarn
 
-LLAMA = ["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "stablelm"]
-MOE = ["mixtral", "qwen3_moe"]
+LLAMA = ["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "stablelm"]
+MOE = ["mixtral", "qwen3_moe", "deepseek_v3"]
 
 
 def ignored(family, key):
@@ -106,6 +106,12 @@ SAME = {
     ("gpt_oss", "no scaling, as transformers 5 says it"): lambda hf: without(hf, "rope_scaling"),
     ("qwen3_moe", "experts as transformers 5 calls them"): lambda hf: without(hf, "num_experts"),
     ("qwen3_moe", "experts as before"): lambda hf: without(hf, "num_local_experts"),
+    ("deepseek_v3", "the routing that is supported, not said"): lambda hf: without(
+        hf, "scoring_func", "topk_method"
+    ),
+    ("deepseek_v3", "what is as in published files"): lambda hf: without(
+        hf, "norm_topk_prob", "rope_interleave", "num_nextn_predict_layers"
+    ),
     ("qwen3_moe", "mlp_only_layers null"): lambda hf: hf | {"mlp_only_layers": None},
 }
 
@@ -192,6 +198,15 @@ REFUSED = [
     ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads"),
+    ("deepseek_v3", {"n_group": 3}, "1 of 3 groups of 8 experts, of which a token gets 2"),
+    ("deepseek_v3", {"topk_group": 2}, "2 of 1 groups"),
+    ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank"),
+    ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank"),
+    ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
+    ("deepseek_v3", {"qk_rope_head_dim": 15}, "head_dim"),
+    ("deepseek_v3", {"routed_scaling_factor": 0}, "routed_scaling_factor"),
     ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
     ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
     ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),

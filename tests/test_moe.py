@@ -382,10 +382,10 @@ def test_sigmoid_routing_is_that_of_deepseek_v3(groups, top_groups, ties):
     if ties:
         for row, scores in zip(chosen.tolist(), logits.sigmoid(), strict=True):
             members = [[*range(g * 12 // groups, (g + 1) * 12 // groups)] for g in range(groups)]
-            sums = [scores[group].topk(2).values.sum().item() for group in members]
-            best = sorted(range(groups), key=lambda g: -sums[g])[:top_groups]
+            sums = [float(scores[group].topk(2).values.sum()) for group in members]
+            best = sorted(range(groups), key=lambda g, sums=sums: -sums[g])[:top_groups]
             allowed = [e for g in sorted(best) for e in members[g]]
-            assert row == sorted(allowed, key=scores.neg().tolist().__getitem__)[:4]
+            assert row == sorted(allowed, key=lambda e, scores=scores: -scores[e])[:4]
     else:
         order = their_chosen.sort(-1).indices
         assert torch.equal(chosen.sort(-1).values, their_chosen.gather(-1, order))

@@ -307,17 +307,32 @@ def test_gpt2_names_of_the_first_files(copy, originals):
     assert "h.1.attn.odd (1, 1, 64, 64) is not a weight" in refusal(folder)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_layer_that_predicts_a_second_token_is_no_weight(made):
+    """Published files have it after the last layer; it is ignored only if the config names it."""
+    folder = made("deepseek_v3")
+    logits = checkpoint.load(folder).model(IDS)
+    extra = {f"model.layers.2.{key}": torch.ones(3) for key in ("eh_proj.weight", "mlp.experts.0.up_proj.weight")}
+    change_weights(folder, lambda tensors: tensors | extra)
+    assert "model.layers.2.eh_proj.weight (3,) is not a weight of this model" in refusal(folder)
+    change_config(folder, num_nextn_predict_layers=1)
+    agrees(folder, logits)
+    change_weights(folder, rename("layers.2", "layers.3"))
+    assert "model.layers.3.eh_proj.weight (3,) is not a weight of this model" in refusal(folder)
+    change_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert "quantized with 'fp8'; only plain weights" in refusal(folder)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_stacked_experts(family, tmp_path):
     """As transformers 5 holds them: 'gate_up_proj' (E, 2 x hidden, dim)."""
     model = random_model(family, vocab=265, context=16)
     checkpoint.save(model, tmp_path, Tokenizer.train("bytes", []), 16)
     (tmp_path / "dunes.json").unlink()
-    stack = "model.layers.{}.mlp.experts.{}"
+    stack, first = "model.layers.{}.mlp.experts.{}", int(family == "deepseek_v3")  # whose first layer is dense
 
     def stacked(tensors):
         tensors = {k: v for k, v in tensors.items() if ".experts." not in k}
-        for i, block in enumerate(model.blocks):
+        for i, block in enumerate(model.blocks[first:], first):
             e = block.mlp.experts
             both = torch.stack([torch.cat([x.gate.weight, x.up.weight]) for x in e])
             tensors[stack.format(i, "gate_up_proj")] = both.detach()
@@ -327,17 +342,20 @@ def test_stacked_experts(family, tmp_path):
     change_weights(tmp_path, stacked)
     with torch.no_grad():
         assert torch.equal(checkpoint.load(tmp_path).model(IDS), model.eval()(IDS))
-    count, rows = len(model.blocks[0].mlp.experts), 2 * model.blocks[0].mlp.experts[0].gate.out_features
-    change_weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.ones(count, rows, 31)))
+    mixture = model.blocks[first].mlp
+    count, rows = len(mixture.experts), 2 * mixture.experts[0].gate.out_features
+    change_weights(tmp_path, put(stack.format(first, "gate_up_proj"), torch.ones(count, rows, 31)))
     assert f"gate_up_proj is ({count}, {rows}, 31), not ({count}, {rows}, 32)" in refusal(tmp_path)
-    change_weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.ones(count + 1, rows, 32)))
+    change_weights(tmp_path, put(stack.format(first, "gate_up_proj"), torch.ones(count + 1, rows, 32)))
     message = refusal(tmp_path)
     assert f"gate_up_proj is ({count + 1}, {rows}, 32), not ({count}, {rows}, 32)" in message
     assert "missing" not in message
     for size in (1 << 40, 0):  # without numbers, so that the file is small
-        change_weights(tmp_path, put(stack.format(0, "gate_up_proj"), torch.empty(size, 0, 32)))
+        change_weights(tmp_path, put(stack.format(first, "gate_up_proj"), torch.empty(size, 0, 32)))
         assert f"is ({size}, 0, 32), not ({count}, {rows}, 32)" in refusal(tmp_path)
-    change_weights(tmp_path, lambda t: rename("layers.0.mlp.experts.gate_up", "layers.9.mlp.experts.gate_up")(t))
+    change_weights(
+        tmp_path, lambda t: rename(f"layers.{first}.mlp.experts.gate_up", "layers.9.mlp.experts.gate_up")(t)
+    )
     assert "model.layers.9.mlp.experts.gate_up_proj" in refusal(tmp_path)
 
 

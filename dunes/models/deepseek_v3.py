@@ -17,8 +17,6 @@ from dunes.parts import Decoder, Embedding, GatedMLP, MoE, Rotary
 from dunes.parts.latent_attention import LatentAttention
 from dunes.parts.moe import check_groups
 
-__all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
@@ -119,27 +117,13 @@ def read(model: Any, context_length: int) -> Config:
     )
 
 
-_SIZES = {
-    "kv_rank": "kv_lora_rank",
-    "rope_dim": "qk_rope_head_dim",
-    "value_dim": "v_head_dim",
-    "shared": "n_shared_experts",
-    "groups": "n_group",
-    "top_groups": "topk_group",
-}
-_KEYS = _SIZES | {
-    "q_rank": "q_lora_rank",
-    "dense": "first_k_dense_replace",
-    "dense_hidden": "intermediate_size",
-    "hidden": "moe_intermediate_size",
-    "experts": "n_routed_experts",
-    "top_k": "num_experts_per_tok",
-    "factor": "routed_scaling_factor",
-    "renormalise": "norm_topk_prob",
-    "balance": "aux_loss_alpha",
-    "adjacent": "rope_interleave",
-}
-"""Keys of a config.json by our fields."""
+_SIZES = {"kv_rank": "kv_lora_rank", "rope_dim": "qk_rope_head_dim", "value_dim": "v_head_dim"}
+_SIZES |= {"shared": "n_shared_experts", "groups": "n_group", "top_groups": "topk_group"}
+_KEYS = _SIZES | {"q_rank": "q_lora_rank", "dense": "first_k_dense_replace", "dense_hidden": "intermediate_size"}
+_KEYS |= {"hidden": "moe_intermediate_size", "experts": "n_routed_experts", "top_k": "num_experts_per_tok"}
+_KEYS |= {"factor": "routed_scaling_factor", "renormalise": "norm_topk_prob", "balance": "aux_loss_alpha"}
+_KEYS |= {"adjacent": "rope_interleave"}
+"""Keys of a config.json by our fields; those of `_SIZES` have no default."""
 _REQUIRED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 
 
@@ -149,7 +133,8 @@ def from_hf(hf: dict[str, Any]) -> Config:
     hidden, sizes = size(hf, "moe_intermediate_size"), {ours: size(hf, theirs) for ours, theirs in _SIZES.items()}
     fields = llama.config_fields(hf | {"head_dim": sizes["rope_dim"], "intermediate_size": hidden})
     fields |= moe_fields(hf | {"router_aux_loss_coef": hf.get("aux_loss_alpha")}, balance=0.001) | sizes
-    check_groups(*(fields[key] for key in ("experts", "top_k", "groups", "top_groups")))
+    experts, top_k = fields["experts"], fields["top_k"]
+    check_groups(experts, top_k, fields["groups"], fields["top_groups"], "config.json: ")
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     dense = 0 if hf.get("first_k_dense_replace") == 0 else size(hf, "first_k_dense_replace", 3)
     return Config(
@@ -169,17 +154,9 @@ def to_hf(config: Config) -> dict[str, Any]:
     hf: dict[str, Any] = llama.to_hf(replace(config, head_dim=config.rope_dim))
     for key in ("rope_scaling", "rope_parameters") if config.mscale else ():
         hf[key]["mscale_all_dim"] = config.mscale
-    return (
-        hf
-        | {theirs: getattr(config, ours) for ours, theirs in _KEYS.items()}
-        | _REQUIRED
-        | {
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v3",
-            "qk_nope_head_dim": config.head_dim - config.rope_dim,
-            "num_nextn_predict_layers": 0,
-        }
-    )
+    own = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_nextn_predict_layers": 0}
+    own |= {"qk_nope_head_dim": config.head_dim - config.rope_dim, **_REQUIRED}
+    return hf | own | {theirs: getattr(config, ours) for ours, theirs in _KEYS.items()}
 
 
 _ATTN, _MLP, _OURS = "model.layers.{i}.self_attn", "model.layers.{i}.mlp", "blocks.{i}"

@@ -213,13 +213,16 @@ class MoE(nn.Module):
         return forms.Stacks(*map(forms.stack_view, matrices))
 
 
-def check_groups(experts: int, top_k: int, groups: int, top_groups: int) -> None:
-    """Raise ValueError unless groups have one size, of 2 or more, and the chosen ones at least `top_k` experts."""
+def check_groups(experts: int, top_k: int, groups: int, top_groups: int, place: str = "") -> None:
+    """Raise ValueError unless groups have one size, of 2 or more, and the chosen ones at least `top_k` experts.
+
+    The message starts with `place`.
+    """
     size, rest = divmod(experts, groups)
     if rest or (groups > 1 and size < 2) or not top_k <= top_groups * size <= experts:
         raise ValueError(
-            f"{top_groups} of {groups} groups of {experts} experts, of which a token gets {top_k}; expected "
-            "groups of one size of 2 or more, and as many of them as have enough experts"
+            f"{place}{top_groups} of {groups} groups of {experts} experts, of which a token gets {top_k}; "
+            "expected groups of one size of 2 or more, and as many of them as have enough experts"
         )
 
 
