@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dunes.ops.linear_recurrence import recurrence
+from dunes.ops.linear_recurrence import CHUNK, recurrence
 from dunes.parts.context import ForwardContext
 from dunes.units import plural
 
@@ -108,6 +108,12 @@ def _recur(
     return y.transpose(1, 2)
 
 
+def _products(heads: int, key: int, value: int, delta: bool = False) -> list[tuple[int, int]]:
+    """The (inputs, outputs) of each matrix product of the recurrence for a token, without triangular systems."""
+    times = 1 + delta
+    return [(heads * key, value)] * (1 + times) + [(key, heads * CHUNK)] * times + [(value, heads * CHUNK)]
+
+
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule, in place of attention, with the layout of Qwen3-Next.
 
@@ -145,6 +151,11 @@ class GatedDeltaNet(nn.Module):
     def initial_values(self) -> Mapping[str, Any]:
         """Of a new part: rates of forgetting that differ between heads, as in Mamba-2."""
         return {"log_rate": torch.linspace(1, 16, self.heads).log(), "step": 1.0}
+
+    @property
+    def added_products(self) -> list[tuple[int, int]]:
+        """The (inputs, outputs) of each matrix product, beside those of linear layers, for a token in training."""
+        return _products(self.heads, self.key_dim, self.value_dim, delta=True)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim). Without a context, positions are 0..T-1."""
@@ -218,6 +229,11 @@ class Mamba2(nn.Module):
         steps = torch.logspace(-3, -1, self.heads)
         rates = torch.arange(1.0, self.heads + 1)
         return {"log_rate": rates.log(), "step": steps + (-torch.expm1(-steps)).log(), "skip": 1.0}
+
+    @property
+    def added_products(self) -> list[tuple[int, int]]:
+        """The (inputs, outputs) of each matrix product, beside those of linear layers, for a token in training."""
+        return _products(self.heads, self.state_dim, self.head_dim)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim). Without a context, positions are 0..T-1."""

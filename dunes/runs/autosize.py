@@ -329,7 +329,7 @@ def flops(model: nn.Module, context: int) -> float:
 def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
     """Yields (inputs, outputs, share) for each matrix; `share` is the fraction of tokens that pass through it.
 
-    Modules that wrap linear layers list further matrices in `added_products`.
+    Modules list further products in `added_products`: adapters, and parts with recurrent states.
     """
     mixtures = [m for m in model.modules() if isinstance(m, MoE)]
     shares = {e: m.top_k / len(m.experts) for m in mixtures for e in m.experts.modules()}
