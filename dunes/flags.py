@@ -25,6 +25,7 @@ Family = Literal[
     "gpt_neox",
     "stablelm",
     "gpt2",
+    "qwen3_next",
 ]
 """Names of the model families. They are listed here because importing `models` would import torch."""
 

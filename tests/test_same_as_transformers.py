@@ -59,6 +59,9 @@ ROPES = {
     "llama3": HF_LLAMA3 | {"original_max_position_embeddings": 24, "rope_theta": 10000.0},
 }
 GPT_OSS = {**MOE, "sliding_window": 5, "head_dim": 10}
+QWEN_NEXT = {**QWEN_MOE, "head_dim": 16, "num_hidden_layers": 5, "shared_expert_intermediate_size": 20}
+QWEN_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3}
+QWEN_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 10}
 GEMMA = {"head_dim": 10, "num_attention_heads": 6, "num_key_value_heads": 2, "query_pre_attn_scalar": 7}
 GEMMA |= {"sliding_window": 5, "hidden_activation": "gelu_pytorch_tanh"}
 CAPS = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 2.0, "layer_types": ["full_attention"] * 3}
@@ -130,6 +133,13 @@ SHAPES = {
         "stablelm",
         {"use_qkv_bias": True, "tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 1}
         | {"rope_parameters": ROPES["linear"] | {"partial_rotary_factor": 0.5}, "layer_norm_eps": 1e-3},
+    ),
+    "qwen3_next": ("qwen3_next", QWEN_NEXT),
+    "qwen3_next-attention-first-tied": (
+        "qwen3_next",
+        {**QWEN_NEXT, **ONE_KV_TIED, "norm_topk_prob": False, "linear_num_value_heads": 2, "num_hidden_layers": 3}
+        | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
+        | {"rope_parameters": ROPES["linear"] | {"partial_rotary_factor": 1.0}},
     ),
     "arcee": ("arcee", {}),
     "arcee-tied": ("arcee", {**ONE_KV_TIED, "rope_parameters": ROPES["llama3"]}),

@@ -31,6 +31,7 @@ _NEAREST = {
     "qwen2_moe": "qwen3_moe",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_5": "qwen3_next",
     "deepseek": "qwen3_moe",
     "olmoe": "qwen3_moe",
     "olmo": "olmo2",
@@ -118,19 +119,23 @@ def weight_counts(family: str, config: Any) -> tuple[int, int]:
     """The number of parameters and the number of weight tensors of a model with this config.
 
     Both are extrapolated from models with one or two blocks and experts, since all blocks, and all experts, have
-    the same size.
+    the same size; but for the blocks that are `recurrent`, which have another.
     """
-    experts = getattr(config, "experts", 1)
-    small, deep = (_count(family, config, depth, 1) for depth in (1, 2))
-    wide = _count(family, config, 1, 2) if experts > 1 else small
+    experts, recurrent = getattr(config, "experts", 1), sum(getattr(config, "recurrent", ()))
+    small, deep = (_count(family, config, depth) for depth in (1, 2))
+    wide = _count(family, config, experts=2) if experts > 1 else small
+    other = _count(family, config, recurrent=(True,)) if recurrent else small
     parameters, tensors = (
-        a + (config.depth - 1) * (b - a) + config.depth * (experts - 1) * (c - a)
-        for a, b, c in zip(small, deep, wide, strict=True)
+        a + (config.depth - 1) * (b - a) + config.depth * (experts - 1) * (c - a) + recurrent * (d - a)
+        for a, b, c, d in zip(small, deep, wide, other, strict=True)
     )
     return parameters, tensors
 
 
-def _count(family: str, config: Any, depth: int, experts: int) -> tuple[int, int]:
-    mixture = {"experts": experts, "top_k": 1} if hasattr(config, "experts") else {}
-    model = build_on_meta(family, replace(config, depth=depth, **mixture))
+def _count(
+    family: str, config: Any, depth: int = 1, experts: int = 1, recurrent: tuple[bool, ...] = (False,)
+) -> tuple[int, int]:
+    sizes = {"experts": experts, "top_k": 1, "recurrent": recurrent}
+    sizes = {key: value for key, value in sizes.items() if hasattr(config, key)}
+    model = build_on_meta(family, replace(config, depth=depth, **sizes))
     return tree.count(model), len(list(model.parameters()))
