@@ -60,7 +60,12 @@ ROPES = {
 }
 GPT_OSS = {**MOE, "sliding_window": 5, "head_dim": 10}
 QWEN_NEXT = {**QWEN_MOE, "head_dim": 16, "num_hidden_layers": 5, "shared_expert_intermediate_size": 20}
-QWEN_NEXT |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 3, "full_attention_interval": 3}
+QWEN_NEXT |= {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 3,
+    "full_attention_interval": 3,
+}
 # Heads that forget at once have outputs near 0; with a smaller eps, norms multiply the rounding of both by 1,000.
 QWEN_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 10, "rms_norm_eps": 1e-3}
 GEMMA = {"head_dim": 10, "num_attention_heads": 6, "num_key_value_heads": 2, "query_pre_attn_scalar": 7}

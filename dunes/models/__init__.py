@@ -121,7 +121,8 @@ def weight_counts(family: str, config: Any) -> tuple[int, int]:
     Both are extrapolated from models with one or two blocks and experts, since all blocks, and all experts, have
     the same size; but for the blocks that are `recurrent`, which have another.
     """
-    experts, recurrent = getattr(config, "experts", 1), sum(getattr(config, "recurrent", ()))
+    experts, kinds = getattr(config, "experts", 1), getattr(config, "recurrent", (False,))
+    recurrent = config.depth // len(kinds) * sum(kinds) + sum(kinds[: config.depth % len(kinds)])
     small, deep = (_count(family, config, depth) for depth in (1, 2))
     wide = _count(family, config, experts=2) if experts > 1 else small
     other = _count(family, config, recurrent=(True,)) if recurrent else small

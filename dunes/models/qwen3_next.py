@@ -48,11 +48,16 @@ class Config(qwen3_moe.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch, as Qwen3-MoE's; every fourth layer, and the last, has attention."""
+        """A config for training from scratch, as Qwen3-MoE's; two heads share keys where their number is even.
+
+        Every fourth layer, and the last, has attention.
+        """
         base = vars(qwen3_moe.Config.from_size(vocab, dim, depth, context_length))
         heads, width, recurrent = base["heads"], base["head_dim"], (*_three_of(4, depth)[:-1], False)
-        sizes = {"value_heads": heads, "key_heads": heads, "value_dim": width, "key_dim": width}
-        return cls(**base, **sizes, rotary_dim=width // 4, recurrent=recurrent, shared_hidden=base["hidden"])
+        shared = heads if heads % 2 else heads // 2
+        sizes = {"value_heads": heads, "key_heads": shared, "value_dim": width, "key_dim": width}
+        sizes |= {"kv_heads": shared, "rotary_dim": width // 4, "shared_hidden": base["hidden"]}
+        return cls(**base | sizes, recurrent=recurrent)
 
 
 def _three_of(interval: int, depth: int) -> tuple[bool, ...]:
@@ -61,12 +66,12 @@ def _three_of(interval: int, depth: int) -> tuple[bool, ...]:
 
 def attention(config: Config, layer: int) -> nn.Module:
     if config.recurrent[layer % len(config.recurrent)]:
-        norm, widths = (
-            RMSNorm(config.value_dim, config.eps),
-            {"key_dim": config.key_dim, "value_dim": config.value_dim},
-        )
         return GatedDeltaNet(
-            config.dim, config.value_heads, config.key_heads, **widths, norm=norm, width=config.width
+            *(config.dim, config.value_heads, config.key_heads),
+            key_dim=config.key_dim,
+            value_dim=config.value_dim,
+            norm=RMSNorm(config.value_dim, config.eps),
+            width=config.width,
         )
     rotary = Rotary(config.rotary_dim, config.rope_base, config.scaling)
     return GatedAttention(
@@ -171,7 +176,7 @@ NAMES: Names = [
     name(f"{_NET}.norm.weight", f"{_OURS}.attn.norm.weight"),
     *per_head([name(f"{_LAYER}.self_attn.q_proj.weight", f"{_OURS}.attn.q.weight", f"{_OURS}.attn.gate.weight")]),
     *qwen3_moe.NAMES,
-    name(f"{_SHARED}_gate.weight", f"{_OURS}.mlp.shared.0.share.weight"),
+    name(f"{_SHARED}_gate.weight", f"{_OURS}.mlp.shared.0.router.weight"),
     *[name(f"{_SHARED}.{p}_proj.weight", f"{_OURS}.mlp.shared.0.{p}.weight") for p in ("gate", "up", "down")],
 ]
 

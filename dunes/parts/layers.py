@@ -152,7 +152,7 @@ class GatedMLP(nn.Module):
 
 
 class WeightedGatedMLP(GatedMLP):
-    """A gated feed-forward layer whose output is multiplied by sigmoid(share(x)), one factor for each token.
+    """A gated feed-forward layer whose output is multiplied by sigmoid(router(x)), one factor for each token.
 
     It is the shared expert of Qwen's mixtures. https://arxiv.org/abs/2407.10671
     """
@@ -161,10 +161,10 @@ class WeightedGatedMLP(GatedMLP):
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__(dim, hidden)
-        self.share = nn.Linear(dim, 1, bias=False)
+        self.router = nn.Linear(dim, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.share(x).sigmoid()
+        return super().forward(x) * self.router(x).sigmoid()
 
 
 class ClampedGatedMLP(GatedMLP):
