@@ -168,6 +168,7 @@ _NET, _SHARED = f"{_LAYER}.linear_attn", f"{_LAYER}.mlp.shared_expert"
 
 NAMES: Names = [
     name(f"{_NET}.out_proj.weight", f"{_OURS}.attn.out.weight", beside=f"{_OURS}.attn.project.weight"),
+    name(f"{_LAYER}.self_attn.o_proj.weight", f"{_OURS}.attn.out.weight", beside=f"{_OURS}.attn.q.weight"),
     name(f"{_NET}.in_proj_qkvz.weight", f"{_OURS}.attn.project.weight"),
     name(f"{_NET}.in_proj_ba.weight", f"{_OURS}.attn.rates.weight"),
     *convolution(f"{_NET}.conv1d", f"{_OURS}.attn.convolution"),
@@ -175,7 +176,7 @@ NAMES: Names = [
     name(f"{_NET}.dt_bias", f"{_OURS}.attn.step"),
     name(f"{_NET}.norm.weight", f"{_OURS}.attn.norm.weight"),
     *per_head([name(f"{_LAYER}.self_attn.q_proj.weight", f"{_OURS}.attn.q.weight", f"{_OURS}.attn.gate.weight")]),
-    *qwen3_moe.NAMES,
+    *(n for n in qwen3_moe.NAMES if not n.theirs.endswith(("q_proj.weight", "o_proj.weight", "bias"))),
     name(f"{_SHARED}_gate.weight", f"{_OURS}.mlp.shared.0.router.weight"),
     *[name(f"{_SHARED}.{p}_proj.weight", f"{_OURS}.mlp.shared.0.{p}.weight") for p in ("gate", "up", "down")],
 ]

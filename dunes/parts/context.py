@@ -103,8 +103,8 @@ class ForwardContext:
             return None
         if self.document_starts is not None:
             return self.document_starts[None]
-        restarts = self.positions.diff(prepend=self.positions[:, :1]) != 1
-        return restarts.cumsum(1)
+        previous = F.pad(self.positions[:, :-1], (1, 0), value=-1)  # after padding, 0 starts a document, too
+        return ((previous < 0) | (self.positions != previous + 1)).cumsum(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
         """The output (B, H, T, D) of attention; `k` and `v` come from `put`, `window` is as in `mask`."""

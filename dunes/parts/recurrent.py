@@ -17,6 +17,8 @@ from dunes.units import plural
 
 def _start(module: Any) -> None:
     """Set the parameters of a new part to its `initial_values`."""
+    if next(module.parameters()).is_meta:
+        return  # some of the functions that compute the values would make torch import its compiler
     with torch.no_grad():
         for name, value in module.initial_values.items():
             getattr(module, name).copy_(torch.as_tensor(value))
