@@ -27,6 +27,7 @@ Family = Literal[
     "stablelm",
     "gpt2",
     "mamba2",
+    "qwen3_next",
 ]
 """Names of the model families. They are listed here because importing `models` would import torch."""
 

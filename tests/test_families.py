@@ -13,8 +13,21 @@ from dunes.ops import rotary
 from dunes.parts import Attention, ForwardContext, Rotary
 from dunes.parts.position import Linear, Llama3, Yarn
 
-LLAMA = ["arcee", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "stablelm"]
-MOE = ["mixtral", "qwen3_moe", "deepseek_v3"]
+LLAMA = [
+    *(
+        "arcee",
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "deepseek_v3",
+        "stablelm",
+    )
+]
+MOE = ["mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3"]
 
 
 def ignored(family, key):
@@ -113,6 +126,15 @@ SAME = {
         hf, "norm_topk_prob", "rope_interleave", "num_nextn_predict_layers"
     ),
     ("qwen3_moe", "mlp_only_layers null"): lambda hf: hf | {"mlp_only_layers": None},
+    ("qwen3_next", "layer types by their interval"): lambda hf: (
+        without(hf, "layer_types") | {"full_attention_interval": 2}
+    ),
+    ("qwen3_next", "a quarter is rotated, not said"): lambda hf: without(
+        hf, "rope_parameters", "partial_rotary_factor"
+    ),
+    ("qwen3_next", "what published files leave to code"): lambda hf: without(
+        hf, "attention_bias", "mlp_bias", "num_local_experts", "norm_topk_prob"
+    ),
 }
 
 
@@ -207,6 +229,15 @@ REFUSED = [
     ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
     ("deepseek_v3", {"qk_rope_head_dim": 15}, "head_dim"),
     ("deepseek_v3", {"routed_scaling_factor": 0}, "routed_scaling_factor"),
+    ("qwen3_next", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ("qwen3_next", {"attention_bias": True}, "attention_bias"),
+    ("qwen3_next", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("qwen3_next", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("qwen3_next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval"),
+    ("qwen3_next", {"linear_num_value_heads": 3, "linear_num_key_heads": 2}, "not divisible"),
+    ("qwen3_next", {"linear_key_head_dim": -1}, "linear_key_head_dim"),
+    ("qwen3_next", {"partial_rotary_factor": 0.1, "rope_parameters": None}, "3 of 32 dimensions"),
     ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
     ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
     ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types"),
@@ -266,6 +297,7 @@ def test_a_model_type_that_is_none(kind):
         ("qwen2_moe", "qwen3_moe"),
         ("qwen2_5_vl", "qwen2"),
         ("deepseek_v2", "deepseek_v3"),
+        ("qwen3_5_moe", "qwen3_next"),
         ("olmo3", "olmo2"),
         ("phi", "phi3"),
         ("starcoder2", "mistral"),
@@ -306,6 +338,9 @@ def test_gpt2_without_its_prefix_and_masks_that_are_no_weights():
     assert not ignored("gpt_neox", "gpt_neox.layers.0.attention.query_key_value.bias")
     assert ignored("llama", "model.layers.0.self_attn.rotary_emb.inv_freq")
     assert not ignored("llama", "model.layers.0.self_attn.q_proj.weight")
+    for more in ("fc", "norm", "layers.0.self_attn.q_norm", "layers.0.mlp.experts.511.up_proj"):
+        assert ignored("qwen3_next", f"mtp.{more}.weight")
+    assert not ignored("qwen3_next", "model.layers.0.linear_attn.norm.weight")
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])

@@ -24,9 +24,9 @@ from dunes.parts import (
     MoE,
     RMSNorm,
     Rotary,
+    cache_for,
 )
 from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
-from dunes.parts.decoder import recurrent_part
 from dunes.parts.position import Alibi, PartialRotary
 from dunes.parts.recurrent_cache import RecurrentCache
 from dunes.tree import watch
@@ -105,17 +105,17 @@ def test_from_a_fresh_start_all_learn_within_two_steps():
 @torch.no_grad()
 @pytest.mark.parametrize("cuts", [[17], [5, 1, 1, 10], [1] * 17])
 def test_cached_is_full_in_any_chunks(model, cuts):
-    ids = tokens()
-    cache = (RecurrentCache if recurrent_part(model) else Cache)(2, 32)
+    ids, model = tokens(), model.double()  # a delta rule's outputs near 0 are normed, with their rounding
+    cache = cache_for(model, 2, 32)
     got = torch.cat([model(part, cache=cache) for part in ids.split(cuts, 1)], 1)
-    assert (got - model(ids)).abs().max() < 1e-5
+    assert (got - model(ids)).abs().max() < 1e-6
     assert cache.length.tolist() == [17, 17]
 
 
 @torch.no_grad()
 def test_cached_is_full_in_a_ragged_batch_after_rollback_and_in_picked_rows(model):
     ids, lengths = tokens(3), [9, 4, 1]
-    cache, kept = (RecurrentCache(3, 64), 0) if recurrent_part(model) else (Cache(3, 64), 2)
+    cache = cache_for(model, 3, 64)
     padded = torch.zeros(3, 9, dtype=torch.long)
     real = torch.zeros(3, 9, dtype=torch.bool)
     for row, n in enumerate(lengths):
@@ -125,9 +125,10 @@ def test_cached_is_full_in_a_ragged_batch_after_rollback_and_in_picked_rows(mode
         assert (logits[row] - model(ids[row : row + 1, :n])[0, -1]).abs().max() < 1e-5
     # All rows go on by three tokens, then fall back to their first two, or to none, then go on otherwise.
     model(torch.stack([ids[row, n : n + 3] for row, n in enumerate(lengths)]), cache=cache)
-    assert cache.truncate(torch.tensor([2, 2, 2])).tolist() == [kept] * 3
-    got = model(ids[[2, 0, 0], kept:8], cache=cache.select_rows(torch.tensor([2, 0, 0])))
-    assert (got - model(ids[[2, 0, 0], :8])[:, kept:]).abs().max() < 1e-5
+    left = 0 if isinstance(cache, RecurrentCache) else 2  # it has no snapshot that early
+    assert cache.truncate(torch.tensor([2, 2, 2])).tolist() == [left] * 3
+    got = model(ids[[2, 0, 0], left:8], cache=cache.select_rows(torch.tensor([2, 0, 0])))
+    assert (got - model(ids[[2, 0, 0], :8])[:, left:]).abs().max() < 1e-5
 
 
 @torch.no_grad()

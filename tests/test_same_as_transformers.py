@@ -74,6 +74,15 @@ DEEPSEEK |= {
 }
 DEEPSEEK |= {"first_k_dense_replace": 1, "num_key_value_heads": HF_SIZES["num_attention_heads"]}
 GPT_OSS = {**MOE, "sliding_window": 5, "head_dim": 10}
+QWEN_NEXT = {**QWEN_MOE, "head_dim": 16, "num_hidden_layers": 5, "shared_expert_intermediate_size": 20}
+QWEN_NEXT |= {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 3,
+    "full_attention_interval": 3,
+}
+# Heads that forget at once have outputs near 0; with a smaller eps, norms multiply the rounding of both by 1,000.
+QWEN_NEXT |= {"linear_key_head_dim": 8, "linear_value_head_dim": 10, "rms_norm_eps": 1e-3}
 GEMMA = {"head_dim": 10, "num_attention_heads": 6, "num_key_value_heads": 2, "query_pre_attn_scalar": 7}
 GEMMA |= {"sliding_window": 5, "hidden_activation": "gelu_pytorch_tanh"}
 CAPS = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 2.0, "layer_types": ["full_attention"] * 3}
@@ -158,6 +167,13 @@ SHAPES = {
         "stablelm",
         {"use_qkv_bias": True, "tie_word_embeddings": True, "num_attention_heads": 4, "num_key_value_heads": 1}
         | {"rope_parameters": ROPES["linear"] | {"partial_rotary_factor": 0.5}, "layer_norm_eps": 1e-3},
+    ),
+    "qwen3_next": ("qwen3_next", QWEN_NEXT),
+    "qwen3_next-attention-first-tied": (
+        "qwen3_next",
+        {**QWEN_NEXT, **ONE_KV_TIED, "norm_topk_prob": False, "linear_num_value_heads": 2, "num_hidden_layers": 3}
+        | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
+        | {"rope_parameters": ROPES["linear"] | {"partial_rotary_factor": 1.0}},
     ),
     "arcee": ("arcee", {}),
     "arcee-tied": ("arcee", {**ONE_KV_TIED, "rope_parameters": ROPES["llama3"]}),
@@ -261,7 +277,7 @@ def test_cached_is_full_across_the_edge_of_a_window(shape, cuts):
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("shape", ["mixtral", "qwen3_moe", "qwen3_moe-renormalised"])
+@pytest.mark.parametrize("shape", ["mixtral", "qwen3_moe", "qwen3_moe-renormalised", "qwen3_next"])
 def test_gradients_and_balance_loss_of_a_mixture_in_training(shape, layers, padded, monkeypatch):
     """With one layer it is their loss as it is; of several, they pool the layers and we take the mean."""
     family, options = SHAPES[shape]
@@ -269,13 +285,14 @@ def test_gradients_and_balance_loss_of_a_mixture_in_training(shape, layers, padd
     monkeypatch.setitem(SHAPES, "training", (family, shape))
     _, hf = theirs("training")
     ours, ids = ours_of(family, hf).train(), some(3, 20)
+    moe = ours.blocks[0].mlp
     real = torch.ones_like(ids, dtype=torch.bool)
     if padded:
         real[0, 13:], real[2, 4:] = False, False
     targets = ids.where(real, -100)
-    out = hf.train()(ids, attention_mask=real.long(), labels=targets, output_router_logits=True)
+    out = hf.train()(ids, attention_mask=real.long(), labels=targets, output_router_logits=True, use_cache=False)
     balances = [
-        load_balancing_loss_func((logits,), hf.config.num_local_experts, ours.blocks[0].mlp.top_k, real.long())
+        load_balancing_loss_func((logits,), len(moe.experts), moe.top_k, real.long())
         for logits in out.router_logits
     ]
     balance = sum(balances) / layers

@@ -806,7 +806,7 @@ def test_bad_configs_take_little_memory(made, tmp_path):
     read_all(folder, CONFIG, cases | FILES, tmp_path)
 
 
-BY_LAYER = ("gemma2", "gemma3_text", "smollm3", "gpt_oss")
+BY_LAYER = ("gemma2", "gemma3_text", "smollm3", "gpt_oss", "qwen3_next")
 """Families with settings for each layer."""
 
 

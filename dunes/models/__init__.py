@@ -31,6 +31,7 @@ _NEAREST = {
     "qwen2_moe": "qwen3_moe",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_5": "qwen3_next",
     "deepseek": "deepseek_v3",
     "kimi": "deepseek_v3",
     "olmoe": "qwen3_moe",
@@ -123,21 +124,33 @@ def weight_counts(family: str, config: Any) -> tuple[int, int]:
     """The number of parameters and the number of weight tensors of a model with this config.
 
     Both are extrapolated from models with one or two blocks and experts, since all blocks, and all experts, have
-    the same size; only the first `dense` blocks may be others, which have no experts.
+    the same size. Others are only the first `dense` blocks, which have no experts, or those that are `recurrent`.
     """
     experts, dense = getattr(config, "experts", 1), min(getattr(config, "dense", 0), config.depth)
+    kinds = getattr(config, "recurrent", (False,))
+    recurrent = config.depth // len(kinds) * sum(kinds) + sum(kinds[: config.depth % len(kinds)])
     small, deep = (_count(family, config, depth) for depth in (1, 2))
     wide = _count(family, config, experts=2) if experts > 1 else small
-    first = _count(family, config, dense=1) if dense else small
+    other = _count(family, config, dense=min(dense, 1), recurrent=(bool(recurrent),))
     parameters, tensors = (
-        a + (config.depth - 1) * (b - a) + (config.depth - dense) * (experts - 1) * (c - a) + dense * (d - a)
-        for a, b, c, d in zip(small, deep, wide, first, strict=True)
+        a
+        + (config.depth - 1) * (b - a)
+        + (config.depth - dense) * (experts - 1) * (c - a)
+        + (dense + recurrent) * (d - a)
+        for a, b, c, d in zip(small, deep, wide, other, strict=True)
     )
     return parameters, tensors
 
 
-def _count(family: str, config: Any, depth: int = 1, experts: int = 1, dense: int = 0) -> tuple[int, int]:
-    sizes = {"experts": experts, "top_k": 1, "groups": 1, "top_groups": 1, "dense": dense}
+def _count(
+    family: str,
+    config: Any,
+    depth: int = 1,
+    experts: int = 1,
+    dense: int = 0,
+    recurrent: tuple[bool, ...] = (False,),
+) -> tuple[int, int]:
+    sizes = {"experts": experts, "top_k": 1, "groups": 1, "top_groups": 1, "dense": dense, "recurrent": recurrent}
     sizes = {key: value for key, value in sizes.items() if hasattr(config, key)}
     model = build_on_meta(family, replace(config, depth=depth, **sizes))
     return tree.count(model), len(list(model.parameters()))

@@ -91,21 +91,27 @@ def layer_count(hf: Json) -> int:
     return size(hf, "num_hidden_layers", largest=1 << 16)
 
 
+def layer_types(hf: Json, name: str, default: Sequence[bool]) -> tuple[bool, ...]:
+    """For each layer, True if its type has this name, False for full attention.
+
+    They are `default` if the file has no `layer_types`. Raises ValueError for other types.
+    """
+    types, known = hf.get("layer_types"), [name, "full_attention"]
+    if types is None:
+        return tuple(default)
+    if not isinstance(types, list) or len(types) != len(default) or any(t not in known for t in types):
+        raise ValueError(
+            f"config.json: layer_types is {_short(types)}; expected {' or '.join(known)} for each of "
+            f"{plural(len(default), 'layer')}"
+        )
+    return tuple(t == name for t in types)
+
+
 def layer_windows(hf: Json, windowed: Sequence[bool]) -> tuple[int | None, ...]:
     """The window of each layer; `windowed` says which layers have one if the file has no `layer_types`."""
-    kinds = {"sliding_attention": True, "full_attention": False}
-    types = (
-        [next(k for k in kinds if kinds[k] == w) for w in windowed]
-        if hf.get("layer_types") is None
-        else hf["layer_types"]
-    )
-    if not isinstance(types, list) or len(types) != len(windowed) or any(t not in [*kinds] for t in types):
-        raise ValueError(
-            f"config.json: layer_types is {_short(types)}; expected {' or '.join(kinds)} for each of "
-            f"{plural(len(windowed), 'layer')}"
-        )
-    window = size(hf, "sliding_window", largest=1 << 31) if "sliding_attention" in types else None
-    return tuple(window if kinds[t] else None for t in types)
+    windowed = layer_types(hf, "sliding_attention", windowed)
+    window = size(hf, "sliding_window", largest=1 << 31) if any(windowed) else None
+    return tuple(window if w else None for w in windowed)
 
 
 def layer_windows_to_hf(windows: Sequence[int | None]) -> dict[str, Any]:

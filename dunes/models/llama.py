@@ -3,7 +3,7 @@
 A family that differs in its attention or MLP reuses `Config` and `build`, and passes that part to `build`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -111,26 +111,35 @@ def read(model: Any, context_length: int) -> Config:
     return Config(**read_fields(model, context_length, model.blocks[0].mlp))
 
 
-def read_fields(model: Any, context_length: int, mlp: Any) -> dict[str, Any]:
-    """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block."""
-    attn = model.blocks[0].attn
-    positions = (block.attn.position for block in model.blocks)
-    rotary: Any = next((getattr(p, "rotary", p) for p in positions if p is not None), None)
+def read_fields(model: Any, context_length: int, mlp: Any, attns: Sequence[Any] | None = None) -> dict[str, Any]:
+    """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block.
+
+    `attns` are its attentions, if not every block has one; without any, their fields are left out.
+    """
+    attns = [block.attn for block in model.blocks] if attns is None else attns
     return {
         "vocab": model.embed.token.num_embeddings,
         "dim": model.embed.token.embedding_dim,
         "depth": len(model.blocks),
-        "heads": attn.head_count,
-        "kv_heads": attn.kv_head_count,
-        "head_dim": attn.head_dim,
         "hidden": mlp.down.in_features,
         "context_length": context_length,
         "eps": model.norm.eps,
+        "tied": model.head is None,
+        "mlp_bias": mlp.down.bias is not None,
+        **(_attention_fields(attns) if attns else {}),
+    }
+
+
+def _attention_fields(attns: Sequence[Any]) -> dict[str, Any]:
+    rotaries = (getattr(a.position, "rotary", a.position) for a in attns if a.position is not None)
+    rotary: Any = next(rotaries, None)
+    return {
+        "heads": attns[0].head_count,
+        "kv_heads": attns[0].kv_head_count,
+        "head_dim": attns[0].head_dim,
         "rope_base": rotary.base,
         "scaling": rotary.scaling,
-        "tied": model.head is None,
-        "attention_bias": attn.out.bias is not None,
-        "mlp_bias": mlp.down.bias is not None,
+        "attention_bias": attns[0].out.bias is not None,
     }
 
 

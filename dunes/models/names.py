@@ -25,7 +25,8 @@ class Name:
     """One row of a table: their tensor is one of ours, or several of ours joined along the first dimension.
 
     `load` converts their tensor to our layout before it is split; `save` is the inverse. Ours have equally many
-    rows, or the first has as many as their matrix `like` has columns, and the others share the rest.
+    rows, or the first has as many as their matrix `like` has columns, and the others share the rest. Ours have
+    this name only next to our tensor `beside`, as parts of different blocks may name their matrices alike.
     """
 
     theirs: str
@@ -33,6 +34,7 @@ class Name:
     load: Layout = identity
     save: Layout = identity
     like: str = ""
+    beside: str = ""
 
     @property
     def stacked(self) -> bool:
@@ -60,8 +62,10 @@ def pairs(weight: Tensor) -> Tensor:
     return torch.unflatten(weight, 0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def name(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity, like: str = "") -> Name:
-    return Name(theirs, ours, load, save, like)
+def name(
+    theirs: str, *ours: str, load: Layout = identity, save: Layout = identity, like: str = "", beside: str = ""
+) -> Name:
+    return Name(theirs, ours, load, save, like, beside)
 
 
 def weight_and_bias(theirs: str, *ours: str, load: Layout = identity, save: Layout = identity) -> list[Name]:
@@ -80,7 +84,7 @@ def convolution(theirs: str, ours: str) -> list[Name]:
 
 
 def per_head(names: Names) -> Names:
-    """Names whose tensor has queries, keys and values of one head after another; `for_heads` completes them."""
+    """Names whose tensor has the rows of all parts for one head after another; `for_heads` completes them."""
     return [replace(n, load=_unknown_heads, save=_unknown_heads) for n in names]
 
 
@@ -90,8 +94,12 @@ def _unknown_heads(weight: Tensor) -> Tensor:
 
 def for_heads(names: Names, heads: int) -> Names:
     """The names for a model with this number of heads, on which the layouts of `per_head` depend."""
-    load, save = partial(_regroup, sizes=(heads, 3)), partial(_regroup, sizes=(3, heads))
-    return [replace(n, load=load, save=save) if n.load is _unknown_heads else n for n in names]
+
+    def complete(n: Name) -> Name:
+        sizes = heads, len(n.ours)
+        return replace(n, load=partial(_regroup, sizes=sizes), save=partial(_regroup, sizes=sizes[::-1]))
+
+    return [complete(n) if n.load is _unknown_heads else n for n in names]
 
 
 def _regroup(weight: Tensor, sizes: tuple[int, int]) -> Tensor:
@@ -168,10 +176,10 @@ def parts_by_target(rule: Name, ours: Iterable[str]) -> dict[str, list[tuple[str
 
     `ours` has the first name of each row.
     """
-    free = "".join(fields(rule.ours[0]) - fields(rule.theirs))
+    free, ours = "".join(fields(rule.ours[0]) - fields(rule.theirs)), {*ours} if rule.beside else ours
     targets: dict[str, dict[int, tuple[str, ...]]] = {}
     for indices in (match_indices(rule.ours[0], key) for key in ours):
-        if indices is not None:
+        if indices is not None and (not rule.beside or substitute(rule.beside, indices) in ours):
             row = tuple(substitute(o, indices) for o in rule.ours)
             targets.setdefault(substitute(rule.theirs, indices), {})[int(indices.get(free, 0))] = row
     return {target: [rows[e] for e in sorted(rows)] for target, rows in targets.items()}

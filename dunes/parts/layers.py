@@ -151,6 +151,23 @@ class GatedMLP(nn.Module):
         return y
 
 
+class WeightedGatedMLP(GatedMLP):
+    """A gated feed-forward layer whose output is multiplied by sigmoid(router(x)), one factor for each token.
+
+    It is the shared expert of Qwen's mixtures. https://arxiv.org/abs/2407.10671
+    """
+
+    supports_packing = True
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__(dim, hidden)
+        self.router = nn.Linear(dim, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) * self.router(x).sigmoid()
+        return y
+
+
 class ClampedGatedMLP(GatedMLP):
     """A gated feed-forward layer of bounded factors: down(quick_gelu(gate(x)) * (1 + up(x))), as in gpt-oss.
 

@@ -18,7 +18,7 @@ SMALLEST = 10_000
 WIDTH_STEP = 32
 """All widths are multiples of this number, which is the smallest head dimension."""
 
-MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
 """Model families that have experts."""
 EXPERTS, MAX_EXPERTS = 8, 4096  # by default; at most
 Tokenization = Literal["bpe", "bytes", "chars"]
@@ -51,7 +51,7 @@ class ModelShape:
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
     """Replace parts of the default model (an unknown one lists them), or call a Python function that builds it."""
-    experts: Annotated[int, flag("EXPERTS", "8 with mixtral, qwen3_moe, deepseek_v3 and gpt_oss, else none")] = 0
+    experts: Annotated[int, flag("EXPERTS", "8 with a family of mixtures, else none")] = 0
     """Train a mixture of this many experts; the family is then mixtral unless --family has experts."""
     experts_per_token: Annotated[int, flag("EXPERTS", "2")] = 0
     """Number of experts that compute each token."""

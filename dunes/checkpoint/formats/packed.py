@@ -6,7 +6,7 @@ folder.
 
 # Shapes: I inputs, O outputs, G groups of a row.
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
     dequantize(model)
     described = require_described(model, length, folder)
     known, settings, weights = hf_parts(model, described)
-    names = {place: _their_name(model, described, place) for place in packed}
+    names = _their_names(model, described, packed)
     files = {key: tensor for key, tensor in weights.items() if key.removesuffix(".weight") not in names.values()}
     for place, (tensors, _) in packed.items():
         files |= in_memory({f"{names[place]}.{part}": tensor for part, tensor in tensors.items()})
@@ -83,13 +83,19 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
     return write, compare
 
 
-def _their_name(model: Decoder, described: Architecture, place: str) -> str:
-    """The module's name in Hugging Face's files. Raises ValueError if they store its weight in another layout."""
-    weight = model.get_parameter(f"{place}.weight")
-    conversions, _ = to_theirs(written_names(described.family, described.config), [f"{place}.weight"])
-    if len(conversions) != 1 or not torch.equal(conversions[0].make([weight]), weight):
-        raise ValueError(f"{place}: {described.family} stores this matrix in another layout, which is not packed")
-    return conversions[0].target.removesuffix(".weight")
+def _their_names(model: Decoder, described: Architecture, places: Iterable[str]) -> dict[str, str]:
+    """The modules' names in Hugging Face's files. Raises ValueError if these store a weight in another layout."""
+    weights, names = dict(model.named_parameters()), {}
+    conversions, _ = to_theirs(written_names(described.family, described.config), weights)
+    alone = {c.sources[0]: c for c in conversions if len(c.sources) == 1}
+    for place in places:
+        weight, conversion = weights[f"{place}.weight"], alone.get(f"{place}.weight")
+        if conversion is None or not torch.equal(conversion.make([weight]), weight):
+            raise ValueError(
+                f"{place}: {described.family} stores this matrix in another layout, which is not packed"
+            )
+        names[place] = conversion.target.removesuffix(".weight")
+    return names
 
 
 def _pack(layer: Quantized, place: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
