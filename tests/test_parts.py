@@ -108,7 +108,7 @@ def test_cached_is_full_in_any_chunks(model, cuts):
     ids, model = tokens(), model.double()  # a delta rule's outputs near 0 are normed, with their rounding
     cache = cache_for(model, 2, 32)
     got = torch.cat([model(part, cache=cache) for part in ids.split(cuts, 1)], 1)
-    assert (got - model(ids)).abs().max() < 1e-6
+    assert (got - model(ids)).abs().max() < 1e-5
     assert cache.length.tolist() == [17, 17]
 
 
