@@ -315,6 +315,22 @@ def test_gradients_and_balance_loss_of_a_mixture_in_training(shape, layers, padd
     assert max(differences.values()) <= LIMIT
 
 
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.startswith("deepseek_v3")])
+def test_gradients_of_latents_and_sigmoid_routing(shape):
+    family, hf = theirs(shape)
+    ours, ids = ours_of(family, hf), some(3, 20)
+    loss = hf(ids, labels=ids).loss
+    loss.backward()
+    total, count, _ = ours(ids[:, :-1], targets=ids[:, 1:])
+    (total / count).backward()
+    want = from_theirs(family, {k: p.grad for k, p in hf.named_parameters()}, hf.config.num_attention_heads)
+    differences = {name: float((p.grad - want.pop(name)).abs().max()) for name, p in ours.named_parameters()}
+    print(f"{shape}: loss {float((total / count - loss).detach()):.1e}, gradients {max(differences.values()):.1e}")
+    assert not want
+    assert max(differences.values()) <= LIMIT
+    assert abs(float((total / count - loss).detach())) <= LIMIT
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ROPES)
 def test_angles_are_theirs_to_the_bit_at_far_positions(name):
