@@ -22,6 +22,7 @@ from dunes.checkpoint.source import Source, open_source, open_verified_source, t
 from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files.model_file import cards_trusted, find_file
+from dunes.parts import Attention
 from dunes.text import Tokenizer, chat_template
 from dunes.units import format_bytes, format_count, plural
 
@@ -127,8 +128,8 @@ def _parameters(source: Source) -> Iterator[str]:
     if source.own is None:
         sizes = ", ".join(f"{name} {format_bytes(total * bits // 8)}" for name, bits in BITS.items())
         yield f"memory      {sizes}"
-    attn = model.get_submodule("blocks.0.attn")
-    cache = 2 * attn.get_submodule("k").out_features * source.config.depth * 2  # type: ignore[operator]
+    layers = [m for m in model.modules() if isinstance(m, Attention)]
+    cache = 2 * sum(m.k.out_features + m.v.out_features for m in layers)
     yield f"KV cache    {format_bytes(cache * 1000)} for each 1,000 tokens in bfloat16"
 
 
