@@ -44,7 +44,12 @@ SHAPES = {
         "qwen3_next",
         {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
         | {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 20, "rms_norm_eps": 1e-3},
+        | {
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "shared_expert_intermediate_size": 20,
+            "rms_norm_eps": 1e-3,
+        },
     ),
     "gpt_oss": ("gpt_oss", {**COMMON, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}),
 }

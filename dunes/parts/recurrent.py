@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dunes.ops.linear_recurrence import recurrence
+from dunes.ops.linear_recurrence import CHUNK, recurrence
 from dunes.parts.context import ForwardContext
 from dunes.units import plural
 
@@ -146,6 +146,11 @@ class GatedDeltaNet(nn.Module):
         """Of a new part: rates of forgetting that differ between heads, as in Mamba-2."""
         return {"log_rate": torch.linspace(1, 16, self.heads).log(), "step": 1.0}
 
+    @property
+    def added_products(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of matrices that take each token as long as the recurrence."""
+        return _products(self.heads, self.key_dim, self.value_dim, 3)
+
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim). Without a context, positions are 0..T-1."""
         ctx = ctx or ForwardContext.of(x)
@@ -164,6 +169,11 @@ class GatedDeltaNet(nn.Module):
         y = self.norm(y.to(x.dtype)) * F.silu(_wide(gate.reshape(y.shape)))
         out: Tensor = self.out(y.flatten(-2).to(x.dtype))
         return out
+
+
+def _products(heads: int, keys: int, values: int, count: int) -> list[tuple[int, int]]:
+    """`count` products with each head's state; one fewer with the keys and with the values of a chunk."""
+    return [(heads * keys, values)] * count + [(heads * (keys + values), CHUNK)] * (count - 1)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -218,6 +228,11 @@ class Mamba2(nn.Module):
         steps = torch.logspace(-3, -1, self.heads)
         rates = torch.arange(1.0, self.heads + 1)
         return {"log_rate": rates.log(), "step": steps + (-torch.expm1(-steps)).log(), "skip": 1.0}
+
+    @property
+    def added_products(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of matrices that take each token as long as the recurrence."""
+        return _products(self.heads, self.state_dim, self.head_dim, 2)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim). Without a context, positions are 0..T-1."""

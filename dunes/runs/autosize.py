@@ -327,7 +327,7 @@ def flops(model: nn.Module, context: int) -> float:
 def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
     """Yields (inputs, outputs, share) for each matrix; `share` is the fraction of tokens that pass through it.
 
-    Modules that wrap linear layers list further matrices in `added_products`.
+    Modules that wrap linear layers, and recurrent parts, list further matrices in `added_products`.
     """
     mixtures = [m for m in model.modules() if isinstance(m, MoE)]
     shares = {e: m.top_k / len(m.experts) for m in mixtures for e in m.experts.modules()}
