@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from conftest import refuses, run_python
 from dunes import measure
 from dunes.augment import adapted, apply_change, attach, quantize, set_adapter
-from dunes.models import arcee, llama, mixtral
+from dunes.models import arcee, llama, mixtral, of_parts
 from dunes.ops import scaled_dot_product as attention
 from dunes.parts import Checkpointed
 from dunes.runs import autosize
@@ -130,6 +130,15 @@ def counted(model, monkeypatch):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(300, (2, 32)))
     return counter.get_total_flops() / 64
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_flops_of_a_recurrence_are_about_what_pytorch_counts(kind, monkeypatch):
+    model = of_parts.build(300, 64, 3, 32, attention=kind)
+    assert flops(model, 32) == pytest.approx(3 * counted(model, monkeypatch), rel=0.1)
+    recurrent = [module for module in model.modules() if getattr(module, "recurrent", False)]
+    monkeypatch.setattr(type(recurrent[0]), "added_products", ())
+    assert flops(model, 32) < 2.7 * counted(model, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

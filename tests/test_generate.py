@@ -141,12 +141,8 @@ def test_texts_go_on_from_a_snapshot_of_a_recurrent_state(rows, monkeypatch):
 
 def test_a_recurrent_state_takes_nothing_back_and_is_not_compiled():
     model = made("qwen3_next")
-    refuses(
-        "GatedDeltaNet has a recurrent state, .* leave out lookup",
-        ids_of,
-        model,
-        [Request([1], max_tokens=1, proposer=look_up)],
-    )
+    request = Request([1], max_tokens=1, proposer=look_up)
+    refuses("GatedDeltaNet has a recurrent state, .* leave out lookup", ids_of, model, [request])
     refuses("a compiled step stores keys and values, and GatedDeltaNet has", check_step, model)
 
 

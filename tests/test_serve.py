@@ -261,8 +261,8 @@ def test_texts_of_a_recurrent_model_side_by_side_are_those_alone(tmp_path, monke
     monkeypatch.setattr("dunes.generate.prefix_cache.FIRST", 8)
     monkeypatch.setattr("dunes.generate.prefix_cache.LEAST", 4)
     tokenizer = Tokenizer.train("bytes", [])
-    model = random_model("qwen3_next", 0.2, vocab=tokenizer.vocab, dim=64, depth=3, context=64)
-    checkpoint.save(model, tmp_path, tokenizer, 64)
+    model = random_model("qwen3_next", 0.2, vocab=tokenizer.vocab, dim=64, depth=3, context=96)
+    checkpoint.save(model, tmp_path, tokenizer, 96)
     loaded, requests = load_with_tokenizer(tmp_path), mixed_requests()[:20]
     together, _ = generated(Batch(loaded), requests)
     for request, answer in zip(requests, together, strict=True):
