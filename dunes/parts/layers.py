@@ -164,7 +164,8 @@ class WeightedGatedMLP(GatedMLP):
         self.router = nn.Linear(dim, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.router(x).sigmoid()
+        y: Tensor = super().forward(x) * self.router(x).sigmoid()
+        return y
 
 
 class ClampedGatedMLP(GatedMLP):
