@@ -46,6 +46,17 @@ SHAPES = {
         | {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
         | {"num_key_value_heads": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
     ),
+    "qwen3_next": (
+        "qwen3_next",
+        {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+        | {"full_attention_interval": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "shared_expert_intermediate_size": 20,
+            "rms_norm_eps": 1e-3,
+        },
+    ),
     "gpt_oss": ("gpt_oss", {**COMMON, "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 8}),
 }
 IDS = torch.arange(60).view(3, 20)
@@ -95,7 +106,7 @@ KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "pissa"
 def test_peft_opens_ours(shape, kind, tmp_path):
     theirs, ours = pair(shape)
     base = their_logits(theirs)
-    where = ["blocks.**", "!**.router", *(["!**.experts.**"] if kind == "dora" else [])]
+    where = ["blocks.**", "!**.router", *(["!**.experts.**", "!**.shared.**"] if kind == "dora" else [])]
     if shape == "deepseek_v3":  # PEFT takes the layers of dense and shared MLPs for experts
         where += ["!blocks.0.mlp.**", "!**.shared.**"]
     attach(ours, where=where, rank=4, ranks={"**.mlp.**": 6, "blocks.1.attn.out": 3}, **KINDS[kind])

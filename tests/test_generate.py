@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from conftest import raising, refuses
-from dunes.generate import PrefixCache, Request, Sampler, generate, generate_all, prefix_cache, sampler
+from dunes.generate import PrefixCache, Request, Sampler, generate, generate_all, look_up, prefix_cache, sampler
+from dunes.generate.packages import check_step
 from dunes.generate.sampling import draw
 from dunes.models import FAMILIES, qwen3
 from dunes.models.initialise import initialise
-from dunes.parts import ForwardContext, RollingCache, cache_for
+from dunes.parts import ForwardContext, RollingCache, cache_for, recurrent_cache
 from own_parts import OWN, Wrapped, of_own_parts
 from small_models import random_model
 
@@ -118,6 +119,31 @@ def alone(model, prompts, samplers=None, **settings):
     """The text of each prompt by itself."""
     samplers = samplers or [Sampler()] * len(prompts)
     return [together(model, [p], [s], **settings)[0] for p, s in zip(prompts, samplers, strict=True)]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_texts_go_on_from_a_snapshot_of_a_recurrent_state(rows, monkeypatch):
+    monkeypatch.setattr(recurrent_cache, "INTERVAL", 8)
+    monkeypatch.setattr(recurrent_cache.RecurrentCache, "largest_piece", 8)
+    model, read = made("qwen3_next").double(), []
+    model.embed.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].shape))
+    first = [[(7 * i + 3 * n) % VOCAB for i in range(22)] for n in range(rows)]
+    second = [[*ids[:19], n] for n, ids in enumerate(first)]
+    cache = PrefixCache(model, rows)
+    for prompts, count in ((first, 5), (second[:1], 4), (second, 4)):
+        texts = [Request(p, max_tokens=count) for p in prompts]
+        want = alone(model, prompts, max_tokens=count)
+        del read[:]
+        tokens = [*generate_all(model, texts + [None] * (rows - len(texts)), context_length=CONTEXT, cache=cache)]
+        assert [[row[i].id for row in tokens] for i in range(len(texts))] == want
+        assert prompts is first or read[0][1] == 4  # the 20 ids but the 16 of a snapshot
+
+
+def test_a_recurrent_state_takes_nothing_back_and_is_not_compiled():
+    model = made("qwen3_next")
+    request = Request([1], max_tokens=1, proposer=look_up)
+    refuses("GatedDeltaNet has a recurrent state, .* leave out lookup", ids_of, model, [request])
+    refuses("a compiled step stores keys and values, and GatedDeltaNet has", check_step, model)
 
 
 CROSSING = [[(7 * i + n) % VOCAB for i in range(n)] for n in (20, CONTEXT, CONTEXT - 1, 50)]

@@ -332,6 +332,22 @@ def test_gradients_of_latents_and_sigmoid_routing(shape):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("shape", ["llama", "qwen3_next"])
+def test_rows_padded_on_the_left_and_packed_documents(shape):
+    family, hf = theirs(shape)
+    ours, ids = ours_of(family, hf), some(3, 40)
+    real = torch.arange(40) >= torch.tensor([0, 7, 39])[:, None]
+    positions = (real.long().cumsum(1) - 1).where(real, -1)
+    want = hf(ids, attention_mask=real.long(), position_ids=positions.clamp(min=0)).logits
+    cache = cache_for(ours, 3, 64)
+    for got in (ours(ids, positions), ours(ids, cache.start(real), cache)):
+        assert (got - want)[real].abs().max() <= LIMIT
+    packed = torch.cat([torch.arange(n) for n in (9, 1, 30)])[None]
+    alone = torch.cat([hf(part).logits for part in ids[:1].split([9, 1, 30], 1)], 1)
+    assert (ours(ids[:1], packed) - alone).abs().max() <= LIMIT
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ROPES)
 def test_angles_are_theirs_to_the_bit_at_far_positions(name):
     family, hf = theirs(f"llama-{name}")

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from conftest import display, eventually, raising, toy
+from dunes import checkpoint
 from dunes.checkpoint import load_with_tokenizer
 from dunes.completion import Suggestion
 from dunes.completion.completer import CopyNearest, FolderCompleter
@@ -36,6 +37,8 @@ from dunes.serve.fields import Refused, parse
 from dunes.serve.requests import Answer, LineRequest, TextRequest, fill_in_the_middle
 from dunes.serve.running import Running
 from dunes.serve.served import FileFinder, _answer
+from dunes.text import Tokenizer
+from small_models import random_model
 from test_chat_verb import alone, three  # noqa: F401  (fixture)
 
 LINE = "    return value_3 * {0} + limit if value_3 > {0} else other_{0}(value_3)"
@@ -252,6 +255,19 @@ def test_sixty_four_texts_side_by_side_are_those_alone(run, monkeypatch):
         assert answer.text == alone.text == pieces[i]
         off = [abs(a.logprob - b.logprob) for a, b in zip(answer.tokens, alone.tokens, strict=True)]
         assert max(off, default=0) < 1e-4
+
+
+def test_texts_of_a_recurrent_model_side_by_side_are_those_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("dunes.generate.prefix_cache.FIRST", 8)
+    monkeypatch.setattr("dunes.generate.prefix_cache.LEAST", 4)
+    tokenizer = Tokenizer.train("bytes", [])
+    model = random_model("qwen3_next", 0.2, vocab=tokenizer.vocab, dim=64, depth=3, context=96)
+    checkpoint.save(model, tmp_path, tokenizer, 96)
+    loaded, requests = load_with_tokenizer(tmp_path), mixed_requests()[:20]
+    together, _ = generated(Batch(loaded), requests)
+    for request, answer in zip(requests, together, strict=True):
+        (alone,), _ = generated(Batch(loaded), [request])
+        assert [t.id for t in answer.tokens] == [t.id for t in alone.tokens]
 
 
 def test_a_text_of_the_batch_is_that_of_the_generator(run):

@@ -27,8 +27,9 @@ Gate = Literal["linear", "noisy"]
 Scale = Literal["unbiased", "official"]
 Router = Literal["linear", "shared", "mlp"]
 
-LINEARS = ("blocks.**", "!**.router", "!**.router.**")
-"""Globs of all linear layers of the blocks except routers, since the choice of experts should not change."""
+LINEARS = ("blocks.**", "!**.router", "!**.router.**", "!**.rates")
+"""Globs of all linear layers of the blocks except routers, since the choice of experts should not change, and the
+few rates at which a recurrent state learns and forgets."""
 LINEARS_BUT_EXPERTS = (*LINEARS, "!**.experts.**")
 MLPS = ("blocks.*.mlp",)
 NAME = "default"

@@ -82,7 +82,7 @@ def norm(config: Config) -> RMSNorm:
     return RMSNorm(config.dim, config.eps)
 
 
-def block(config: Config, attn: nn.Module, mlp: nn.Module) -> Block:
+def block(config: C, attn: nn.Module, mlp: nn.Module, norm: Callable[[C], nn.Module] = norm) -> Block:
     return Block(norm(config), attn, norm(config), mlp)
 
 

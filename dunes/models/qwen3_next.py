@@ -4,6 +4,7 @@ https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, https://arxiv.org/abs/2
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 from torch import nn
@@ -20,7 +21,7 @@ from dunes.models.config_values import (
 )
 from dunes.models.mixtral import moe_fields, read_moe_fields
 from dunes.models.names import Names, convolution, name, per_head
-from dunes.parts import Block, Decoder, MoE, RMSNorm, Rotary
+from dunes.parts import Decoder, MoE, RMSNorm, Rotary
 from dunes.parts.attention import GatedAttention
 from dunes.parts.layers import WeightedGatedMLP, ZeroCenteredRMSNorm
 from dunes.parts.position import PartialRotary
@@ -92,13 +93,9 @@ def norm(config: Config) -> ZeroCenteredRMSNorm:
     return ZeroCenteredRMSNorm(config.dim, config.eps)
 
 
-def block(config: Config, attn: nn.Module, mlp: nn.Module) -> Block:
-    return Block(norm(config), attn, norm(config), mlp)
-
-
 def build(config: Config) -> Decoder:
     """Build the model of this config, untrained."""
-    return llama.build(config, attention, moe, block, norm)
+    return llama.build(config, attention, moe, partial(llama.block, norm=norm), norm)
 
 
 def read(model: Any, context_length: int) -> Config:
@@ -108,29 +105,21 @@ def read(model: Any, context_length: int) -> Config:
     """
     attns, moe = [block.attn for block in model.blocks], model.blocks[0].mlp
     recurrent = tuple(isinstance(attn, GatedDeltaNet) for attn in attns)
-    fields = {
-        "recurrent": recurrent,
-        "renormalise": moe.renormalise,
-        "shared_hidden": moe.shared[0].down.in_features,
-    }
     full = [attn for attn in attns if not isinstance(attn, GatedDeltaNet)]
-    fields |= llama.read_fields(model, context_length, moe.experts[0], full) | read_moe_fields(moe)
-    if full:
-        fields["rotary_dim"] = getattr(full[0].position, "rotary", full[0].position).head_dim
+    fields = llama.read_fields(model, context_length, moe.experts[0], full) | read_moe_fields(moe)
+    fields |= {"renormalise": moe.renormalise, "shared_hidden": moe.shared[0].down.in_features}
+    for attn in full[:1]:
+        fields["rotary_dim"] = getattr(attn.position, "rotary", attn.position).head_dim
     for net in [attn for attn in attns if isinstance(attn, GatedDeltaNet)][:1]:
         fields |= {"value_heads": net.heads, "key_heads": net.key_heads, "value_dim": net.value_dim}
         fields |= {"key_dim": net.key_dim, "width": net.convolution.weight.shape[1]}
+    fields["recurrent"] = recurrent
     return replace(Config.from_size(fields["vocab"], fields["dim"], fields["depth"], context_length), **fields)
 
 
-SIZES = {
-    "value_heads": "linear_num_value_heads",
-    "key_heads": "linear_num_key_heads",
-    "value_dim": "linear_value_head_dim",
-    "key_dim": "linear_key_head_dim",
-    "width": "linear_conv_kernel_dim",
-    "shared_hidden": "shared_expert_intermediate_size",
-}
+SIZES = {"width": "linear_conv_kernel_dim", "shared_hidden": "shared_expert_intermediate_size"}
+SIZES |= {f"{part}_heads": f"linear_num_{part}_heads" for part in ("key", "value")}
+SIZES |= {f"{part}_dim": f"linear_{part}_head_dim" for part in ("key", "value")}
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
@@ -139,16 +128,11 @@ def from_hf(hf: dict[str, Any]) -> Config:
     check_supported(hf | {"mlp_only_layers": hf.get("mlp_only_layers") or []}, required)
     hf = {"head_dim": 256} | hf | {"intermediate_size": size(hf, "moe_intermediate_size")}
     quotient(hf, "linear_num_value_heads", "linear_num_key_heads")
-    sizes: dict[str, Any] = {field: size(hf, key) for field, key in SIZES.items()}
-    return Config(
-        **llama.config_fields(hf, partial=0.25),
-        **moe_fields(hf, balance=0.001),
-        **sizes,
-        renormalise=flag(hf, "norm_topk_prob", True),
-        recurrent=layer_types(
-            hf, "linear_attention", _three_of(size(hf, "full_attention_interval", 4), layer_count(hf))
-        ),
-    )
+    default = _three_of(size(hf, "full_attention_interval", 4), layer_count(hf))
+    fields: dict[str, Any] = {field: size(hf, key) for field, key in SIZES.items()}
+    fields |= {"recurrent": layer_types(hf, "linear_attention", default)}
+    fields |= llama.config_fields(hf, partial=0.25) | moe_fields(hf, balance=0.001)
+    return Config(**fields, renormalise=flag(hf, "norm_topk_prob", True))
 
 
 def to_hf(config: Config) -> dict[str, Any]:

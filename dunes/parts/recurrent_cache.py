@@ -1,6 +1,7 @@
 """A KV cache that also stores recurrent states, and snapshots of them, from which `truncate` continues."""
 
 from collections.abc import Hashable
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -45,6 +46,11 @@ class RecurrentCache(Cache):
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values (B, K, T, D) at `positions`; return all readable keys and values (B, K, S, D)."""
         return super().put(self._layers.setdefault(layer, len(self.keys)), k, v, positions)
+
+    def write_rows(self, rows: Tensor | slice, other: Self) -> None:
+        """Copy the N rows of another cache to these rows (N,) of this cache: the inverse of `select_rows`."""
+        super().write_rows(rows, other)
+        self._next, self._new = other._next, other._new  # else the rows would overwrite one snapshot
 
     def _count(self, new: int | Tensor) -> None:
         super()._count(new)

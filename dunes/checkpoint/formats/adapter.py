@@ -263,13 +263,20 @@ def _peft_config(
     alphas = {t.path: round(f.scale * _divisor(ranks[t.path], settings.rslora), 10) for t, f in factors}
     usual = Counter((ranks[path], alphas[path]) for path in ranks).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
+    # In a model with such experts, PEFT takes every module of these names for theirs; a parameter it does not.
+    of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
+    shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
+    if shared and settings.dora:
+        raise ValueError(f"{min(shared)}: PEFT takes it for an expert's, which DoRA cannot adapt; use LoRA there")
+    names = {path: f"{path}.weight" if path in shared else path for path in others}
     # Older versions match a pattern only after a dot.
-    patterns = {path: re.escape(path.partition(".")[2] or path) for path in others}
+    patterns = {path: re.escape(name.partition(".")[2] or name) for path, name in names.items()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "target_modules": sorted({p if _leaf(p) in left_out else _leaf(p) for p in paths}),
-        "target_parameters": sorted(t.path for t, _ in factors if t.stacked) or None,
+        "target_modules": sorted({p if _leaf(p) in left_out else _leaf(p) for p in paths - shared}),
+        "target_parameters": sorted([*(t.path for t, _ in factors if t.stacked), *(f"{p}.weight" for p in shared)])
+        or None,
         "fan_in_fan_out": any(t.transposed and not t.stacked for t, _ in factors),
         "bias": "none",
         "init_lora_weights": True,
