@@ -7,7 +7,7 @@ import torch
 from torch.func import functional_call
 
 from conftest import refuses
-from dunes.augment import apply_change, attach
+from dunes.augment import apply_change, attach, quantize
 from dunes.models.of_parts import build
 from dunes.parts import Cache, CacheFormat, ForwardContext, Rotary, cache_for
 from dunes.parts.context import document_starts
@@ -158,20 +158,26 @@ def test_rows_padded_on_the_left_are_those_of_transformers_and_go_on():
     assert cache.length.tolist() == lengths.tolist()
 
 
+CHANGES = {
+    "lora": lambda model: attach(model, rank=2, where="**.kv_b"),
+    "experts": lambda model: apply_change(model, "lora-experts", rank=2, where="**.kv_b", experts=3, top_k=2),
+    "int8": lambda model: quantize(model, where="**.kv_b", kind="int8"),
+}
+
+
 @torch.no_grad()
-def test_changed_weights_of_keys_and_values_count_with_a_cache():
-    """Absorbed are dense weights only, so an adapter on them is applied to the latents."""
-    model = add_noise(build(vocab=61, dim=64, depth=2, context_length=32, attention="latent"), 0.05).eval()
-    change = attach(model, rank=2, where="**.kv_b")
-    adapters = [p for name, p in model.named_parameters() if any(part in name for part in (".A", ".B"))]
-    assert change.places
-    for p in adapters:
-        p.normal_(0.0, 0.2)
-    model.double()
-    ids = torch.arange(20)[None] * 3
-    cache = cache_for(model, 1, 32)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_of_keys_and_values_count_with_a_cache(change):
+    model = add_noise(build(vocab=61, dim=64, depth=2, context_length=32, attention="latent"), 0.02).eval()
+    ids, cache = torch.arange(20)[None] * 3, cache_for(model, 1, 32)
+    before = model(ids)
+    CHANGES[change](model)
+    for name, p in model.named_parameters():
+        if any(part in name for part in (".A", ".B")):
+            p.normal_(0.0, 0.2)
+    want = model(ids)
     got = torch.cat([model(part, cache=cache) for part in ids.split([12, 1, 7], 1)], 1)
-    assert (got - model(ids)).abs().max() <= 1e-5
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max() < (want - before).abs().max()
 
 
 def test_chunks_of_many_tokens_expand_the_latents():

@@ -29,7 +29,7 @@ class LatentAttention(Attention):
     The cache has one key of kv_rank + rope_dim elements per token: the latent and the part with positions. Values
     are the latents, so those of the cache have the width 0. Without earlier tokens, keys and values are computed
     from the latents. With them, a few queries are multiplied by the keys' weight, attend to the latents, and the
-    result is multiplied by the values' weight, unless an adapter or quantization changed `kv_b`.
+    result is multiplied by the values' weight, unless `kv_b` is a mixture of adapters.
     """
 
     supports_packing = Attention.supports_packing  # a forward of its own needs its own declaration
@@ -113,12 +113,14 @@ class LatentAttention(Attention):
         """True if there are earlier tokens, and less is multiplied for each of them than to expand their keys."""
         rank, width = self.kv_b.in_features, self.nope_dim + self.value_dim
         first = ctx.cache is not None and ctx.cache.max_length == new
-        return not first and new * (2 * rank - width) <= rank * width and tree.is_dense(self.kv_b)
+        by_input = any(getattr(m, "depends_on_input", False) for m in self.kv_b.modules())  # no weight equals them
+        return not (first or by_input) and new * (2 * rank - width) <= rank * width
 
     def _attend_latents(self, q: Tensor, seen: Tensor, ctx: ForwardContext) -> Tensor:
         """The heads' outputs (B, H, T, V) for queries (B, H, T, N + R), without keys and values of each head."""
-        weight = self.kv_b.weight.to(q.dtype).view(self.head_count, -1, self.kv_b.in_features)
-        key, value = weight.tensor_split([self.nope_dim], 1)  # (H, N, C) and (H, V, C)
+        weight = self.kv_b.weight if tree.is_dense(self.kv_b) else self.kv_b.dense()  # type: ignore[operator]
+        heads = weight.to(q.dtype).view(self.head_count, -1, self.kv_b.in_features)
+        key, value = heads.tensor_split([self.nope_dim], 1)  # (H, N, C) and (H, V, C)
         rest, encoded = q.tensor_split([-self.rope_dim], -1)
         q = torch.cat([rest @ key, encoded], -1) * math.sqrt(seen.shape[3] / self.head_dim)
         y = self.attend(q, seen, seen, ctx)[..., : self.kv_b.in_features]

@@ -32,7 +32,7 @@ from dunes.files import atomic
 from dunes.generate import packages
 from dunes.generate.step import FEW, ROWS, TEXT, CompiledStep, load_native, named_tensors, step_weights
 from dunes.ops.kernels import why_not_compiled
-from dunes.parts import cache_for, vocabulary_size
+from dunes.parts import MoE, cache_for, vocabulary_size
 from dunes.parts.cache import RollingCache
 from dunes.text.byte_pairs import CHAR_TO_BYTE
 from dunes.text.tokenizer import UNKNOWN, Tokenizer
@@ -92,13 +92,15 @@ def export_native(
 
     `dtype` is passed to `compile_step`. Compilation takes two to five minutes unless the steps are cached; before
     it starts, `show` is called with a message. Raises ValueError, before any work, if `out` exists, if no C++
-    compiler is installed, and for models that are no decoders, need the entire text for each token, or attend to
-    fewer than 8 tokens. Later, raises ValueError if the model cannot be compiled, or if the folder's code computes
-    something else; then nothing is written.
+    compiler is installed, and for models that are no decoders, have mixtures of experts, need the entire text for
+    each token, or attend to fewer than 8 tokens. Later, raises ValueError if the model cannot be compiled, or if
+    the folder's code computes something else; then nothing is written.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     check_target(out)
     packages.check_step(model, dtype)
+    if any(isinstance(module, MoE) for module in model.modules()):
+        raise ValueError("--to cpp: a mixture of experts, whose operation needs Python, cannot be exported")
     if (length := loaded.context_length) < MIN_CONTEXT:
         raise ValueError(f"--to cpp: the model attends to {length} tokens; expected at least {MIN_CONTEXT}")
     show("compiling the steps unless they are kept already: two to five minutes")
