@@ -139,6 +139,18 @@ def test_texts_go_on_from_a_snapshot_of_a_recurrent_state(rows, monkeypatch):
         assert prompts is first or read[0][1] == 4  # the 20 ids but the 16 of a snapshot
 
 
+def test_a_row_read_by_itself_has_several_snapshots(monkeypatch):
+    monkeypatch.setattr(recurrent_cache, "INTERVAL", 8)
+    monkeypatch.setattr(prefix_cache, "PADDED", 0)
+    cache, ids = PrefixCache(made("qwen3_next"), 2), list(range(30))
+    cache.reserve(30)
+    cache.logits({0: [1], 1: [2]})
+    for length in (9, 18, 27):
+        cache.logits({1: [2, *ids[:length]]})
+    assert {10, 19, 28} <= {*cache.cache.snapshot_lengths[1].tolist()}
+    assert not cache.cache.snapshot_lengths[0].any()
+
+
 def test_a_recurrent_state_takes_nothing_back_and_is_not_compiled():
     model = made("qwen3_next")
     request = Request([1], max_tokens=1, proposer=look_up)
