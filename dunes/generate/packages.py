@@ -231,7 +231,9 @@ def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     if cache_for(model, 1, 1) is None:
         raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
     if name := recurrent_part(model):
-        raise ValueError(f"a compiled step stores keys and values, and {name} has a recurrent state")
+        raise ValueError(
+            f"compiled code stores keys and values, and {name} has a recurrent state; use it as it is"
+        )
     if next(model.parameters()).device.type != "cpu":
         raise ValueError("steps are compiled for the CPU, and this model is on another device")
     if not (choices := _dtypes(model)):

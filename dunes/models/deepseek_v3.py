@@ -124,7 +124,7 @@ _KEYS |= {"hidden": "moe_intermediate_size", "experts": "n_routed_experts", "top
 _KEYS |= {"factor": "routed_scaling_factor", "renormalise": "norm_topk_prob", "balance": "aux_loss_alpha"}
 _KEYS |= {"adjacent": "rope_interleave"}
 """Keys of a config.json by our fields; those of `_SIZES` have no default."""
-_REQUIRED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+_REQUIRED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "mlp_bias": False}
 
 
 def from_hf(hf: dict[str, Any]) -> Config:

@@ -299,3 +299,8 @@ def ring_positions(last: Tensor, slots: int, size: int) -> Tensor:
     """
     age = (last[:, None] - torch.arange(slots, device=last.device)) % size
     return (last[:, None] - age).clamp(min=-1)
+
+
+def readable_on_host(x: Tensor) -> bool:
+    """True if the tensor's values can be read without waiting for a device."""
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -261,8 +261,3 @@ def _name(module: nn.Module) -> str:
     position: Any = getattr(module, "position", None)
     culprit = module if position is None or hasattr(position, "supports_packing") else position
     return getattr(culprit, "__name__", type(culprit).__name__)
-
-
-def readable_on_host(x: Tensor) -> bool:
-    """True if the tensor's values can be read without waiting for a device."""
-    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -17,12 +17,11 @@ from dunes.ops.cross_entropy import IGNORE
 from dunes.ops.cross_entropy import fused as linear_cross_entropy
 from dunes.ops.scaled_dot_product import QUERY_BLOCK
 from dunes.parts.attention import Attention
-from dunes.parts.cache import Cache, RollingCache
+from dunes.parts.cache import Cache, RollingCache, readable_on_host
 from dunes.parts.context import (
     ForwardContext,
     document_starts,
     documents_by_length,
-    readable_on_host,
     supports_packing,
     undeclared_modules,
     warn_about_mixing,

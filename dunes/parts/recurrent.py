@@ -14,6 +14,9 @@ from dunes.ops.linear_recurrence import CHUNK, recurrence
 from dunes.parts.context import ForwardContext
 from dunes.units import plural
 
+LEAST_DECAY = -30.0
+"""Smallest logarithm of a decay, which is 1e-13: sums of much smaller ones would lose those of other tokens."""
+
 
 def _start(module: Any) -> None:
     """Set the parameters of a new part to its `initial_values`."""
@@ -103,7 +106,8 @@ def _recur(
     q, k, v, log_decay = (_wide(x.transpose(1, 2)) for x in (q, k, v, log_decay))
     beta = None if beta is None else _wide(beta.transpose(1, 2))
     state = ctx.state((layer, "recurrence"), v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]))
-    y, last = recurrence(q, k, v, log_decay, state, beta, ctx.documents())
+    with torch.autocast(v.device.type, enabled=False):  # which would multiply in bfloat16
+        y, last = recurrence(q, k, v, log_decay.clamp(min=LEAST_DECAY), state, beta, ctx.documents())
     ctx.keep((layer, "recurrence"), last)
     return y.transpose(1, 2)
 

@@ -6,7 +6,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from dunes.parts.cache import Cache
+from dunes.parts.cache import Cache, readable_on_host
 
 INTERVAL = 128
 """Number of tokens between two snapshots."""
@@ -21,7 +21,7 @@ class RecurrentCache(Cache):
     ...) are earlier ones. Layers without keys and values take no memory for them.
     """
 
-    row_state = ("length", "snapshot_lengths")
+    row_state = ("length", "snapshot_lengths", "unsaved", "next_snapshot", "unfinished")
     stored = ("keys", "values", "states", "snapshots")
     largest_piece = INTERVAL
 
@@ -31,7 +31,10 @@ class RecurrentCache(Cache):
         self.snapshots: list[Tensor] = []
         # Tokens that each snapshot has read; 0 for none.
         self.snapshot_lengths = torch.zeros(batch, SNAPSHOTS, dtype=torch.long, device=device)
-        self._next, self._new = 0, 0
+        # Tokens since the last snapshot, and the place of the next one; True during a forward that reads tokens.
+        self.unsaved, self.next_snapshot = torch.zeros_like(self.length), torch.zeros_like(self.length)
+        self.unfinished = torch.zeros_like(self.length, dtype=torch.bool)
+        self._most_unsaved = 0  # an upper bound of `unsaved`, known without a device read
         self._numbers: dict[Hashable, int] = {}
         self._layers: dict[int, int] = {}
 
@@ -50,36 +53,55 @@ class RecurrentCache(Cache):
     def write_rows(self, rows: Tensor | slice, other: Self) -> None:
         """Copy the N rows of another cache to these rows (N,) of this cache: the inverse of `select_rows`."""
         super().write_rows(rows, other)
-        self._next, self._new = other._next, other._new  # else the rows would overwrite one snapshot
+        self._most_unsaved = max(self._most_unsaved, other._most_unsaved)
 
     def _count(self, new: int | Tensor) -> None:
+        if readable_on_host(self.unfinished) and self.unfinished.any():
+            raise ValueError("a forward was interrupted, which may have changed states; call truncate")
         super()._count(new)
-        self._new += new if isinstance(new, int) else new.shape[1]
+        self._most_unsaved += new if isinstance(new, int) else new.shape[1]
+        self.unfinished.copy_(torch.tensor(True) if isinstance(new, int) else new.any(1))
 
     def advance(self, n: Tensor) -> None:
         """End the forward: add the numbers of new tokens `n` (B or 1,) to the rows' lengths."""
         super().advance(n)
-        if self._new < INTERVAL:
-            return
-        for state, snapshots in zip(self.states, self.snapshots, strict=True):
-            snapshots[:, self._next] = state
-        self.snapshot_lengths[:, self._next] = self.length
-        self._next, self._new = (self._next + 1) % SNAPSHOTS, 0
+        self.unfinished.zero_()
+        self.unsaved += n
+        if self._most_unsaved >= INTERVAL:
+            self._save()
+
+    def _save(self) -> None:
+        """Make a snapshot of each row that has read INTERVAL tokens since its last one."""
+        due, place = (
+            self.unsaved >= INTERVAL,
+            (torch.arange(self.batch, device=self.length.device), self.next_snapshot),
+        )
+        for state, snapshots in [
+            *zip(self.states, self.snapshots, strict=True),
+            (self.length, self.snapshot_lengths),
+        ]:
+            is_due = due.view(-1, *[1] * (state.dim() - 1))
+            snapshots[place] = torch.where(is_due, state, snapshots[place])
+        self.next_snapshot.copy_((self.next_snapshot + due) % SNAPSHOTS)
+        self.unsaved.masked_fill_(due, 0)
+        self._most_unsaved = int(self.unsaved.max()) if readable_on_host(self.unsaved) else 0
 
     def truncate(self, n: Tensor) -> Tensor:
         """Keep at most the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain.
 
-        A row that has to drop tokens continues from its last snapshot that has none of them, or is emptied; the
-        caller must evaluate the tokens after it again.
+        A row that has to drop tokens, or whose last forward was interrupted, continues from its last snapshot that
+        has no other tokens, or is emptied; the caller must evaluate the tokens after it again.
         """
         n = torch.minimum(self.length, n.to(self.length))
         usable = torch.where(self.snapshot_lengths <= n[:, None], self.snapshot_lengths, 0)
         length, number = usable.max(1)
-        drops = (n < self.length) | (n == 0)  # an interrupted forward leaves states in an empty row
+        drops = (n < self.length) | (n == 0) | self.unfinished
         for state, snapshots in zip(self.states, self.snapshots, strict=True):
-            earlier = snapshots[torch.arange(self.batch), number]
+            earlier = snapshots[torch.arange(self.batch, device=number.device), number]
             earlier[length == 0] = 0
             state[drops] = earlier[drops]
         remaining = super().truncate(torch.where(drops, length, n))
+        self.unsaved.masked_fill_(drops, 0)
+        self.unfinished.zero_()
         self.snapshot_lengths.masked_fill_(self.snapshot_lengths > remaining[:, None], 0)
         return remaining
