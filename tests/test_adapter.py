@@ -19,7 +19,7 @@ from dunes.files import atomic
 from dunes.models import FAMILIES, weight_names
 from dunes.models.names import for_heads, to_ours
 from dunes.train import cast_frozen
-from small_models import HF_ENDS, HF_SIZES
+from small_models import HF_ENDS, HF_SIZES, random_model
 from test_checkpoint import flip
 
 with warnings.catch_warnings():
@@ -133,6 +133,13 @@ def test_layers_that_peft_takes_for_experts_are_named(tmp_path):
     detach(ours)
     checkpoint.load_adapter(ours, tmp_path / "a")
     assert torch.equal(ours(IDS), said)
+
+
+def test_a_layer_that_peft_refuses_is_named(tmp_path):
+    model = random_model("mamba2")
+    attach(model, where=["**.out"], rank=2)
+    with pytest.warns(UserWarning, match="PEFT refuses the out_proj of a Mamba-2; for PEFT, leave out blocks"):
+        checkpoint.save_adapter(model, tmp_path / "a", family="mamba2")
 
 
 LINEARS = {

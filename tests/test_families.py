@@ -221,6 +221,7 @@ REFUSED = [
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    ("deepseek_v3", {"mlp_bias": True}, "mlp_bias"),
     ("deepseek_v3", {"num_key_value_heads": 1}, "num_key_value_heads"),
     ("deepseek_v3", {"n_group": 3}, "1 of 3 groups of 8 experts, of which a token gets 2"),
     ("deepseek_v3", {"topk_group": 2}, "2 of 1 groups"),

@@ -288,6 +288,57 @@ def test_an_interrupted_forward_leaves_nothing(kind):
     assert_ends(cache.logits({0: IDS[:30]})[0], model, IDS[:30])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_interrupted_forward_is_taken_back_by_truncate(kind):
+    model, ids = MODELS[kind](), torch.tensor([IDS[:180]])
+    cache, want = cache_for(model, 1, 256), model(ids)[0, 150:]
+    for piece in ids[:, :150].split([INTERVAL, 22], 1):
+        model(piece, cache=cache)
+    hook = model.blocks[-1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids[:, 150:], cache=cache)
+    hook.remove()
+    refuses("a forward was interrupted, which may have changed states; call truncate", cache.start, 1)
+    assert cache.truncate(cache.length).item() == INTERVAL
+    got = model(ids[:, INTERVAL:], cache=cache)[0, 150 - INTERVAL :]
+    assert (got - want).abs().max() <= LIMIT * want.abs().max()
+
+
+@torch.no_grad()
+def test_a_row_keeps_its_snapshots_while_others_go_on_and_makes_them_in_pieces():
+    cache = PrefixCache(parted("mamba"), 2)
+    cache.reserve(3_000)
+    for end in range(60, 400, 60):  # each piece is shorter than the interval
+        cache.logits({0: IDS[:end]})
+    kept = sorted(cache.cache.snapshot_lengths[0].tolist())
+    assert kept == [0] * (SNAPSHOTS - 2) + [180, 360]
+    for end in range(100, 400):
+        cache.logits({1: IDS[:end]})
+    assert sorted(cache.cache.snapshot_lengths[0].tolist()) == kept
+    assert {128, 256, 384} <= {*cache.cache.snapshot_lengths[1].tolist()}
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_extreme_decays_and_autocast_change_nothing_between_pieces(kind):
+    part = {"delta": lambda: GatedDeltaNet(DIM, 2, key_dim=8, value_dim=8, norm=RMSNorm(8))}
+    part["mamba"] = lambda: Mamba2(DIM, 4, head_dim=16, state_dim=8, norm=RMSNorm(64))
+    net, x = add_noise(part[kind](), 0.1), rand(1, 70, DIM)
+    with torch.no_grad():
+        net.log_rate[0], net.log_rate[1] = 9.0, 200.0
+        want = net(x)
+        assert want.isfinite().all()
+        assert (want - token_by_token(net, x)).abs().max() < 1e-4 * want.abs().max()
+        net.log_rate.zero_()
+        with torch.autocast("cpu", torch.bfloat16):
+            want = net(x)
+            assert (want - token_by_token(net, x)).abs().max() < 2e-3 * want.abs().max()
+
+
+def token_by_token(part, x):
+    return in_pieces(part, x, [1] * x.shape[1], RecurrentCache(len(x), x.shape[1]))
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_texts_of_a_batch_are_those_of_each_alone(kind):
     model = MODELS[kind]()

@@ -258,6 +258,8 @@ def _peft_config(
             "does not load those outside of them; for PEFT, leave out dense and shared MLPs, or merge the adapter",
             stacklevel=2,
         )
+    if any(path.endswith(".mixer.out_proj") for path in paths):
+        warnings.warn("PEFT refuses the out_proj of a Mamba-2; for PEFT, leave out blocks.*.attn.out", stacklevel=2)
     ranks = {t.path: f.rank // len(t.rows) for t, f in factors}
     # Rounding restores the alpha that the scale was computed from.
     alphas = {t.path: round(f.scale * _divisor(ranks[t.path], settings.rslora), 10) for t, f in factors}
