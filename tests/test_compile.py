@@ -10,6 +10,7 @@ from dunes.augment import apply_change, attach, quantize
 from dunes.models import FAMILIES
 from dunes.ops import cross_entropy, expert_products
 from dunes.parts import Checkpointed
+from dunes.parts.layers import ZeroCenteredRMSNorm
 from dunes.train import Trainer, muon
 from dunes.train.loss import next_token_loss as loss
 from dunes.tree import replace as replace_modules
@@ -31,12 +32,16 @@ def build(family, depth=1, **sizes):
         "window": 5,
         "experts": 4,
         "rotary_dim": 2,
+        "eps": 1e-3,
     } | sizes
     model = module.build(replace(config, **{k: v for k, v in sizes.items() if hasattr(config, k)}))
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=draw) / 4 + (p.dim() < 2))
+        for m in model.modules():
+            if isinstance(m, ZeroCenteredRMSNorm):
+                m.weight -= 1  # norms that double their input double its rounding, too
     return model
 
 
