@@ -10,6 +10,7 @@ from dunes.augment import apply_change, attach, quantize
 from dunes.models import FAMILIES
 from dunes.ops import cross_entropy, expert_products
 from dunes.parts import Checkpointed
+from dunes.parts.layers import ZeroCenteredRMSNorm
 from dunes.train import Trainer, muon
 from dunes.train.loss import next_token_loss as loss
 from dunes.tree import replace as replace_modules
@@ -38,6 +39,9 @@ def build(family, depth=1, **sizes):
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=draw) / 4 + (p.dim() < 2))
+        for m in model.modules():
+            if isinstance(m, ZeroCenteredRMSNorm):
+                m.weight -= 1  # norms that double their input double its rounding, too
     return model
 
 
@@ -173,7 +177,7 @@ def test_inductor_gives_what_eager_gives():
     "family", [f if f == "gpt2" else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES]
 )
 def test_inductor_gives_what_eager_gives_for_every_family(family):
-    model = build(family, depth=2)
+    model = build(family, depth=2, eps=1e-3)
     assert_compiles(model, "inductor")
     assert_forward_compiles(model, "inductor")
 
