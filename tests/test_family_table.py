@@ -124,6 +124,7 @@ def table(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:PEFT refuses the out_proj")
 def test_the_table_of_families_is_what_works(tmp_path):
     assert table(tmp_path) in PAGE.read_text()
 

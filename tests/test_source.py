@@ -715,8 +715,9 @@ def hostile(family):
             changes[f"rope_parameters {theta}"] = {"rope_parameters": {"rope_theta": theta}, "rope_scaling": None}
         changes["rope_scaling"] = {"rope_scaling": [1]}
     if "num_experts_per_tok" in good:
-        changes["too many for a token"] = {"num_experts_per_tok": good["num_local_experts"] + 1}
-        changes["experts"] = {"num_local_experts": 4096, "num_experts": 4096}
+        keys = {"num_local_experts", "num_experts", "n_routed_experts"} & good.keys()
+        changes["too many for a token"] = {"num_experts_per_tok": good[min(keys)] + 1}
+        changes["experts"] = dict.fromkeys(keys, 4096)
         changes["small experts"] = changes["experts"] | {"moe_intermediate_size": 1, "intermediate_size": 1}
         changes["small experts"] |= {"num_hidden_layers": 90}
     configs = {name: json.dumps(good | change) for name, change in changes.items()}

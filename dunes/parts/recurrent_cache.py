@@ -56,11 +56,11 @@ class RecurrentCache(Cache):
         self._most_unsaved = max(self._most_unsaved, other._most_unsaved)
 
     def _count(self, new: int | Tensor) -> None:
-        if readable_on_host(self.unfinished) and self.unfinished.any():
+        if readable_on_host(self.unfinished) and any(self.unfinished.tolist()):
             raise ValueError("a forward was interrupted, which may have changed states; call truncate")
         super()._count(new)
         self._most_unsaved += new if isinstance(new, int) else new.shape[1]
-        self.unfinished.copy_(torch.tensor(True) if isinstance(new, int) else new.any(1))
+        self.unfinished.copy_(self.length >= 0 if isinstance(new, int) else new.any(1))
 
     def advance(self, n: Tensor) -> None:
         """End the forward: add the numbers of new tokens `n` (B or 1,) to the rows' lengths."""
@@ -72,19 +72,15 @@ class RecurrentCache(Cache):
 
     def _save(self) -> None:
         """Make a snapshot of each row that has read INTERVAL tokens since its last one."""
-        due, place = (
-            self.unsaved >= INTERVAL,
-            (torch.arange(self.batch, device=self.length.device), self.next_snapshot),
-        )
-        for state, snapshots in [
-            *zip(self.states, self.snapshots, strict=True),
-            (self.length, self.snapshot_lengths),
-        ]:
+        rows, due = torch.arange(self.batch, device=self.length.device), self.unsaved >= INTERVAL
+        pairs = [*zip(self.states, self.snapshots, strict=True), (self.length, self.snapshot_lengths)]
+        for state, snapshots in pairs:
+            earlier = snapshots[rows, self.next_snapshot]
             is_due = due.view(-1, *[1] * (state.dim() - 1))
-            snapshots[place] = torch.where(is_due, state, snapshots[place])
+            snapshots[rows, self.next_snapshot] = torch.where(is_due, state, earlier)
         self.next_snapshot.copy_((self.next_snapshot + due) % SNAPSHOTS)
         self.unsaved.masked_fill_(due, 0)
-        self._most_unsaved = int(self.unsaved.max()) if readable_on_host(self.unsaved) else 0
+        self._most_unsaved = max(self.unsaved.tolist()) if readable_on_host(self.unsaved) else 0
 
     def truncate(self, n: Tensor) -> Tensor:
         """Keep at most the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain.
