@@ -22,6 +22,7 @@ from dunes.augment.adapted import Adapter, LoraConfig, is_embedding
 from dunes.augment.change import Change, generator
 from dunes.augment.options import LoraExperts, Router
 from dunes.parts import MLP, Attention, GatedMLP, MoE
+from dunes.parts.layers import at_least_float32
 from dunes.parts.moe import choose_experts, load_balance
 
 VERSION = 1
@@ -98,7 +99,7 @@ class ExpertAdapter(Adapter):
     def route(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
         """Route inputs (..., I): returns one-hot experts (..., k, E) and weights (..., k), float32 or wider."""
         logits = F.linear(x, router)
-        probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
+        probs = at_least_float32(logits).softmax(-1)
         if self.recorded is not None and self.balance:
             self.recorded.append(logits.flatten(0, -2))
         chosen = choose_experts(probs.flatten(0, -2), self.top_k).view(*probs.shape[:-1], self.top_k)

@@ -18,6 +18,11 @@ Act = Callable[[Tensor], Tensor]
 """An activation: a function that is applied to each element."""
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """x in its own dtype if that is wider than float32, else in float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def squared_relu(x: Tensor) -> Tensor:
     """max(x, 0) squared. https://arxiv.org/abs/2109.08668"""
     return x.relu().square()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.measure import ranks
 from dunes.ops import expert_products as forms
-from dunes.parts.layers import GatedMLP
+from dunes.parts.layers import GatedMLP, at_least_float32
 
 TINY = 1e-20
 """Minimum divisor of the expert weights, so that gradients stay finite in float32."""
@@ -105,7 +105,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., dim) -> (..., dim)."""
         tokens = x.flatten(0, -2)
-        logits = _at_least_float32(self.router(tokens))
+        logits = at_least_float32(self.router(tokens))
         if self.recorded is not None:
             self.recorded.append(logits)
         expert_ids, weights = self.route(logits)
@@ -120,7 +120,7 @@ class MoE(nn.Module):
 
     def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The experts (N, k) chosen for logits (N, E), highest first, and their weights (float32 or wider)."""
-        probs = self._probabilities(_at_least_float32(logits))
+        probs = self._probabilities(at_least_float32(logits))
         expert_ids = self._choose(probs)
         weights = probs.gather(-1, expert_ids)
         # With a selection bias, the probabilities of chosen experts may underflow.
@@ -240,7 +240,7 @@ def load_balance(logits: Tensor, top_k: int, real: Tensor | None = None) -> Tens
     https://arxiv.org/abs/2101.03961 divides by `top_k`. Training computes the loss per layer, since logits pooled
     over layers can look balanced even if each layer prefers different experts.
     """
-    probs = _at_least_float32(_without_padding(logits, real)).softmax(-1)
+    probs = at_least_float32(_without_padding(logits, real)).softmax(-1)
     return _balance(_one_hot(choose_experts(probs, top_k), probs, real), probs, real)
 
 
@@ -249,7 +249,7 @@ def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
 
     Only tokens that are `real` (N, bool) count. https://arxiv.org/abs/2202.08906
     """
-    z = _at_least_float32(_without_padding(logits, real)).logsumexp(-1).square()
+    z = at_least_float32(_without_padding(logits, real)).logsumexp(-1).square()
     return z.mean() if real is None else (z * real).sum() / _count(z, real)
 
 
@@ -281,10 +281,6 @@ def _without_padding(logits: Tensor, real: Tensor | None) -> Tensor:
 def _count(x: Tensor, real: Tensor | None) -> Tensor:
     """Number of real tokens, at least 1."""
     return x.new_tensor(len(x)) if real is None else real.sum().clamp(min=1)
-
-
-def _at_least_float32(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 class NoisyGate(nn.Module):

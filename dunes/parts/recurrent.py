@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dunes.ops.linear_recurrence import CHUNK, recurrence
 from dunes.parts.context import ForwardContext
+from dunes.parts.layers import at_least_float32
 from dunes.units import plural
 
 LEAST_DECAY = -30.0
@@ -103,8 +104,8 @@ def _recur(
         log_decay = log_decay.masked_fill(padding[..., None], 0.0)
         v, beta = v * ~padding[..., None, None], None if beta is None else beta * ~padding[..., None]
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
-    q, k, v, log_decay = (_wide(x.transpose(1, 2)) for x in (q, k, v, log_decay))
-    beta = None if beta is None else _wide(beta.transpose(1, 2))
+    q, k, v, log_decay = (at_least_float32(x.transpose(1, 2)) for x in (q, k, v, log_decay))
+    beta = None if beta is None else at_least_float32(beta.transpose(1, 2))
     state = ctx.state((layer, "recurrence"), v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]))
     with torch.autocast(v.device.type, enabled=False):  # which would multiply in bfloat16
         y, last = recurrence(q, k, v, log_decay.clamp(min=LEAST_DECAY), state, beta, ctx.documents())
@@ -173,21 +174,17 @@ class GatedDeltaNet(nn.Module):
         mixed = F.silu(self.convolution(torch.cat([j.flatten(-2) for j in joined], -1), ctx, layer))
         q, k, v = torch.split(mixed, [j[0, 0].numel() for j in joined], -1)
         q, k = (_unit(torch.unflatten(y, -1, (self.key_heads, -1))) for y in (q, k))
-        log_decay = -_wide(self.log_rate).exp() * F.softplus(_wide(rate) + self.step)
+        log_decay = -at_least_float32(self.log_rate).exp() * F.softplus(at_least_float32(rate) + self.step)
         v = torch.unflatten(v, -1, (self.heads, -1))
         y = _recur(ctx, layer, q / math.sqrt(self.key_dim), k, v, log_decay, beta.sigmoid())
-        y = self.norm(y.to(x.dtype)) * F.silu(_wide(gate.reshape(y.shape)))
+        y = self.norm(y.to(x.dtype)) * F.silu(at_least_float32(gate.reshape(y.shape)))
         out: Tensor = self.out(y.flatten(-2).to(x.dtype))
         return out
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _unit(x: Tensor) -> Tensor:
     """x divided by its length, in float32 or wider."""
-    x = _wide(x)
+    x = at_least_float32(x)
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
@@ -245,10 +242,10 @@ class Mamba2(nn.Module):
         inner, keys = self.heads * self.head_dim, self.groups * self.state_dim
         gate, mixed, step = self.project(x).split([inner, inner + 2 * keys, self.heads], -1)
         value, k, q = torch.split(F.silu(self.convolution(mixed, ctx, layer)), [inner, keys, keys], -1)
-        value = _wide(torch.unflatten(value, -1, (self.heads, -1)))
+        value = at_least_float32(torch.unflatten(value, -1, (self.heads, -1)))
         k, q = (torch.unflatten(y, -1, (self.groups, -1)) for y in (k, q))
-        step = F.softplus(_wide(step) + self.step).clamp(*self.limits)
-        y = _recur(ctx, layer, q, k, value * step[..., None], -_wide(self.log_rate).exp() * step)
+        step = F.softplus(at_least_float32(step) + self.step).clamp(*self.limits)
+        y = _recur(ctx, layer, q, k, value * step[..., None], -at_least_float32(self.log_rate).exp() * step)
         y = (y + self.skip[:, None] * value).flatten(-2)
-        out: Tensor = self.out(self.norm((y * F.silu(_wide(gate))).to(x.dtype)))
+        out: Tensor = self.out(self.norm((y * F.silu(at_least_float32(gate))).to(x.dtype)))
         return out

@@ -259,7 +259,7 @@ def _peft_config(
             stacklevel=2,
         )
     if any(path.endswith(".mixer.out_proj") for path in paths):
-        warnings.warn("PEFT refuses the out_proj of a Mamba-2; leave out blocks.*.attn.out there", stacklevel=2)
+        warnings.warn("PEFT refuses the out_proj of a Mamba-2; leave out blocks.*.attn.out for it", stacklevel=2)
     ranks = {t.path: f.rank // len(t.rows) for t, f in factors}
     # Rounding restores the alpha that the scale was computed from.
     alphas = {t.path: round(f.scale * _divisor(ranks[t.path], settings.rslora), 10) for t, f in factors}
