@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from itertools import chain, cycle, groupby
 from pathlib import Path
@@ -17,8 +18,17 @@ from numpy.typing import NDArray
 
 from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
 from dunes.data.records import file_format, rows
+from dunes.text.chat_template import REASONING_KEYS
 from dunes.text.lines import line_parts
-from dunes.text.templates import ANSWER_ROLES, Conversation, Template, Turn, encode_segments
+from dunes.text.templates import (
+    ANSWER_ROLES,
+    NO_FIELDS,
+    Conversation,
+    Template,
+    Turn,
+    encode_segments,
+    map_strings,
+)
 from dunes.text.tokenizer import Tokenizer
 from dunes.units import plural
 
@@ -28,8 +38,17 @@ ROLES = {
     "system": "system", "developer": "system",
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "function_call": "assistant", "tool_call": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool",
 }  # fmt: skip
 """Maps the names of roles in the formats of OpenAI and ShareGPT to our roles."""
+
+CALL_ROLES = ("function_call", "tool_call")
+"""Roles of ShareGPT's messages whose text is a tool call, or a list of them, in JSON."""
+
+CALL_KEYS = ("tool_calls", "function_call")
+RESULT_KEYS = ("name", "tool_call_id")
+"""Keys of the fields that only answers, and only the messages of tools, have."""
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 """Keys under which a row may have a system prompt beside its conversation or task."""
@@ -40,20 +59,16 @@ VARIABLES = "chat_template_kwargs"
 LOSS_KEYS = ("weight", "train", "training", "loss")
 """Keys by which OpenAI, axolotl and ms-swift exclude a message from the loss."""
 
-_TOOLS = dict.fromkeys(
-    ("tools", "functions", "tool_calls", "function_call"),
-    "tool calls are not supported; write them as text, or leave the row out",
-)
+TOOL_KEYS = ("tools", "functions")
+"""Keys of a row's tools: a list of OpenAI's schemas, or its JSON."""
+
 _MEDIA = dict.fromkeys(
     ("images", "image", "videos", "video", "audios", "audio"), "only text is supported; leave the row out"
 )
-UNUSABLE_IN_ROWS = _TOOLS | _MEDIA
+UNUSABLE_IN_ROWS = _MEDIA | dict.fromkeys(CALL_KEYS, "expected in a message of the assistant")
 UNUSABLE_IN_MESSAGES = (
-    UNUSABLE_IN_ROWS
-    | dict.fromkeys(
-        ("reasoning_content", "thinking", "reasoning"),
-        "reasoning beside the content is not supported; write it into the content",
-    )
+    _MEDIA
+    | dict.fromkeys(TOOL_KEYS, "expected beside the messages, in the row")
     | dict.fromkeys(
         ("mask", "masked", "train_detail", "loss_scale"),
         "only whole messages can be excluded from the loss; expected train: false, or weight: 0",
@@ -67,7 +82,7 @@ UNUSABLE_IN_MESSAGES = (
 class Record:
     """A row of a file as a conversation. `place` names the file and the line or row.
 
-    `format` is a key of RECORD_FORMATS; `variables` are additional variables for the chat template.
+    `format` is a key of RECORD_FORMATS; `variables` are additional variables for the chat template, with `tools`.
     """
 
     turns: Conversation
@@ -183,11 +198,20 @@ def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[
     if not fields:
         name = _known_format(first)
         if name != "text":
-            return f"the texts of {RECORD_FORMATS[name].description}", lambda row: _join(
-                t.full_text for t in _read(name, row) if t.trained or t.role not in ANSWER_ROLES
-            )
+            return f"the texts of {RECORD_FORMATS[name].description}", partial(_chat_text, name)
     fields = fields or ("text",)
     return _name_fields(fields), lambda row: _join(_text(_object(row), name, "") for name in fields)
+
+
+def _chat_text(name: str, row: Any) -> str:
+    """The texts of a conversation. Raises ValueError for tools, their calls, and reasoning: they are no text."""
+    turns = _read(name, row)
+    if keys := [*["tools"] * bool(_tools(row)), *(key for turn in turns for key in turn.fields)]:
+        raise ValueError(
+            f"{keys[0]}: plain text has no form for it; use dunes finetune with a "
+            "model whose own chat template has one, or leave it out"
+        )
+    return _join(turn.full_text for turn in turns if turn.trained or turn.role not in ANSWER_ROLES)
 
 
 def _name_fields(fields: Sequence[str]) -> str:
@@ -213,7 +237,7 @@ def _at(place: str, read: Callable[..., T], *arguments: Any) -> T:
     """The result of `read`; if it raises ValueError, `place` is put before the message."""
     try:
         return read(*arguments)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: {error}") from None
 
 
@@ -293,22 +317,71 @@ def _system(row: dict[str, Any], turns: Conversation) -> Conversation:
 
 
 def _variables(row: dict[str, Any]) -> dict[str, Any]:
-    value = row.get(VARIABLES)
-    if _is_blank(value):
-        return {}
+    value, tools = {} if _is_blank(row.get(VARIABLES)) else row[VARIABLES], _tools(row)
     if not isinstance(value, dict):
         raise ValueError(f"{VARIABLES}: expected an object, found {_type(value)}")
-    return {name: item for name, item in value.items() if item is not None}
+    variables = {name: item for name, item in value.items() if item is not None}
+    if tools and "tools" in variables:
+        raise ValueError(f"tools and the tools of {VARIABLES}: expected one of them; leave one of them out")
+    return variables | ({"tools": tools} if tools else {})
+
+
+def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The schemas of a row's tools in OpenAI's form; empty if it has none."""
+    keys = [key for key in TOOL_KEYS if not _is_blank(row.get(key))]
+    if len(keys) == len(TOOL_KEYS):
+        raise ValueError(f"{' and '.join(keys)}: two lists of tools; leave one of them out")
+    return [tool for key in keys for tool in _functions(key, _parse(key, row[key]), "tool")]
+
+
+def _functions(key: str, entries: Any, noun: str) -> list[dict[str, Any]]:
+    """The list of tools, or of their calls, under a key of a row or message, in OpenAI's form.
+
+    Each entry may be its JSON, and may be a function alone.
+    """
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{key}: expected a list of {noun}s, or its JSON, found {_type(entries)}")
+    functions = [_at(f"{key}: {noun} {i}", _function, entry, noun) for i, entry in enumerate(entries, 1)]
+    cleaned: list[dict[str, Any]] = map_strings(functions, partial(_encodable, key))
+    return cleaned
+
+
+def _function(entry: Any, noun: str) -> dict[str, Any]:
+    entry = _object(_parse(noun, entry))
+    if "function" not in entry:
+        outer = {"type": "function"} | {key: entry[key] for key in ("id", "type") if key in entry}
+        entry = outer | {"function": {key: value for key, value in entry.items() if key not in outer}}
+    function = _object(entry["function"], " under function")
+    if not _text(function, "name"):
+        raise ValueError("name: expected the name of a function, found an empty one")
+    if noun == "call":  # OpenAI has JSON here, and templates expect an object
+        arguments = _parse("arguments", function.get("arguments") or "{}")
+        if not isinstance(arguments, dict) or "arguments" not in function:
+            found = _type(arguments) if "arguments" in function else _keys(function)
+            raise ValueError(f"arguments: expected an object, or its JSON, found {found}")
+        function = function | {"arguments": arguments}
+    result: dict[str, Any] = entry | {"function": function}
+    return result
+
+
+def _parse(key: str, value: Any) -> Any:
+    """The value, which may be a string of JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{key}: not JSON: {error}; found {value[:40]!r}") from None
 
 
 def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
     """Names of fields of a row, and of its messages, that have a value but no effect."""
     record_format, usable = RECORD_FORMATS[name], name != "text"
-    common = (*SYSTEM_KEYS, VARIABLES, *UNUSABLE_IN_ROWS, "weight", "mask") if usable else ()
+    common = (*SYSTEM_KEYS, VARIABLES, *TOOL_KEYS, *UNUSABLE_IN_ROWS, "weight", "mask") if usable else ()
     used = {*record_format.keys, *record_format.options, *common}
     yield from (key for key, value in row.items() if key not in used and not _is_blank(value))
     for message in row[record_format.keys[0]] if name in MESSAGE_KEYS else ():
-        used = {*MESSAGE_KEYS[name], *LOSS_KEYS, *UNUSABLE_IN_MESSAGES}
+        is_result = ROLES[message.get("role") or message["from"]] == "tool"
+        used = {*MESSAGE_KEYS[name], *LOSS_KEYS, *UNUSABLE_IN_MESSAGES, *CALL_KEYS, *REASONING_KEYS}
+        used.update(RESULT_KEYS if is_result else ())
         yield from (f"{key} (of messages)" for key, v in message.items() if key not in used and not _is_blank(v))
 
 
@@ -376,15 +449,38 @@ def _message(message: Any, place: str, role: str = "role", content: str = "conte
 
 
 def _turn(message: dict[str, Any], role_key: str, content_key: str) -> Turn:
+    _check_usable(message, UNUSABLE_IN_MESSAGES)
     role = _role(message, role_key)
-    return Turn(role, _content(message, content_key), trained=_is_trained(message, role))
+    trained, call_keys = _is_trained(message, role), CALL_KEYS
+    if message[role_key] in CALL_ROLES:  # the text is a call
+        call_keys = (*CALL_KEYS, content_key)
+    fields = _fields(message, role, call_keys)
+    if "tool_calls" in fields and (content_key in call_keys or message.get(content_key) is None):
+        return Turn(role, "", trained=trained, fields={**fields, "content": None})
+    return Turn(role, _content(message, content_key), trained=trained, fields=fields or NO_FIELDS)
+
+
+def _fields(message: dict[str, Any], role: str, call_keys: Sequence[str]) -> dict[str, Any]:
+    """The further fields of a message for a chat template; calls may be under each of `call_keys`."""
+    given = [key for key in (*call_keys, *REASONING_KEYS) if not _is_blank(message.get(key))]
+    if given and role != "assistant":
+        raise ValueError(f"{given[0]}: expected in a message of the assistant, found in one of the {role}")
+    texts = [key for key in REASONING_KEYS if key in given]
+    texts += [key for key in RESULT_KEYS if role == "tool" and not _is_blank(message.get(key))]
+    fields: dict[str, Any] = {key: _text(message, key) for key in texts}
+    if role == "assistant" and len({*fields.values()}) > 1:
+        raise ValueError(f"{' and '.join(fields)}: two different reasonings; leave one of them out")
+    keys = [key for key in call_keys if key in given]
+    if len(keys) > 1:
+        raise ValueError(f"{' and '.join(keys)}: calls in both; leave one of them out")
+    for key in keys:
+        calls = _parse(key, message[key])
+        fields["tool_calls"] = _functions(key, calls if isinstance(calls, list) else [calls], "call")
+    return fields
 
 
 def _role(message: dict[str, Any], key: str) -> str:
-    _check_usable(message, UNUSABLE_IN_MESSAGES)
     role = message.get(key)
-    if role in ("tool", "function", "observation", "function_call"):
-        raise ValueError(f"{key}: {role!r}: tool calls are not supported; write them as text")
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"{key}: expected one of {', '.join(ROLES)}, found {str(role)[:40]!r}")
     return ROLES[role]
@@ -514,13 +610,17 @@ def validation_limit(least: float, most: float, share: float) -> float:
 
 
 def split_hash(turns: Conversation) -> float:
-    """Hash of a conversation's words, in [0, 1): a digest of their JSON, which has one list per turn."""
+    """Hash of a conversation's words, in [0, 1): a digest of their JSON, which has one list per turn.
+
+    A turn's further fields, such as tool calls, end its list.
+    """
     hasher = blake2b(digest_size=6)
     for i, turn in enumerate(turns):
         hasher.update(f"{', ' if i else '['}[{json.dumps(turn.role)}".encode())
         for part in chain(line_parts(turn.text), (None,), line_parts(turn.input)):
             words = [None] if part is None else part.split()
             hasher.update(f", {json.dumps(words)[1:-1]}".encode() if words else b"")
+        hasher.update(f", {json.dumps(turn.fields)}".encode() if turn.fields else b"")
         hasher.update(b"]")
     hasher.update(b"]" if turns else b"[]")
     return int.from_bytes(hasher.digest()) / 2**48

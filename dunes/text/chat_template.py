@@ -6,6 +6,7 @@ https://jinja.palletsprojects.com/en/stable/sandbox/).
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
@@ -27,6 +28,10 @@ MAX_LOOPS = 1 << 20
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of reasoning in messages; templates read the first two."""
+
+OPEN, CLOSE = "\ud800", "\ud801"
+"""Lone surrogates around the body of each `{% generation %}` tag, if a text is rendered with marks."""
+MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 
 
 def read_template(folder: Path | str) -> str | None:
@@ -73,11 +78,13 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = False,
     variables: Mapping[str, Any] | None = None,
+    marks: bool = False,
 ) -> str:
     """The text of the messages, as transformers' `apply_chat_template` renders it.
 
-    `variables` are additional variables for the template, such as `bos_token` or `tools`. Raises ValueError if the
-    template refuses the messages, fails, or exceeds a limit.
+    `variables` are additional variables for the template, such as `bos_token` or `tools`. With `marks`, OPEN and
+    CLOSE enclose what a `{% generation %}` tag encloses, which transformers' `assistant_masks` cover. Raises
+    ValueError if the template refuses the messages, fails, or exceeds a limit.
     """
     _check_size(template, "the chat template")
     fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
@@ -87,7 +94,7 @@ def render(
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"these messages cannot be passed to the chat template: {error}") from None
     try:
-        return _join_limited(compile_template(template).generate(values))
+        return _join_limited(compile_template(template, marks).generate(values))
     except Exception as error:  # a template may raise anything
         reason = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
         raise ValueError(f"the chat template fails: {reason[:300]}") from None
@@ -122,8 +129,20 @@ def _count_passes(items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
+_NOT_ASCII = re.compile("[^\x00-\x7e\udc00-\udfff]+")
+
+
+def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """The filter `tojson` of transformers' templates.
+
+    Low surrogates are never escaped, since pairs of them replace special tokens in a user's text.
+    """
+    text = json.dumps(value, ensure_ascii=False, **options)
+    return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
+
+
 @cache
-def compile_template(template: str) -> Any:
+def compile_template(template: str, marks: bool = False) -> Any:
     """Compile the template in the environment that transformers provides to chat templates; cached."""
     from jinja2 import TemplateError, ext, nodes, sandbox, utils
     from jinja2.exceptions import SecurityError
@@ -139,7 +158,8 @@ def compile_template(template: str) -> Any:
             return nodes.CallBlock(self.call_method("body"), [], [], body).set_lineno(line)
 
         def body(self, caller: Any) -> str:
-            return str(caller())
+            text = str(caller())
+            return f"{OPEN}{MARKS.sub('', text)}{CLOSE}" if marks else text
 
     class Namespace(utils.Namespace):
         """A namespace that refuses names with a leading underscore, which give access to Python's objects."""
@@ -171,11 +191,8 @@ def compile_template(template: str) -> Any:
     def fail(message: Any) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
-    environment.filters |= {"tojson": tojson, COUNTED: _count_passes}
+    environment.filters |= {"tojson": to_json, COUNTED: _count_passes}
     del environment.globals["lipsum"]
     environment.globals |= {
         "raise_exception": fail,

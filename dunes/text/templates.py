@@ -13,9 +13,9 @@ https://github.com/mistralai/mistral-common; chatml https://github.com/openai/op
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from dunes.files import json_file
@@ -25,15 +25,25 @@ from dunes.text.tokenizer import Tokenizer
 SURROGATES = range(0xDC00, 0xE000)
 """Lone surrogates, which valid text never contains. A pair of them replaces a special token in a user's text."""
 
+MAX_DEPTH = 100
+"""Maximum levels of nested data in tools and tool calls."""
+
+NO_FIELDS: Mapping[str, Any] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message. `input` is Alpaca's input field. A message that is not `trained` is excluded from the loss."""
+    """One message. `input` is Alpaca's input field. A message that is not `trained` is excluded from the loss.
+
+    `fields` are further fields for a model's own template: `tool_calls`, `tool_call_id`, `name`, reasoning (a key
+    in REASONING_KEYS), and a `content` of None for an answer that consists of tool calls.
+    """
 
     role: str
     text: str
     input: str = ""
     trained: bool = True
+    fields: Mapping[str, Any] = field(default_factory=lambda: NO_FIELDS, hash=False)
 
     @property
     def full_text(self) -> str:
@@ -69,11 +79,21 @@ END = Segment("{end}", special=True)
 class Template(ABC):
     """A Jinja chat template, its special tokens, and `end`, the special token that ends an answer.
 
-    An answer starts after the rendered text of the messages before it, including the generation prompt, and ends
-    with `end`. `special_tokens` maps each token to two flags: True if spaces to its left (right) are stripped.
+    If the template has `{% generation %}` tags, answers are exactly the bodies of these tags, as in transformers
+    (https://huggingface.co/docs/transformers/chat_templating); a tag without the end of an answer does not train
+    the end. In other templates an answer starts after the rendered text of the messages before it, including the
+    generation prompt, and ends with `end`. If that text is another one in a longer conversation, an answer starts
+    after the contents of the messages between it and the previous answer, with the generation prompt.
+
+    Nothing that a record has is left out: a system or tool message, an answer, a tool call, or the name of a tool
+    that is not in the text raises ValueError. Reasoning may be left out of earlier answers, if the template writes
+    it when the answer is the last message.
+
+    `special_tokens` maps each token to two flags: True if spaces to its left (right) are stripped.
     """
 
     name: str
+    tagged = False
     source: str
     special_tokens: Mapping[str, tuple[bool, bool]]
     end: str
@@ -98,22 +118,37 @@ class Template(ABC):
         `variables` are additional variables of the template. Raises ValueError for a conversation that the
         template does not support, and for a variable that it does not read.
         """
-        variables = variables or {}
-        if unread := [name for name in variables if not self.reads(name)]:
+        values = {name: map_strings(value, self._escape) for name, value in (variables or {}).items()}
+        if unread := [name for name in values if not self.reads(name)]:
+            place = unread[0] if unread[0] == "tools" else "chat_template_kwargs"
             raise ValueError(
-                f"chat_template_kwargs: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
+                f"{place}: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
                 "out, or use a model whose own template reads it"
             )
         messages = [self._message(turn) for turn in turns]
         answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
-        text = self._render_text(messages, add_generation_prompt, variables)
-        beginnings = [self._render_text(messages[:i], True, variables) for i in answers]
-        if not all(map(text.startswith, beginnings)):
+
+        def draw(count: int, is_open: bool = False) -> str:
+            return self._render_text(messages[:count], is_open, values)
+
+        text = draw(len(messages), add_generation_prompt)
+        pieces = chat_template.MARKS.split(text) if self.tagged else self._pieces(text, messages, answers, draw)
+        plain, trained = "".join(pieces), [turns[i].trained for i in answers]
+        self._check_context(messages, values, plain)
+        if len(pieces) == 2 * len(answers) + 1:
+            # Around a tag may be parts of the answer that are not trained on.
+            near = 1 if self.tagged else 0
+            windows = ["".join(pieces[2 * k + 1 - near : 2 * k + 2 + near]) for k in range(len(answers))]
+        elif all(trained):
+            windows, trained = [plain] * len(answers), [True] * (len(pieces) // 2)
+        else:
             raise ValueError(
-                "the model's own chat template writes the beginning of a conversation differently once it is "
-                "longer; name a template"
+                f"the chat template has {len(pieces) // 2} generation tags for {len(answers)} answers, so none of "
+                "them can be excluded from the loss; leave the mark out"
             )
-        return self._segments(text, [*map(len, beginnings)], [turns[i] for i in answers])
+        for i, window in zip(answers, windows, strict=True):
+            self._check_answer(messages[i], window, partial(draw, i + 1))
+        return self._segments(pieces, trained)
 
     def reads(self, variable: str) -> bool:
         """True if the template may read a variable of this name, besides its messages."""
@@ -123,32 +158,97 @@ class Template(ABC):
     def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
         """The text of the messages, with the generation prompt if `is_open`. Raises ValueError if this fails."""
 
-    def _message(self, turn: Turn) -> dict[str, str]:
-        return {"role": turn.role, "content": self._escape(turn.full_text)}
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        fields = map_strings(turn.fields, self._escape)
+        return {"role": turn.role, "content": self._escape(turn.full_text), **fields}
+
+    def _check_context(self, messages: Messages, variables: Mapping[str, Any], text: str) -> None:
+        """Raise ValueError if the text lacks a system or tool message, or the name of a tool."""
+        for message in messages:
+            if message["role"] in ("system", "tool") and not _is_written(message["content"], text):
+                raise ValueError(
+                    f"the chat template ({self.name}) leaves out or changes a {message['role']} message; leave it "
+                    "out, or use a model whose own template writes it"
+                )
+        if not _is_written([_function(tool).get("name") for tool in variables.get("tools") or ()], text):
+            raise ValueError(
+                f"tools: the chat template ({self.name}) leaves out a tool; leave it out, or use a model whose "
+                "own template writes it"
+            )
+
+    def _check_answer(self, message: Mapping[str, Any], text: str, as_last: Callable[[], str]) -> None:
+        """Raise ValueError if the text lacks a part of this answer; `as_last` renders it as the last message."""
+        *thoughts, answer = re.split("</?think>", message["content"] or "")
+        if not _is_written(answer, text):
+            raise ValueError("the model's own chat template leaves out or changes an answer; name a template")
+        for call in message.get("tool_calls") or ():
+            if not _is_written([_function(call).get(key) for key in ("name", "arguments")], text):
+                raise ValueError(
+                    "tool_calls: the model's own chat template leaves out or changes a call; use a model whose "
+                    "own template writes all of them"
+                )
+        thoughts += [message[key] for key in chat_template.REASONING_KEYS if key in message]
+        if not (_is_written(thoughts, text) or _is_written(thoughts, as_last())):
+            raise ValueError(
+                f"the chat template ({self.name}) never writes the reasoning of an answer; leave the reasoning "
+                "out, or use a model whose own template writes it"
+            )
+
+    def _pieces(
+        self, text: str, messages: Messages, answers: Sequence[int], draw: Callable[..., str]
+    ) -> list[str]:
+        """The text in pieces, of which every second one is an answer with its end."""
+        pieces: list[str] = []
+        stop = first = 0
+        for i in answers:
+            prompt = draw(i, True)
+            start = self._answer_start(text, prompt, messages[first:i], stop)
+            end = self.end
+            if messages[i].get("tool_calls"):  # llama 3.1 ends some calls with another token
+                tokens = self._pattern.findall(draw(i + 1)[len(prompt) :])
+                end = end if end in tokens or not tokens else tokens[-1]
+            answer_stop = text.find(end, start) + len(end)
+            if answer_stop < start + len(end):
+                raise ValueError("the model's own chat template leaves out or changes an answer; name a template")
+            pieces += [text[stop:start], text[start:answer_stop]]
+            stop, first = answer_stop, i + 1
+        return [*pieces, text[stop:]]
+
+    def _answer_start(self, text: str, prompt: str, between: Messages, stop: int) -> int:
+        """Where the answer to this prompt starts; `between` are the messages since the last answer, at `stop`."""
+        if text.startswith(prompt) and len(prompt) >= stop:
+            return len(prompt)
+        # Templates write tools before the last question only, or reasoning in the last answer only.
+        contents = [message["content"].strip() for message in between if message["role"] != "system"]
+        start = len(prompt) if between else prompt.rfind(self.end) + len(self.end)
+        for content in reversed(contents):
+            start = prompt.rfind(content, 0, start) if content and start >= 0 else -1
+        found = text.find(prompt[start:], stop) if 0 <= start < len(prompt) else -1
+        if found < 0:
+            raise ValueError(
+                "the model's own chat template writes the beginning of a conversation differently once it is "
+                "longer; name a template"
+            )
+        return found + len(prompt) - start
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def _segments(self, text: str, starts: Sequence[int], answers: Sequence[Turn]) -> list[Segment]:
-        """The text in segments, split at the start and end of answers."""
+    def _segments(self, pieces: Sequence[str], trained: Sequence[bool]) -> list[Segment]:
+        """The pieces in segments. Every second piece is an answer; `trained` says which ones are trained on."""
         segments: list[Segment] = []
-        stop = 0
-        for start, turn in zip(starts, answers, strict=True):
-            answer = text.find(self._escape(turn.text).strip(), start)
-            end = text.find(self.end, start)
-            if not 0 <= answer <= end:
-                raise ValueError("the model's own chat template leaves out or changes an answer; name a template")
-            segments += self._split(text[stop:start], False, stop > 0)
-            stop = end + len(self.end)
-            parts = self._split(text[start:stop], turn.trained, False)
-            segments += parts if turn.trained else (replace(part, masked=True) for part in parts)
-        return [*segments, *self._split(text[stop:], False, stop > 0)]
+        for i, piece in enumerate(pieces):
+            is_answer = i % 2 == 1
+            strips = bool(segments) and segments[-1].special and self.special_tokens[segments[-1].text][1]
+            parts = self._split(piece, is_answer and trained[i // 2], strips)
+            segments += (replace(part, masked=is_answer and not part.trained) for part in parts)
+        return segments
 
-    def _split(self, text: str, trained: bool, after_answer: bool) -> Iterator[Segment]:
-        """Yield segments of a text, split at special tokens; after an answer, leading spaces may be stripped."""
-        start, strip_left = 0, after_answer and self.special_tokens[self.end][1]
+    def _split(self, text: str, trained: bool, strip_left: bool) -> Iterator[Segment]:
+        """Yield segments of a text, split at special tokens; with `strip_left`, leading spaces are stripped."""
+        start = 0
         for match in self._pattern.finditer(text):
             left, right = self.special_tokens[match[0]]
             yield from self._text_segments(text[start : match.start()], trained, strip_left, left)
@@ -178,11 +278,11 @@ class Template(ABC):
 
 
 class NamedTemplate(Template):
-    """A built-in template. `needs` are its special tokens; `words` must not be special tokens of the tokenizer.
+    """A built-in template, without tools and reasoning.
 
-    An answer ends with the last special token in `needs`, or with the tokenizer's EOS if `needs` is empty. BEGIN
-    and END in the source stand for the tokenizer's `document_start` and `eos`. With `inputs`, a message has a
-    separate key `input`.
+    `needs` are its special tokens; `words` must not be special tokens of the tokenizer. An answer ends with the
+    last special token in `needs`, or with the tokenizer's EOS if `needs` is empty. BEGIN and END in the source
+    stand for the tokenizer's `document_start` and `eos`. With `inputs`, a message has a separate key `input`.
     """
 
     def __init__(
@@ -225,7 +325,12 @@ class NamedTemplate(Template):
         except TemplateError as error:
             raise ValueError(str(error)) from None
 
-    def _message(self, turn: Turn) -> dict[str, str]:
+    def _message(self, turn: Turn) -> dict[str, Any]:
+        if names := [*turn.fields, *["a tool's message"] * (turn.role == "tool")]:
+            raise ValueError(
+                f"{names[0]}: template {self.name} has no form for it; use a model whose own chat template has "
+                "one, or leave it out"
+            )
         if not self.inputs:
             return super()._message(turn)
         return {"role": turn.role, "content": self._escape(turn.text), "input": self._escape(turn.input)}
@@ -247,7 +352,9 @@ class ModelTemplate(Template):
         self.source, self.token_names = source, tokenizer.special_tokens_map
         self.special_tokens = _special_tokens(tokenizer)
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        text = chat_template.render(source, probe, variables=self.token_names)
+        marked = chat_template.render(source, probe, variables=self.token_names, marks=True)
+        self.tagged = chat_template.OPEN in marked
+        text = chat_template.MARKS.sub("", marked)
         match = self._pattern.search(text, text.rfind("answer"))
         if match is None:
             raise ValueError("the model's own chat template ends an answer with no special token; name a template")
@@ -258,7 +365,39 @@ class ModelTemplate(Template):
         return not reserved and re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
 
     def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
-        return chat_template.render(self.source, messages, is_open, {**self.token_names, **variables})
+        values = {**self.token_names, **variables}
+        return chat_template.render(self.source, messages, is_open, values, self.tagged)
+
+
+def map_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
+    """Nested data with `change` applied to all strings and keys. Raises ValueError for too many levels."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} levels of nested data")
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(str(key)): map_strings(each, change, depth + 1) for key, each in value.items()}
+    return [map_strings(each, change, depth + 1) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _function(entry: Any) -> Mapping[str, Any]:
+    """The function of a tool or a tool call; empty if there is none."""
+    function = entry.get("function", entry) if isinstance(entry, Mapping) else None
+    return function if isinstance(function, Mapping) else NO_FIELDS
+
+
+def _is_written(value: Any, text: str) -> bool:
+    """True if the text has all strings, numbers and keys of nested data, as they are or as in JSON."""
+    if isinstance(value, Mapping):
+        return all(_is_written(each, text) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple):
+        return all(_is_written(each, text) for each in value)
+    if value is None or (plain := str(value).strip()) in text:
+        return True
+    return any(
+        chat_template.to_json(plain if isinstance(value, str) else value, form).strip('"') in text
+        for form in (False, True)
+    )
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
