@@ -340,7 +340,8 @@ def _functions(key: str, entries: Any, noun: str) -> list[dict[str, Any]]:
     Each entry may be its JSON, and may be a function alone.
     """
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{key}: expected a list of {noun}s, or its JSON, found {_type(entries)}")
+        found = _type(entries) if entries != [] else "an empty one"
+        raise ValueError(f"{key}: expected a list of {noun}s, or its JSON, found {found}")
     functions = [_at(f"{key}: {noun} {i}", _function, entry, noun) for i, entry in enumerate(entries, 1)]
     cleaned: list[dict[str, Any]] = map_strings(functions, partial(_encodable, key))
     return cleaned
@@ -451,9 +452,8 @@ def _message(message: Any, place: str, role: str = "role", content: str = "conte
 def _turn(message: dict[str, Any], role_key: str, content_key: str) -> Turn:
     _check_usable(message, UNUSABLE_IN_MESSAGES)
     role = _role(message, role_key)
-    trained, call_keys = _is_trained(message, role), CALL_KEYS
-    if message[role_key] in CALL_ROLES:  # the text is a call
-        call_keys = (*CALL_KEYS, content_key)
+    trained = _is_trained(message, role)
+    call_keys = (*CALL_KEYS, *[content_key] * (message[role_key] in CALL_ROLES))
     fields = _fields(message, role, call_keys)
     if "tool_calls" in fields and (content_key in call_keys or message.get(content_key) is None):
         return Turn(role, "", trained=trained, fields={**fields, "content": None})
@@ -470,11 +470,11 @@ def _fields(message: dict[str, Any], role: str, call_keys: Sequence[str]) -> dic
     fields: dict[str, Any] = {key: _text(message, key) for key in texts}
     if role == "assistant" and len({*fields.values()}) > 1:
         raise ValueError(f"{' and '.join(fields)}: two different reasonings; leave one of them out")
-    keys = [key for key in call_keys if key in given]
+    keys = [key for key in call_keys if key in given or key not in CALL_KEYS]
     if len(keys) > 1:
         raise ValueError(f"{' and '.join(keys)}: calls in both; leave one of them out")
     for key in keys:
-        calls = _parse(key, message[key])
+        calls = _parse(key, message.get(key))
         fields["tool_calls"] = _functions(key, calls if isinstance(calls, list) else [calls], "call")
     return fields
 

@@ -366,7 +366,8 @@ class Baseline:
         """For each answered record, yields the prompt, the expected answer, and the answers before and after."""
         for record, was, now in zip(records, self.answers, after.answers, strict=False):
             last = record.turns[-1]
-            expected = last.text if last.role == "assistant" else ""
+            calls = [chat_template.to_json(call["function"]) for call in last.fields.get("tool_calls", ())]
+            expected = "\n".join(filter(None, [last.text, *calls])) if last.role == "assistant" else ""
             yield {"prompt": question(record.turns), "expected": expected, "before": was, "after": now}
 
 
