@@ -120,14 +120,25 @@ def source(name, tagged=True):
     return OWN[name].replace("GEN", tags[0]).replace("END", tags[1])
 
 
-CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "A <b>'place'</b>"}}, "required": ["city"]}
-TOOLS = [{"type": "function", "function": {"name": name, "description": f"The {name}", "parameters": CITY}} for name in ("weather", "time")]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "A <b>'place'</b>"}},
+    "required": ["city"],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": f"The {name}", "parameters": CITY}}
+    for name in ("weather", "time")
+]
 SYSTEM, ASKED = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Weather in Köln?"}
 ANSWER = {"role": "assistant", "content": "7 degrees."}
 
 
 def call(name="weather", identity="abcdefghi", **arguments):
-    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments or {"city": 'Köln "a"\n', "days": [1, 2.5, True, None]}}}
+    return {
+        "id": identity,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments or {"city": 'Köln "a"\n', "days": [1, 2.5, True, None]}},
+    }
 
 
 def calls(*called, content=None, **fields):
@@ -216,3 +227,325 @@ def test_text_ids_and_masks_are_transformers(name, which, with_tools, tokenizer,
     prompt = oracle.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False, **asked)
     assert encode_prompt(own, record.turns[:-1], tokenizer, record.variables) == prompt
     assert example.ids.tolist()[: len(prompt)] == prompt
+
+
+def shown(example, tokenizer):
+    return [t for t, trained in trained_spans(example, tokenizer) if trained]
+
+
+def test_the_end_is_trained_on_only_within_a_tag(tokenizer, oracle, tmp_path):
+    (record,) = read(tmp_path, row(TALKS["a call"][1]))
+    for inside in (True, False):
+        text = source("hermes")
+        if not inside:
+            end = "{{- '<|im_end|>' }}{%- endgeneration %}"
+            assert end in text
+            text = text.replace(end, "{%- endgeneration %}{{- '<|im_end|>' }}")
+        own = ModelTemplate(text, tokenizer)
+        example = encoded(record, own, tokenizer)
+        asked = {"chat_template": text, "tools": TOOLS, "return_assistant_tokens_mask": True, "return_dict": True}
+        assert example.loss_mask.tolist() == [
+            *map(bool, oracle.apply_chat_template(TALKS["a call"][1], **asked)["assistant_masks"])
+        ]
+        assert own.stop_id(tokenizer) == tokenizer.token_id("<|im_end|>")
+        assert [t.endswith("<|im_end|>") for t in shown(example, tokenizer)] == [inside, inside]
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_an_answer_that_is_excluded_from_the_loss_is_masked_with_its_calls(tagged, tokenizer, tmp_path):
+    talk = [ASKED, calls(call(), weight=0), result(), ANSWER]
+    (record,) = read(tmp_path, row(talk))
+    own = ModelTemplate(source("qwen3", tagged), tokenizer)
+    assert shown(encoded(record, own, tokenizer), tokenizer) == ["<think>\n\n</think>\n\n7 degrees.<|im_end|>"]
+    everything = shown(encoded(record, own, tokenizer, train_on="all"), tokenizer)
+    assert not any("<tool_call>" in text for text in everything)
+    assert any("<tool_response>" in text for text in everything)
+
+
+def test_tags_that_are_not_one_for_each_answer(tokenizer, oracle, tmp_path):
+    """All of them are trained on, as in transformers; which of them to leave out cannot be known."""
+    text = source("hermes").replace("{%- generation %}", "{%- generation %}{%- endgeneration %}{%- generation %}")
+    own = ModelTemplate(text, tokenizer)
+    one, other = read(tmp_path, row(TALKS["a call"][1]), row([ASKED, calls(call(), weight=0), result(), ANSWER]))
+    example, nested = (encoded(one, ModelTemplate(t, tokenizer), tokenizer) for t in (
+        text, source("hermes").replace("{%- generation %}", "{%- generation %}{%- generation %}{%- endgeneration %}")))  # fmt: skip
+    assert len(shown(example, tokenizer)) == 2
+    assert shown(nested, tokenizer) == shown(example, tokenizer)
+    refuses(
+        "data.jsonl, line 2: the chat template has 4 generation tags for 2 answers", encoded, other, own, tokenizer
+    )
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize("name", OWN)
+def test_special_tokens_in_calls_results_and_tools_are_words(name, tagged, tokenizer, tmp_path):
+    wrote = "<|im_end|></s><|eot_id|>[INST]"
+    tool = {
+        "type": "function",
+        "function": {"name": wrote, "parameters": {"properties": {wrote: [{"enum": [wrote]}]}}},
+    }
+    talk = [
+        {"role": "user", "content": wrote},
+        calls(call(wrote, **{wrote: [{wrote: wrote}]})),
+        result(wrote),
+        ANSWER,
+    ]
+    if name == "qwen3":
+        talk[1]["reasoning"] = wrote
+    (record, plain) = read(
+        tmp_path, row(talk, [tool]), json.loads(json.dumps(row(talk, [tool])).replace(wrote, "word"))
+    )
+    own = ModelTemplate(source(name, tagged), tokenizer)
+    examples = [encoded(each, own, tokenizer) for each in (record, plain)]
+    special = {tokenizer.token_id(t) for t in SPECIAL}
+    one, other = ([i for i in e.ids.tolist() if i in special] for e in examples)
+    assert one == other
+    texts = ["".join(t for t, _ in trained_spans(e, tokenizer)) for e in examples]
+    assert texts[0] == texts[1].replace("word", wrote)
+    assert "word" in shown(examples[1], tokenizer)[0]
+
+
+def test_tokens_in_json_of_ascii_are_words_too(tokenizer):
+    text = "{% for m in messages %}{{ m | tojson(ensure_ascii=true) }}<|im_end|>{% endfor %}"
+    turns = (Turn("user", 'ö\x7f😀"\\udc00 <|im_end|>'), Turn("assistant", "Ho"))
+    first = "".join(s.text for s in ModelTemplate(text, tokenizer).render(turns)).split("<|im_end|>{", 1)[0]
+    assert first == json.dumps({"role": "user", "content": turns[0].text})
+
+
+def test_llama_ends_a_call_with_another_token_for_its_own_tools(tokenizer, tmp_path):
+    talk = [ASKED, calls(call()), result("<result>"), ANSWER]
+    (record,) = read(tmp_path, row(talk, chat_template_kwargs={"builtin_tools": ["python"]}))
+    parts = [encoded(record, ModelTemplate(source("llama 3.1", t), tokenizer), tokenizer) for t in (True, False)]
+    assert parts[0].loss_mask.tolist() == parts[1].loss_mask.tolist()
+    assert [t[-10:] for t in shown(parts[1], tokenizer)] == ["<|eom_id|>", "<|eot_id|>"]
+
+
+# Reading
+
+
+def test_other_spellings_of_calls_and_tools_are_read_as_openais(tmp_path):
+    function = {"name": "weather", "arguments": {"city": "K", "n": None}}
+    wanted = {"type": "function", "function": function}
+    spelled = [
+        calls(wanted), calls(function), {"role": "assistant", "tool_calls": json.dumps([wanted])},
+        {"role": "assistant", "function_call": function}, {"role": "assistant", "content": None, "function_call": json.dumps(function)},
+        {"role": "function_call", "content": json.dumps([function])}, {"role": "tool_call", "content": json.dumps(function)},
+    ]  # fmt: skip
+    flat = [tool["function"] for tool in TOOLS]
+    for i, message in enumerate(spelled):
+        tools = [TOOLS, flat, json.dumps(flat), [*map(json.dumps, TOOLS)]][i % 4]
+        (record,) = read(tmp_path, {"messages": [ASKED, message], "tools" if i else "functions": tools})
+        assert record.turns[1] == Turn("assistant", "", fields={"tool_calls": [wanted], "content": None})
+        assert record.variables == {"tools": TOOLS}
+    talk = [
+        ("system", "S"),
+        ("human", "Hi"),
+        ("function_call", json.dumps(function)),
+        ("observation", "7"),
+        ("gpt", "Ho"),
+    ]
+    (record,) = read(
+        tmp_path, {"conversations": [{"from": a, "value": b} for a, b in talk], "tools": json.dumps(flat)}
+    )
+    assert [t.role for t in record.turns] == ["system", "user", "assistant", "tool", "assistant"]
+    assert record.turns[2] == Turn("assistant", "", fields={"tool_calls": [wanted], "content": None})
+    assert {t.role for r in ("tool", "function", "tool_response") for t in read(
+        tmp_path, {"messages": [ASKED, {"role": r, "content": "x", "name": "a"}, ANSWER]})[0].turns[1:2]} == {"tool"}  # fmt: skip
+    (record,) = read(
+        tmp_path, {"messages": [ASKED, calls(call() | {"function": {"name": "now", "arguments": ""}})]}
+    )
+    assert record.turns[1].fields["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+    (record,) = read(tmp_path, {"instruction": "Hi", "output": "Ho", "system": "S", "tools": flat})
+    assert record.variables == {"tools": TOOLS}
+    assert hash(record.turns[0]) == hash(replace(record.turns[0], fields={"name": "x"}))
+
+
+def one(message, **fields):
+    return {"messages": [ASKED, message, ANSWER], **fields}
+
+
+DEEP = "[" * 10_000 + "]" * 10_000
+LEVELS = json.loads("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
+BAD = {
+    "no JSON": (one({"role": "assistant", "function_call": {"name": "a", "arguments": "{oops"}}), "message 2: function_call: call 1: arguments: not JSON: .*found '{oops'"),
+    "no object": (one(calls(call(), {"function": {"name": "a", "arguments": "[1]"}})), "message 2: tool_calls: call 2: arguments: expected an object, or its JSON, found a list"),
+    "no arguments": (one(calls({"function": {"name": "a", "parameters": {}}})), "call 1: arguments: expected an object, or its JSON, found name, parameters"),
+    "no name": (one(calls({"arguments": {}})), "message 2: tool_calls: call 1: name: expected a string, found nothing"),
+    "an empty name": (one(calls({"name": "", "arguments": {}})), "call 1: name: expected the name of a function"),
+    "no call": (one(calls(7)), "tool_calls: call 1: expected a JSON object, found a number"),
+    "no function": (one(calls({"function": "a"})), "call 1: expected a JSON object, found a string under function"),
+    "an empty call": (one({"role": "function_call", "content": "[]"}), "message 2: content: expected a list of calls, or its JSON, found an empty one"),
+    "a call of words": (one({"role": "function_call", "content": "look"}), "message 2: content: not JSON"),
+    "nothing": (one({"role": "assistant", "content": None}), "message 2: content: expected a string, found nothing"),
+    "nothing but thoughts": (one({"role": "assistant", "thinking": "a"}), "message 2: content: expected a string, found nothing"),
+    "a result of nothing": (one({"role": "tool", "content": None}), "message 2: content: expected a string, found nothing"),
+    "an unknown role": (one({"role": "ipython", "content": "a"}), "message 2: role: expected one of .*found 'ipython'"),
+    "calls of a user": (one({"role": "user", "content": "a", "tool_calls": [call()]}), "message 2: tool_calls: expected in a message of the assistant, found in one of the user"),
+    "thoughts of a tool": (one({"role": "tool", "content": "a", "reasoning": "b"}), "message 2: reasoning: expected in a message of the assistant"),
+    "two thoughts": (one(ANSWER | {"reasoning": "b", "thinking": "c"}), "message 2: thinking and reasoning: two different reasonings"),
+    "thoughts of no text": (one(ANSWER | {"reasoning": ["b"]}), "message 2: reasoning: expected a string, found a list"),
+    "calls twice": (one(calls(call(), function_call=call())), "message 2: tool_calls and function_call: calls in both"),
+    "tools of a message": (one(SYSTEM | {"tools": TOOLS}), "message 2: tools: expected beside the messages"),
+    "calls of a row": (one(ANSWER, tool_calls=[call()]), "line 1: tool_calls: expected in a message of the assistant"),
+    "no list of tools": (one(ANSWER, tools={"name": "a"}), "line 1: tools: expected a list of tools, or its JSON, found an object"),
+    "tools of no JSON": (one(ANSWER, tools="weather"), "line 1: tools: not JSON"),
+    "a tool without name": (one(ANSWER, tools=[{"description": "a"}]), "line 1: tools: tool 1: name: expected a string, found nothing"),
+    "a tool of no kind": (one(ANSWER, tools=[TOOLS[0], "7"]), "line 1: tools: tool 2: expected a JSON object, found a number"),
+    "tools twice": (one(ANSWER, tools=TOOLS, functions=TOOLS), "line 1: tools and functions: two lists of tools"),
+    "tools in two places": (one(ANSWER, tools=TOOLS, chat_template_kwargs={"tools": TOOLS}), "line 1: tools and the tools of chat_template_kwargs"),
+    "deep arguments": (one(calls({"function": {"name": "a", "arguments": DEEP}})), "message 2: tool_calls: call 1: arguments: not JSON: maximum recursion"),
+    "deep tools": (one(ANSWER, tools=DEEP), "line 1: tools: not JSON: maximum recursion"),
+    "levels of arguments": (one(calls(call(a=LEVELS))), f"message 2: more than {MAX_DEPTH} levels of nested data"),
+    "levels of a tool": (one(ANSWER, tools=[{"name": "a", "b": LEVELS}]), f"line 1: more than {MAX_DEPTH} levels of nested data"),
+    "half a character": (one(calls(call(a=["\ud800"]))), "message 2: tool_calls: lone surrogate at character 0"),
+    "half a key": (one(ANSWER, tools=[{"name": "a", "b": {"a\udc00": 1}}]), "line 1: tools: lone surrogate at character 1"),
+    "half a thought": (one(ANSWER | {"thinking": "ab\udfff"}), "message 2: thinking: lone surrogate at character 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", BAD)
+def test_a_bad_call_or_tool_is_named(which, tmp_path):
+    content, expected = BAD[which]
+    message = refuses(expected, read, tmp_path, content)
+    assert message.startswith(str(tmp_path / "data.jsonl, line 1"))
+    assert len(message) < 500
+
+
+def test_what_has_no_end_is_a_bad_row(tokenizer, tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"messages": [{"role": "assistant", "tool_calls": ' + DEEP + "}]}")
+    refuses("line 1: ", read_records, path)
+    talk = (Turn("user", "Hi"), Turn("assistant", "", fields={"tool_calls": json.loads("[" * 900 + "]" * 900)}))
+    own = ModelTemplate(source("hermes"), tokenizer)
+    refuses("made: more than 100 levels", encoded, Record(talk, "made"), own, tokenizer)
+    (record,) = read(tmp_path, row([ASKED, calls(call(a="x" * 2**20)), result(), ANSWER]))
+    refuses("line 1: the chat template fails: .*more than 1048576 characters", encoded, record, own, tokenizer)
+
+
+# Templates that lack a form
+
+
+def test_a_named_template_names_what_it_has_no_form_for(tokenizer, tmp_path):
+    cases = {
+        "line 1: tool_calls: template chatml has no form for it": row([ASKED, calls(call())], None),
+        "line 1: reasoning: template chatml has no form": row([ASKED, ANSWER | {"reasoning": "a"}], None),
+        "line 1: a tool's message: template chatml has no form": row(
+            [ASKED, {"role": "tool", "content": "a"}, ANSWER], None
+        ),
+        r"line 1: tools: the chat template \(chatml\) reads no 'tools'": row([ASKED, ANSWER]),
+    }
+    for expected, each in cases.items():
+        refuses(expected, encoded, read(tmp_path, each)[0], get_template("chatml"), tokenizer)
+    for name in TEMPLATES:
+        refuses(
+            f"name: template {name} has no form",
+            get_template(name).render,
+            (Turn("tool", "a", fields={"name": "b"}),),
+        )
+
+
+LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\nBODY<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+DROPPED = {
+    "a call": ("{{ m.content }}", [ASKED, calls(call()), result()], "tool_calls: .*leaves out or changes a call"),
+    "the second call": ("{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}", [ASKED, calls(call(), call("time")), ANSWER], "tool_calls: .*leaves out"),
+    "arguments": ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}", [ASKED, calls(call()), ANSWER], "tool_calls: .*leaves out"),
+    "a text beside a call": ("{{ m.tool_calls | tojson if m.tool_calls else m.content }}", [ASKED, calls(call(), content="I look."), ANSWER], "leaves out or changes an answer"),
+    "a result": ("{{ m.content if m.role != 'tool' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}", [ASKED, calls(call()), result(), ANSWER], "leaves out or changes a tool message"),
+    "a system": ("{{ m.content if m.role != 'system' }}", [SYSTEM, ASKED, ANSWER], "leaves out or changes a system message"),
+    "reasoning": ("{{ m.content }}", [ASKED, ANSWER | {"reasoning": "I think."}], "never writes the reasoning"),
+    "reasoning in the text": ("{{ m.content.split('</think>')[-1] }}", [ASKED, ANSWER | {"content": "<think>I think.</think>7"}], "never writes the reasoning"),
+    "a tool": ("{{ m.content }}{{ tools[0] | tojson if tools and loop.first }}", [ASKED, ANSWER], "tools: .*leaves out a tool"),
+    "all tools": ("{{ m.content }}{% if loop.first %}You have tools.{% endif %}", [ASKED, ANSWER], "tools: .*leaves out a tool"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize("which", DROPPED)
+def test_what_an_own_template_leaves_out_is_named(which, tagged, tokenizer, tmp_path):
+    body, talk, expected = DROPPED[which]
+    if tagged:
+        tags = "{% generation %}BODY{% endgeneration %}".replace("BODY", body)
+        body = f"{{% if m.role == 'assistant' %}}{tags}{{% else %}}{body}{{% endif %}}"
+    text = LOOP.replace("BODY", body)
+    own = ModelTemplate(text, tokenizer)
+    assert own.tagged == tagged
+    (record,) = read(tmp_path, row(talk, TOOLS if "tool" in which else None))
+    refuses(f"line 1: .*{expected}", encoded, record, own, tokenizer)
+
+
+def test_an_answer_is_found_where_its_beginning_changes(tokenizer, tmp_path):
+    """Not the results before it, even if they are the same; and not if what is before it has no text."""
+    talk = [
+        ASKED,
+        calls(call()),
+        result("same"),
+        result("same"),
+        calls(call("time")),
+        result("same"),
+        ANSWER,
+        ASKED,
+        ANSWER,
+    ]
+    (record,) = read(tmp_path, row(talk))
+    one, other = (
+        encoded(record, ModelTemplate(source("mistral", t), tokenizer), tokenizer) for t in (True, False)
+    )
+    assert one.loss_mask.tolist() == other.loss_mask.tolist()
+    two = read(tmp_path, row([ASKED, ANSWER, ANSWER, ASKED, ANSWER], None))[0]
+    one, other = (encoded(two, ModelTemplate(source("qwen3", t), tokenizer), tokenizer) for t in (True, False))
+    assert one.loss_mask.tolist() == other.loss_mask.tolist()
+    (empty,) = read(
+        tmp_path, row([{"role": "user", "content": ""}, calls(call()), result("same"), ANSWER, ASKED, ANSWER])
+    )
+    refuses(
+        "differently once it is longer",
+        encoded,
+        empty,
+        ModelTemplate(source("mistral", False), tokenizer),
+        tokenizer,
+    )
+
+
+def test_fields_take_part_in_the_hash_and_tools_do_not(tmp_path):
+    talk = [ASKED, calls(call()), result(), ANSWER]
+    other = [ASKED, calls(call("time")), result(), ANSWER]
+    bare = [ASKED, ANSWER | {"content": ""}, result(), ANSWER]
+    records = read(tmp_path, row(talk), row(other), row(bare), row(talk, None))
+    hashes = [examples.split_hash(r.turns) for r in records]
+    assert len({*hashes}) == 3
+    assert hashes[0] == hashes[3]
+
+
+def test_plain_text_has_no_form_for_calls_tools_and_reasoning(tmp_path):
+    for key, each in {
+        "tools": row([ASKED, ANSWER]),
+        "tool_calls": row([ASKED, calls(call()), result()], None),
+        "thinking": row([ASKED, ANSWER | {"thinking": "a"}], None),
+    }.items():
+        refuses(f"line 1: {key}: plain text has no form for it", list, examples.record_texts(put(tmp_path, each)))
+    texts = [*examples.record_texts(put(tmp_path, row([ASKED, {"role": "tool", "content": "7"}, ANSWER], None)))]
+    assert [t for _, t in texts] == ["Weather in Köln?\n\n7\n\n7 degrees."]
+
+
+def test_names_of_tools_are_used_and_those_of_users_listed(tmp_path):
+    found = read_records(put(tmp_path, row([ASKED | {"name": "Al"}, calls(call()), result(), ANSWER])))
+    assert examples.ignored_line([found]) == ["ignored fields: name (of messages)"]
+    assert read_records(put(tmp_path, row([ASKED, calls(call(), thinking="a"), result(), ANSWER]))).ignored == ()
+
+
+def test_marks_are_written_only_when_asked_for():
+    text = "{% macro f(x) %}{% generation %}{{ x }}{% endgeneration %}{% endmacro %}a{{ f('b') }}c"
+    assert chat_template.render(text, []) == "abc"
+    assert chat_template.render(text, [], marks=True) == f"a{chat_template.OPEN}b{chat_template.CLOSE}c"
+
+
+def test_masks_are_those_of_a_loop_over_characters(tokenizer, tmp_path):
+    """A token is trained on if it lies in a tag: no token lies on both sides."""
+    (record,) = read(tmp_path, row(TALKS["reasoning about calls"][1]))
+    example = encoded(record, ModelTemplate(source("qwen3"), tokenizer), tokenizer)
+    marked = chat_template.render(
+        source("qwen3"), TALKS["reasoning about calls"][1], variables={"tools": TOOLS}, marks=True
+    )
+    bodies = [p.split(chat_template.CLOSE)[0] for p in marked.split(chat_template.OPEN)[1:]]
+    assert shown(example, tokenizer) == bodies
+    assert np.flatnonzero(np.diff(example.loss_mask)).size == 2 * len(bodies) - example.loss_mask[-1]
