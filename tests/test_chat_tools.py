@@ -395,10 +395,10 @@ BAD = {
     "tools in two places": (one(ANSWER, tools=TOOLS, chat_template_kwargs={"tools": TOOLS}), "line 1: tools and the tools of chat_template_kwargs"),
     "deep arguments": (one(calls({"function": {"name": "a", "arguments": DEEP}})), "message 2: tool_calls: call 1: arguments: not JSON: maximum recursion"),
     "deep tools": (one(ANSWER, tools=DEEP), "line 1: tools: not JSON: maximum recursion"),
-    "levels of arguments": (one(calls(call(a=LEVELS))), f"message 2: more than {MAX_DEPTH} levels of nested data"),
-    "levels of a tool": (one(ANSWER, tools=[{"name": "a", "b": LEVELS}]), f"line 1: more than {MAX_DEPTH} levels of nested data"),
-    "half a character": (one(calls(call(a=["\ud800"]))), "message 2: tool_calls: lone surrogate at character 0"),
-    "half a key": (one(ANSWER, tools=[{"name": "a", "b": {"a\udc00": 1}}]), "line 1: tools: lone surrogate at character 1"),
+    "levels of arguments": (one(calls(call(a=LEVELS))), f"message 2: tool_calls: call 1: more than {MAX_DEPTH} levels of nested data"),
+    "levels of a tool": (one(ANSWER, tools=[{"name": "a", "b": LEVELS}]), f"line 1: tools: tool 1: more than {MAX_DEPTH} levels of nested data"),
+    "half a character": (one(calls(call(a=["\ud800"]))), "message 2: tool_calls: call 1: function: lone surrogate at character 0"),
+    "half a key": (one(ANSWER, tools=[{"name": "a", "b": {"a\udc00": 1}}]), "line 1: tools: tool 1: function: lone surrogate at character 1"),
     "half a thought": (one(ANSWER | {"thinking": "ab\udfff"}), "message 2: thinking: lone surrogate at character 2"),
 }  # fmt: skip
 
@@ -446,16 +446,16 @@ def test_a_named_template_names_what_it_has_no_form_for(tokenizer, tmp_path):
 
 LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\nBODY<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 DROPPED = {
-    "a call": ("{{ m.content }}", [ASKED, calls(call()), result()], "tool_calls: .*leaves out or changes a call"),
-    "the second call": ("{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}", [ASKED, calls(call(), call("time")), ANSWER], "tool_calls: .*leaves out"),
-    "arguments": ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}", [ASKED, calls(call()), ANSWER], "tool_calls: .*leaves out"),
+    "a call": ("{{ m.content }}", [ASKED, calls(call()), result()], "leaves out or changes a tool call"),
+    "the second call": ("{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}", [ASKED, calls(call(), call("time")), ANSWER], "leaves out or changes a tool call"),
+    "arguments": ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}", [ASKED, calls(call()), ANSWER], "leaves out or changes a tool call"),
     "a text beside a call": ("{{ m.tool_calls | tojson if m.tool_calls else m.content }}", [ASKED, calls(call(), content="I look."), ANSWER], "leaves out or changes an answer"),
     "a result": ("{{ m.content if m.role != 'tool' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}", [ASKED, calls(call()), result(), ANSWER], "leaves out or changes a tool message"),
     "a system": ("{{ m.content if m.role != 'system' }}", [SYSTEM, ASKED, ANSWER], "leaves out or changes a system message"),
-    "reasoning": ("{{ m.content }}", [ASKED, ANSWER | {"reasoning": "I think."}], "never writes the reasoning"),
-    "reasoning in the text": ("{{ m.content.split('</think>')[-1] }}", [ASKED, ANSWER | {"content": "<think>I think.</think>7"}], "never writes the reasoning"),
-    "a tool": ("{{ m.content }}{{ tools[0] | tojson if tools and loop.first }}", [ASKED, ANSWER], "tools: .*leaves out a tool"),
-    "all tools": ("{{ m.content }}{% if loop.first %}You have tools.{% endif %}", [ASKED, ANSWER], "tools: .*leaves out a tool"),
+    "reasoning": ("{{ m.content }}", [ASKED, ANSWER | {"reasoning": "I think."}], "leaves out or changes reasoning"),
+    "reasoning in the text": ("{{ m.content.split('</think>')[-1] }}", [ASKED, ANSWER | {"content": "<think>I think.</think>7"}], "leaves out or changes reasoning"),
+    "a tool": ("{{ m.content }}{{ tools[0] | tojson if tools and loop.first }}", [ASKED, ANSWER], "leaves out or changes a tool;"),
+    "all tools": ("{{ m.content }}{% if loop.first %}You have tools.{% endif %}", [ASKED, ANSWER], "leaves out or changes a tool;"),
 }  # fmt: skip
 
 

@@ -342,9 +342,7 @@ def _functions(key: str, entries: Any, noun: str) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not entries:
         found = _type(entries) if entries != [] else "an empty one"
         raise ValueError(f"{key}: expected a list of {noun}s, or its JSON, found {found}")
-    functions = [_at(f"{key}: {noun} {i}", _function, entry, noun) for i, entry in enumerate(entries, 1)]
-    cleaned: list[dict[str, Any]] = map_strings(functions, partial(_encodable, key))
-    return cleaned
+    return [_at(f"{key}: {noun} {i}", _function, entry, noun) for i, entry in enumerate(entries, 1)]
 
 
 def _function(entry: Any, noun: str) -> dict[str, Any]:
@@ -361,7 +359,7 @@ def _function(entry: Any, noun: str) -> dict[str, Any]:
             found = _type(arguments) if "arguments" in function else _keys(function)
             raise ValueError(f"arguments: expected an object, or its JSON, found {found}")
         function = function | {"arguments": arguments}
-    result: dict[str, Any] = entry | {"function": function}
+    result: dict[str, Any] = map_strings(entry | {"function": function}, partial(_encodable, "function"))
     return result
 
 

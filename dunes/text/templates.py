@@ -134,11 +134,15 @@ class Template(ABC):
         text = draw(len(messages), add_generation_prompt)
         pieces = chat_template.MARKS.split(text) if self.tagged else self._pieces(text, messages, answers, draw)
         plain, trained = "".join(pieces), [turns[i].trained for i in answers]
-        self._check_context(messages, values, plain)
+        for message in messages:
+            if message["role"] in ("system", "tool"):
+                self._check(f"a {message['role']} message", message["content"], plain)
+        tools = values.get("tools")
+        self._check("a tool", [_function(t).get("name") for t in tools] if isinstance(tools, list) else (), plain)
         if len(pieces) == 2 * len(answers) + 1:
             # Around a tag may be parts of the answer that are not trained on.
-            near = 1 if self.tagged else 0
-            windows = ["".join(pieces[2 * k + 1 - near : 2 * k + 2 + near]) for k in range(len(answers))]
+            near = int(self.tagged)
+            windows = ["".join(pieces[k - near : k + 1 + near]) for k in range(1, len(pieces), 2)]
         elif all(trained):
             windows, trained = [plain] * len(answers), [True] * (len(pieces) // 2)
         else:
@@ -162,37 +166,23 @@ class Template(ABC):
         fields = map_strings(turn.fields, self._escape)
         return {"role": turn.role, "content": self._escape(turn.full_text), **fields}
 
-    def _check_context(self, messages: Messages, variables: Mapping[str, Any], text: str) -> None:
-        """Raise ValueError if the text lacks a system or tool message, or the name of a tool."""
-        for message in messages:
-            if message["role"] in ("system", "tool") and not _is_written(message["content"], text):
-                raise ValueError(
-                    f"the chat template ({self.name}) leaves out or changes a {message['role']} message; leave it "
-                    "out, or use a model whose own template writes it"
-                )
-        if not _is_written([_function(tool).get("name") for tool in variables.get("tools") or ()], text):
+    def _check(self, what: str, value: Any, text: str) -> None:
+        """Raise ValueError if this part of a record is not in the text."""
+        if not _is_written(value, text):
             raise ValueError(
-                f"tools: the chat template ({self.name}) leaves out a tool; leave it out, or use a model whose "
-                "own template writes it"
+                f"the chat template ({self.name}) leaves out or changes {what}; leave it out, or use a template "
+                "that writes it"
             )
 
     def _check_answer(self, message: Mapping[str, Any], text: str, as_last: Callable[[], str]) -> None:
         """Raise ValueError if the text lacks a part of this answer; `as_last` renders it as the last message."""
         *thoughts, answer = re.split("</?think>", message["content"] or "")
-        if not _is_written(answer, text):
-            raise ValueError("the model's own chat template leaves out or changes an answer; name a template")
+        self._check("an answer", answer, text)
         for call in message.get("tool_calls") or ():
-            if not _is_written([_function(call).get(key) for key in ("name", "arguments")], text):
-                raise ValueError(
-                    "tool_calls: the model's own chat template leaves out or changes a call; use a model whose "
-                    "own template writes all of them"
-                )
+            self._check("a tool call", [_function(call).get(key) for key in ("name", "arguments")], text)
         thoughts += [message[key] for key in chat_template.REASONING_KEYS if key in message]
-        if not (_is_written(thoughts, text) or _is_written(thoughts, as_last())):
-            raise ValueError(
-                f"the chat template ({self.name}) never writes the reasoning of an answer; leave the reasoning "
-                "out, or use a model whose own template writes it"
-            )
+        if not _is_written(thoughts, text):
+            self._check("reasoning, even of the last answer", thoughts, as_last())
 
     def _pieces(
         self, text: str, messages: Messages, answers: Sequence[int], draw: Callable[..., str]
@@ -207,11 +197,10 @@ class Template(ABC):
             if messages[i].get("tool_calls"):  # llama 3.1 ends some calls with another token
                 tokens = self._pattern.findall(draw(i + 1)[len(prompt) :])
                 end = end if end in tokens or not tokens else tokens[-1]
-            answer_stop = text.find(end, start) + len(end)
-            if answer_stop < start + len(end):
-                raise ValueError("the model's own chat template leaves out or changes an answer; name a template")
-            pieces += [text[stop:start], text[start:answer_stop]]
-            stop, first = answer_stop, i + 1
+            self._check("the end of an answer", end, text[start:])
+            pieces.append(text[stop:start])
+            stop, first = text.index(end, start) + len(end), i + 1
+            pieces.append(text[start:stop])
         return [*pieces, text[stop:]]
 
     def _answer_start(self, text: str, prompt: str, between: Messages, stop: int) -> int:
@@ -220,7 +209,7 @@ class Template(ABC):
             return len(prompt)
         # Templates write tools before the last question only, or reasoning in the last answer only.
         contents = [message["content"].strip() for message in between if message["role"] != "system"]
-        start = len(prompt) if between else prompt.rfind(self.end) + len(self.end)
+        start = len(prompt) if between or self.end not in prompt else prompt.rindex(self.end) + len(self.end)
         for content in reversed(contents):
             start = prompt.rfind(content, 0, start) if content and start >= 0 else -1
         found = text.find(prompt[start:], stop) if 0 <= start < len(prompt) else -1
