@@ -267,8 +267,9 @@ def test_tags_that_are_not_one_for_each_answer(tokenizer, oracle, tmp_path):
     text = source("hermes").replace("{%- generation %}", "{%- generation %}{%- endgeneration %}{%- generation %}")
     own = ModelTemplate(text, tokenizer)
     one, other = read(tmp_path, row(TALKS["a call"][1]), row([ASKED, calls(call(), weight=0), result(), ANSWER]))
-    example, nested = (encoded(one, ModelTemplate(t, tokenizer), tokenizer) for t in (
-        text, source("hermes").replace("{%- generation %}", "{%- generation %}{%- generation %}{%- endgeneration %}")))  # fmt: skip
+    twice = source("hermes").replace("{%- generation %}", "{%- generation %}" * 2)
+    twice = twice.replace("{%- endgeneration %}", "{%- endgeneration %}" * 2)
+    example, nested = (encoded(one, ModelTemplate(t, tokenizer), tokenizer) for t in (text, twice))
     assert len(shown(example, tokenizer)) == 2
     assert shown(nested, tokenizer) == shown(example, tokenizer)
     refuses(
@@ -483,7 +484,7 @@ def test_an_answer_is_found_where_its_beginning_changes(tokenizer, tmp_path):
         calls(call("time")),
         result("same"),
         ANSWER,
-        ASKED,
+        {"role": "user", "content": "And now?"},
         ANSWER,
     ]
     (record,) = read(tmp_path, row(talk))
