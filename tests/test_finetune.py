@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
 
 from conftest import change_json, display, raising, refuses, toy
@@ -31,6 +32,7 @@ from dunes.runs.run import METRICS, Run, read_metrics, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
 from dunes.train.loss import next_token_loss
+from test_chat_tools import ANSWER, ASKED, TOOLS, call, calls, result, row, source
 from test_runs import assert_same_training, stopping_at
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -498,6 +500,24 @@ def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, exam
     assert len(json.loads((folder / "state" / "baseline.json").read_text())["answers"]) == 3
     words = "forgetting is not measured: pass text like the base model's training data with --forgetting-data"
     assert words in finetuned(asked(base, examples), tmp_path / "other")
+
+
+def test_chats_with_tools_are_learned_and_their_samples_have_tools_and_calls(tokenizer, tmp_path, monkeypatch):
+    own = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.json()))
+    own.extra_files["chat_template.jinja"] = source("qwen3").encode()
+    base, data = base_in(tmp_path / "base", own, context=512), tmp_path / "data.jsonl"
+    talks = [[ASKED, calls(call(city=word), thinking=f"{word}?")] for word in WORDS]
+    talks += [[*talk, result(word), ANSWER] for talk, word in zip(talks, WORDS, strict=True)]
+    data.write_text("\n".join(json.dumps(row(talk, TOOLS[:1])) for talk in talks))
+    prompts, encode = [], templates.encode_prompt
+    monkeypatch.setattr(templates, "encode_prompt", lambda *args: prompts.append(encode(*args)) or prompts[-1])
+    out = finetuned(asked(base, data, context_length=512, val_fraction=0.3), tmp_path / "run")
+    losses = [r["loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    assert losses[-1] < losses[0]
+    assert prompts
+    assert all('"name": "weather"' in own.decode(ids) for ids in prompts)
+    assert '{"name": "weather", "arguments": {"city": "' in (tmp_path / "run" / "samples.md").read_text()
+    assert "20 records of chats (messages)" in out
 
 
 TIMED = {"seconds": 0.0}
