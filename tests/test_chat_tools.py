@@ -531,6 +531,8 @@ def test_plain_text_has_no_form_for_calls_tools_and_reasoning(tmp_path):
 def test_names_of_tools_are_used_and_those_of_users_listed(tmp_path):
     found = read_records(put(tmp_path, row([ASKED | {"name": "Al"}, calls(call()), result(), ANSWER])))
     assert examples.ignored_line([found]) == ["ignored fields: name (of messages)"]
+    talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho", "role": ["y"]}]
+    assert read_records(put(tmp_path, {"conversations": talk})).ignored == ()
     assert read_records(put(tmp_path, row([ASKED, calls(call(), thinking="a"), result(), ANSWER]))).ignored == ()
 
 

@@ -506,8 +506,8 @@ def test_chats_with_tools_are_learned_and_their_samples_have_tools_and_calls(tok
     own = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.json()))
     own.extra_files["chat_template.jinja"] = source("qwen3").encode()
     base, data = base_in(tmp_path / "base", own, context=512), tmp_path / "data.jsonl"
-    talks = [[ASKED, calls(call(city=word), thinking=f"{word}?")] for word in WORDS]
-    talks += [[*talk, result(word), ANSWER] for talk, word in zip(talks, WORDS, strict=True)]
+    talks = [[ASKED, calls(call(city=word), thinking=f"{word}?")] for word in WORDS[:5]]
+    talks += [[*talk, result(word), ANSWER] for talk, word in zip(talks, WORDS, strict=False)]
     data.write_text("\n".join(json.dumps(row(talk, TOOLS[:1])) for talk in talks))
     prompts, encode = [], templates.encode_prompt
     monkeypatch.setattr(templates, "encode_prompt", lambda *args: prompts.append(encode(*args)) or prompts[-1])
@@ -517,7 +517,7 @@ def test_chats_with_tools_are_learned_and_their_samples_have_tools_and_calls(tok
     assert prompts
     assert all('"name": "weather"' in own.decode(ids) for ids in prompts)
     assert '{"name": "weather", "arguments": {"city": "' in (tmp_path / "run" / "samples.md").read_text()
-    assert "20 records of chats (messages)" in out
+    assert "10 records of chats (messages)" in out
 
 
 TIMED = {"seconds": 0.0}

@@ -378,7 +378,7 @@ def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
     used = {*record_format.keys, *record_format.options, *common}
     yield from (key for key, value in row.items() if key not in used and not _is_blank(value))
     for message in row[record_format.keys[0]] if name in MESSAGE_KEYS else ():
-        is_result = ROLES[message.get("role") or message["from"]] == "tool"
+        is_result = "tool" in (ROLES.get(str(message.get(key))) for key in ("role", "from"))
         used = {*MESSAGE_KEYS[name], *LOSS_KEYS, *UNUSABLE_IN_MESSAGES, *CALL_KEYS, *REASONING_KEYS}
         used.update(RESULT_KEYS if is_result else ())
         yield from (f"{key} (of messages)" for key, v in message.items() if key not in used and not _is_blank(v))
