@@ -18,19 +18,16 @@ from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
 
-import tyro
-
-from dunes import checkpoint
 from dunes.cli.main import exit_with
 from dunes.data import endpoint, self_instruct
 from dunes.data.endpoint import Answer, Api, Budget, Endpoint, Ledger, Teacher, Tokens
 from dunes.data.self_instruct import PER_ANSWER, STOP, TOKENS, Round, Task
 from dunes.files.atomic import folder_lock, write_file
-from dunes.flags import flag
-from dunes.generate import sampler
-from dunes.inference.text_generator import TextGenerator, cut_at_stop
+from dunes.flags import flag, option
 from dunes.progress import Display
 from dunes.units import format_count, format_seconds, plural
+
+import tyro
 
 WRITE_SECONDS = 30.0
 """Seconds between two times that all tasks are written while a run goes on."""
@@ -72,6 +69,9 @@ class LocalModel:
     """A model folder as a teacher."""
 
     def __init__(self, path: str, limit: int = TOKENS, temperature: float = 1.0) -> None:
+        from dunes import checkpoint  # an endpoint is asked without torch
+        from dunes.inference.text_generator import TextGenerator
+
         self.path, self.limit, self.temperature = path, limit, temperature
         self.source = {"model": path, "endpoint": ""}
         self.loaded = checkpoint.load(path)
@@ -90,6 +90,9 @@ class LocalModel:
 
     def ask(self, prompt: str) -> Answer:
         """The continuation of a prompt."""
+        from dunes.generate import sampler
+        from dunes.inference.text_generator import cut_at_stop
+
         length, room = self.at_most(prompt)
         sample = sampler(self.temperature, seed=zlib.crc32(prompt.encode()))
         pieces = [piece.text for piece in self.generator.stream(prompt, room, sample, STOP)]
@@ -130,6 +133,9 @@ def write_rows(path: Path, listed: Sequence[dict[str, Any]]) -> None:
 
 def main(options: Options) -> int:
     """Returns the number of tasks in the file."""
+    for name in ("count", "in_flight", "max_tokens"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{option(name)} is {getattr(options, name)}; it must be at least 1")
     out, log = Path(options.out), Path(f"{options.out}.requests.jsonl")
     budget, seeds = Budget.parse(options.budget, options.prices), self_instruct.read_seed_tasks(options.seeds)
     if out.exists() and not log.exists():
@@ -140,9 +146,13 @@ def main(options: Options) -> int:
         with folder_lock(log, wait=False):
             return run(options, model, seeds, Ledger(log, budget, Round.fits), out)
     except BlockingIOError:
-        raise ValueError(f"{log}: another run writes to it; wait for it, or name another file with --out") from None
+        raise ValueError(
+            f"{log}: another run writes to it; wait for it, or name another file with --out"
+        ) from None
     finally:
-        if not log.stat().st_size:  # nothing was asked
+        if isinstance(model, Endpoint):
+            model.close()
+        if not (log.stat().st_size or out.exists()):  # nothing was asked
             log.unlink()
 
 
@@ -153,7 +163,7 @@ def run(options: Options, model: Teacher, seeds: Sequence[Task], ledger: Ledger,
     total = before = sum(len(entry.kept) for entry in rounds)
     dropped = Counter[str]()
     start = written = monotonic()
-    chat = options.endpoint is not None and model.api != "completions"
+    chat = isinstance(model, Endpoint) and model.api != "completions"
     model.source = {**model.source, "seed": options.seed}
     answers = endpoint.ask_all(
         model,
@@ -182,13 +192,10 @@ def run(options: Options, model: Teacher, seeds: Sequence[Task], ledger: Ledger,
                 if monotonic() - written > WRITE_SECONDS:
                     write_rows(out, rows(rounds, ledger, options.seed))
                     written = monotonic()
-        except KeyboardInterrupt:
-            display.line("stopped; answers on their way are awaited, since they are paid for (again Ctrl-C: not)")
-            raise
         finally:
             answers.close()
-            listed = rows(rounds, ledger, options.seed)
-            write_rows(out, listed)
+            if rounds or out.exists():
+                write_rows(out, rows(rounds, ledger, options.seed))
             display.line(f"{out}: {plural(total, 'task')} from {ledger.report()}")
         if total < options.count:
             display.line(f"the budget is spent; to go on, give a larger --budget than {options.budget}")

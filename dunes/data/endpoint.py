@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from dunes.extra import extra
-from dunes.files.json_file import append_record, read_records
+from dunes.files.json_file import append_record, print_warning, read_records
 from dunes.units import plural
 
 Api = Literal["chat", "completions", "anthropic"]
@@ -290,6 +290,9 @@ def ask_all(
                 wait(running, return_when=FIRST_COMPLETED)
     except Unanswered:
         return
+    except KeyboardInterrupt:
+        print_warning("stopped: waiting for the answers that are paid for; Ctrl-C again ends at once")
+        raise
     finally:
         stopped.set()
         wait([future for _, future in waiting])
@@ -379,6 +382,10 @@ class Endpoint:
             text = self.scrub(ascii(reply)[:80])
             raise FailedAttempt(f"{self.url}: unexpected answer: {text}", _usage(reply)[0]) from None
 
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
     def scrub(self, text: str) -> str:
         """The text without the key, and without parts of it that have KEY_PART characters."""
         if self.key != NO_KEY:
@@ -430,7 +437,9 @@ class Endpoint:
             return FailedAttempt(f"{place}: {text}", tokens, wait=_retry_after(error.response.headers))
         if status in (400, 413, 422):
             return FailedAttempt(f"{place}: {text}", then="give up")
-        remedy = f"is there a model {self.model!r}, and does the URL end before {self.path}, as in https://host/v1?"
+        remedy = (
+            f"is there a model {self.model!r}, and does the URL end before {self.path}, as in https://host/v1?"
+        )
         return FailedAttempt(f"{place}: {text}; {remedy}", then="stop")
 
 

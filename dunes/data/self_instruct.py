@@ -151,7 +151,11 @@ def generate(
     if total >= wanted:
         return
     for number, answer in answers:
-        items = [Item(answer.text, None, answer.reason)] if answer.reason else parse_answer(answer.text, answer.truncated)
+        items = (
+            [Item(answer.text, None, answer.reason)]
+            if answer.reason
+            else parse_answer(answer.text, answer.truncated)
+        )
         new_round = Round(number, tuple(filter_item(item, earlier) for item in items))
         total, idle = total + len(new_round.kept), 0 if new_round.kept else idle + 1
         yield new_round
