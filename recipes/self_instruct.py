@@ -2,11 +2,10 @@
 
     python recipes/self_instruct.py --seeds FILE --out FILE --endpoint URL --model NAME
 
-The endpoint has the API of OpenAI (chat or completions, as `dunes serve` has both) or of Anthropic; its key is
+The endpoint has the API of OpenAI (chat or completions; `dunes serve` has both) or of Anthropic; its key is
 OPENAI_API_KEY or ANTHROPIC_API_KEY in the environment. Without --endpoint, --model is a model folder. All requests,
-with their costs and the reason for each dropped task, are logged in OUT.requests.jsonl. The same command goes on
-where it stopped. A file FILE.jsonl has a task per line, other files have a list. Finetune on it with
-`dunes finetune MODEL --data FILE`.
+their costs and the reason for each dropped task are logged in FILE.requests.jsonl, from which the same command goes
+on where it stopped. A file that ends in .jsonl has a task per line, other files have a list.
 """
 
 import json
@@ -183,10 +182,11 @@ def run(options: Options, model: Teacher, seeds: Sequence[Task], ledger: Ledger,
                 dropped.update(item.reason.partition(":")[0] for item in entry.items if item.reason)
                 rate = (total - before) / (monotonic() - start)
                 left = f", {format_seconds(round((options.count - total) / rate))} left" if rate else ""
+                usd = f", {ledger.dollars:.3f} USD" if options.prices else ""
                 why = ", ".join(f"{reason} {n}" for reason, n in dropped.most_common(4))
                 display.state(
-                    f"{total} of {plural(options.count, 'task')}, {format_count(sum(ledger.total))} tokens"
-                    f"{f', {ledger.dollars:.3f} USD' if options.prices else ''}, {rate:.1f} tasks/s{left}; dropped: {why}",
+                    f"{total} of {plural(options.count, 'task')}, {format_count(sum(ledger.total))} tokens{usd}, "
+                    f"{rate:.1f} tasks/s{left}; dropped: {why or 'none'}",
                     total / options.count,
                 )
                 if monotonic() - written > WRITE_SECONDS:

@@ -1,13 +1,18 @@
 """Endpoints that answer as OpenAI's and Anthropic's do, count tokens, and misbehave on schedule."""
 
 import hashlib
+import importlib.util
 import json
+import multiprocessing
 import random
 import re
+import sys
 import time
+import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Lock, Thread
 
 WORDS = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "l", "rt", "sk")]
@@ -64,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         with server.lock:
             n, server.times[prompt] = server.times[prompt], server.times[prompt] + 1
             server.bodies.append(body)
-            server.headers.append((self.path, dict(self.headers)))
+            server.headers.append((self.path, {k.lower(): v for k, v in self.headers.items()}))
             server.running += 1
             server.most = max(server.most, server.running)
         try:
@@ -151,3 +156,31 @@ def serving(*args, **options):
             yield server
         finally:
             server.shutdown()
+
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["openai", "teachers", "dunes.data.self_instruct"])
+
+
+def started(options):
+    """A process that makes instruction data, once what it imports is imported."""
+    ready = PROCESSES.Event()
+    process = PROCESSES.Process(target=_run, args=(vars(options), ready))
+    process.start()
+    assert ready.wait(60)
+    return process
+
+
+def _run(options, ready):
+    import openai  # noqa: F401  takes seconds
+
+    path = Path(__file__).parent.parent / "recipes" / "self_instruct.py"
+    spec = importlib.util.spec_from_file_location("self_instruct", path)
+    recipe = importlib.util.module_from_spec(spec)
+    sys.modules["self_instruct"] = recipe
+    spec.loader.exec_module(recipe)
+    recipe.WRITE_SECONDS = 0.05
+    warnings.simplefilter("error")
+    ready.set()
+    with suppress(KeyboardInterrupt):
+        recipe.main(recipe.Options(**options))

@@ -1,8 +1,8 @@
 """Ask a language model for many answers, through the APIs of OpenAI or Anthropic, and record what each has cost.
 
-Requests go through the Python clients of both (the extra `teacher`). Retries are made here, since an answer that is
-lost on its way may have cost tokens, and the clients do not report their own retries. https://platform.openai.com
-/docs/api-reference/chat, https://docs.anthropic.com/en/api/messages
+Requests go through the Python clients of both (the extra `teacher`). Retries are made here, since an answer that
+is lost on its way may have cost tokens, and the clients do not report their own retries.
+https://platform.openai.com/docs/api-reference/chat, https://docs.anthropic.com/en/api/messages
 """
 
 import json
@@ -19,7 +19,7 @@ from email.utils import parsedate_to_datetime
 from itertools import count
 from math import isfinite
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Condition, Event, Thread
 from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -61,7 +61,7 @@ FREE = Tokens(0, 0)
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, its tokens as the endpoint counted them (None: not counted), and the model as the endpoint names it.
+    """An answer, with the tokens (None: not counted) and the name of the model that the endpoint reports.
 
     `reason` says why an answer has no text; else it is empty.
     """
@@ -138,12 +138,12 @@ class Ledger:
     """The requests of all runs in a file of JSON lines, and their costs.
 
     A line is written before a request is sent ("asked"), and when its answer arrives or it fails, with the tokens
-    that the endpoint counted. If a line about the end is missing, or the endpoint counted nothing, the most that the
-    request may have cost counts against the budget. Other lines, for which `fits` is True, are kept in `others`.
+    that the endpoint counted. If a line about the end is missing, or the endpoint counted nothing, the most that
+    the request may have cost counts against the budget. Other lines that `fits` are kept in `others`.
     """
 
     def __init__(self, path: Path, budget: Budget, fits: Callable[[dict[str, Any]], bool] = lambda row: False):
-        self.path, self.budget, self._lock = path, budget, Lock()
+        self.path, self.budget, self._lock = path, budget, Condition()
         self.answers: dict[int, dict[str, Any]] = {}
         self.costs: dict[int, tuple[Tokens, float]] = {}
         """For each request, the tokens that the endpoint counted, and their cost in US dollars."""
@@ -153,18 +153,25 @@ class Ledger:
         self.others: list[dict[str, Any]] = []
         for row in read_records(path, "a request", lambda row: _is_event(row) or fits(row)):
             self._apply(row)
+        self.lost += self.open.values()  # of killed runs
+        self.open.clear()
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a line to the file. Raises OSError."""
         with self._lock:
             self._add(row)
+            self._lock.notify_all()
 
     def reserve(self, number: int, at_most: Tokens) -> None:
-        """Record that a request is sent now. Raises Unanswered if it might exceed the budget."""
+        """Record that a request is sent now; it waits for others which might leave too little of the budget.
+
+        Raises Unanswered if the request might exceed the budget.
+        """
         with self._lock:
-            unknown = add_tokens(*self.lost, *self.open.values(), at_most)
-            if self.budget.charge(self.total, self.dollars) + self.budget.charge(unknown) > self.budget.limit:
-                raise Unanswered("budget")
+            while not self._affords(at_most):
+                if not self.open:
+                    raise Unanswered("budget")
+                self._lock.wait()
             self._add({"number": number, "asked": _now(), "at_most": at_most})
 
     def end(self, number: int, event: str, text: str, tokens: Tokens | None, **more: Any) -> None:
@@ -177,7 +184,7 @@ class Ledger:
         if number not in self.costs:
             return [(None, None)] * parts
         tokens, cost = self.costs[number]
-        dollars = cost / parts if self.budget.prices or cost else None
+        dollars = cost / max(1, parts) if self.budget.prices or cost else None
         return [(Tokens(*((n + i) // parts for n in tokens)), dollars) for i in range(parts)]
 
     def report(self) -> str:
@@ -185,12 +192,17 @@ class Ledger:
         text = f"{plural(len(self.answers), 'request')}, {self.total.prompt:,} + {self.total.answer:,} tokens"
         if self.budget.prices or self.dollars:
             text += f", {self.dollars:.4f} USD"
-        if lost := [*self.lost, *self.open.values()]:
-            unknown = add_tokens(*lost)
+        if lost := len(self.lost) + len(self.open):
+            unknown = add_tokens(*self.lost, *self.open.values())
             dollars = self.budget.cost(unknown)
-            text += f"; {plural(len(lost), 'attempt')} interrupted or not counted by the endpoint: at most "
+            text += f"; {plural(lost, 'attempt')} interrupted or not counted by the endpoint: at most "
             text += f"{sum(unknown):,} tokens{'' if dollars is None else f', {dollars:.4f} USD'} more"
         return text
+
+    def _affords(self, at_most: Tokens) -> bool:
+        unknown = add_tokens(*self.lost, *self.open.values(), at_most)
+        spent = self.budget.charge(self.total, self.dollars) + self.budget.charge(unknown)
+        return spent <= self.budget.limit
 
     def _add(self, row: dict[str, Any]) -> None:
         append_record(self.path, row)
@@ -245,11 +257,11 @@ def ask_all(
 ) -> Iterator[tuple[int, Answer]]:
     """Yield the answers to `prompt(0)`, `prompt(1)` and so on, in this order, except for numbers in `done`.
 
-    At most `in_flight` requests run at once, and at most `needed()` are ahead of the caller, so that no answer is
-    paid for that it does not use. Answers in the ledger are not asked for again. A failed attempt is repeated after
-    `backoff` seconds, twice as many each time, or after the endpoint's Retry-After. Ends when the budget is spent;
-    raises ValueError if the endpoint refuses all requests. In each case, and after the first Ctrl-C, the answers
-    that are on their way are awaited, since they are paid for.
+    At most `in_flight` requests run at once, and at most `needed()` are ahead of the caller, so that it uses all
+    answers that are paid for. Answers in the ledger are not asked for again. A failed attempt is repeated after
+    `backoff` seconds, twice as many each time, or after the endpoint's Retry-After. Ends when the budget is spent,
+    without the numbers whose next attempt might exceed it. Raises ValueError if the endpoint refuses all requests.
+    In each case, and after the first Ctrl-C, the answers on their way are awaited, since they are paid for.
     """
     stopped, waiting = Event(), deque[tuple[int, Future[Answer]]]()
 
@@ -272,24 +284,24 @@ def ask_all(
     numbers = (number for number in count() if number not in done)
     number, spent = next(numbers), False
     try:
-        while True:
-            running = [future for _, future in waiting if not future.done()]
-            while len(running) < in_flight and len(waiting) < min(max(1, needed()), 8 * in_flight):
-                try:
-                    start(number)
-                except Unanswered:
-                    spent = not running
-                    break
-                running, number = [f for _, f in waiting if not f.done()], next(numbers)
+        while waiting or not spent:
             if waiting and waiting[0][1].done():
-                first = waiting.popleft()
-                yield first[0], first[1].result()
-            elif spent and not waiting:
-                return
-            else:
-                wait(running, return_when=FIRST_COMPLETED)
-    except Unanswered:
-        return
+                first, future = waiting.popleft()
+                if isinstance(future.exception(), Unanswered):
+                    spent = True  # the answers after it are paid for
+                else:
+                    yield first, future.result()
+                continue
+            running = [future for _, future in waiting if not future.done()]
+            ahead = min(max(1, needed()), 8 * in_flight) - len(waiting)
+            try:
+                for _ in range(0 if spent else min(in_flight - len(running), ahead)):
+                    start(number)
+                    number = next(numbers)
+            except Unanswered:
+                spent = True
+            if waiting and not waiting[0][1].done():
+                wait([future for _, future in waiting if not future.done()], return_when=FIRST_COMPLETED)
     except KeyboardInterrupt:
         print_warning("stopped: waiting for the answers that are paid for; Ctrl-C again ends at once")
         raise

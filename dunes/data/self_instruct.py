@@ -164,8 +164,8 @@ def generate(
         if idle == IDLE:
             reasons = Counter(item.reason for item in new_round.items).most_common(3)
             raise ValueError(
-                f"{IDLE} requests without a kept task; reasons in the last: {dict(reasons)}; try another model, or "
-                "the same command again when the endpoint answers: kept tasks stay"
+                f"{IDLE} requests without a kept task; reasons in the last: {dict(reasons)}; try another "
+                "model, or the same command again when the endpoint answers: kept tasks stay"
             )
 
 
@@ -229,14 +229,14 @@ def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
 
 def rejection_reason(instruction: str) -> str:
     """The reason to drop an instruction because of its own text; empty if no reason applies."""
-    length, banned = len(instruction.split()), BANNED.search(instruction)
+    length, banned, ink = len(instruction.split()), BANNED.search(instruction), "".join(instruction.split())
     reasons = {
         "short": length <= 3,
         "long": length > 150,
         f"word: {banned and banned[0].lower()}": banned,
         "program": instruction.startswith("Write a program"),
         "punctuation": instruction[:1] in string.punctuation,
-        "not ASCII": not instruction[:1].isascii() or 2 * sum(map(str.isascii, instruction)) < len(instruction),
+        "not ASCII": not instruction[:1].isascii() or 2 * sum(map(str.isascii, ink)) < len(ink),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 
