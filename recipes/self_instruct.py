@@ -3,9 +3,9 @@
     python recipes/self_instruct.py --seeds FILE --out FILE --endpoint URL --model NAME
 
 The endpoint has the API of OpenAI (chat or completions; `dunes serve` has both) or of Anthropic; its key is
-OPENAI_API_KEY or ANTHROPIC_API_KEY in the environment. Without --endpoint, --model is a model folder. All requests,
-their costs and the reason for each dropped task are logged in FILE.requests.jsonl, from which the same command goes
-on where it stopped. A file that ends in .jsonl has a task per line, other files have a list.
+OPENAI_API_KEY or ANTHROPIC_API_KEY in the environment. Without --endpoint, --model is a model folder. Requests,
+their costs and the reason for each dropped task are logged in FILE.requests.jsonl, from which the same command
+goes on where it stopped. A file that ends in .jsonl has a task per line, other files have a list.
 """
 
 import json

@@ -28,6 +28,7 @@ from dunes.files.json_file import append_record, print_warning, read_records
 from dunes.units import plural
 
 Api = Literal["chat", "completions", "anthropic"]
+"""An API: OpenAI's for chats or for the continuation of a text, or Anthropic's for messages."""
 CLIENTS = {
     "chat": ("openai", "OpenAI", "OPENAI_API_KEY", "/chat/completions"),
     "completions": ("openai", "OpenAI", "OPENAI_API_KEY", "/completions"),
@@ -413,8 +414,9 @@ class Endpoint:
             body["temperature"] = self.temperature
         if self.stop and not (self.api == "chat" and self.official):
             body["stop_sequences" if self.api == "anthropic" else "stop"] = list(self.stop)
-        message = {"prompt": prompt} if self.api == "completions" else {}
-        return body | (message or {"messages": [{"role": "user", "content": prompt}]})
+        if self.api == "completions":
+            return body | {"prompt": prompt}
+        return body | {"messages": [{"role": "user", "content": prompt}]}
 
     def _read(self, reply: Any) -> Answer:
         """Raises LookupError, TypeError or AttributeError for a reply of another form."""
