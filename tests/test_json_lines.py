@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dunes.bench import rows
 from dunes.checkpoint.weights import safetensors_file
 from dunes.cli.bench import plot
 from dunes.data import self_instruct
+from dunes.data.endpoint import Answer, Budget, Ledger, Tokens
 from dunes.files import atomic
 from dunes.files.json_file import append_record, append_text, parse_line, read_lines, read_records
 from dunes.runs import loop as loop_module
@@ -221,16 +223,28 @@ def test_a_damaged_measurement_costs_itself_alone(tmp_path, capsys):
 def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys):
     task = self_instruct.Task("Name a colour of the sky.", "", "Blue.")
     made = [self_instruct.Round(i, (self_instruct.Item("x", task),)) for i in range(3)]
-    path = tmp_path / "out.json.rounds.jsonl"
+    path = tmp_path / "out.json.requests.jsonl"
     append_record(path, made[0].row())
     with path.open("ab") as file:
         file.write(b'{"number": 1, "items": [{"te\n[1]\n{"number": 1, "items": [1]}\n')
         file.write(json.dumps(made[1].row() | {"number": "1"}).encode() + b"\n")
     append_record(path, made[2].row())
     content = path.read_bytes()
-    assert [r.number for r in recipe("self_instruct").read_rounds(path)] == [0, 2]
+    assert [row["number"] for row in Ledger(path, Budget(), self_instruct.Round.fits).others] == [0, 2]
     assert path.read_bytes() == content
     assert "line 2: " in capsys.readouterr().err
+
+
+class Scripted:
+    """A model with one answer."""
+
+    source: ClassVar = {"model": "m"}
+
+    def at_most(self, prompt):
+        return Tokens(1, 1)
+
+    def ask(self, prompt):
+        return Answer(" Name a bird of the sea.\n4. Input:\n\n4. Output:\nGull.")
 
 
 def test_a_result_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, monkeypatch):
@@ -239,10 +253,12 @@ def test_a_result_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, 
     seeds = tmp_path / "seeds.jsonl"
     seed = {"instruction": "Name a colour.", "input": "", "output": "Red."}
     seeds.write_text("".join(json.dumps(seed) + "\n" for _ in range(3)))
-    (tmp_path / "out.json.rounds.jsonl").touch()
+    (tmp_path / "out.json.requests.jsonl").touch()
+    monkeypatch.setattr(module, "teacher", lambda options: Scripted())
+    options = module.Options(seeds=str(seeds), out=str(out), model="m", count=1)
     monkeypatch.setattr(atomic, "fsync_path", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(OSError, match="No space"):
-        module.main(str(seeds), str(out), lambda prompts: [], 0)
+        module.main(options)
     assert out.read_text() == "[1]"
 
 

@@ -4,10 +4,8 @@ import importlib.util
 import json
 import runpy
 import sys
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Thread
 
 import pytest
 import torch
@@ -15,8 +13,8 @@ import torch
 from conftest import data, refuses
 from dunes import checkpoint
 from dunes.augment import undo_change
-from dunes.data import collect_corpus, read_records
-from dunes.data.self_instruct import REQUEST, build_prompts, read_seed_tasks
+from dunes.data import collect_corpus
+from dunes.data.self_instruct import REQUEST, numbered_prompt, read_seed_tasks
 from dunes.progress import Display
 from dunes.runs.run import read_config
 from dunes.runs.train import train
@@ -269,49 +267,6 @@ def test_the_demo_cuts_lines_of_unseen_files_as_editors_count_them(tmp_path):
         assert cut.rest.strip()
 
 
-def test_self_instruct_asks_a_server_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
-    made, asked = recipe("self_instruct"), []
-
-    class FinetuneTask(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append((self.path, self.headers["Authorization"], body))
-            n = len(asked)
-            text = f" task{n} of{n} kind{n} number{n}\n4. Input:\n\n4. Output:\n{n}\n###\n5. Instruction: Draw"
-            reply = {"choices": [{"text": text, "finish_reason": "length"}]}
-            self.send_response(503 if n == 11 else 200)
-            self.end_headers()
-            self.wfile.write(json.dumps(reply).encode())
-
-        def log_message(self, *args):
-            pass
-
-    monkeypatch.setenv("OPENAI_API_KEY", "k")
-    out = tmp_path / "out.json"
-    with ThreadingHTTPServer(("127.0.0.1", 0), FinetuneTask) as http:
-        Thread(target=http.serve_forever, daemon=True).start()
-        ask = made.server(f"http://127.0.0.1:{http.server_port}/v1/", "m")
-        words = r"/v1/completions: no completion: <HTTPError 503.*earlier rounds are saved"
-        refuses(words, made.main, seeds(tmp_path), str(out), ask, 20)
-        assert len(json.loads(out.read_text())) == 10
-        with (tmp_path / "out.json.rounds.jsonl").open("a") as file:
-            file.write('{"number": 2, "ite')
-        assert made.main(seeds(tmp_path), str(out), ask, 20) == 20
-        http.shutdown()
-    path, key, body = asked[0]
-    assert (path, key) == ("/v1/completions", "Bearer k")
-    assert body | {"prompt": ""} == {
-        "model": "m", "prompt": "", "max_tokens": 3072, "temperature": 1.0, "stop": ["\n20."],
-    }  # fmt: skip
-    assert body["prompt"].endswith("###\n4. Instruction:")
-    assert [b["prompt"] for _, _, b in asked[10:11]] == [b["prompt"] for _, _, b in asked[11:12]], "the same round"
-    found = read_records(out)
-    assert (found.format, len(found.rows)) == ("alpaca", 20)
-    lines = (tmp_path / "out.json.rounds.jsonl").read_text().splitlines()
-    assert [json.loads(line)["number"] for line in lines if not line.endswith("ite")] == [0, 1, 2, 3]
-    assert "round 3: 20 of 20 tasks, 5 new; dropped: truncated 5" in capsys.readouterr().out
-
-
 def seeds(folder):
     rows = [{"instruction": f"Say {w}.", "input": "", "output": w} for w in ("one", "two", "three")]
     path = folder / "seeds.jsonl"
@@ -320,26 +275,25 @@ def seeds(folder):
 
 
 def test_self_instruct_asks_a_model_folder(tmp_path):
-    made = recipe("self_instruct")
-    tokenizer = Tokenizer.train("bpe", [REQUEST], 300)
-    for context, folder in ((2048, "model"), (64, "short")):
-        save_model(tmp_path / folder, tokenizer, context, dim=16, depth=1)
-    out, ask = tmp_path / "out.json", made.local_model(str(tmp_path / "model"), 6)
-    words = r"10 rounds without a kept task; reasons in the last: \{.*'truncated': [1-5]"
-    refuses(words, made.main, seeds(tmp_path), str(out), ask, 2)
+    made, out = recipe("self_instruct"), tmp_path / "out.json"
+    save_model(tmp_path / "model", Tokenizer.train("bpe", [REQUEST], 300), 2048, dim=16, depth=1)
+    options = made.Options(seeds=seeds(tmp_path), out=str(out), model=str(tmp_path / "model"), max_tokens=6)
+    refuses(r"10 requests without a kept task; reasons in the last: \{'(truncated|layout)'", made.main, options)
     assert json.loads(out.read_text()) == []
-    rounds = made.read_rounds(tmp_path / "out.json.rounds.jsonl")
-    assert [r.number for r in rounds] == list(range(10))
-    texts = [item.text for r in rounds for item in r.items]
-    prompts = build_prompts(read_seed_tasks(seeds(tmp_path)), 0, 0)
-    assert ask(prompts)[0] == (texts[0].removeprefix("4. Instruction:"), True)
-    words = r"short: its context length is 64, and a prompt has \d+ tokens; .* 512 or more"
-    refuses(words, made.local_model(str(tmp_path / "short")), ["a" * 200])
+    lines = [json.loads(line) for line in (tmp_path / "out.json.requests.jsonl").read_text().splitlines()]
+    answers = [row for row in lines if "answer" in row]
+    assert [row["number"] for row in answers] == list(range(10))
+    prompt = numbered_prompt(read_seed_tasks(seeds(tmp_path)), 0, 0)
+    length = len(Tokenizer.train("bpe", [REQUEST], 300).prompt(prompt))
+    answer = made.LocalModel(str(tmp_path / "model"), 6).ask(prompt)
+    assert (answer.text, answer.tokens) == (answers[0]["answer"], (length, 6))
+    assert answers[0]["tokens"] == [length, 6]
+    refuses("--in-flight is 0", made.main, replace(options, in_flight=0))
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in RECIPES if p.stem != "self_instruct"], ids=lambda path: path.stem)
 def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, capsys):
-    needed = {"alpaca_lora": 2, "expand": 3, "lora_experts": 2, "self_instruct": 3}
+    needed = {"alpaca_lora": 2, "expand": 3, "lora_experts": 2}
     needed = (needed | dict.fromkeys(("shakespeare", "zig", "mixtral_tiny"), 1)).get(path.stem, 0)
     for given in ([], ["a"] * (needed - 1), ["a"] * 9, ["a", "--help"]):
         if given or needed:
@@ -348,6 +302,9 @@ def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, c
             assert f"python recipes/{path.name}" in (said.out if "--help" in given else said.err)
             assert code == (0 if "--help" in given else 2)
             assert said.err.count("\n") == ("--help" not in given)
+
+
+ASKED = "--seeds", "seeds.jsonl", "--out", "out.json"
 
 
 @pytest.mark.parametrize(
@@ -359,7 +316,7 @@ def test_arguments_that_a_recipe_cannot_use_print_its_usage(path, monkeypatch, c
         ("zig", ["nowhere"], "nowhere: no such file or folder"),
         ("expand", ["nowhere", "new", "old"], "nowhere: no such folder"),
         ("lora_experts", ["nowhere", "data"], "nowhere: no such folder"),
-        ("self_instruct", ["nowhere", "out", "model"], "model: no such folder"),
+        ("self_instruct", [*ASKED, "--model", "model"], "seeds.jsonl: cannot be read"),
         ("demo", ["soon"], "'soon'"),
     ],
 )
@@ -376,7 +333,8 @@ def test_a_mistake_is_one_line_in_a_recipe_too(name, given, message, tmp_path, m
 def test_a_model_with_a_short_context_is_told_what_is_needed(tmp_path, monkeypatch, capsys):
     save_model(tmp_path / "model", Tokenizer.train("bpe", [REQUEST], 300), 256, dim=16, depth=1)
     out = tmp_path / "out.json"
-    ended(RECIPES[0].with_stem("self_instruct"), [seeds(tmp_path), str(out), str(tmp_path / "model")], monkeypatch)
+    words = ["--seeds", seeds(tmp_path), "--out", str(out), "--model", str(tmp_path / "model")]
+    ended(RECIPES[0].with_stem("self_instruct"), words, monkeypatch)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "model: its context length is 256, and a prompt has" in said

@@ -4,22 +4,23 @@ import json
 import random
 import warnings
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import data, refuses
+from dunes.data.endpoint import Answer
 from dunes.data.self_instruct import (
-    PROMPTS,
+    GO_ON,
     REQUEST,
     InstructionIndex,
     Round,
     Task,
     build_prompt,
-    build_prompts,
     generate,
+    numbered_prompt,
     parse_answer,
     read_seed_tasks,
     rejection_reason,
@@ -94,30 +95,40 @@ WRITTEN = [
 ]  # fmt: skip
 
 
-def fake(*rounds):
-    """A model whose answers stand in lists; it writes down what it was asked."""
-    told, asked = iter(rounds), []
-
-    def ask(prompts):
-        asked.append(prompts)
-        return next(told)
-
-    return ask, asked
-
-
 def test_kept_and_dropped_are_those_of_the_recorded_list():
     """A4."""
     answer = listed(*[item[:3] for item in WRITTEN])
     broken = answer + "###\n99. Instruction: One two three four\n99. Input:\n\n99. Output:\nno"
     twice = listed(("One two three four five?", "", "a\n4. Output:\nb"))
     cut = listed(("Count the vowels in this word.", "sky", "0"))
-    ask, _ = fake([(broken, False), (twice, False), (cut, True)])
-    (found,) = generate(ask, SEEDS, wanted=3)
+    answers = enumerate([Answer(broken), Answer(twice), Answer(cut, True)])
+    rounds = list(generate(answers, SEEDS, wanted=99))
     reasons = [item[3] for item in WRITTEN]
-    assert [i.reason for i in found.items] == [*reasons, "layout", "layout", "truncated"]
-    assert found.kept == [Task(*item[:3]) if item[1] != "<noinput>" else Task(item[0], "", item[2])
+    assert [[i.reason for i in r.items] for r in rounds] == [[*reasons, "layout"], ["layout"], ["truncated"]]
+    assert rounds[0].kept == [Task(*item[:3]) if item[1] != "<noinput>" else Task(item[0], "", item[2])
                           for item in WRITTEN if not item[3]]  # fmt: skip
-    assert Round.of(json.loads(json.dumps(found.row()))) == found
+    assert not rounds[1].kept + rounds[2].kept
+    assert [Round.of(json.loads(json.dumps(r.row()))) for r in rounds] == rounds
+
+
+@pytest.mark.parametrize("form", ["{}", "4. Instruction:{}", " 4.  Instruction:{}", "###\n4. Instruction:{}",
+                                  "Here they are:\n\n### 4. Instruction:{}", "```\n###\n4. Instruction:{}\n```",
+                                  "```text\n4. Instruction:{}"])  # fmt: skip
+def test_an_answer_may_begin_as_chat_models_begin(form):
+    answer = listed(*[(t.instruction, t.input, t.output) for t in SEEDS])
+    tasks = [item.task for item in parse_answer(form.format(answer), False)]
+    assert tasks == [replace(t, instruction=t.instruction.strip()) for t in SEEDS]
+
+
+def test_a_heading_in_a_later_task_is_no_beginning():
+    answer = listed(("One?", "", "a\n4. Instruction: Two?\n4. Input:\n\n4. Output:\nb"))
+    assert [item.reason for item in parse_answer(answer, False)] == ["layout"]
+
+
+def test_texts_in_another_script_are_dropped_though_their_first_letter_is_ascii():
+    assert rejection_reason("A 和 B 中 哪 一 个 更大 为什么") == "not ASCII"
+    assert rejection_reason("I Назовите три самые большие реки") == "not ASCII"
+    assert rejection_reason("Say what a naïve café à la carte is.") == ""
 
 
 def test_words_are_whole_and_limits_are_alpacas():
@@ -130,47 +141,44 @@ def test_words_are_whole_and_limits_are_alpacas():
     assert rejection_reason("write a program that adds numbers") == ""
 
 
-def many(seed):
-    """A model that never stops having ideas."""
-    chance = random.Random(seed)
-
-    def word():
-        return "".join(chance.choice("abcdefgh") for _ in range(5))
-
-    def ask(prompts):
-        return [(listed(*[(" ".join(word() for _ in range(6)), "", "yes")] * 2), False) for _ in prompts]
-
-    return ask
+def many(number):
+    """An answer with two equal tasks."""
+    chance = random.Random(number)
+    text = " ".join("".join(chance.choices("abcdefgh", k=5)) for _ in range(6))
+    return number, Answer(listed(*[(text, "", "yes")] * 2))
 
 
-def test_it_goes_on_until_enough_and_asks_by_seed_and_number():
-    ask, asked = fake(*[many(i)([0] * PROMPTS) for i in range(5)])
-    rounds = list(generate(ask, SEEDS, wanted=12, seed=3))
-    assert [r.number for r in rounds] == [0, 1, 2]
-    assert sum(len(r.kept) for r in rounds) == 15
-    assert asked == [build_prompts(SEEDS, 3, n) for n in range(3)]
-    assert len(asked[0]) == len(set(asked[0])) == PROMPTS
-    assert build_prompts(SEEDS, 3, 0) != build_prompts(SEEDS, 4, 0)
+def test_it_goes_on_until_enough():
+    rounds = list(generate(map(many, count()), SEEDS, wanted=12))
+    assert [r.number for r in rounds] == list(range(12))
+    assert sum(len(r.kept) for r in rounds) == 12
     assert all(item.reason.startswith("similar: 1.00") for r in rounds for item in r.items[1::2])
+    assert list(generate(map(many, count()), SEEDS, wanted=12, before=rounds)) == []
+
+
+def test_prompts_follow_from_seed_and_number():
+    prompts = [numbered_prompt(SEEDS, 3, n) for n in range(20)]
+    assert prompts == [numbered_prompt(SEEDS, 3, n) for n in range(20)]
+    assert 10 < len(set(prompts)) <= 20
+    assert prompts != [numbered_prompt(SEEDS, 4, n) for n in range(20)]
+    asked, continued = numbered_prompt(SEEDS, 3, 0, chat=True), prompts[0].removesuffix("###\n4. Instruction:")
+    assert asked == continued + GO_ON != prompts[0]
 
 
 def test_a_run_that_goes_on_is_the_run():
-    def answers(prompts):
-        return [many(p)([0])[0] for p in prompts]
-
-    whole = list(generate(answers, SEEDS, wanted=20))
-    start = list(islice(generate(answers, SEEDS, wanted=20), 2))
-    assert start + list(generate(answers, SEEDS, wanted=20, before=start)) == whole
-    assert list(generate(answers, SEEDS, wanted=20, before=whole)) == []
-    again = next(generate(lambda p: answers(build_prompts(SEEDS, 0, 0)), SEEDS, wanted=99, before=whole))
+    full = list(generate(map(many, count()), SEEDS, wanted=20))
+    start = full[:7]
+    assert start + list(generate(map(many, count(7)), SEEDS, wanted=20, before=start)) == full
+    (again,) = islice(generate(iter([many(0)]), SEEDS, wanted=99, before=full), 1)
     assert not again.kept, "what rounds before have kept counts as earlier"
 
 
 def test_too_few_seeds_and_a_model_that_has_none_are_refused():
-    refuses("2 seed tasks; a prompt shows 3", next, generate(many(0), SEEDS[:2], wanted=1))
-    rounds = []
-    with pytest.raises(ValueError, match=r"10 rounds without a kept task; reasons in the last: \{'layout': 5\}"):
-        rounds.extend(generate(lambda p: [("no", False)] * len(p), SEEDS, wanted=1))
+    refuses("2 seed tasks; a prompt shows 3", numbered_prompt, SEEDS[:2], 0, 0)
+    rounds, answers = [], [(n, Answer("no") if n < 9 else Answer("", reason="no answer: 503")) for n in range(99)]
+    with pytest.raises(ValueError, match=r"10 requests without a kept task; .* \{'no answer: 503': 1\}"):
+        rounds.extend(generate(answers, SEEDS, wanted=1))
+    assert len(answers) == 99
 
 
 def test_seed_files(tmp_path):

@@ -10,14 +10,14 @@ import re
 import string
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dunes.data.endpoint import Answer
 from dunes.data.records import rows
 from dunes.units import plural
 
@@ -25,8 +25,8 @@ SHOWN = 3
 """Number of seed tasks in a prompt."""
 LAST = 20
 """Number of the last task that a prompt asks for."""
-PROMPTS = 5
-"""Number of prompts in a round."""
+PER_ANSWER = LAST - SHOWN
+"""Maximum number of tasks in an answer."""
 STOP = (f"\n{LAST}.",)
 """Stop string of an answer. Alpaca's stop string is "20.", which also matches inside "2020."."""
 TOKENS = 3072
@@ -57,6 +57,13 @@ What they should be like:
 
 The {LAST} tasks:
 """
+GO_ON = f"""###
+Write tasks {SHOWN + 1} to {LAST} of the list, in exactly this layout and with these numbers. Begin with "###" and
+"{SHOWN + 1}. Instruction:", and write nothing else.
+"""
+"""End of a prompt for a chat model, which answers instead of continuing."""
+IDLE = 10
+"""Number of requests in a row without a kept task after which a run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The result of one call of the model. Rounds are numbered from 0."""
+    """The tasks of one answer. Rounds are numbered from 0, as requests are."""
 
     number: int
     items: tuple[Item, ...]
@@ -98,9 +105,15 @@ class Round:
         items = [Item(i["text"], i["task"] and Task(**i["task"]), i["reason"]) for i in row["items"]]
         return cls(row["number"], tuple(items))
 
-
-AskModel = Callable[[list[str]], Sequence[tuple[str, bool]]]
-"""A language model: returns the completion of each prompt, and True if it was truncated."""
+    @classmethod
+    def fits(cls, row: Mapping[str, Any]) -> bool:
+        """True if `of` can rebuild a Round from this object of a file."""
+        try:
+            parsed = cls.of(row)
+        except (LookupError, TypeError):
+            return False
+        texts = [text for task in parsed.kept for text in (task.instruction, task.input, task.output)]
+        return isinstance(parsed.number, int) and all(isinstance(text, str) for text in texts)
 
 
 def read_seed_tasks(path: Path | str) -> list[Task]:
@@ -126,38 +139,47 @@ def _seed_task(place: str, row: Any) -> Task:
 
 
 def generate(
-    ask: AskModel, seeds: Sequence[Task], *, wanted: int, seed: int = 0, before: Iterable[Round] = ()
+    answers: Iterable[tuple[int, Answer]], seeds: Sequence[Task], *, wanted: int, before: Iterable[Round] = ()
 ) -> Iterator[Round]:
-    """Generate rounds of tasks until `wanted` tasks are kept, including those of `before`; yield each new round.
+    """Read answers until `wanted` tasks are kept, including those of `before`; yield the round of each answer.
 
-    Prompts depend only on the seed and the number of the round, so that a run can be resumed. Raises ValueError
-    for too few seed tasks, and after ten rounds in a row without a kept task.
+    Raises ValueError after IDLE answers in a row without a kept task.
+    """
+    past = list(before)
+    earlier = InstructionIndex([task.instruction for task in [*seeds, *(t for r in past for t in r.kept)]])
+    total, idle = sum(len(r.kept) for r in past), 0
+    if total >= wanted:
+        return
+    for number, answer in answers:
+        items = (
+            [Item(answer.text, None, answer.reason)]
+            if answer.reason
+            else parse_answer(answer.text, answer.truncated)
+        )
+        new_round = Round(number, tuple(filter_item(item, earlier) for item in items))
+        total, idle = total + len(new_round.kept), 0 if new_round.kept else idle + 1
+        yield new_round
+        if total >= wanted:
+            return
+        if idle == IDLE:
+            reasons = Counter(item.reason for item in new_round.items).most_common(3)
+            raise ValueError(
+                f"{IDLE} requests without a kept task; reasons in the last: {dict(reasons)}; try another "
+                "model, or the same command again when the endpoint answers: kept tasks stay"
+            )
+
+
+def numbered_prompt(seeds: Sequence[Task], seed: int, number: int, chat: bool = False) -> str:
+    """The prompt of a request, which shows a random sample of the seed tasks, and no generated tasks.
+
+    It depends only on the arguments, so that a run can be resumed. Raises ValueError for too few seed tasks.
     """
     if len(seeds) < SHOWN:
         raise ValueError(
             f"{plural(len(seeds), 'seed task')}; a prompt shows {SHOWN}, so at least as many are needed"
         )
-    past = list(before)
-    earlier = InstructionIndex([task.instruction for task in [*seeds, *(t for r in past for t in r.kept)]])
-    total, idle = sum(len(r.kept) for r in past), 0
-    for number in count(max((r.number for r in past), default=-1) + 1):
-        if total >= wanted:
-            return
-        answers = ask(build_prompts(seeds, seed, number))
-        new_round = Round(number, tuple(filter_item(item, earlier) for a in answers for item in parse_answer(*a)))
-        total, idle = total + len(new_round.kept), 0 if new_round.kept else idle + 1
-        yield new_round
-        if idle == 10:
-            reasons = Counter(item.reason for item in new_round.items).most_common(3)
-            raise ValueError(
-                f"10 rounds without a kept task; reasons in the last: {dict(reasons)}; try another model"
-            )
-
-
-def build_prompts(seeds: Sequence[Task], seed: int, number: int) -> list[str]:
-    """The prompts of a round. Each shows a random sample of the seed tasks, and no generated tasks."""
-    rng = random.Random(f"{seed} {number}")
-    return [build_prompt(rng.sample(seeds, SHOWN)) for _ in range(PROMPTS)]
+    prompt = build_prompt(random.Random(f"{seed} {number}").sample(seeds, SHOWN))
+    return prompt.removesuffix(f"###\n{SHOWN + 1}. Instruction:") + GO_ON if chat else prompt
 
 
 def build_prompt(tasks: Sequence[Task]) -> str:
@@ -173,8 +195,13 @@ def build_prompt(tasks: Sequence[Task]) -> str:
 def parse_answer(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterator[Item]:
     """The items of an answer whose first task has the number `first`.
 
-    The last item of a truncated answer is dropped.
+    An answer may begin with the text of the instruction, or with its number and heading, as chat models write it,
+    and may be in a code fence. The last item of a truncated answer is dropped.
     """
+    if fenced := re.fullmatch(r"(?s)\s*```\w*\n(.*?)(?:```)?\s*", answer):
+        answer = fenced[1]
+    heading = rf"{first}\.\s+"
+    answer = re.sub(rf"(?s)\A(?:(?!{heading}Input:).)*?^(?:###)?\s*{heading}Instruction:", "", answer, flags=re.M)
     parts = f"{first}. Instruction:{answer}".split("###")
     for number, text in enumerate(parts, first):
         fields = re.split(rf"{number}\.\s+(?:Instruction|Input|Output):", text)
@@ -202,14 +229,14 @@ def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
 
 def rejection_reason(instruction: str) -> str:
     """The reason to drop an instruction because of its own text; empty if no reason applies."""
-    length, banned = len(instruction.split()), BANNED.search(instruction)
+    length, banned, ink = len(instruction.split()), BANNED.search(instruction), "".join(instruction.split())
     reasons = {
         "short": length <= 3,
         "long": length > 150,
         f"word: {banned and banned[0].lower()}": banned,
         "program": instruction.startswith("Write a program"),
         "punctuation": instruction[:1] in string.punctuation,
-        "not ASCII": not instruction[:1].isascii(),
+        "not ASCII": not instruction[:1].isascii() or 2 * sum(map(str.isascii, ink)) < len(ink),
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
 

@@ -1,0 +1,425 @@
+"""Instruction data from endpoints: what misbehaves, what it costs, and what a killed run leaves."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from conftest import refuses
+from dunes.data import endpoint
+from dunes.data.endpoint import Answer, Budget, Endpoint, FailedAttempt, Ledger, Tokens, ask_all
+from dunes.data.examples import ignored_line, read_records
+from dunes.extra import python_command
+from teachers import KEY, REPLIES, russian, serving, started
+from test_recipes import recipe
+
+MADE = recipe("self_instruct")
+APIS = "chat", "completions", "anthropic"
+FAULTS = 429, 500, 503, "cut", "half", "html", "garbage", "no choices", "wrong types"
+
+
+@pytest.fixture(autouse=True)
+def _keys(monkeypatch):
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
+        monkeypatch.setenv(name, KEY)
+    for name in ("ANTHROPIC_AUTH_TOKEN", "OPENAI_LOG", "ANTHROPIC_LOG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def options(folder, url, **more):
+    seeds = folder / "seeds.jsonl"
+    texts = [f"Say the number {i} in words of {i + 1} languages." for i in range(30)]
+    seeds.write_text("".join(json.dumps({"instruction": t, "input": "", "output": "x"}) + "\n" for t in texts))
+    base = {"count": 40, "backoff": 0.001, "max_tokens": 400, "in_flight": 4}
+    return MADE.Options(seeds=str(seeds), out=str(folder / "out.json"), model="m", endpoint=url, **base | more)
+
+
+def tasks(folder, name="out.json"):
+    """The tasks without what differs between runs."""
+    rows = json.loads((folder / name).read_text())
+    return [(r["instruction"], r["output"], r["provenance"]["request"]) for r in rows]
+
+
+def sums(folder):
+    """Tokens of all rows, and their cost."""
+    listed = [row["provenance"] for row in json.loads((folder / "out.json").read_text())]
+    return [sum(r["tokens"][i] for r in listed) for i in (0, 1)], sum(r["usd"] or 0 for r in listed)
+
+
+def ledger(folder, budget=None):
+    return Ledger(folder / "out.json.requests.jsonl", budget or Budget(), lambda row: "items" in row)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_one_and_sixteen_in_flight_give_the_same_rows_and_the_report_is_what_was_counted(tmp_path, api, capsys):
+    count = 280 if api == "chat" else 60
+    folders, most = [tmp_path / "1", tmp_path / "16"], []
+    for folder in folders:
+        folder.mkdir()
+        with serving(seconds=0.1 if folder.name == "16" else 0.0) as server:
+            asked = options(
+                folder, server.url, api=api, in_flight=int(folder.name), count=count, prices=(2.0, 8.0)
+            )
+            assert MADE.main(asked) >= count
+            report, counted = capsys.readouterr().out, server.total()
+            most.append(server.most)
+        spent = ledger(folder)
+        assert list(spent.total) == counted
+        usd = (2 * counted[0] + 8 * counted[1]) / 1e6
+        assert f"{counted[0]:,} + {counted[1]:,} tokens, {usd:.4f} USD\n" in report.replace("\n\n", "\n")
+        assert f"next: dunes finetune MODEL --data {folder / 'out.json'}" in report
+        assert sums(folder) == (counted, pytest.approx(usd, rel=1e-9))
+        assert len(spent.answers) == len(server.counted), "each answer is paid for once, and used"
+    assert tasks(folders[0]) == tasks(folders[1])
+    assert most[0] == 1
+    assert (8 if api == "chat" else 1) < most[1] <= 16
+    paths = {path for path, _ in server.headers}
+    assert paths == {"/v1" + endpoint.CLIENTS[api][3].removeprefix("/v1")}
+    body = server.bodies[0]
+    assert body.get("stop", body.get("stop_sequences")) == ["\n20."]
+    assert body["max_tokens"] == 400
+    assert ("prompt" in body) == (api == "completions")
+    (row, *_) = json.loads((folders[1] / "out.json").read_text())
+    assert row["provenance"]["model"] == "t-1"
+    assert row["provenance"]["endpoint"] == server.url
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", row["provenance"]["at"])
+    records = read_records(folders[1] / "out.json")
+    assert (records.format, ignored_line([records])) == ("alpaca", ["ignored fields: provenance"])
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_an_endpoint_that_misbehaves_costs_what_it_counted_and_no_row(tmp_path, api):
+    """Each of the faults befalls the first request of a prompt, in turn; the second is answered."""
+    order, faults = {}, [*FAULTS, *(f for f in REPLIES if f not in FAULTS)]
+
+    def fault(prompt, n):
+        place = order.setdefault(prompt, len(order))
+        return faults[place % len(faults)] if n == 0 else None
+
+    with serving(fault) as server:
+        MADE.main(options(tmp_path, server.url, api=api, in_flight=1, count=48))
+        counted, lost = server.total(), server.lost
+    spent = ledger(tmp_path)
+    assert list(spent.total) == counted
+    assert len(spent.lost) == len(lost) > 0
+    for known, most in zip(lost, spent.lost, strict=True):
+        assert all(a <= b for a, b in zip(known, most, strict=True))
+    attempts = [row["attempts"] for row in spent.answers.values()]
+    repeated = [order_of % len(faults) < len(FAULTS) for order_of in range(len(attempts))]
+    assert attempts == [1 + r for r in repeated] or api == "anthropic"  # which has one more form of no text
+    with serving() as server:
+        clean = tmp_path / "clean"
+        clean.mkdir()
+        MADE.main(options(clean, server.url, api=api, count=48))
+    rows = [row[0] for row in tasks(tmp_path)]
+    assert len(rows) == len(set(rows)) >= 48
+    assert set(rows) & {row[0] for row in tasks(clean)}
+
+
+def test_a_slow_answer_is_lost_and_asked_for_again(tmp_path):
+    with serving(lambda prompt, n: "slow" if n == 0 else None) as server:
+        MADE.main(options(tmp_path, server.url, count=4, timeout=0.3))
+    assert len(ledger(tmp_path).lost) == 1
+
+
+def test_another_language_is_dropped_with_its_reason(tmp_path):
+    with serving(text=russian) as server:
+        refuses(r"10 requests without a kept task; .*'not ASCII': 5", MADE.main, options(tmp_path, server.url))
+        assert len(ledger(tmp_path).answers) >= 10
+        assert list(ledger(tmp_path).total) == server.total()
+    assert tasks(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "requests"),
+    [
+        (401, "401: the key is refused; check OPENAI_API_KEY", 4),
+        (404, r"404: .*is there a model 'm', and does the URL end before /chat/completions", 4),
+        (307, "307: a redirect; give the URL that it leads to", 4),
+        (400, "10 requests without a kept task.*400: no,.*is bad", 13),
+        (500, "10 requests without a kept task.*attempt 8: .*500: no,", 13 * 8),
+    ],
+)
+def test_what_cannot_go_on_ends_with_one_line(tmp_path, status, words, requests):
+    with serving(lambda prompt, n: status) as server:
+        message = refuses(words, MADE.main, options(tmp_path, server.url))
+        assert server.url in message
+        assert len(server.bodies) <= requests
+    assert ledger(tmp_path).total == (0, 0)
+    assert not ledger(tmp_path).lost
+
+
+def test_rows_before_the_end_are_kept_and_the_same_command_goes_on(tmp_path):
+    with serving(lambda prompt, n: 401 if len(server.times) > 6 else None) as server:
+        refuses("401", MADE.main, options(tmp_path, server.url))
+        before = tasks(tmp_path)
+        assert before
+        server.fault = lambda prompt, n: None
+        assert MADE.main(options(tmp_path, server.url)) >= 40
+        assert tasks(tmp_path)[: len(before)] == before
+        assert list(ledger(tmp_path).total) == server.total()
+        asked = len(server.bodies)
+        MADE.main(options(tmp_path, server.url))
+        assert len(server.bodies) == asked, "nothing is left to ask"
+
+
+@pytest.mark.parametrize(("budget", "unit"), [("9000", None), ("0.05usd", (2.0, 8.0))])
+@pytest.mark.parametrize("in_flight", [1, 16])
+def test_a_budget_is_never_exceeded(tmp_path, capsys, budget, unit, in_flight):
+    faults = [None, "cut", None, 500, None]
+    with serving(lambda prompt, n: faults[(len(prompt) + n) % 5]) as server:
+        asked = options(tmp_path, server.url, budget=budget, prices=unit, in_flight=in_flight, count=500)
+        total = MADE.main(asked)
+        assert "the budget is spent; to go on, give a larger --budget" in capsys.readouterr().out
+        assert 0 < total < 500
+        for _ in range(3):  # the next runs have what attempts did not cost that might have
+            total = MADE.main(asked)
+        prompt, answer = (sum(pair) for pair in zip(*server.counted, *server.lost, strict=True))
+        paid = (2 * prompt + 8 * answer) / 1e6 if unit else prompt + answer
+        limit = float(budget.removesuffix("usd"))
+        assert 0.1 * limit < paid <= limit
+        assert MADE.main(replace(asked, budget=None, count=total + 20)) >= total + 20
+    rows = [row[0] for row in tasks(tmp_path)]
+    assert len(rows) == len(set(rows))
+
+
+def test_budgets():
+    assert Budget.parse("200,000") == Budget(200000)
+    assert Budget.parse(" 2.5 USD ", (1.0, 2.0)) == Budget(2.5, True, (1.0, 2.0))
+    assert Budget.parse(None).limit == float("inf")
+    refuses("5usd: money needs --prices IN OUT", Budget.parse, "5usd")
+    for text in ("", "five", "-1", "5 eur", "1e3", "nan"):
+        refuses("expected tokens, such as 200000, or money", Budget.parse, text)
+    refuses("expected dollars per million tokens", Budget.parse, None, (-1.0, 2.0))
+    refuses("expected dollars per million tokens", Budget.parse, None, (1.0, float("nan")))
+
+
+KILLS = 20
+
+
+def test_twenty_kills_lose_and_repeat_nothing(tmp_path):
+    """The log is that of all runs: what was counted, and what was on its way when a run was killed."""
+    clean, killed = tmp_path / "clean", tmp_path / "killed"
+    for folder in (clean, killed):
+        folder.mkdir()
+    with serving() as server:
+        MADE.main(options(clean, server.url, count=400, in_flight=16))
+    chance = random.Random(0)
+    faults = [None] * 12 + [429, 500, "cut"]
+    with serving(lambda prompt, n: chance.choice(faults), seconds=0.1) as server:
+        asked = options(killed, server.url, count=400)
+        for _ in range(KILLS):
+            process = started(asked)
+            time.sleep(chance.uniform(0.0, 0.3))
+            assert process.is_alive(), "the run is too short for all kills"
+            process.kill()
+            process.join()
+        lines = (killed / "out.json.requests.jsonl").read_bytes()
+        MADE.main(replace(asked, in_flight=16))
+        counted, lost, bodies = server.total(), server.lost, len(server.bodies)
+    assert (killed / "out.json.requests.jsonl").read_bytes().startswith(lines[: lines.rindex(b"\n")])
+    assert tasks(killed) == tasks(clean)
+    numbers = [row["number"] for row in ledger(killed).others]
+    assert numbers == list(range(len(numbers))), "each answer is filtered once"
+    spent = ledger(killed)
+    unknown = endpoint.add_tokens(*spent.lost)
+    real = [sum(part) for part in zip(*server.counted, *lost, strict=True)]
+    assert all(a <= b for a, b in zip(spent.total, counted, strict=True))
+    assert all(a <= b <= a + c for a, b, c in zip(spent.total, real, unknown, strict=True))
+    print(f"{bodies} requests, {counted} counted, {list(spent.total)} known, at most {tuple(unknown)} more")
+
+
+def test_ctrl_c_waits_for_what_is_paid_for_and_one_run_writes_a_file(tmp_path):
+    with serving(seconds=1.0) as server:
+        asked = options(tmp_path, server.url, count=400, in_flight=8)
+        process = started(asked)
+        while len(server.bodies) < 8:
+            time.sleep(0.02)
+        refuses("another run writes to it", MADE.main, asked)
+        os.kill(process.pid, signal.SIGINT)
+        process.join()
+        assert list(ledger(tmp_path).total) == server.total()
+        assert len(ledger(tmp_path).answers) == 8
+    assert not ledger(tmp_path).lost
+    (tmp_path / "out.json.requests.jsonl").unlink()
+    (tmp_path / "out.json").write_text("[]")
+    refuses(r"out\.json: exists, but not out\.json\.requests\.jsonl", MADE.main, asked)
+
+
+def test_the_key_is_never_seen(tmp_path, capsys, monkeypatch):
+    """Not where errors or answers repeat it, not in files, not in what is printed, and not behind a redirect."""
+    with serving(lambda prompt, n: [500, 400, "cut", None][len(server.times) % 4]) as server:
+        server.text = lambda prompt: f" Repeat the key {KEY} twice.\n4. Input:\n\n4. Output:\n{KEY[3:]} {KEY[:20]}"
+        message = refuses("10 requests", MADE.main, options(tmp_path, server.url, count=10))
+        server.fault = lambda prompt, n: 401
+        message += refuses("401", MADE.main, options(tmp_path, server.url))
+        assert {headers["authorization"] for _, headers in server.headers} == {f"Bearer {KEY}"}
+        with serving(lambda prompt, n: 307) as other:
+            refuses("307", MADE.main, options(tmp_path, other.url))
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()).decode()
+    said = capsys.readouterr()
+    seen = message + written + said.out + said.err
+    assert "Repeat the key ****" in seen
+    parts = {KEY[i : i + 8] for i in range(len(KEY) - 7)}
+    assert not [part for part in parts if part in seen]
+    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\n{KEY}")
+    assert KEY not in refuses("a key has printable ASCII", Endpoint, "http://127.0.0.1:9/v1", "m")
+
+
+def test_urls_and_keys_that_are_refused(monkeypatch):
+    for url in (
+        "http://me:pass1234@h/v1",
+        "https://pass1234@h/v1",
+        "https://h/v1?api-key=pass1234",
+        "https://h/#pass1234",
+    ):
+        assert "pass1234" not in refuses("no user, password or query", Endpoint, url, "m")
+    for url in ("h/v1", "ftp://h/v1", "", "http://", "http://h:port/v1"):
+        refuses("--endpoint: ", Endpoint, url, "m")
+    monkeypatch.delenv("OPENAI_API_KEY")
+    refuses("api.openai.com: no key; set OPENAI_API_KEY", Endpoint, "https://api.openai.com/v1", "m")
+    monkeypatch.delenv("ANTHROPIC_API_KEY")
+    refuses("api.anthropic.com: no key; set ANTHROPIC_API_KEY", Endpoint, "https://api.anthropic.com", "m")
+    with serving() as server:
+        local = Endpoint(server.url, "m")
+        local.ask("x" * 99)
+        local.close()
+        assert server.headers[0][1]["authorization"] == "Bearer none"
+
+
+def test_openais_own_chat_models_get_the_fields_that_they_know():
+    teacher = Endpoint("https://api.openai.com/v1", "gpt", stop=("x",))
+    body = teacher._body("hi")
+    teacher.close()
+    assert body == {"model": "gpt", "max_completion_tokens": 3072, "temperature": 1.0,
+                    "messages": [{"role": "user", "content": "hi"}]}  # fmt: skip
+    teacher = Endpoint("https://api.anthropic.com", "claude", stop=("x",), temperature=0.5)
+    body = teacher._body("hi")
+    teacher.close()
+    assert body == {"model": "claude", "max_tokens": 3072, "temperature": 0.5, "stop_sequences": ["x"],
+                    "messages": [{"role": "user", "content": "hi"}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(("api", "module"), [("chat", "openai"), ("anthropic", "anthropic")])
+def test_a_missing_client_names_the_extra(monkeypatch, api, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    refuses(rf"{module} cannot be imported .*'\.\[teacher\]'", Endpoint, "http://127.0.0.1:9/v1", "m", api)
+
+
+class Scripted:
+    """A teacher that fails as it is told."""
+
+    source = {"model": "m"}  # noqa: RUF012
+
+    def __init__(self, *failures):
+        self.failures, self.asked = list(failures), []
+
+    def at_most(self, prompt):
+        return Tokens(10, 10)
+
+    def ask(self, prompt):
+        self.asked.append(time.monotonic())
+        if self.failures:
+            raise self.failures.pop(0)
+        return Answer("text", tokens=Tokens(3, 4))
+
+
+def first_answer(teacher, path, **more):
+    answers = ask_all(teacher, str, Ledger(path, Budget()), in_flight=1, needed=lambda: 1, **more)
+    number, answer = next(answers)
+    answers.close()
+    return number, answer
+
+
+def test_back_off_doubles_and_an_endpoint_may_ask_for_another_wait(tmp_path):
+    teacher = Scripted(*(FailedAttempt("no") for _ in range(3)), FailedAttempt("no", wait=0.05))
+    assert first_answer(teacher, tmp_path / "log", backoff=0.1) == (0, Answer("text", tokens=Tokens(3, 4)))
+    gaps = [b - a for a, b in zip(teacher.asked, teacher.asked[1:], strict=False)]
+    for gap, wait in zip(gaps, (0.1, 0.2, 0.4, 0.05), strict=True):
+        assert 0.75 * wait <= gap < wait + 0.3
+    assert first_answer(Scripted(), tmp_path / "log") == (0, Answer("text", reason="")), "not asked again"
+    number, answer = first_answer(
+        Scripted(*(FailedAttempt("no") for _ in range(9))), tmp_path / "b", tries=2, backoff=0
+    )
+    assert (number, answer.text, answer.reason) == (0, "", "no answer, attempt 2: no")
+
+
+def test_retry_after_is_seconds_or_a_date():
+    assert endpoint._retry_after({"retry-after": "2.5"}) == 2.5
+    assert endpoint._retry_after({"retry-after": "99999"}) == endpoint.MAX_WAIT
+    assert endpoint._retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0
+    for value in ("", "soon", "nan", "inf"):
+        assert endpoint._retry_after({"retry-after": value}) is None
+
+
+def test_a_damaged_log_loses_its_damaged_lines_alone(tmp_path, capsys):
+    path = tmp_path / "log"
+    for number in range(3):
+        first = Ledger(path, Budget())
+        first.reserve(number, Tokens(10, 10))
+        first.end(number, "answer", "a", Tokens(1, 2), truncated=False, reason="")
+    lines = path.read_text().splitlines()
+    lines[3] = lines[3][:30]
+    path.write_text(
+        "\n".join([*lines, '{"number": 4, "asked": "x", "at_most": [1]}', '{"number": "x", "answer": ""}'])
+    )
+    again = Ledger(path, Budget())
+    assert (sorted(again.answers), again.total, again.lost) == ([0, 2], (2, 4), [(10, 10)])
+    assert "1 attempt interrupted or not counted by the endpoint: at most 20 tokens more" in again.report()
+    assert "line 4: expected a request" in capsys.readouterr().err
+    assert [again.shares(0, 3), again.shares(9, 1)] == [
+        [((0, 0), None), ((0, 1), None), ((1, 1), None)],
+        [(None, None)],
+    ]
+
+
+def test_one_prompt_is_enough_for_each_number(tmp_path):
+    """Only as many requests as tasks are needed are ahead, and none twice."""
+    asked, answers = [], []
+    source = Ledger(tmp_path / "log", Budget())
+    stream = ask_all(
+        Scripted(), lambda n: asked.append(n) or str(n), source, in_flight=16, needed=lambda: 3, done={1, 2}
+    )
+    for number, _ in stream:
+        answers.append(number)
+        if len(answers) == 5:
+            break
+    stream.close()
+    assert answers == [0, 3, 4, 5, 6]
+    assert asked == [0, 3, 4, 5, 6, 7, 8][: len(asked)]
+    assert os.path.getsize(tmp_path / "log") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_the_projects_own_server(tmp_path, api):
+    pytest.importorskip("uvicorn")
+    from dunes.data.self_instruct import REQUEST
+    from dunes.text import Tokenizer
+    from test_recipes import save_model
+
+    save_model(tmp_path / "model", Tokenizer.train("bpe", [REQUEST], 300), 4096, dim=16, depth=1)
+    command, environment = python_command("-m", "dunes", "serve", str(tmp_path / "model"), "--port", "0")
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        lines = iter(process.stdout.readline, "")
+        url = next(m[0] for line in lines if (m := re.search(r"http://[\d.]+:\d+", line)))
+        asked = options(tmp_path, f"{url}/v1", api=api, max_tokens=20, count=5)
+        message = refuses("10 requests without a kept task", MADE.main, replace(asked, model="model"))
+    finally:
+        process.terminate()
+        process.communicate()
+    spent = ledger(tmp_path)
+    print(message, spent.report())
+    assert len(spent.answers) >= 10
+    assert not spent.lost
+    assert all(row["tokens"][1] == 20 or not row["truncated"] for row in spent.answers.values())
