@@ -115,7 +115,7 @@ def rows(rounds: Sequence[Round], ledger: Ledger, seed: int) -> list[dict[str, A
         answer = ledger.answers.get(entry.number, {})
         for task, (tokens, cost) in zip(entry.kept, ledger.shares(entry.number, len(entry.kept)), strict=True):
             where = {key: answer.get(key) for key in ("model", "endpoint", "at")}
-            spent = {"tokens": tokens, "usd": cost}
+            spent = {"tokens": tokens and tokens._asdict(), "usd": cost}
             source = {**where, "request": entry.number, "seed": answer.get("seed", seed), **spent}
             listed.append({**task_row(task), "provenance": source})
     return listed

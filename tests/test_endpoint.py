@@ -50,7 +50,9 @@ def tasks(folder, name="out.json"):
 def sums(folder):
     """Tokens of all rows, and their cost."""
     listed = [row["provenance"] for row in json.loads((folder / "out.json").read_text())]
-    return [sum(r["tokens"][i] for r in listed) for i in (0, 1)], sum(r["usd"] or 0 for r in listed)
+    return [sum(r["tokens"][name] for r in listed) for name in ("prompt", "answer")], sum(
+        r["usd"] or 0 for r in listed
+    )
 
 
 def ledger(folder, budget=None):
@@ -154,6 +156,13 @@ def test_what_cannot_go_on_ends_with_one_line(tmp_path, status, words, requests)
         assert len(server.bodies) <= requests
     assert ledger(tmp_path).total == (0, 0)
     assert not ledger(tmp_path).lost
+
+
+def test_a_server_that_does_not_run_ends_at_once(tmp_path):
+    start = time.monotonic()
+    words = r"http://127.0.0.1:9/v1: no connection \(ConnectError\); is the URL right, and the server running\?"
+    refuses(words, MADE.main, options(tmp_path, "http://127.0.0.1:9/v1", backoff=5))
+    assert time.monotonic() - start < 5
 
 
 def test_rows_before_the_end_are_kept_and_the_same_command_goes_on(tmp_path):

@@ -363,6 +363,8 @@ class Endpoint:
         self.source: Mapping[str, Any] = {"model": model, "endpoint": self.url}
         module, name, self.variable, self.path = CLIENTS[self.api]
         self.key = _key(self.variable, host)
+        self.answered = False
+        """True once a request had an answer; before, a lack of connection ends the run."""
         self._module: Any = extra(module, "teacher")
         base = self.url.removesuffix("/v1") if self.api == "anthropic" else self.url
         self._client: Any = getattr(self._module, name)(
@@ -382,13 +384,18 @@ class Endpoint:
         try:
             reply = self._client.post(self.path, cast_to=object, body=self._body(prompt))
         except self._module.APIStatusError as error:
+            self.answered = True
             raise self._refusal(error) from None
         except self._module.APIConnectionError as error:
             cause = type(error.__cause__).__name__
+            if cause in NOT_SENT and not self.answered:
+                reason = f"{self.url}: no connection ({cause}); is the URL right, and the server running?"
+                raise FailedAttempt(reason, then="stop") from None
             tokens = FREE if cause in NOT_SENT else None
             raise FailedAttempt(f"{self.url}: no connection, or lost ({cause})", tokens) from None
         except (ValueError, RecursionError):
             raise FailedAttempt(f"{self.url}: the answer is not JSON, or half of it", None) from None
+        self.answered = True
         try:
             return self._read(reply)
         except (LookupError, TypeError, AttributeError):
