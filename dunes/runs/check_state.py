@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dunes import checkpoint
+from dunes.evaluate.preferences import PreferenceScore
 from dunes.evaluate.text_loss import Score
 from dunes.measure import ranks
 from dunes.runs.config import RunConfig
@@ -67,16 +68,23 @@ def _read_record(begin: Any, end: Any) -> Record:
 
 
 def read_score(values: Any) -> Score | None:
-    """The `Score` stored as [loss_sum, tokens, size]; None for None. The loss of a diverged model may be NaN.
+    """The `Score` stored as [loss_sum, tokens, size], or the `PreferenceScore` stored as more values; None for None.
+    The loss of a diverged model may be NaN.
 
     Raises TypeError or ValueError for other values.
     """
     if values is None:
         return None
-    loss, tokens, size = values
+    loss, tokens, size, *more = values
     if index(tokens) < 1 or index(size) < 0:
         raise ValueError(f"a score of {tokens} tokens and {size} bytes")
-    return Score(float(loss), tokens, size)
+    if not more:
+        return Score(float(loss), tokens, size)
+    pairs, margins, correct, chosen, chosen_tokens = more
+    if index(pairs) < 1 or index(chosen_tokens) < 0:
+        raise ValueError(f"a score of {pairs} pairs and {chosen_tokens} chosen tokens")
+    sums = map(float, (margins, correct, chosen))
+    return PreferenceScore(float(loss), tokens, size, pairs, *sums, chosen_tokens)
 
 
 def first_difference(was: Any, now: Any) -> str:
