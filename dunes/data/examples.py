@@ -67,9 +67,9 @@ UNUSABLE_IN_MESSAGES = (
 class Record:
     """A row of a file as a conversation. `place` names the file and the line or row.
 
-    `format` is a key of RECORD_FORMATS; `variables` are additional variables for the chat template. A preference
-    has the prompt and the chosen answer as `turns`, the prompt and the rejected answer as `rejected`; in both, only
-    turns behind the prompt are trained on.
+    `format` is a key of RECORD_FORMATS; `variables` are additional variables for the chat template. `turns` of a
+    preference are the prompt and the chosen answer, and `rejected` the prompt and the other answer. Answers inside
+    the prompt are not trained on.
     """
 
     turns: Conversation
@@ -380,16 +380,20 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     if "assistant" not in (chosen[0].role, rejected[0].role):
         size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
         if bad := {turn.text.strip() for turn in prompt} - {turn.text.strip() for turn in chosen[:size]}:
-            raise ValueError(f"prompt: expected a message that chosen and rejected begin with, found {min(bad)[:40]!r}")
+            raise ValueError(
+                f"prompt: expected a message that chosen and rejected begin with, found {min(bad)[:40]!r}"
+            )
         prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
     if not prompt:
         raise ValueError(
-            "chosen and rejected: expected a prompt beside them, or messages that both begin with; a transcript is "
-            "to be divided into messages"
+            "chosen and rejected: expected a prompt beside them, or messages that both begin with; divide a "
+            "transcript into messages"
         )
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
-        if roles := [t.role for t in (*answer[:1], *answer[-1:]) if t.role != "assistant"] or not answer:
-            raise ValueError(f"{key}: expected an answer after the prompt of both, found {roles[0] if answer else 'none'}")
+        if wrong := [t.role for t in (*answer[:1], *answer[-1:]) if t.role != "assistant"] or ["none"] * (
+            not answer
+        ):
+            raise ValueError(f"{key}: expected an answer after the prompt that both have, found {wrong[0]}")
     prompt = tuple(replace(turn, trained=turn.role not in ANSWER_ROLES) for turn in prompt)
     return (*prompt, *chosen), (*prompt, *rejected)
 
@@ -578,7 +582,9 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
 
 def _split_by(row: Record) -> Conversation:
     """The turns by which a record is split: all, or the prompt of a preference."""
-    return (*takewhile(lambda t: t.role != "assistant" or not t.trained, row.turns),) if row.rejected else row.turns
+    return (
+        (*takewhile(lambda t: t.role != "assistant" or not t.trained, row.turns),) if row.rejected else row.turns
+    )
 
 
 def count_leaked(train: Sequence[Record], valid: Sequence[Record], split_version: int = SPLIT_VERSION) -> int:

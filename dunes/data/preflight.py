@@ -90,8 +90,10 @@ class DataReport:
 
     @property
     def _leaks(self) -> str:
-        where = "in the training data" if self.noun == "example" else "of prompts of the training data"
-        return f"{_are(self.leaked, f'validation {self.noun}')} {where}"
+        if self.noun == "pair":
+            pairs = plural(self.leaked, "validation pair has", "validation pairs have")
+            return f"{pairs} a prompt of the training data"
+        return f"{_are(self.leaked, 'validation example')} in the training data"
 
 
 def _are(count: int, noun: str) -> str:

@@ -48,7 +48,11 @@ class PreferenceScore(Score):
     @property
     def facts(self) -> dict[str, float]:
         chosen = self.chosen_sum / max(1, self.chosen_tokens)
-        values = {"accuracy": self.correct / self.pairs, "margin": self.margins / self.pairs, "chosen_loss": chosen}
+        values = {
+            "accuracy": self.correct / self.pairs,
+            "margin": self.margins / self.pairs,
+            "chosen_loss": chosen,
+        }
         return {"loss": self.loss, **values, "pairs": self.pairs, "tokens": self.tokens}
 
     @property
@@ -65,7 +69,7 @@ class PreferenceScore(Score):
         warns = not self.loss < math.log(2)
         advice = "try a lower --lr, or check the pairs"
         return [
-            f"validation loss of preferences: {math.log(2):.4f} before, {self.text.replace(' (DPO)', ' after')}",
+            f"validation loss of preferences: {math.log(2):.4f} before, {self.loss:.4f} after",
             f"loss of chosen answers: {before.loss:.3f} nats/token before, {chosen:.3f} after",
             *[f"warning: no better than the base model; {advice}"] * warns,
         ]
@@ -82,8 +86,8 @@ def score_pairs(
             rows = [(total, pairs), *(metrics[name] for name in ("margin", "accuracy", "chosen_loss"))]
             sums += [[float(value) for value in row] for row in rows]
             targets += int((batch[1] != IGNORE).sum())
-    loss_sum, pairs, margins, _, correct, _, chosen, tokens, targets = ranks.total(*sums.flatten(), targets)
-    return PreferenceScore(loss_sum, int(targets), 0, int(pairs), margins, correct, chosen, int(tokens))
+    loss_sum, number, margins, _, correct, _, chosen, tokens, total = ranks.total(*sums.flatten(), targets)
+    return PreferenceScore(loss_sum, int(total), 0, int(number), margins, correct, chosen, int(tokens))
 
 
 def reference_logprobs(
@@ -93,7 +97,9 @@ def reference_logprobs(
 
     They are 0 for a pair that `PairBatches` leaves out. All ranks share the work, and have the result.
     """
-    order = sorted((i for i, e in enumerate(examples) if e.targets(context_length)), key=lambda i: -len(examples[i]))
+    order = sorted(
+        (i for i, e in enumerate(examples) if e.targets(context_length)), key=lambda i: -len(examples[i])
+    )
     with evaluation(model, dtype) as device:
         result = torch.zeros(len(examples), 2, device=device)
         for chunk in progress.each([order[i : i + BATCH] for i in range(0, len(order), BATCH)]):
@@ -109,4 +115,6 @@ def reference_logprobs(
 
 def _own_pairs(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The pairs of this rank, as `own_rows`."""
-    return tuple(part.flatten(0, 1) for part in own_rows(tuple(part.unflatten(0, (-1, 2)) for part in batch)))
+    return tuple(
+        part.flatten(0, 1) for part in own_rows(tuple(part.view(-1, 2, *part.shape[1:]) for part in batch))
+    )

@@ -86,7 +86,7 @@ class Score:
         return f"{self.loss:.3f} nats/token, perplexity {self.perplexity:.1f}, {self.bits_per_byte:.3f} bits/byte"
 
     def compare(self, before: "Score") -> list[str]:
-        """Lines of the report on a finetuned model; `before` is the base model's score on chosen or only answers."""
+        """Lines of the report on a finetuned model; `before` is the base model's score on (chosen) answers."""
         lines = [f"validation loss of answers: {before.loss:.3f} nats/token before, {self.loss:.3f} after"]
         advice = "try a lower --lr, or check the examples"
         return lines + [f"warning: no better than the base model; {advice}"] * (not self.loss < before.loss)

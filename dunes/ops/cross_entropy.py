@@ -58,7 +58,7 @@ def per_token(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
     size = _chunk_size(x, weight)
-    parts = zip(x.split(size), targets.split(size), strict=True)
+    parts = zip(torch.split(x, size), torch.split(targets, size), strict=True)
     return torch.cat([checkpoint(losses, *p, use_reentrant=False, preserve_rng_state=False) for p in parts])
 
 

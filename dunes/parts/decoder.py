@@ -329,7 +329,7 @@ class Decoder(nn.Module):
         else:  # targets come first, row by row
             index, sizes = _target_index(targets), counts.tolist()
             each = self._token_losses(x[index], targets[index])[: sum(sizes)]
-            losses = torch.stack([row.sum() for row in each.split(sizes)])
+            losses = torch.stack([row.sum() for row in torch.split(each, sizes)])
         real = None if positions is None or not supports_packing(self) else positions.flatten() >= 0
         return losses, counts, *auxiliary_losses(recorded, real)
 

@@ -68,7 +68,7 @@ def _read_record(begin: Any, end: Any) -> Record:
 
 
 def read_score(values: Any) -> Score | None:
-    """The `Score` stored as [loss_sum, tokens, size], or the `PreferenceScore` stored as more values; None for None.
+    """The `Score` stored as [loss_sum, tokens, size], or `PreferenceScore` stored as eight values; None for None.
     The loss of a diverged model may be NaN.
 
     Raises TypeError or ValueError for other values.
@@ -83,7 +83,7 @@ def read_score(values: Any) -> Score | None:
     pairs, margins, correct, chosen, chosen_tokens = more
     if index(pairs) < 1 or index(chosen_tokens) < 0:
         raise ValueError(f"a score of {pairs} pairs and {chosen_tokens} chosen tokens")
-    sums = map(float, (margins, correct, chosen))
+    sums = float(margins), float(correct), float(chosen)
     return PreferenceScore(float(loss), tokens, size, pairs, *sums, chosen_tokens)
 
 

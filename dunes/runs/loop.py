@@ -373,7 +373,7 @@ class PaceCheck:
         left = f"{share * usable:.1f} processors to its {plural(config.threads or 1, 'thread')}"
         reason = HOT if share > (1 + SLOW) / 2 else f"other programs leave {left} (load {_load():.1f})"
         ends = "takes longer" if config.steps else f"makes fewer steps in its {plural(config.minutes, 'minute')}"
-        return f"warning: {format_count(rate)} tokens/s{estimate}: {reason}; the run {ends}"
+        return f"warning: {format_count(rate)} {config.counted}/s{estimate}: {reason}; the run {ends}"
 
 
 def _cores() -> int:
@@ -402,7 +402,7 @@ def _log_step(folder: Path, step: Step, score: Score | None) -> None:
 def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
     """A function that reports each step to the display."""
     losses: list[float] = []
-    work = flops(run.model, run.config.context_length)
+    work, unit = flops(run.model, run.config.context_length), run.config.counted.replace("tokens", "tok")
 
     def report(step: Step) -> None:
         if step.skipped:
@@ -416,8 +416,10 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
             *(f"{name} {value:.3g}" for name, value in step.metrics.items() if isinstance(value, float)),
             f"val {run.last.criterion:.3f}{run.last.unit}" if run.last else "",
             f"lr {run.trainer.learning_rates()[0] * step.lr_scale:.2g}",
-            f"{format_count(step.count / step.seconds)} {run.config.COUNTED[:3]}/s",
-            f"{work * step.count / step.seconds / run.config.matmul:.0%} MFU" if run.config.matmul else "",
+            f"{format_count(step.count / step.seconds)} {unit}/s",
+            f"{work * step.count / step.seconds / run.config.matmul:.0%} MFU"
+            if unit == "tok" and run.config.matmul
+            else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
             f"{format_seconds(round(run.seconds_left))} left",
         ]
@@ -523,9 +525,9 @@ def overfitting_note(run: Run) -> str:
     if not run.best or not run.last or run.last.criterion < run.best.criterion * 1.005:
         return ""
     return (
-        f"validation loss was best after {plural(run.best_step, 'step')} ({run.best.criterion:.3f}{run.best.unit}) "
-        f"and {run.last.criterion:.3f} at the end: the weights of step {run.best_step} were saved; a lower "
-        "learning rate, fewer steps or more data would help"
+        f"validation loss was best after {plural(run.best_step, 'step')} "
+        f"({run.best.criterion:.3f}{run.best.unit}) and {run.last.criterion:.3f} at the end: the weights of step "
+        f"{run.best_step} were saved; a lower learning rate, fewer steps or more data would help"
     )
 
 

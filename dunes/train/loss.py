@@ -91,7 +91,7 @@ def dpo_loss(
 
     The batch is one of `PairBatches`: ids, targets and positions, each (2B, T), and the reference model's
     log-probabilities (2B,); rows alternate between chosen and rejected answers. The reward of an answer is `beta`
-    times its log-probability minus the reference's; the loss is -log sigmoid(reward of chosen - reward of rejected).
+    times its log-probability minus the reference's; the loss is -log sigmoid(margin), of the rewards' difference.
     `label_smoothing` is the probability that a label is wrong (conservative DPO,
     https://ericmitchell.ai/cdpo.pdf). With `length_normalized`, the log-probabilities are divided by the number of
     the answer's targets (section 5 of https://arxiv.org/abs/2411.15124). A pair with an answer without a target is
