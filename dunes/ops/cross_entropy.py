@@ -44,7 +44,7 @@ def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def per_token(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy (N,) of each target, float32; 0 for IGNORE. Arguments as in `fused`.
+    """The cross entropy (N,) of each target, at least float32; 0 for IGNORE. Arguments as in `fused`.
 
     The gradient of a token depends on how its loss is used, so each chunk's logits are computed once more in the
     backward pass.
@@ -54,7 +54,7 @@ def per_token(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     def losses(x: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
             x = x.to(dtype).masked_fill((targets == IGNORE)[:, None], 0.0)
-            logits = F.linear(x, weight.to(dtype)).float()
+            logits = F.linear(x, weight.to(dtype)).to(torch.promote_types(dtype, torch.float32))
             return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
     size = _chunk_size(x, weight)

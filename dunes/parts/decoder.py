@@ -27,6 +27,7 @@ from dunes.parts.context import (
     warn_about_mixing,
 )
 from dunes.parts.latent_attention import LatentAttention
+from dunes.parts.layers import at_least_float32
 from dunes.parts.quantized_cache import CacheFormat, QuantizedCache
 from dunes.parts.recurrent_cache import RecurrentCache
 
@@ -339,7 +340,7 @@ class Decoder(nn.Module):
             return per_token(x, head, targets)
         x = x.masked_fill((targets == IGNORE)[:, None], 0.0)
         logits = x if self._head_mixes else self.logits(x)
-        return F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="none")
+        return F.cross_entropy(at_least_float32(logits), targets, ignore_index=IGNORE, reduction="none")
 
     def _cross_entropy(self, x: Tensor, targets: Tensor, select: bool) -> tuple[Tensor, Tensor]:
         """Summed cross entropy of targets (N,), and the number of targets.

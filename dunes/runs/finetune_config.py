@@ -24,6 +24,10 @@ MAX_ADAPTER_LR = 0.005
 """Largest default learning rate of adapters."""
 
 
+DPO_LR = 1 / 20
+"""Default learning rate for preferences, relative to the default for examples."""
+
+
 @dataclass(frozen=True)
 class MethodSpec:
     """Specification of a method: options of the `change` that adds an adapter, and options to quantize the base.
@@ -221,14 +225,16 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
     https://thinkingmachines.ai/blog/lora/, at most MAX_ADAPTER_LR; at higher rates, the validation loss rises
     during training. The result is divided by the adapter's scale relative to LoRA with alpha 32, since the scale
     multiplies updates of `B`. "Learning rates of finetuning" in the same file has results for 100 to 5,000 steps,
-    and the limits of these defaults.
+    and the limits of these defaults. For preferences, it is DPO_LR times this: 1e-6 for all weights at a width of
+    4,096, as in https://arxiv.org/abs/2305.18290.
     """
     if config.lr is not None:
         return config.lr
+    part = DPO_LR if config.is_dpo else 1.0
     if config.spec.adapter is None:
         full_lr: float = 2e-5 * (4096 / width) ** 1.28
-        return full_lr
-    adapter_lr: float = min(3.5e-4 * (2000 / width) ** 0.78, MAX_ADAPTER_LR)
+        return part * full_lr
+    adapter_lr: float = part * min(3.5e-4 * (2000 / width) ** 0.78, MAX_ADAPTER_LR)
     scale = config.alpha / 32 * (config.rank**0.5 if config.spec.adapter.get("rslora") else 1.0)
     return max(adapter_lr / scale, config.MINIMUM["lr"])
 
