@@ -1,4 +1,4 @@
-"""Preferences: the DPO loss against plain formulas and trl, the forms of records, and runs of `--objective dpo`."""
+"""Preferences: the DPO loss against plain formulas and trl, forms of records, and runs of `--objective dpo`."""
 
 import copy
 import itertools
@@ -102,7 +102,7 @@ def test_a_mixture_adds_its_balance_once_for_each_pair():
     model = network("mixtral").train()
     reference = reference_logprobs(model, PAIRS, CONTEXT, torch.float32)
     (batch,) = PairBatches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
-    total, count, metrics = dpo_loss(model, batch)
+    total, _, metrics = dpo_loss(model, batch)
     balance, targets = next_token_loss(model, batch[:3])[2]["balance"]
     assert total.item() - 4 * math.log(2) == pytest.approx(4 * (balance / targets).item(), abs=1e-6)
     assert metrics["balance"][0].item() == pytest.approx(4 * (balance / targets).item(), rel=1e-9)
@@ -131,6 +131,10 @@ def test_a_row_of_padding_counts_in_no_sum():
     assert masked[1] == 1
     assert masked[0].item() == pytest.approx(math.log(2), abs=1e-6)
     assert score_pairs(model, alone.one_epoch(), dpo_loss, torch.float32).pairs == 1
+
+
+def filled(values):
+    return torch.nested.nested_tensor([torch.tensor(v).long() for v in values]).to_padded_tensor(0)
 
 
 @pytest.mark.slow
@@ -170,12 +174,10 @@ def test_loss_and_gradients_equal_trl_s(kind, options, bases, tmp_path, monkeypa
     batches = PairBatches(PAIRS, CONTEXT, 1, reference=reference)
     for index in range(len(PAIRS)):
         example = PAIRS[batches.row(index)[0]]
-        width = max(len(side.ids) for side in example.sides)
-        fill = lambda values: torch.tensor(np.stack([np.pad(v, (0, width - len(v))) for v in values])).long()
         inputs = {
-            "input_ids": fill([s.ids for s in example.sides]),
-            "attention_mask": fill([np.ones(len(s.ids)) for s in example.sides]),
-            "completion_mask": fill([s.loss_mask for s in example.sides]),
+            "input_ids": filled([s.ids for s in example.sides]),
+            "attention_mask": filled([np.ones(len(s.ids)) for s in example.sides]),
+            "completion_mask": filled([s.loss_mask for s in example.sides]),
         }
         trainer.model.zero_grad()
         wanted = trainer.compute_loss(trainer.model, inputs)
@@ -428,7 +430,6 @@ def test_the_objective_must_fit_the_file_and_the_options(bases, rows, tmp_path):
     )
     plain = written(tmp_path / "plain.jsonl", [{"prompt": "a", "completion": "b"}])
     refuses("prompts and completions with --objective dpo; expected preferences", attempt, asked(bases, plain))
-    sft = asked(bases, rows, objective="sft")
     refuses("--beta has no effect with --objective sft; omit it", attempt, sft, asked=["beta"])
     refuses("--train-on has no effect with --objective dpo", attempt, asked(bases, rows), asked=["train_on"])
     assert unused_options(sft, ["label_smoothing"]) == {"label_smoothing": "--objective sft"}

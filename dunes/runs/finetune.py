@@ -254,10 +254,11 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
+    update = optimizer(config, model)  # before a forward pass, which leaves weights of several ranks gathered
     if config.is_dpo:
         task = replace(task, reference=_reference(task, folder / REFERENCE, display))
     accumulate = config.batch // (micro_batch(config) * ranks.count())
-    return new_run(folder, config, task, optimizer(config, model), accumulate, choose_loss(config))
+    return new_run(folder, config, task, update, accumulate, choose_loss(config))
 
 
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
