@@ -141,11 +141,14 @@ def filled(values):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("sigmoid", (0.1, 0.0, False)), ("aot", (0.3, 0.2, False)), ("sigmoid_norm", (5.0, 0.0, True))],
+    [("sigmoid", (0.1, 0.0, False)), ("aot", (0.1, 0.2, False)), ("sigmoid_norm", (0.5, 0.0, True))],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_loss_and_gradients_equal_trl_s(kind, options, bases, tmp_path, monkeypatch):
-    """One pair, since trl's aot sorts a batch, and so has conservative DPO only for a single pair."""
+    """One pair, since trl's aot sorts a batch, and so has conservative DPO only for a single pair.
+
+    trl rounds log-probabilities to float32 (in a model of float64, too), and `beta` multiplies that.
+    """
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -186,7 +189,8 @@ def test_loss_and_gradients_equal_trl_s(kind, options, bases, tmp_path, monkeypa
         checkpoint.save(ours, tmp_path / f"{index}", checkpoint.load(base).tokenizer, 128)
         grads = dict(AutoModelForCausalLM.from_pretrained(tmp_path / f"{index}").named_parameters())
         apart = max((grads[n] - p.grad).abs().max().item() for n, p in trainer.model.named_parameters())
-        print(f"{kind}: loss {found.item():.4f} {found.item() - wanted.item():+.1e}, gradients {apart:.1e}")
+        largest = max(p.grad.abs().max().item() for p in trainer.model.parameters())
+        print(f"{kind}: loss {found.item() - wanted.item():+.1e}, gradients {apart:.1e} of {largest:.1f}")
         assert found.item() == pytest.approx(wanted.item(), abs=1e-6)
         assert apart <= 1e-6
 
