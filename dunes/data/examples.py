@@ -262,8 +262,10 @@ def _read(name: str, row: Any) -> Conversation:
 
 def _record(name: str, row: Any, place: str) -> Record:
     turns = _read(name, row)
-    rejected = _preference(row)[1] if name == "preference" else ()
-    rejected = (*_system(row, rejected), *rejected)
+    rejected: Conversation = ()
+    if name == "preference":
+        rejected = _preference(row)[1]
+        rejected = (*_system(row, rejected), *rejected)
     return Record(turns, place, name, {} if name == "text" else _variables(row), rejected)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ def read_score(values: Any) -> Score | None:
     """
     if values is None:
         return None
-    loss, tokens, size, *more = values
+    more = values[3:] if len(values) == len(fields(PreferenceScore)) else ()
+    loss, tokens, size = values[:3] if more else values
     if index(tokens) < 1 or index(size) < 0:
         raise ValueError(f"a score of {tokens} tokens and {size} bytes")
     if not more:
