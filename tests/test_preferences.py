@@ -24,7 +24,7 @@ from dunes.models.initialise import initialise
 from dunes.runs import finetune as finetune_module
 from dunes.runs.check_state import read_score
 from dunes.runs.finetune import FinetuneTask, finetune
-from dunes.runs.finetune_config import METHODS, FinetuneConfig, unused_options
+from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate, unused_options
 from dunes.runs.run import METRICS, read_metrics
 from dunes.text import Tokenizer, templates
 from dunes.train.loss import dpo_loss, next_token_loss
@@ -439,6 +439,13 @@ def test_the_objective_must_fit_the_file_and_the_options(bases, rows, tmp_path):
     refuses("--label-smoothing is -0.1; it must be at least 0", asked, bases, rows, label_smoothing=-0.1)
     refuses("--label-smoothing is 0.5; it must be below 0.5", attempt, asked(bases, rows, label_smoothing=0.5))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_default_learning_rate_is_a_twentieth():
+    for method in ("full", "lora"):
+        sft = FinetuneConfig(model="m", data="d", method=method)
+        assert learning_rate(replace(sft, objective="dpo"), 1000) == pytest.approx(learning_rate(sft, 1000) / 20)
+    assert learning_rate(FinetuneConfig(method="full", objective="dpo"), 4096) == pytest.approx(1e-6)
 
 
 def test_the_loss_is_not_compiled(bases, rows, tmp_path):

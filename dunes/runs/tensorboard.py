@@ -108,9 +108,6 @@ class TensorBoard:
             file.close()
 
 
-PREFERENCES = ("validation_loss", "validation_accuracy", "validation_margin", "validation_chosen_loss")
-
-
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Scalars to write for a record of metrics.jsonl, by tag: losses, rates and the step's metrics."""
     values = {name: record.get(name) for name in ("loss", "bits_per_byte", "lr_scale", "grad_norm")}
@@ -118,7 +115,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     numbers = metrics.items() if isinstance(metrics, Mapping) else ()
     pairs = "margin" in dict(numbers)
     values[f"{'pairs' if pairs else 'tokens'}_per_second"] = record["count"] / record["seconds"]
-    values |= {name: record.get(name) for name in PREFERENCES} if pairs else {}
+    values |= {name: record[name] for name in record if pairs and name.startswith("validation_")}
     values |= {f"metrics/{name}": value for name, value in numbers if is_number(value)}
     return {name: value for name, value in values.items() if value is not None}
 
