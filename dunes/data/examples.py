@@ -392,10 +392,11 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
             "transcript into messages"
         )
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
-        if wrong := [t.role for t in (*answer[:1], *answer[-1:]) if t.role != "assistant"] or ["none"] * (
-            not answer
-        ):
-            raise ValueError(f"{key}: expected an answer after the prompt that both have, found {wrong[0]}")
+        roles = [turn.role for turn in answer] or ["none"]
+        if {roles[0], roles[-1]} != {"assistant"}:
+            raise ValueError(
+                f"{key}: expected an answer after the prompt that both have, found {', '.join(roles[:9])}"
+            )
     prompt = tuple(replace(turn, trained=turn.role not in ANSWER_ROLES) for turn in prompt)
     return (*prompt, *chosen), (*prompt, *rejected)
 
