@@ -265,7 +265,7 @@ def test_a_bad_pair_is_named(case, tmp_path):
 
 
 def test_pairs_are_split_by_their_prompts(tmp_path):
-    rows = [row | {"rejected": row["rejected"] + end} for row in ROWS for end in ("", "!", "?")]
+    rows = [row | {"chosen": row["chosen"] + end} for row in ROWS for end in ("", "!", "?")]
     records = read_records(written(tmp_path / "rows.jsonl", rows)).rows
     sides = split_records(records, 0.2)
     prompts = [{r.turns[0].text for r in side} for side in sides]
