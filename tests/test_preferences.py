@@ -450,4 +450,4 @@ def test_the_default_learning_rate_is_a_twentieth():
 
 def test_the_loss_is_not_compiled(bases, rows, tmp_path):
     config = asked(bases, rows, compile="on")
-    refuses("--compile on: only the loss of next tokens", finetune, config, tmp_path / "run", display()[0])
+    refuses("--compile on: the loss of pairs", finetune, config, tmp_path / "run", display()[0])
