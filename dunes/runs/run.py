@@ -274,13 +274,13 @@ def new_run(
     task: Task,
     optimizer: Optimizer,
     accumulate: int = 1,
-    loss: Loss = next_token_loss,
+    loss: Loss | None = None,
 ) -> Run:
-    """A run at step 0, with the schedule of its config."""
+    """A run at step 0, with the schedule of its config; `loss` is by default `next_token_loss`."""
     ranks.agree(task.fingerprints)
     schedule = build_schedule(config)
     options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": autocast_dtype(config), "seed": config.seed}
-    trainer = Trainer(task.loaded.model, optimizer, loss, accumulate=accumulate, **options)
+    trainer = Trainer(task.loaded.model, optimizer, loss or next_token_loss, accumulate=accumulate, **options)
     return Run(folder, config, task, trainer, schedule)
 
 
