@@ -26,6 +26,7 @@ from dunes.runs.check_state import read_score
 from dunes.runs.finetune import FinetuneTask, finetune
 from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate, unused_options
 from dunes.runs.run import METRICS, read_metrics
+from dunes.runs.tensorboard import scalars
 from dunes.text import Tokenizer, templates
 from dunes.train.loss import dpo_loss, next_token_loss
 from test_ranks import run_ranks
@@ -169,7 +170,7 @@ def test_loss_and_gradients_equal_trl_s(kind, options, bases, tmp_path, monkeypa
     reference = reference_logprobs(checkpoint.load(base).model, PAIRS, CONTEXT, torch.float32)
     for index, p in enumerate(trainer.model.parameters()):
         p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(index)) * 0.05)
-    trainer.model.save_pretrained(tmp_path / "moved")
+    trainer.model.save_pretrained(tmp_path / "trained")
     batches = PairBatches(PAIRS, CONTEXT, 1, reference=reference)
     for index in range(len(PAIRS)):
         sides = PAIRS[batches.row(index)[0]].sides
@@ -181,7 +182,7 @@ def test_loss_and_gradients_equal_trl_s(kind, options, bases, tmp_path, monkeypa
         trainer.model.zero_grad()
         wanted = trainer.compute_loss(trainer.model, inputs)
         wanted.backward()
-        ours = checkpoint.load(tmp_path / "moved").model
+        ours = checkpoint.load(tmp_path / "trained").model
         found, _, _ = dpo_loss(ours, batches.batch(index), *options)
         found.backward()
         for p in ours.parameters():  # gradients under the other names, by way of a model that has them as weights
@@ -356,7 +357,7 @@ def task_of(config):
 
 
 @pytest.mark.parametrize("options", [{}, {"length_normalized": True, "beta": 5.0, "method": "full", "lr": 0.001}])
-def test_the_margin_grows_and_held_out_pairs_are_reported(options, bases, rows, tmp_path):
+def test_the_margin_grows_and_validation_pairs_are_reported(options, bases, rows, tmp_path):
     out = finetuned(asked(bases, rows, steps=60, **options), tmp_path / "run", examples=1)
     lines = logged(tmp_path / "run")
     assert lines[-1]["metrics"]["margin"] > 0.5
@@ -365,6 +366,9 @@ def test_the_margin_grows_and_held_out_pairs_are_reported(options, bases, rows, 
     assert checks[-1]["validation_margin"] > checks[0]["validation_margin"]
     assert checks[-1]["validation_accuracy"] > 0.8
     assert {"validation_chosen_loss", "validation_loss"} <= checks[-1].keys()
+    shown = scalars(checks[-1])
+    assert shown["validation_margin"] == checks[-1]["validation_margin"]
+    assert shown["pairs_per_second"] == checks[-1]["count"] / checks[-1]["seconds"]
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["finetuned"]["objective"] == "dpo"
     assert card["measured"]["loss"] < 0.6
