@@ -137,6 +137,7 @@ def spelled(ids, tokenizer):
 
 
 FORMS = {
+    "preference": {"prompt": "Hi", "chosen": "Ho", "rejected": "He"},
     "alpaca": {"instruction": "Hi", "input": "", "output": "Ho"},
     "messages": {"prompt": "x", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
     "completion": {"prompt": "Hi", "completion": "Ho"},
@@ -313,7 +314,7 @@ BAD = {
     "a bad row": (lines(FORMS["completion"] | {"label": False}), "line 1: label: false marks a row that is not to be learned"),
     "an untrained row": (lines(FORMS["alpaca"] | {"train": False}), "line 1: train: false marks a row"),
     "a masked assistant": (lines(FORMS["sharegpt"] | {"mask": "Assistant"}), "line 1: mask: only prompts are masked"),
-    "a preference": (lines({"conversations": [*FORMS["sharegpt"]["conversations"], {"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}}), "line 1: chosen: preferences are not supported"),
+    "a preference": (lines({"conversations": [*FORMS["sharegpt"]["conversations"], {"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}}), "line 1: chosen: expected rejected beside it"),
     "a suffix": (lines(FORMS["completion"] | {"suffix": "c"}), "line 1: suffix: fill-in-the-middle is not supported"),
     "a weight": (lines(said({"role": "user", "content": "a", "weight": 0.5})), "weight: expected 0 or 1, found 0.5"),
     "no answer": (lines(said({"role": "user", "content": "a"})), "line 1: expected an answer, found user"),

@@ -444,4 +444,4 @@ def test_the_commands_take_a_router(tmp_path):
     model, config = build(), FinetuneConfig(method="lora-experts", router="shared", experts=3, rank=2)
     assert apply_method(model, config)[-1].request["router"] == "shared"
     assert sum(n.endswith(".router") for n, _ in model.named_parameters()) == 4
-    assert unused_options(FinetuneConfig(), ["router"]) == ["router"]
+    assert unused_options(FinetuneConfig(), ["router"]) == {"router": "--method lora"}

@@ -28,7 +28,8 @@ def check(monkeypatch, share, seconds, cores=2, tokens=1000, **options):
     monkeypatch.setattr(module, "process_time", lambda: now[0][1])
     monkeypatch.setattr(module, "_cores", lambda: cores)
     monkeypatch.setattr(module.os, "getloadavg", lambda: (3.94, 0, 0), raising=False)
-    config = SimpleNamespace(**{"threads": 2, "rate": 20_600.0, "steps": None, "minutes": 3.0} | options)
+    fixed = {"threads": 2, "rate": 20_600.0, "steps": None, "minutes": 3.0, "counted": "tokens"}
+    config = SimpleNamespace(**fixed | options)
     trainer = SimpleNamespace(device=SimpleNamespace(type="cpu"))
     made = PaceCheck(SimpleNamespace(config=config, trainer=trainer, pace=deque[float](maxlen=100)))
     warnings = []

@@ -513,7 +513,7 @@ def test_overfitting_and_several_checks_above_the_best_are_said_in_words():
 )
 def test_checks_since_the_best_one_are_counted(bits, since, best):
     scores, model, trainer = iter(bits), torch.nn.Linear(2, 2), SimpleNamespace(number=0, dtype=None)
-    score = lambda *_: SimpleNamespace(tokens=1, bits_per_byte=next(scores))
+    score = lambda *_: SimpleNamespace(tokens=1, criterion=next(scores))
     task = SimpleNamespace(score=score, loaded=LoadedModel(model, None, 1))
     run, counts = run_module.Run(Path(), TrainConfig(), task, trainer, None), []
     for number in range(1, len(bits) + 1):

@@ -10,7 +10,7 @@ import tyro
 
 from dunes.flags import flag
 from dunes.runs.config import Hardware, RunConfig, RunOptions
-from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization
+from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization, Preference
 from dunes.runs.train_config import Completion, ModelShape, TextData, TrainConfig, TrainOptimization
 
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
@@ -55,6 +55,7 @@ def train(
 def finetune(
     data: ExampleData,
     adapter: Adapter,
+    preference: Preference,
     optimization: FinetuneOptimization,
     hardware: Hardware,
     run: RunOptions,
@@ -63,7 +64,7 @@ def finetune(
     show: Annotated[int, flag("EXAMPLES")] = 0,
     quiet: Quiet = False,
 ) -> int:
-    """Finetune a model on instructions, chats, prompts and completions, or plain text.
+    """Finetune a model on instructions, chats, prompts and completions, plain text, or preferences.
 
     Before the first step, prints a report on the data. At the end, prints the validation loss, the forgetting, and
     answers before and after finetuning.
@@ -76,7 +77,9 @@ def finetune(
     """
     if show < 0:
         raise ValueError(f"--show is {show}; it must be at least 0")
-    config = FinetuneConfig(**vars(data), **vars(adapter), **vars(optimization), **vars(hardware))
+    config = FinetuneConfig(
+        **vars(data), **vars(adapter), **vars(preference), **vars(optimization), **vars(hardware)
+    )
     from dunes.runs.finetune import finetune as work
 
     return _run(work, config, out, quiet, run, examples=show)

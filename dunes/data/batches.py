@@ -292,7 +292,7 @@ class Rows:
             yield tuple(t[index.to(t.device)] for t in self.tensors)
 
 
-Batch = tuple[Tensor, Tensor, Tensor]
+Batch = tuple[Tensor, ...]
 """Ids, targets and positions, each (B, T), int64; targets may be IGNORE, and positions are -1 for padding."""
 
 
@@ -378,6 +378,22 @@ class Batches:
         """Yield batches with each row of the first epoch once, for evaluation; the last batch may be smaller."""
         for start in range(0, self.rows_per_epoch, self.batch_size):
             yield self._rows(range(start, min(start + self.batch_size, self.rows_per_epoch)))
+
+
+@dataclass(frozen=True, eq=False)
+class PairBatches(Batches):
+    """Batches of preferences: as `Batches`, but each pair is two rows, which alternate: chosen, rejected, ...
+
+    A fourth part (rows,) has the rows' `reference` log-probabilities, which are (examples, 2) here.
+    """
+
+    packed: bool = False
+    reference: NDArray[np.float32] = field(kw_only=True, repr=False)
+
+    def _rows(self, positions: range) -> Batch:
+        index = [i for position in positions for i in self.row(position)]
+        rows = [[side] for i in index for side in self.examples[i].sides]
+        return *collate(rows, self.context_length), torch.from_numpy(self.reference[index].flatten())
 
 
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:

@@ -6,10 +6,10 @@ The format of a file is detected from its first row. An invalid row raises an er
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from itertools import chain, cycle, groupby
+from itertools import chain, cycle, groupby, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,12 +83,15 @@ class Record:
     """A row of a file as a conversation. `place` names the file and the line or row.
 
     `format` is a key of RECORD_FORMATS; `variables` are additional variables for the chat template, with `tools`.
+    `turns` of a preference are the prompt and the chosen answer, and `rejected` the prompt and the other answer.
+    Answers inside the prompt are not trained on.
     """
 
     turns: Conversation
     place: str
     format: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
+    rejected: Conversation = ()
 
 
 @dataclass(frozen=True)
@@ -127,20 +130,31 @@ class RecordFormat:
 class Example:
     """The `ids` (T,), int32, of a record, and `loss_mask` (T,), bool, True for targets. `place` names the record.
 
-    `window_index` numbers the windows of a plain text, which overlap by one id; it is None for a conversation.
+    `window_index` numbers the windows of a plain text, which overlap by one id; it is None for a conversation. A
+    preference has the ids of the chosen answer, and those of the other one in `rejected`.
     """
 
     ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     place: str = ""
     window_index: int | None = None
+    rejected: "Example | None" = None
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return max(len(side.ids) for side in self.sides)
+
+    @property
+    def sides(self) -> "tuple[Example, ...]":
+        """The example itself, and the rejected one if it is a preference."""
+        return (self,) if self.rejected is None else (self, self.rejected)
 
     def targets(self, context_length: int) -> int:
-        """Number of targets that remain if the example is truncated to `context_length` + 1 ids."""
-        return int(self.loss_mask[1 : context_length + 1].sum())
+        """Number of targets that remain if the example is truncated to `context_length` + 1 ids.
+
+        Of a preference, it is the number of both sides, but 0 if one side has none, since it is skipped then.
+        """
+        counts = [int(side.loss_mask[1 : context_length + 1].sum()) for side in self.sides]
+        return sum(counts) if all(counts) else 0
 
 
 def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
@@ -266,13 +280,17 @@ def _read(name: str, row: Any) -> Conversation:
     if not any(turn.role in ANSWER_ROLES for turn in turns):
         raise ValueError(f"expected an answer, found {', '.join(t.role for t in turns[:9]) or 'no message'}")
     if turns[-1].role not in ANSWER_ROLES and not _is_blank(row.get("chosen")):
-        raise ValueError("chosen: preferences are not supported; write the chosen answer as the last message")
+        raise ValueError("chosen: expected rejected beside it; or write the chosen answer as the last message")
     return turns
 
 
 def _record(name: str, row: Any, place: str) -> Record:
     turns = _read(name, row)
-    return Record(turns, place, name, {} if name == "text" else _variables(row))
+    rejected: Conversation = ()
+    if name == "preference":
+        rejected = _preference(row)[1]
+        rejected = (*_system(row, rejected), *rejected)
+    return Record(turns, place, name, {} if name == "text" else _variables(row), rejected)
 
 
 def _is_blank(value: Any) -> bool:
@@ -377,10 +395,13 @@ def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
     common = (*SYSTEM_KEYS, VARIABLES, *TOOL_KEYS, *UNUSABLE_IN_ROWS, "weight", "mask") if usable else ()
     used = {*record_format.keys, *record_format.options, *common}
     yield from (key for key, value in row.items() if key not in used and not _is_blank(value))
-    for message in row[record_format.keys[0]] if name in MESSAGE_KEYS else ():
+    lists = [row.get(key) for key in MESSAGE_LISTS.get(name, ())]
+    for message in chain.from_iterable(
+        [v] if isinstance(v, dict) else v for v in lists if isinstance(v, dict | list)
+    ):
         is_result = "tool" in (ROLES.get(str(message.get(key))) for key in ("role", "from"))
-        used = {*MESSAGE_KEYS[name], *LOSS_KEYS, *UNUSABLE_IN_MESSAGES, *CALL_KEYS, *REASONING_KEYS}
-        used.update(RESULT_KEYS if is_result else ())
+        used = {"role", "content", *LOSS_KEYS, *UNUSABLE_IN_MESSAGES, *CALL_KEYS, *REASONING_KEYS}
+        used.update(RESULT_KEYS if is_result else (), ("from", "value") if name != "messages" else ())
         yield from (f"{key} (of messages)" for key, v in message.items() if key not in used and not _is_blank(v))
 
 
@@ -424,6 +445,64 @@ def _pair(row: dict[str, Any]) -> Conversation:
     return *_history(row), Turn("user", _text(row, "prompt")), Turn("assistant", _text(row, "completion"))
 
 
+def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
+    """The prompt with the chosen, and with the rejected answer. The answers of the prompt are not trained on.
+
+    `chosen` and `rejected` are an answer (text, a message, or messages) after a prompt, or both are complete
+    conversations; then the messages that they begin with are the prompt, and a `prompt` beside them must be one.
+    """
+    prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
+    if [(t.role, t.text, t.fields) for t in chosen] == [(t.role, t.text, t.fields) for t in rejected]:
+        raise ValueError("chosen and rejected are equal; leave the row out")
+    if "assistant" not in (chosen[0].role, rejected[0].role):
+        size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+        if bad := {turn.text.strip() for turn in prompt} - {turn.text.strip() for turn in chosen[:size]}:
+            raise ValueError(
+                f"prompt: expected a message that chosen and rejected begin with, found {min(bad)[:40]!r}"
+            )
+        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+    if not prompt:
+        raise ValueError(
+            "chosen and rejected: expected a prompt beside them, or messages that both begin with; divide a "
+            "transcript into messages"
+        )
+    for key, answer in (("chosen", chosen), ("rejected", rejected)):
+        roles = [turn.role for turn in answer] or ["none"]
+        if {roles[0], roles[-1]} != {"assistant"}:
+            raise ValueError(
+                f"{key}: expected an answer after the prompt that both have, found {', '.join(roles[:9])}"
+            )
+    prompt = tuple(replace(turn, trained=turn.role not in ANSWER_ROLES) for turn in prompt)
+    return (*prompt, *chosen), (*prompt, *rejected)
+
+
+def _prompt(row: dict[str, Any]) -> Conversation:
+    """The prompt beside the answers of a preference; empty if it has none."""
+    if not _is_blank(row.get("conversations")):
+        return _listed(row, "conversations")
+    if not _is_blank(row.get("instruction")):
+        return *_history(row), Turn("user", _text(row, "instruction"), _text(row, "input", ""))
+    if isinstance(row.get("prompt"), list):
+        return _listed(row, "prompt")
+    return *_history(row), *(Turn("user", text) for text in [_text(row, "prompt", "")] if text)
+
+
+def _answer(row: dict[str, Any], key: str) -> Conversation:
+    value = row[key]
+    if isinstance(value, str):
+        return (Turn("assistant", _text(row, key)),)
+    return _listed(row | {key: [value]} if isinstance(value, dict) else row, key)
+
+
+def _listed(row: dict[str, Any], key: str) -> Conversation:
+    """The messages under a key, as OpenAI's or ShareGPT's."""
+    messages = _list(row, key)
+    first = messages[0] if isinstance(messages[0], dict) else {}
+    sharegpt = "from" in first or (key == "conversations" and "role" not in first)
+    keys = ("from", "value") if sharegpt else ("role", "content")
+    return tuple(_message(m, f"{key}, message {i}", *keys) for i, m in enumerate(messages, 1))
+
+
 def _history(row: dict[str, Any]) -> Conversation:
     """The turns of earlier questions and answers in LLaMA-Factory's format; these answers are trained on, too."""
     pairs = [] if _is_blank(value := row.get("history")) else value
@@ -435,10 +514,6 @@ def _history(row: dict[str, Any]) -> Conversation:
             raise ValueError(f"history: pair {i}: expected two strings, [user, assistant]")
         turns += map(Turn, ("user", "assistant"), (_encodable("history", text) for text in pair))
     return tuple(turns)
-
-
-def _messages(row: dict[str, Any]) -> Conversation:
-    return tuple(_message(m, f"message {i}") for i, m in enumerate(_list(row, "messages"), 1))
 
 
 def _message(message: Any, place: str, role: str = "role", content: str = "content") -> Turn:
@@ -522,15 +597,12 @@ def _list(row: dict[str, Any], key: str) -> list[Any]:
     return value
 
 
-def _sharegpt(row: dict[str, Any]) -> Conversation:
-    messages = _list(row, "conversations")
-    openai = isinstance(messages[0], dict) and "role" in messages[0]
-    keys = ("role", "content") if openai else ("from", "value")
-    return tuple(_message(m, f"message {i}", *keys) for i, m in enumerate(messages, 1))
-
-
-MESSAGE_KEYS = {"messages": ("role", "content"), "sharegpt": ("from", "value", "role", "content")}
-"""Keys of a message, for each format that has messages."""
+MESSAGE_LISTS = {
+    "preference": ("conversations", "prompt", "chosen", "rejected"),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+}
+"""Keys of a row that may have messages, for each format that has messages."""
 
 
 def _ultrachat(row: dict[str, Any]) -> Conversation:
@@ -547,8 +619,16 @@ def _plain_text(row: dict[str, Any]) -> Conversation:
 
 
 RECORD_FORMATS = {
-    "messages": RecordFormat("chats (messages)", ("messages",), _messages),
-    "sharegpt": RecordFormat("ShareGPT (conversations)", ("conversations",), _sharegpt),
+    "preference": RecordFormat(
+        "preferences (chosen, rejected)",
+        ("chosen", "rejected"),
+        lambda row: _preference(row)[0],
+        ("prompt", "conversations", "instruction", "input", "history"),
+    ),
+    "messages": RecordFormat("chats (messages)", ("messages",), partial(_listed, key="messages")),
+    "sharegpt": RecordFormat(
+        "ShareGPT (conversations)", ("conversations",), partial(_listed, key="conversations")
+    ),
     "alpaca": RecordFormat(
         "Alpaca (instruction, input, output)", ("instruction", "output"), _alpaca, ("input", "history")
     ),
@@ -580,11 +660,12 @@ def split_records(
 
 def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) -> list[float]:
     """The hash of each record's words, in [0, 1), by which records are split; near-duplicate texts share one hash.
+    Preferences with equal prompts share one, too.
 
     One is added to the hash of a group with more than LARGE of the records, so that it is selected for validation
     last. With `split_version` 0, near-duplicates are not grouped.
     """
-    hashes = [split_hash(row.turns) for row in rows]
+    hashes = [split_hash(_split_by(row)) for row in rows]
     texts = [i for i, row in enumerate(rows) if row.format == "text"] if split_version else []
     texts.sort(key=lambda i: (len(rows[i].turns[-1].text), hashes[i]))  # independent of the order of records
     firsts = group_duplicates(line_parts(rows[i].turns[-1].text) for i in texts)
@@ -593,6 +674,13 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
         if sizes[first] > 1:
             hashes[i] = own[first] + (sizes[first] > LARGE * len(rows))
     return hashes
+
+
+def _split_by(row: Record) -> Conversation:
+    """The turns by which a record is split: all, or the prompt of a preference."""
+    return (
+        (*takewhile(lambda t: t.role != "assistant" or not t.trained, row.turns),) if row.rejected else row.turns
+    )
 
 
 def count_leaked(train: Sequence[Record], valid: Sequence[Record], split_version: int = SPLIT_VERSION) -> int:
@@ -652,7 +740,10 @@ def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: st
             "answers, or leave the mark out"
         )
     ids, trained = encode_segments(segments, tokenizer, train_on == "all")
-    return Example(np.array(ids, np.int32), np.array(trained, bool), row.place)
+    other, rejected = replace(row, turns=row.rejected, rejected=(), place=f"{row.place}, rejected"), None
+    if other.turns:
+        rejected = _example(other, template, tokenizer, train_on)
+    return Example(np.array(ids, np.int32), np.array(trained, bool), row.place, None, rejected)
 
 
 def _text_example(row: Record, tokenizer: Tokenizer) -> Example:

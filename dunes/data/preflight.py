@@ -28,7 +28,8 @@ class DataReport:
     the examples' lengths in ids before truncation. `leaked` counts validation examples that are also training
     examples, `with_stop` counts conversations with a stop token as target, and `without_target` counts examples
     without targets. `double_bos` counts training and validation examples that start with two BOS tokens. `max_id`
-    is the largest id of all examples.
+    is the largest id of all examples. Preferences are examples (`noun` is "pair"): their tokens and targets are
+    those of both sides, their length is that of the longer one.
     """
 
     examples: int
@@ -50,6 +51,7 @@ class DataReport:
     vocab: int
     val_trained: int
     val_without_target: int
+    noun: str = "example"
 
     @property
     def truncated_share(self) -> float:
@@ -64,14 +66,14 @@ class DataReport:
         lengths = ", ".join(f"{q:.0%} {n}" for q, n in zip(QUANTILES, self.lengths, strict=True))
         windows = f" ({self.windows} of them windows of plain text)" if self.windows else ""
         return [
-            f"{plural(self.examples, 'example')}{windows}, {self.validation} for validation; "
+            f"{plural(self.examples, self.noun)}{windows}, {self.validation} for validation; "
             f"{plural(self.duplicates, 'duplicate')}, {self._leaks}",
             f"{plural(self.tokens, 'token')}, {self.trained} of them targets ({self.trained_share:.1%}); "
-            f"{plural(self.without_target, 'example')} without targets; {self.val_trained} for validation",
+            f"{plural(self.without_target, self.noun)} without targets; {self.val_trained} for validation",
             f"length in tokens: {lengths}; truncated at {self.context_length}: {self.truncated_share:.1%} of the "
-            f"examples, {plural(self.lost, 'target')} lost",
+            f"{self.noun}s, {plural(self.lost, 'target')} lost",
             f"{self.distinct_ids} of {self.vocab} vocabulary ids used; "
-            f"{plural(self.with_stop, 'example ends', 'examples end')} an answer",
+            f"{plural(self.with_stop, f'{self.noun} ends', f'{self.noun}s end')} an answer",
         ]
 
     def warnings(self) -> list[str]:
@@ -80,14 +82,17 @@ class DataReport:
         problems = (
             (self.trained_share < FEW, f"only {targets} of the tokens are targets; check a few examples"),
             (self.leaked, f"{self._leaks}; the validation loss is too low"),
-            (self.without_target, f"{_are(self.without_target, 'example')} {skipped}"),
-            (self.val_without_target, f"{_are(self.val_without_target, 'validation example')} {skipped}"),
-            (self.truncated, f"{_are(self.truncated, 'example')} truncated, {plural(self.lost, 'target')} lost"),
+            (self.without_target, f"{_are(self.without_target, self.noun)} {skipped}"),
+            (self.val_without_target, f"{_are(self.val_without_target, f'validation {self.noun}')} {skipped}"),
+            (self.truncated, f"{_are(self.truncated, self.noun)} truncated, {plural(self.lost, 'target')} lost"),
         )
         return [text for applies, text in problems if applies]
 
     @property
     def _leaks(self) -> str:
+        if self.noun == "pair":
+            pairs = plural(self.leaked, "validation pair has", "validation pairs have")
+            return f"{pairs} a prompt of the training data"
         return f"{_are(self.leaked, 'validation example')} in the training data"
 
 
@@ -105,35 +110,41 @@ def data_report(
 ) -> DataReport:
     """The report on these examples, for rows of `context_length` tokens and a model with `vocab` ids."""
     lengths = np.array([len(e) for e in examples], np.int64)
-    targets = [e.loss_mask[1 : context_length + 1] for e in examples]
+    sides, targets = [side for e in examples for side in e.sides], [e.targets(context_length) for e in examples]
     val_targets = [e.targets(context_length) for e in validation]
-    training = [e.ids.tobytes() for e in examples]
+    training = [_content(e) for e in examples]
     distinct = set(training)
-    all_examples = [*examples, *validation]
+    all_sides = [side for e in (*examples, *validation) for side in e.sides]
     stops = np.array(sorted({template.stop_id(tokenizer), *tokenizer.stops}))
-    conversations = [(e, k) for e, k in zip(examples, targets, strict=True) if e.window_index is None]
-    ends = [bool(np.isin(e.ids[1 : context_length + 1][k], stops).any()) for e, k in conversations]
+    conversations = [e for e in examples if e.window_index is None]
+    within = slice(1, context_length + 1)
+    ends = [all(np.isin(s.ids[within][s.loss_mask[within]], stops).any() for s in e.sides) for e in conversations]
     return DataReport(
         examples=len(examples),
         windows=len(examples) - len(conversations),
         validation=len(validation),
-        tokens=int(lengths.sum()) - sum(bool(e.window_index) for e in examples),
-        trained=sum(int(k.sum()) for k in targets),
-        lost=sum(int(e.loss_mask[context_length + 1 :].sum()) for e in examples),
+        tokens=sum(len(side.ids) for side in sides) - sum(bool(e.window_index) for e in examples),
+        trained=sum(int(side.loss_mask[within].sum()) for side in sides),
+        lost=sum(int(side.loss_mask[context_length + 1 :].sum()) for side in sides),
         lengths=tuple(map(int, np.quantile(lengths if len(lengths) else 0, QUANTILES, method="inverted_cdf"))),
         context_length=context_length,
         truncated=int((lengths > context_length + 1).sum()),
         duplicates=len(training) - len(distinct),
-        leaked=sum(e.ids.tobytes() in distinct for e in validation),
+        leaked=sum(_content(e) in distinct for e in validation),
         with_stop=sum(ends),
-        without_target=sum(not k.any() for k in targets),
-        double_bos=sum(_double_bos(e, tokenizer.document_start) for e in all_examples),
-        distinct_ids=len(np.unique(np.concatenate([e.ids for e in examples]))) if examples else 0,
-        max_id=max((int(e.ids.max()) for e in all_examples if len(e)), default=-1),
+        without_target=targets.count(0),
+        double_bos=sum(_double_bos(side, tokenizer.document_start) for side in all_sides),
+        distinct_ids=len(np.unique(np.concatenate([side.ids for side in sides]))) if examples else 0,
+        max_id=max((int(side.ids.max()) for side in all_sides if len(side)), default=-1),
         vocab=vocab,
         val_trained=sum(val_targets),
         val_without_target=val_targets.count(0),
+        noun="pair" if len(sides) > len(examples) else "example",
     )
+
+
+def _content(example: Example) -> bytes:
+    return b"|".join(side.ids.tobytes() for side in example.sides)
 
 
 def _double_bos(example: Example, begin: Sequence[int]) -> bool:

@@ -4,15 +4,16 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
@@ -47,6 +48,9 @@ class Score:
     tokens: int
     size: int
 
+    unit: ClassVar[str] = " bits/byte"
+    """Unit of `criterion`, after a space."""
+
     @property
     def loss(self) -> float:
         """The loss in nats/token."""
@@ -60,6 +64,32 @@ class Score:
     def bits_per_byte(self) -> float:
         """The loss in bits per byte of text, which is comparable across tokenizers."""
         return self.loss_sum / math.log(2) / max(1, self.size)
+
+    @property
+    def criterion(self) -> float:
+        """The figure by which weights are compared; the lowest is the best."""
+        return self.bits_per_byte
+
+    @property
+    def facts(self) -> dict[str, float]:
+        """The figures for the card."""
+        return {name: getattr(self, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens")}
+
+    @property
+    def record(self) -> dict[str, float]:
+        """The figures for metrics.jsonl."""
+        return {"validation_loss": self.loss, "bits_per_byte": self.bits_per_byte}
+
+    @property
+    def text(self) -> str:
+        """The figures for the final report."""
+        return f"{self.loss:.3f} nats/token, perplexity {self.perplexity:.1f}, {self.bits_per_byte:.3f} bits/byte"
+
+    def compare(self, before: "Score") -> list[str]:
+        """Lines of the report on a finetuned model; `before` is the base model's score on (chosen) answers."""
+        lines = [f"validation loss of answers: {before.loss:.3f} nats/token before, {self.loss:.3f} after"]
+        advice = "try a lower --lr, or check the examples"
+        return lines + [f"warning: no better than the base model; {advice}"] * (not self.loss < before.loss)
 
 
 def evaluate(
@@ -89,9 +119,8 @@ def score_batches(loaded: LoadedModel, batches: Iterable[tuple[Tensor, ...]], dt
     """Score batches of ids, targets and perhaps positions (B, T), by `next_token_loss`."""
     loss_sum, count, size, model = 0.0, 0, 0, loaded.model
     width = np.array([len(piece) for piece in loaded.require_tokenizer().token_bytes], np.int64)
-    device = next(model.parameters()).device
-    with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
-        for batch in map(_own_rows, batches):
+    with evaluation(model, dtype) as device:
+        for batch in map(own_rows, batches):
             total, batch_count, _ = next_token_loss(model, [part.to(device) for part in batch])
             loss_sum, count = loss_sum + float(total), count + int(batch_count)
             targets = batch[1].numpy()
@@ -100,7 +129,15 @@ def score_batches(loaded: LoadedModel, batches: Iterable[tuple[Tensor, ...]], dt
     return Score(loss_sum, *map(int, counts))
 
 
-def _own_rows(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+@contextmanager
+def evaluation(model: nn.Module, dtype: torch.dtype) -> Iterator[torch.device]:
+    """A context to evaluate the model in a dtype of matrix products; yields its device."""
+    device = next(model.parameters()).device
+    with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
+        yield device
+
+
+def own_rows(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """The rows of this rank, or one row without targets if it has no rows, since all ranks call the model."""
     share = -(-len(batch[0]) // ranks.count())
     own = tuple(part[share * ranks.rank() :][:share] for part in batch)

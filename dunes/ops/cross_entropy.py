@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dunes.ops.operation import autocast_dtype, once_differentiable
 
@@ -42,6 +43,30 @@ def fused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
+def per_token(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy (N,) of each target, at least float32; 0 for IGNORE. Arguments as in `fused`.
+
+    The gradient of a token depends on how its loss is used, so each chunk's logits are computed once more in the
+    backward pass.
+    """
+    dtype = autocast_dtype(x)
+
+    def losses(x: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x = x.to(dtype).masked_fill((targets == IGNORE)[:, None], 0.0)
+            logits = F.linear(x, weight.to(dtype)).to(torch.promote_types(dtype, torch.float32))
+            return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
+
+    size = _chunk_size(x, weight)
+    parts = zip(torch.split(x, size), torch.split(targets, size), strict=True)
+    return torch.cat([checkpoint(losses, *p, use_reentrant=False, preserve_rng_state=False) for p in parts])
+
+
+def _chunk_size(x: Tensor, weight: Tensor) -> int:
+    fewest = min(MIN_TOKENS, weight.shape[1])
+    return max(fewest, CHUNK.get(x.device.type, LARGE_CHUNK) // len(weight))
+
+
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, states: bool, head: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,8 +81,7 @@ def _loss_and_gradients(
         for t, needs_grad in ((x, states), (weight, head))
     )
     matrix = weight.to(dtype)
-    fewest = min(MIN_TOKENS, weight.shape[1])
-    size = max(fewest, CHUNK.get(x.device.type, LARGE_CHUNK) // len(weight))
+    size = _chunk_size(x, weight)
     with torch.autocast(x.device.type, enabled=False):
         for start in range(0, len(x), size):
             rows = slice(start, start + size)

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from dunes import tree
-from dunes.ops.cross_entropy import IGNORE
+from dunes.ops.cross_entropy import IGNORE, per_token
 from dunes.ops.cross_entropy import fused as linear_cross_entropy
 from dunes.ops.scaled_dot_product import QUERY_BLOCK
 from dunes.parts.attention import Attention
@@ -27,11 +27,13 @@ from dunes.parts.context import (
     warn_about_mixing,
 )
 from dunes.parts.latent_attention import LatentAttention
+from dunes.parts.layers import at_least_float32
 from dunes.parts.quantized_cache import CacheFormat, QuantizedCache
 from dunes.parts.recurrent_cache import RecurrentCache
 
 Read = Callable[[Tensor, ForwardContext], Tensor]
 LossSums = tuple[Tensor, Tensor, dict[str, tuple[Tensor, Tensor]]]
+RowLosses = tuple[Tensor, Tensor, dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]
 
 PAD_MULTIPLE = QUERY_BLOCK
 """Rows of packed documents are padded to a multiple of this number of tokens."""
@@ -198,7 +200,8 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
         last: int | None = None,
         targets: Tensor | None = None,
-    ) -> Tensor | LossSums:
+        by_row: bool = False,
+    ) -> Tensor | LossSums | RowLosses:
         """Logits (B, T, V) for ids (B, T), or with `last` only for the last positions; with `targets`, the loss.
 
         `positions` (B, T) are -1 for padding. A position that is not the previous one plus one starts a new
@@ -208,14 +211,17 @@ class Decoder(nn.Module):
         number of targets other than IGNORE, and metrics by name as (sum, count). In training the loss includes the
         parts' auxiliary losses times the count, and those of `ahead`; they are metrics too. Raises ValueError for
         targets together with `cache` or `last`.
+
+        With `by_row`, returns (losses, counts, auxiliary, metrics): the cross entropy and the number of targets of
+        each row (B,), the auxiliary losses of the parts by name (not in `losses`), and the other metrics. Modules
+        of `ahead` are not computed.
         """
         if targets is not None:
             if cache is not None or last is not None:
                 raise ValueError("targets give the loss of whole texts; pass them without cache and last")
-            return self._loss(ids, targets, positions)
+            return (self._row_losses if by_row else self._loss)(ids, targets, positions)
         if self._head_mixes:
-            read: Read = lambda ids, ctx: self.logits(self._states(ids, ctx))
-            logits = self._apply_separately(read, ids, positions, cache)
+            logits = self._apply_separately(self._logits, ids, positions, cache)
             return logits if last is None else logits[:, logits.shape[1] - last :]
         x = self.hidden(ids, positions, cache)
         return self.logits(x if last is None else x[:, x.shape[1] - last :])
@@ -252,6 +258,9 @@ class Decoder(nn.Module):
         states: Tensor = self.norm(self._run(self.embed(ids, ctx), ctx))
         ctx.close()
         return states
+
+    def _logits(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        return self.logits(self._states(ids, ctx))
 
     def _run(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         for layer, block in enumerate(self.blocks):
@@ -303,6 +312,35 @@ class Decoder(nn.Module):
             total = total + count * self.ahead_weight / len(ahead) * each / number.clamp(min=1)
             metrics[f"ahead_{depth}"] = each.detach(), number
         return total, count, metrics
+
+    def _row_losses(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> RowLosses:
+        """Loss and number of targets of each row; as in `_loss`, tokens that do not matter may be dropped."""
+        counts, starts = (targets != IGNORE).sum(1), None
+        read = self._logits if self._head_mixes else self._states
+        if positions is not None and self._uses_varlen(positions := positions.expand_as(ids)):
+            ids, targets, positions, starts = _flatten_documents(ids, targets, positions)
+        with record_auxiliary(self) as recorded:
+            if positions is not None and starts is not None:
+                x = read(ids, ForwardContext(positions, document_starts=starts))
+            else:
+                x = self._apply_separately(read, ids, positions)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        if starts is None:
+            losses = self._token_losses(x, targets).view(len(counts), -1).sum(1)
+        else:  # targets come first, row by row
+            index, sizes = _target_index(targets), counts.tolist()
+            each = self._token_losses(x[index], targets[index])[: sum(sizes)]
+            losses = torch.stack([row.sum() for row in torch.split(each, sizes)])
+        real = None if positions is None or not supports_packing(self) else positions.flatten() >= 0
+        return losses, counts, *auxiliary_losses(recorded, real)
+
+    def _token_losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy (N,) of targets (N,), 0 for IGNORE; `x` as in `_cross_entropy`."""
+        if (head := self._head_weight()) is not None:
+            return per_token(x, head, targets)
+        x = x.masked_fill((targets == IGNORE)[:, None], 0.0)
+        logits = x if self._head_mixes else self.logits(x)
+        return F.cross_entropy(at_least_float32(logits), targets, ignore_index=IGNORE, reduction="none")
 
     def _cross_entropy(self, x: Tensor, targets: Tensor, select: bool) -> tuple[Tensor, Tensor]:
         """Summed cross entropy of targets (N,), and the number of targets.

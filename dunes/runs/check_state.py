@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dunes import checkpoint
+from dunes.evaluate.preferences import PreferenceScore
 from dunes.evaluate.text_loss import Score
 from dunes.measure import ranks
 from dunes.runs.config import RunConfig
@@ -67,16 +69,24 @@ def _read_record(begin: Any, end: Any) -> Record:
 
 
 def read_score(values: Any) -> Score | None:
-    """The `Score` stored as [loss_sum, tokens, size]; None for None. The loss of a diverged model may be NaN.
+    """The `Score` stored as [loss_sum, tokens, size], or `PreferenceScore` stored as eight values; None for None.
+    The loss of a diverged model may be NaN.
 
     Raises TypeError or ValueError for other values.
     """
     if values is None:
         return None
-    loss, tokens, size = values
+    more = values[3:] if len(values) == len(fields(PreferenceScore)) else ()
+    loss, tokens, size = values[:3] if more else values
     if index(tokens) < 1 or index(size) < 0:
         raise ValueError(f"a score of {tokens} tokens and {size} bytes")
-    return Score(float(loss), tokens, size)
+    if not more:
+        return Score(float(loss), tokens, size)
+    pairs, margins, correct, chosen, chosen_tokens = more
+    if index(pairs) < 1 or index(chosen_tokens) < 0:
+        raise ValueError(f"a score of {pairs} pairs and {chosen_tokens} chosen tokens")
+    sums = float(margins), float(correct), float(chosen)
+    return PreferenceScore(float(loss), tokens, size, pairs, *sums, chosen_tokens)
 
 
 def first_difference(was: Any, now: Any) -> str:

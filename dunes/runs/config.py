@@ -94,7 +94,7 @@ class RunConfig(Optimization, Hardware):
     MINIMUM: ClassVar[dict[str, float]] = {
         "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,
         "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "micro_batch": 1, "val_fraction": 0, "max_truncated": 0,
-        "experts": 1, "experts_per_token": 1, "shared_experts": 0,
+        "experts": 1, "experts_per_token": 1, "shared_experts": 0, "beta": 1e-12, "label_smoothing": 0,
     }  # fmt: skip
     AUTO: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch", "experts", "experts_per_token")
     """Fields whose value is chosen automatically if 0."""
@@ -128,6 +128,11 @@ class RunConfig(Optimization, Hardware):
     def about(self) -> str:
         """A short description of the run."""
         return ""
+
+    @property
+    def counted(self) -> str:
+        """The unit of a step's count, by which its loss is divided."""
+        return "tokens"
 
     @property
     def missing(self) -> str:

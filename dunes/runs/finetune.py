@@ -1,8 +1,9 @@
 """Finetune a base model on examples."""
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from math import gcd, inf, nan
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,22 +27,26 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
 from dunes.data import TokenIds
-from dunes.data.batches import Batch, Batches, collate
+from dunes.data.batches import Batch, Batches, PairBatches, collate
 from dunes.data.examples import Example, Record, trained_spans
 from dunes.data.preflight import check_report, data_report
+from dunes.evaluate.preferences import reference_logprobs, score_pairs
 from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_batches
+from dunes.files import json_file
+from dunes.files.atomic import write_file
 from dunes.files.json_file import append_text
 from dunes.flags import option
 from dunes.inference.text_generator import TextGenerator
 from dunes.measure import ranks
 from dunes.parts import Decoder
-from dunes.progress import Display
+from dunes.progress import Display, phase, shown_by
 from dunes.runs.augment import history, resolve_new
 from dunes.runs.autosize import autocast_dtype, with_hardware
 from dunes.runs.config import RunOptions
 from dunes.runs.finetune_config import (
     EXPERTS,
     FinetuneConfig,
+    Preference,
     choose_batch,
     choose_steps,
     learning_rate,
@@ -61,10 +67,12 @@ from dunes.runs.run import (
 )
 from dunes.text import templates
 from dunes.train import adamw, cast_frozen
-from dunes.train.loss import next_token_loss
+from dunes.train.loss import Loss, dpo_loss, next_token_loss
 from dunes.units import format_count, plural
 
 BASELINE = Path("state") / "baseline.json"
+REFERENCE = Path("state") / "reference.json"
+Reference = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 ANSWERED = 3
 """Number of validation examples that the model answers before and after finetuning."""
@@ -92,7 +100,8 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     """
     run_options, timings = RunOptions(**options), Timings()
     if unused := unused_options(config, run_options.asked or ()):
-        raise ValueError(f"--{option(unused[0])} has no effect with --method {config.method}; omit it")
+        name = next(iter(unused))
+        raise ValueError(f"--{option(name)} has no effect with {unused[name]}; omit it")
     ready = begin_run(config, folder, display, run_options)
     if ready is None:
         return 0
@@ -100,7 +109,8 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
         with timings("reading data"):
             data = FinetuneData.read(ready, load_base(ready), display)
         for example in data.train[:examples]:
-            display.print_highlighted(f"--- {example.place}", trained_spans(example, data.tokenizer))
+            for side in example.sides:
+                display.print_highlighted(f"--- {side.place}", trained_spans(side, data.tokenizer))
         with timings("preparing"):
             data, text = choose_options(data, display), forgetting_text(data, display)
             data = replace(data, config=ranks.decide(data.config))
@@ -153,7 +163,7 @@ def choose_options(data: FinetuneData, display: Display) -> FinetuneData:
     check_report(report, config.max_truncated)
     for line in report.warnings():
         display.line(f"warning: {line}")
-    rows = Batches(data.train, context, 1, packed=config.packing).rows_per_epoch
+    rows = Batches(data.train, context, 1, packed=config.packing and not config.is_dpo).rows_per_epoch
     batch = choose_batch(config, context, rows)
     batch += 0 if config.batch else -batch % ranks.count()
     steps, lr = choose_steps(config, rows, batch), learning_rate(config, width)
@@ -195,11 +205,22 @@ def memory(data: FinetuneData) -> dict[str, float]:
     with torch.device("meta"):
         size = sum(t.nbytes for t in trainable_state(build()).values())
     shape = Shape(micro_batch(config), config.context_length, autocast_dtype(config))
-    return process_memory(build, shape, TrainSetup(partial(optimizer, config), next_token_loss, batch), size)
+    return process_memory(build, shape, TrainSetup(partial(optimizer, config), choose_loss(config), batch), size)
+
+
+def choose_loss(config: FinetuneConfig) -> Loss:
+    """The loss of the objective."""
+    if not config.is_dpo:
+        return next_token_loss
+    options = {f.name: getattr(config, f.name) for f in fields(Preference) if f.name != "objective"}
+    return partial(dpo_loss, **options)
 
 
 def _full_batch(config: FinetuneConfig) -> Batch:
-    """A full batch with two examples in each row and a loss on every token."""
+    """A full batch with a loss on every token: two examples in each row, or pairs of rows."""
+    if config.is_dpo:
+        ids = torch.zeros(2 * micro_batch(config), config.context_length, dtype=torch.long)
+        return ids, ids, ids, torch.zeros(len(ids))
     half = np.zeros(config.context_length // 2 + 1, np.int32)
     example = Example(half, np.ones(len(half), bool))
     row = [example] * (2 if config.packing else 1)
@@ -233,8 +254,36 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
+    update = optimizer(config, model)  # before a forward pass, which leaves weights of several ranks gathered
+    if config.is_dpo:
+        task = replace(task, reference=_reference(task, folder / REFERENCE, display))
     accumulate = config.batch // (micro_batch(config) * ranks.count())
-    return new_run(folder, config, task, optimizer(config, model), accumulate)
+    return new_run(folder, config, task, update, accumulate, choose_loss(config))
+
+
+def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
+    """The log-probabilities of training and validation answers by the model at step 0, which equals the base.
+
+    They are stored in `path`, and read from there if the run has saved states, so that a resumed run has the same.
+    """
+    sides, fingerprints = (task.data.train, task.data.valid), dict(task.fingerprints)
+    if path.is_file() and any(path.parent.glob("step-*")):
+        try:
+            stored = json_file.read(path)
+            if stored["fingerprints"] == fingerprints:
+                train, valid = (np.array(stored[name], np.float32).reshape(-1, 2) for name in ("train", "valid"))
+                if [len(train), len(valid)] == [*map(len, sides)]:
+                    return train, valid
+        except (KeyError, TypeError, ValueError) as error:
+            display.line(f"warning: {path}: not read ({error!r:.100})")
+    display.detail("computing the log-probabilities of the reference")
+    dtype, context = autocast_dtype(task.config), task.config.context_length
+    with shown_by(display.state), phase("log-probabilities of the reference"):
+        train, valid = (reference_logprobs(task.loaded.model, side, context, dtype) for side in sides)
+    if ranks.is_first():
+        stored = {"fingerprints": fingerprints, "train": train.tolist(), "valid": valid.tolist()}
+        write_file(path, json.dumps(stored).encode())
+    return train, valid
 
 
 def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> list[Change]:
@@ -329,7 +378,8 @@ class FinetuneTask:
     """The task of a finetuning run. Forgetting is measured on `forgetting_ids`.
 
     `stored` is the dtype of the base model, `base` is its `base_identity`, and `changes` are the changes made to
-    it. With several ranks, `outline` is the unsharded model without weight values.
+    it. With several ranks, `outline` is the unsharded model without weight values. `reference` has the base's
+    log-probabilities of training and validation answers, for --objective dpo.
     """
 
     data: FinetuneData
@@ -339,6 +389,7 @@ class FinetuneTask:
     base: Mapping[str, Any] = field(default_factory=dict)
     changes: Sequence[Change] = ()
     outline: Decoder | None = None
+    reference: Reference | None = None
 
     @property
     def config(self) -> FinetuneConfig:
@@ -355,7 +406,7 @@ class FinetuneTask:
         digest = sha256()
         for side in (self.data.train, self.data.valid):
             digest.update(str(len(side)).encode())
-            for e in side:
+            for e in (part for example in side for part in example.sides):
                 digest.update(e.ids.tobytes() + e.loss_mask.tobytes())
         return {"examples": digest.hexdigest(), "base": str(self.base["sha256"])}
 
@@ -371,6 +422,11 @@ class FinetuneTask:
     def batches(self, start: int) -> Iterator[Batch]:
         config = self.config
         size = micro_batch(config) * ranks.count()
+        if self.reference is not None:
+            train = self.data.train
+            return PairBatches(
+                train, config.context_length, size, config.seed, reference=self.reference[0]
+            ).batches(start)
         rows = Batches(self.data.train, config.context_length, size, config.seed, config.packing)
         return rows.batches(start)
 
@@ -379,7 +435,11 @@ class FinetuneTask:
         if limit is not None:
             targets = np.cumsum([e.targets(context) for e in examples])
             examples = examples[: int(np.searchsorted(targets, min(limit, self.before.limits[0]))) + 1]
-        batches = Batches(examples, context, VAL_BATCH)
+        if self.reference is not None:
+            pairs = PairBatches(examples, context, VAL_BATCH // 2, reference=self.reference[1]).one_epoch()
+            return score_pairs(self.loaded.model, pairs, choose_loss(self.config), autocast_dtype(self.config))
+        chosen = [replace(e, rejected=None) for e in examples] if self.config.is_dpo else examples
+        batches = Batches(chosen, context, VAL_BATCH)
         return score_batches(self.loaded, batches.one_epoch(), autocast_dtype(self.config))
 
     def sample(self) -> str:
@@ -445,9 +505,10 @@ class FinetuneTask:
     def begin(self, run: Run) -> list[str]:
         config, base = self.config, self.data.base
         trained, total = tree.count(run.model, trainable=True), tree.count(base.model)
+        rows = plural(config.batch, "pair" if config.is_dpo else "row")
         return [
             f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(total)} parameters; "
-            f"{plural(config.batch, 'row')} x {config.context_length} tokens per step, micro-batches of "
+            f"{rows} x {config.context_length} tokens per step, micro-batches of "
             f"{micro_batch(config)}; {run.hardware}; {config.length}"
         ]
 
@@ -480,7 +541,7 @@ class FinetuneTask:
     def _save(self, model: Decoder, folder: Path, facts: dict[str, Any], after: Baseline | None) -> None:
         """Save the model or the adapter; its card also records the losses before training."""
         if after is not None:
-            facts["measured"]["before"] = self.before.score.loss
+            facts["measured"]["chosen_loss_before" if self.config.is_dpo else "before"] = self.before.score.loss
         if after is not None and self.before.forgetting and after.forgetting:
             losses = {"before": self.before.forgetting.loss, "after": after.forgetting.loss}
             facts["measured"]["forgetting"] = losses

@@ -14,6 +14,7 @@ from typing import Any
 from dunes.checkpoint import LoadedModel
 from dunes.data.document import Document, holds_records, plain_document
 from dunes.data.examples import (
+    RECORD_FORMATS,
     Example,
     Record,
     Records,
@@ -89,6 +90,7 @@ class FinetuneData:
         val_files, val_lines = read(config.val_data) if config.val_data else ([], [])
         for line in (*lines, *val_lines, *ignored_line([*files, *val_files])):
             display.detail(line)
+        check_objective(config, [*files, *val_files])
         tokenizer = base.require_tokenizer()
         # Conversations if any, else single-turn Alpaca records, whose template could not express those, else text.
         records = min([*files, *val_files], key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
@@ -109,8 +111,10 @@ class FinetuneData:
             config, train, valid, val_records = _split_examples(rows, config, base, write)
             if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
                 display.detail(
-                    f"near-duplicates: {plural(copies, 'record is a copy', 'records are copies')} of others but "
-                    "for white space or a few lines, each on one side with its like"
+                    f"{plural(copies, 'pair has', 'pairs have')} the prompt of another, each on one side with it"
+                    if config.is_dpo
+                    else f"near-duplicates: {plural(copies, 'record is a copy', 'records are copies')} of others "
+                    "but for white space or a few lines, each on one side with its like"
                 )
         if not val_records:
             raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")
@@ -131,6 +135,15 @@ class FinetuneData:
         """The finetuned model; it shares the base's module, since finetuning changes the module in place."""
         context_length = max(self.config.context_length, self.base.context_length)
         return replace(self.base, tokenizer=self.tokenizer, context_length=context_length)
+
+
+def check_objective(config: FinetuneConfig, files: Sequence[Records]) -> None:
+    """Raise ValueError for preferences without the objective dpo, and for other records with it."""
+    for records in files:
+        if (records.format == "preference") != config.is_dpo:
+            remedy = "expected preferences with chosen and rejected" if config.is_dpo else "use --objective dpo"
+            description = RECORD_FORMATS[records.format].description
+            raise ValueError(f"{records.path}: {description} with --objective {config.objective}; {remedy}")
 
 
 def _single_tasks(records: Records) -> bool:
@@ -340,11 +353,8 @@ class Baseline:
         write_file(path, json.dumps(asdict(self) | scores, indent=1).encode())
 
     def compare(self, after: "Baseline", records: Sequence[Record]) -> list[str]:
-        """Lines of the final report: validation loss, forgetting, and answers, before and after training."""
-        values = f"{self.score.loss:.3f} nats/token before, {after.score.loss:.3f} after"
-        lines = [f"validation loss of answers: {values}"]
-        if not after.score.loss < self.score.loss:
-            lines.append("warning: no better than the base model; try a lower --lr, or check the examples")
+        """Lines of the final report: validation, forgetting, and answers, before and after training."""
+        lines = after.score.compare(self.score)
         if self.forgetting and after.forgetting:
             before, later = self.forgetting.loss, after.forgetting.loss
             values = f"{before:.3f} before, {later:.3f} after ({later - before:+.3f})"

@@ -297,7 +297,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             display.line(warning)
         with non_fatal("writing metrics.jsonl"):
             _log_step(run.folder, step, score)
-        board.step(step, score.bits_per_byte if score else None)
+        board.step(step, score.record if score else {})
         with run.timings("samples"), non_fatal("sampling"):
             if step.number in SAMPLES and not over:
                 board.sample(step.number, _sample(run, display, step.number))
@@ -373,7 +373,7 @@ class PaceCheck:
         left = f"{share * usable:.1f} processors to its {plural(config.threads or 1, 'thread')}"
         reason = HOT if share > (1 + SLOW) / 2 else f"other programs leave {left} (load {_load():.1f})"
         ends = "takes longer" if config.steps else f"makes fewer steps in its {plural(config.minutes, 'minute')}"
-        return f"warning: {format_count(rate)} tokens/s{estimate}: {reason}; the run {ends}"
+        return f"warning: {format_count(rate)} {config.counted}/s{estimate}: {reason}; the run {ends}"
 
 
 def _cores() -> int:
@@ -395,14 +395,14 @@ def _log_step(folder: Path, step: Step, score: Score | None) -> None:
     metrics = {"metrics": values} if (values := record.pop("metrics")) else {}
     record = {"step": record.pop("number")} | record | metrics | {"loss_hex": step.loss.hex()}
     if score:
-        record |= {"validation_loss": score.loss, "bits_per_byte": score.bits_per_byte}
+        record |= score.record
     append_metrics(folder, record)
 
 
 def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
     """A function that reports each step to the display."""
     losses: list[float] = []
-    work = flops(run.model, run.config.context_length)
+    work, unit = flops(run.model, run.config.context_length), run.config.counted.replace("tokens", "tok")
 
     def report(step: Step) -> None:
         if step.skipped:
@@ -414,10 +414,12 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
             f"step {step.number}",
             f"loss {smooth(losses)[-1]:.3f}" if losses else "",
             *(f"{name} {value:.3g}" for name, value in step.metrics.items() if isinstance(value, float)),
-            f"val {run.last.bits_per_byte:.3f} bits/byte" if run.last else "",
+            f"val {run.last.criterion:.3f}{run.last.unit}" if run.last else "",
             f"lr {run.trainer.learning_rates()[0] * step.lr_scale:.2g}",
-            f"{format_count(step.count / step.seconds)} tok/s",
-            f"{work * step.count / step.seconds / run.config.matmul:.0%} MFU" if run.config.matmul else "",
+            f"{format_count(step.count / step.seconds)} {unit}/s",
+            f"{work * step.count / step.seconds / run.config.matmul:.0%} MFU"
+            if unit == "tok" and run.config.matmul
+            else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
             f"{format_seconds(round(run.seconds_left))} left",
         ]
@@ -473,8 +475,7 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
             drawn = load_picture(records, run.folder / LOAD_PICTURE)
     outcome = "stopped" if interrupted else "done"
     display.line(
-        f"\n{outcome} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss "
-        f"{score.loss:.3f} nats/token, perplexity {score.perplexity:.1f}, {score.bits_per_byte:.3f} bits/byte"
+        f"\n{outcome} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss {score.text}"
     )
     if note := overfitting_note(run):
         display.line(note)
@@ -493,11 +494,11 @@ def rising_loss_warning(run: Run) -> str:
     """A warning if the validation loss has been above its best for several validations; else ""."""
     if not run.best or not run.last or run.checks_since_best < PATIENCE:
         return ""
-    if run.last.bits_per_byte < run.best.bits_per_byte * WORSE:
+    if run.last.criterion < run.best.criterion * WORSE:
         return ""
     return (
-        f"warning: validation loss is {run.last.bits_per_byte:.3f} bits/byte and has been above its best "
-        f"({run.best.bits_per_byte:.3f} after step {run.best_step}) for {run.checks_since_best} "
+        f"warning: validation loss is {run.last.criterion:.3f}{run.last.unit} and has been above its best "
+        f"({run.best.criterion:.3f} after step {run.best_step}) for {run.checks_since_best} "
         "validations; the best weights are kept. If it jumped, lower the learning rate (now "
         f"{run.trainer.learning_rates()[0]:.2g}); if it rose slowly, train for fewer steps or on more data"
     )
@@ -508,25 +509,25 @@ def early_end(run: Run, loss: float) -> str:
     # If the learning rate makes validation loss rise, training loss rises, too, and the run continues.
     if run.config.steps or not run.best or not run.last or run.checks_since_best < PATIENCE:
         return ""
-    rises = run.last.bits_per_byte > RISEN * run.best.bits_per_byte
+    rises = run.last.criterion > RISEN * run.best.criterion
     memorises = rises and loss < MEMORISED * run.last.loss
     if not memorises or run.trainer.number < LONG_AGO * run.best_step:
         return ""
     return (
         f"ending early, with {format_seconds(round(run.seconds_left))} left: validation loss was best after "
-        f"{plural(run.best_step, 'step')} ({run.best.bits_per_byte:.3f} bits/byte) and is "
-        f"{run.last.bits_per_byte:.3f} now; more steps would memorise so small a text. --steps has no early end"
+        f"{plural(run.best_step, 'step')} ({run.best.criterion:.3f}{run.best.unit}) and is "
+        f"{run.last.criterion:.3f} now; more steps would memorise so small a text. --steps has no early end"
     )
 
 
 def overfitting_note(run: Run) -> str:
     """A note on the saved weights if the validation loss has risen since its best; else ""."""
-    if not run.best or not run.last or run.last.bits_per_byte < run.best.bits_per_byte * 1.005:
+    if not run.best or not run.last or run.last.criterion < run.best.criterion * 1.005:
         return ""
     return (
-        f"validation loss was best after {plural(run.best_step, 'step')} ({run.best.bits_per_byte:.3f} bits/byte) "
-        f"and {run.last.bits_per_byte:.3f} at the end: the weights of step {run.best_step} were saved; a lower "
-        "learning rate, fewer steps or more data would help"
+        f"validation loss was best after {plural(run.best_step, 'step')} "
+        f"({run.best.criterion:.3f}{run.best.unit}) and {run.last.criterion:.3f} at the end: the weights of step "
+        f"{run.best_step} were saved; a lower learning rate, fewer steps or more data would help"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dunes.evaluate.comparison import Comparison
+from dunes.evaluate.preferences import PreferenceScore
 from dunes.evaluate.text_loss import Score
 from dunes.train import Step
 
@@ -21,6 +22,8 @@ LAST = 0.1
 def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:
     """Plot training and validation loss over steps as a PNG, in nats/token (left axis) and bits/byte (right axis).
 
+    For preferences, the left axis is the DPO loss, and the right one the margin of rewards.
+
     `records` are the records of metrics.jsonl. `score` is the validation score of the saved weights, which are
     from step `step`.
     """
@@ -30,13 +33,20 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
         x, losses = [r["step"] for r in steps], [r["loss"] for r in steps]
         axes.plot(x, losses, color="#c9b28f", linewidth=0.8)
         axes.plot(x, centered_mean(losses), color=TRAINING, label="training loss")
-        bits = score.bits_per_byte / score.loss if score.loss else 0.0
+        pairs = isinstance(score, PreferenceScore)
+        bits = score.bits_per_byte / score.loss if score.loss and not pairs else 0.0
         if checks := _checks(records, bits):
             axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
         if is_drawable(score.loss):
             label = f"saved: step {step}, {score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
+            label = f"saved: step {step}, {score.text}" if pairs else label
             axes.plot([step], [score.loss], "*", color=VALIDATION, markersize=12, label=label)
-        axes.set(xlabel="step", ylabel="loss, nats/token")
+        axes.set(xlabel="step", ylabel="DPO loss" if pairs else "loss, nats/token")
+        if pairs:
+            margins = axes.twinx()
+            values = centered_mean([r["metrics"]["margin"] for r in steps])
+            margins.plot(x, values, color="black", linewidth=0.8, linestyle=":", label="margin")
+            margins.set(ylabel="margin of rewards")
         if 0 < bits < inf:
             conversions = (lambda loss: loss * bits, lambda value: value / bits)
             axes.secondary_yaxis("right", functions=conversions).set_ylabel("bits/byte")

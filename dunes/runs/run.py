@@ -38,7 +38,7 @@ from dunes.runs.check_state import (
 from dunes.runs.config import MEASURED, RunConfig, T
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, mutable_buffers
-from dunes.train.loss import next_token_loss
+from dunes.train.loss import Loss, next_token_loss
 from dunes.units import plural
 
 METRICS = "metrics.jsonl"
@@ -215,7 +215,7 @@ class Run:
         (self.seconds_per_token,) = ranks.largest((perf_counter() - start) / score.tokens)
         self.checks_since_best += 1
         # NaN compares as not smaller, so a best score of NaN is replaced explicitly.
-        if self.best is None or score.bits_per_byte < self.best.bits_per_byte or isnan(self.best.bits_per_byte):
+        if self.best is None or score.criterion < self.best.criterion or isnan(self.best.criterion):
             self.best, self.best_step, self.checks_since_best = score, self.trainer.number, 0
             self.best_weights = {k: v.detach().cpu().clone() for k, v in trainable_state(self.model).items()}
         return score
@@ -268,12 +268,19 @@ def build_schedule(config: RunConfig) -> Schedule:
     return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
 
 
-def new_run(folder: Path, config: RunConfig, task: Task, optimizer: Optimizer, accumulate: int = 1) -> Run:
-    """A run at step 0, with the schedule of its config and the loss `next_token_loss`."""
+def new_run(
+    folder: Path,
+    config: RunConfig,
+    task: Task,
+    optimizer: Optimizer,
+    accumulate: int = 1,
+    loss: Loss | None = None,
+) -> Run:
+    """A run at step 0, with the schedule of its config; `loss` is by default `next_token_loss`."""
     ranks.agree(task.fingerprints)
     schedule = build_schedule(config)
     options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": autocast_dtype(config), "seed": config.seed}
-    trainer = Trainer(task.loaded.model, optimizer, next_token_loss, accumulate=accumulate, **options)
+    trainer = Trainer(task.loaded.model, optimizer, loss or next_token_loss, accumulate=accumulate, **options)
     return Run(folder, config, task, trainer, schedule)
 
 
@@ -493,8 +500,7 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
 def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
     """Entries for the card: the training (under the key `verb`), the measured scores, and the timings."""
     progress = {"steps": run.trainer.number, "best_step": run.best_step, "seconds": round(run.elapsed, 1)}
-    measured = {name: getattr(score, name) for name in ("loss", "perplexity", "bits_per_byte", "tokens")}
-    measured["peak_bytes"] = measure.peak_memory(run.trainer.device)
+    measured = {**score.facts, "peak_bytes": measure.peak_memory(run.trainer.device)}
     timings = {phase: round(seconds, 3) for phase, seconds in run.timings.seconds.items()}
     return {verb: {**asdict(run.config), **progress}, "measured": measured, "timings": timings}
 

@@ -48,11 +48,11 @@ class TensorBoard:
         with self.non_fatal("writing to TensorBoard"):
             self._close()
 
-    def step(self, step: Step, bits_per_byte: float | None) -> None:
-        """Write the metrics of a step, including validation bits/byte unless it is None."""
+    def step(self, step: Step, validation: Mapping[str, float]) -> None:
+        """Write the metrics of a step and of its validation, if any."""
         if self._file is not None:
             with self._until_error():
-                self._scalars(asdict(step) | {"step": step.number, "bits_per_byte": bits_per_byte}, time())
+                self._scalars(asdict(step) | {"step": step.number, **validation}, time())
 
     def sample(self, step: int, text: str) -> None:
         """Write the sample generated after this step."""
@@ -111,9 +111,11 @@ class TensorBoard:
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Scalars to write for a record of metrics.jsonl, by tag: losses, rates and the step's metrics."""
     values = {name: record.get(name) for name in ("loss", "bits_per_byte", "lr_scale", "grad_norm")}
-    values["tokens_per_second"] = record["count"] / record["seconds"]
     metrics = record.get("metrics")
     numbers = metrics.items() if isinstance(metrics, Mapping) else ()
+    pairs = "margin" in dict(numbers)
+    values[f"{'pairs' if pairs else 'tokens'}_per_second"] = record["count"] / record["seconds"]
+    values |= {name: record[name] for name in record if pairs and name.startswith("validation_")}
     values |= {f"metrics/{name}": value for name, value in numbers if is_number(value)}
     return {name: value for name, value in values.items() if value is not None}
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes.ops.cross_entropy import IGNORE
-from dunes.parts.decoder import LossSums
+from dunes.parts.decoder import LossSums, RowLosses
 
 Metrics = Mapping[str, tuple[Tensor, Tensor]]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Metrics]]
@@ -78,3 +78,43 @@ def next_token_loss(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> LossS
     ids, targets, *positions = parts
     loss: LossSums = model(ids, *positions, targets=targets)
     return loss
+
+
+def dpo_loss(
+    model: nn.Module,
+    batch: Sequence[Tensor],
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    length_normalized: bool = False,
+) -> LossSums:
+    """The summed DPO loss of pairs of answers, and the number of pairs. https://arxiv.org/abs/2305.18290
+
+    The batch is one of `PairBatches`: ids, targets and positions, each (2B, T), and the reference model's
+    log-probabilities (2B,); rows alternate between chosen and rejected answers. The reward of an answer is `beta`
+    times its log-probability minus the reference's; the loss is -log sigmoid(margin), of the rewards' difference.
+    `label_smoothing` is the probability that a label is wrong (conservative DPO,
+    https://ericmitchell.ai/cdpo.pdf). With `length_normalized`, the log-probabilities are divided by the number of
+    the answer's targets (section 5 of https://arxiv.org/abs/2411.15124). A pair with an answer without a target is
+    not counted.
+
+    The metrics are means over pairs: `rewards_chosen`, `rewards_rejected`, `margin` (their difference) and
+    `accuracy` (the fraction of positive margins); and `chosen_loss`, in nats/token.
+    """
+    ids, targets, positions, reference = batch
+    rows: RowLosses = model(ids, positions, targets=targets, by_row=True)
+    losses, counts, auxiliary, metrics = rows
+    rewards = beta * (-losses - reference)
+    if length_normalized:
+        rewards = rewards / counts.clamp(min=1)
+    real = (counts.view(-1, 2) > 0).all(1)
+    chosen, rejected = rewards.view(-1, 2).masked_fill(~real[:, None], 0.0).unbind(1)
+    margin, pairs = chosen - rejected, real.sum()
+    each = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    total = (each * real).sum()
+    for name, loss in auxiliary.items():
+        total = total + pairs * loss
+        metrics[name] = (pairs * loss).detach(), pairs
+    sums = {"rewards_chosen": chosen, "rewards_rejected": rejected, "margin": margin, "accuracy": margin > 0}
+    metrics |= {name: (values.detach().float().sum(), pairs) for name, values in sums.items()}
+    metrics["chosen_loss"] = losses[::2].detach().sum(), counts[::2].sum()
+    return total, pairs, metrics

@@ -1,0 +1,477 @@
+"""Preferences: the DPO loss against plain formulas and trl, forms of records, and runs of `--objective dpo`."""
+
+import copy
+import itertools
+import json
+import math
+import re
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import display, refuses
+from dunes import checkpoint
+from dunes.augment.lora import set_adapter
+from dunes.data import Example, read_records
+from dunes.data.batches import PairBatches
+from dunes.data.examples import count_leaked, split_records, tokenize_records
+from dunes.data.preflight import data_report
+from dunes.evaluate.preferences import PreferenceScore, reference_logprobs, score_pairs
+from dunes.models import FAMILIES
+from dunes.models.initialise import initialise
+from dunes.runs import finetune as finetune_module
+from dunes.runs.check_state import read_score
+from dunes.runs.finetune import FinetuneTask, finetune
+from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate, unused_options
+from dunes.runs.run import METRICS, read_metrics
+from dunes.runs.tensorboard import scalars
+from dunes.text import Tokenizer, templates
+from dunes.train.loss import dpo_loss, next_token_loss
+from test_ranks import run_ranks
+from test_runs import assert_same_training, stopping_at
+
+VOCAB, CONTEXT = 60, 24
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+ROWS = [
+    {"prompt": f"Say {a} and {b}.", "chosen": f"{a} {b}".upper(), "rejected": f"{a} {b}"}
+    for a, b in itertools.permutations(WORDS, 2)
+]
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Yes"), ("assistant", "No"))
+)
+
+
+def pair(number, prompt, chosen, rejected):
+    ids = np.random.default_rng(number).integers(0, VOCAB, prompt + chosen + rejected).astype(np.int32)
+    sides = ids[: prompt + chosen], np.concatenate([ids[:prompt], ids[prompt + chosen :]])
+    first, second = (Example(side, np.arange(len(side)) >= prompt, f"pair {number}") for side in sides)
+    return replace(first, rejected=second)
+
+
+PAIRS = [pair(0, 5, 4, 7), pair(1, 2, 9, 3), pair(2, 8, 1, 2), pair(3, 3, 15, 21)]
+
+
+def network(family, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    module = FAMILIES[family]
+    made = module.build(module.Config.from_size(VOCAB, 32, 2, CONTEXT)).to(dtype)
+    for p in made.parameters():
+        p.data.add_(torch.randn_like(p) * 0.1)
+    return made
+
+
+def plain_loss(model, pairs, reference, beta, smoothing, normalized):
+    """The formulas of the papers, one answer at a time."""
+    total = torch.zeros((), dtype=torch.float64)
+    for example, known in zip(pairs, reference, strict=True):
+        rewards = []
+        for side, before in zip(example.sides, known, strict=True):
+            ids, mask = torch.tensor(side.ids[: CONTEXT + 1]).long(), side.loss_mask[1 : CONTEXT + 1]
+            probs = model(ids[None, :-1])[0].softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+            ratio = probs[torch.tensor(mask)].log().sum() - float(before)
+            rewards.append(beta * ratio / (mask.sum() if normalized else 1))
+        preferred = 1 / (1 + torch.exp(rewards[1] - rewards[0]))
+        total = total - (1 - smoothing) * preferred.log()
+        total = total - smoothing * (1 - preferred).log() if smoothing else total
+    return total
+
+
+OPTIONS = [(0.1, 0.0, False), (0.3, 0.2, False), (5.0, 0.0, True), (2.0, 0.1, True)]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mamba2"])
+def test_loss_and_gradients_equal_plain_formulas(family, options):
+    """Of rows without padding (llama), and of a model with a cap on its logits, and one with states."""
+    model, base = network(family), network(family, seed=1)
+    reference = reference_logprobs(base, PAIRS, CONTEXT, torch.float32)
+    (batch,) = PairBatches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
+    found, count, metrics = dpo_loss(model, batch, *options)
+    wanted = plain_loss(model, PAIRS, reference, *options)
+    assert count == 4
+    grads = [torch.autograd.grad(loss, [*model.parameters()]) for loss in (found, wanted)]
+    apart = max(((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in zip(*grads, strict=True))
+    print(family, options, found.item() - wanted.item(), apart)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert apart <= 1e-6
+    rewards = metrics["rewards_chosen"][0] - metrics["rewards_rejected"][0]
+    assert metrics["margin"][0].item() == pytest.approx(rewards.item(), abs=1e-5)
+
+
+def test_a_mixture_adds_its_balance_once_for_each_pair():
+    model = network("mixtral").train()
+    reference = reference_logprobs(model, PAIRS, CONTEXT, torch.float32)
+    (batch,) = PairBatches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
+    total, _, metrics = dpo_loss(model, batch)
+    balance, targets = next_token_loss(model, batch[:3])[2]["balance"]
+    assert total.item() - 4 * math.log(2) == pytest.approx(4 * (balance / targets).item(), abs=1e-6)
+    assert metrics["balance"][0].item() == pytest.approx(4 * (balance / targets).item(), rel=1e-9)
+
+
+def test_a_pair_without_a_target_on_one_side_is_skipped_and_counted():
+    short, tokenizer = [*PAIRS, pair(4, CONTEXT, 2, 3), pair(5, 22, 2, 9)], Tokenizer.train("bytes", [])
+    lost = replace(pair(6, 5, 3, 3), rejected=pair(6, CONTEXT + 4, 3, 3).rejected)
+    batches = PairBatches([*short, lost], CONTEXT, 3, reference=np.zeros((7, 2), np.float32))
+    assert batches.rows_per_epoch == 5 + 1
+    report = data_report([*short, lost], PAIRS, CONTEXT, 300, templates.get_template("plain"), tokenizer)
+    assert report.without_target == 1
+    assert report.lines()[0].startswith("7 pairs, 4 for validation")
+    assert report.truncated == sum(len(e) > CONTEXT + 1 for e in [*short, lost])
+    assert "1 pair is skipped: no targets in the context" in report.warnings()
+
+
+def test_a_row_of_padding_counts_in_no_sum():
+    model = network("llama", torch.float32)
+    reference = reference_logprobs(model, PAIRS[:2], CONTEXT, torch.float32)
+    (batch,) = PairBatches(PAIRS[:2], CONTEXT, 2, reference=reference).one_epoch()
+    targets = batch[1].clone()
+    targets[2:] = -100
+    alone = PairBatches([PAIRS[i] for i in [1]], CONTEXT, 1, reference=reference[1:])
+    masked = dpo_loss(model, (batch[0], targets, *batch[2:]))
+    assert masked[1] == 1
+    assert masked[0].item() == pytest.approx(math.log(2), abs=1e-6)
+    assert score_pairs(model, alone.one_epoch(), dpo_loss, torch.float32).pairs == 1
+
+
+def filled(values):
+    return torch.nested.nested_tensor([torch.tensor(v).long() for v in values]).to_padded_tensor(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("sigmoid", (0.1, 0.0, False)), ("aot", (0.1, 0.2, False)), ("sigmoid_norm", (0.5, 0.0, True))],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_loss_and_gradients_equal_trl_s(kind, options, bases, tmp_path, monkeypatch):
+    """One pair, since trl's aot sorts a batch, and so has conservative DPO only for a single pair.
+
+    trl rounds log-probabilities to float32 (in a model of float64, too), and `beta` multiplies that.
+    """
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    base = bases["llama"]
+    theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    beta, smoothing, _ = options
+    args = DPOConfig(
+        tmp_path, beta=beta, loss_type=kind, label_smoothing=smoothing, use_cpu=True, bf16=False, report_to=[],
+        disable_dropout=True, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = DPOTrainer(
+        theirs, ref_model=copy.deepcopy(theirs), args=args, processing_class=tokenizer,
+        train_dataset=Dataset.from_list(ROWS[:4]),
+    )  # fmt: skip
+    reference = reference_logprobs(checkpoint.load(base).model, PAIRS, CONTEXT, torch.float32)
+    for index, p in enumerate(trainer.model.parameters()):
+        p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(index)) * 0.05)
+    trainer.model.save_pretrained(tmp_path / "trained")
+    batches = PairBatches(PAIRS, CONTEXT, 1, reference=reference)
+    for index in range(len(PAIRS)):
+        sides = PAIRS[batches.row(index)[0]].sides
+        inputs = {
+            "input_ids": filled([s.ids[: CONTEXT + 1] for s in sides]),
+            "attention_mask": filled([np.ones(len(s.ids[: CONTEXT + 1])) for s in sides]),
+            "completion_mask": filled([s.loss_mask[: CONTEXT + 1] for s in sides]),
+        }
+        trainer.model.zero_grad()
+        wanted = trainer.compute_loss(trainer.model, inputs)
+        wanted.backward()
+        ours = checkpoint.load(tmp_path / "trained").model
+        found, _, _ = dpo_loss(ours, batches.batch(index), *options)
+        found.backward()
+        for p in ours.parameters():  # gradients under the other names, by way of a model that has them as weights
+            p.data = p.grad
+        checkpoint.save(ours, tmp_path / f"{index}", checkpoint.load(base).tokenizer, 128)
+        grads = dict(AutoModelForCausalLM.from_pretrained(tmp_path / f"{index}").named_parameters())
+        apart = max((grads[n] - p.grad).abs().max().item() for n, p in trainer.model.named_parameters())
+        largest = max(p.grad.abs().max().item() for p in trainer.model.parameters())
+        print(f"{kind}: loss {found.item() - wanted.item():+.1e}, gradients {apart:.1e} of {largest:.1f}")
+        assert found.item() == pytest.approx(wanted.item(), abs=1e-6)
+        assert apart <= 1e-6
+
+
+FORMS = {
+    "strings": {"prompt": "Hi", "chosen": "Yes", "rejected": "No"},
+    "explicit": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+    "implicit": {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "ultrafeedback": {"prompt": "Hi", "chosen": [USER, GOOD], "rejected": [USER, BAD], "messages": [USER, GOOD]},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "Hi"}],
+        "chosen": {"from": "gpt", "value": "Yes"},
+        "rejected": {"from": "gpt", "value": "No"},
+    },
+    "alpaca": {"instruction": "Hi", "input": "", "chosen": "Yes", "rejected": "No"},
+}
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_forms_are_one_record(form, tmp_path):
+    records = read_records(written(tmp_path / "rows.jsonl", [FORMS[form] | {"system": "Be brief."}]))
+    (row,) = records.rows
+    assert records.format == "preference"
+    prompt = (templates.Turn("system", "Be brief."), templates.Turn("user", "Hi"))
+    assert row.turns == (*prompt, templates.Turn("assistant", "Yes"))
+    assert row.rejected == (*prompt, templates.Turn("assistant", "No"))
+
+
+def test_answers_of_the_prompt_are_not_trained_on(tmp_path):
+    more = {"role": "user", "content": "And now?"}
+    row = {"chosen": [USER, GOOD, more, GOOD], "rejected": [USER, GOOD, more, BAD]}
+    (record,) = read_records(written(tmp_path / "rows.jsonl", [row])).rows
+    assert [t.trained for t in record.turns if t.role == "assistant"] == [False, True]
+    tokenizer = Tokenizer.train("bytes", [])
+    (example,) = tokenize_records([record], templates.get_template("mistral"), tokenizer)
+    assert example.loss_mask.sum() == len(" Yes") + 1
+    assert example.rejected.loss_mask.sum() == len(" No") + 1
+
+
+REFUSED = {
+    "equal": ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
+    "transcripts": ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "expected a prompt beside them"),
+    "other prompts": (
+        {"chosen": [USER, GOOD], "rejected": [USER | {"content": "Ho"}, BAD]},
+        "or messages that both begin with",
+    ),
+    "another prompt": (
+        {"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        "prompt: expected a message",
+    ),
+    "a question at the end": (
+        {"prompt": "x", "chosen": [GOOD, USER], "rejected": "b"},
+        "chosen: expected an answer",
+    ),
+    "one conversation": ({"prompt": "x", "chosen": [USER, GOOD], "rejected": "b"}, "chosen: expected an answer"),
+    "its beginning": ({"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD]}, "found user"),
+    "a number": ({"prompt": "x", "chosen": 3, "rejected": "b"}, "chosen: expected a list of messages"),
+    "a missing side": ({"prompt": "x", "chosen": "a"}, "found no rejected"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_pair_is_named(case, tmp_path):
+    row, words = REFUSED[case]
+    path = written(tmp_path / "rows.jsonl", [FORMS["strings"], row])
+    refuses(f"line 2: .*{re.escape(words)}", read_records, path)
+
+
+def test_pairs_are_split_by_their_prompts(tmp_path):
+    rows = [row | {"chosen": row["chosen"] + end} for row in ROWS for end in ("", "!", "?")]
+    records = read_records(written(tmp_path / "rows.jsonl", rows)).rows
+    sides = split_records(records, 0.2)
+    prompts = [{r.turns[0].text for r in side} for side in sides]
+    assert all(prompts)
+    assert not prompts[0] & prompts[1]
+    assert count_leaked(records[::3], records[1:4]) == 3
+
+
+def test_a_score_is_stored():
+    score = PreferenceScore(1.5, 40, 0, 3, 0.6, 2.0, 21.0, 10)
+    assert read_score([*asdict(score).values()]) == score
+    assert score.record == {
+        "validation_loss": 0.5, "validation_accuracy": 2 / 3, "validation_margin": pytest.approx(0.2),
+        "validation_chosen_loss": 2.1,
+    }  # fmt: skip
+    refuses("a score of 0 pairs", read_score, [1.5, 40, 0, 0, 0.6, 2.0, 21.0, 10])
+
+
+# Runs.
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Tiny models with ids for ROWS."""
+    folder, text = tmp_path_factory.mktemp("bases"), " ".join(" ".join(row.values()) for row in ROWS)
+    tokenizer = Tokenizer.train("bpe", [text], 300)
+    for family in ("llama", "mixtral"):
+        module = FAMILIES[family]
+        model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 32, 2, 128)), seed=3)
+        with torch.no_grad():  # projections that begin as zeros would let nothing through
+            for p in model.parameters():
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.02)
+        checkpoint.save(model, folder / family, tokenizer, 128)
+    return {family: folder / family for family in ("llama", "mixtral")}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("rows") / "rows.jsonl", ROWS)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(finetune_module, "ANSWER_TOKENS", 8)
+    monkeypatch.setattr(finetune_module, "memory", lambda data: {"weights": 1e6})
+
+
+def asked(bases, rows, **changes):
+    fixed = {"steps": 6, "batch": 4, "rank": 4, "lr": 0.003, "dtype": "float32", "threads": 1, "objective": "dpo"}
+    return FinetuneConfig(model=str(bases["llama"]), data=str(rows), **fixed | changes)
+
+
+def finetuned(config, folder, **how):
+    show, out = display()
+    assert finetune(config, folder, show, **how) == 0
+    return out.getvalue()
+
+
+def logged(folder):
+    return [r for r in read_metrics(folder / METRICS) if "loss" in r]
+
+
+RARE = ("rslora", "qdora", "qlora-int8")
+ALL = [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in METHODS]
+
+
+@pytest.mark.parametrize("method", ALL)
+def test_the_first_loss_is_ln_2_and_the_reference_is_the_model_without_adapters(method, bases, rows, tmp_path):
+    finetuned(asked(bases, rows, method=method, steps=2), tmp_path / "run")
+    first = logged(tmp_path / "run")[0]
+    balance = first["metrics"].get("balance", 0.0)
+    assert first["loss"] - balance == pytest.approx(math.log(2), abs=1e-6)
+    assert (balance > 0) == (method == "lora-experts")
+    stored = json.loads((tmp_path / "run" / "state" / "reference.json").read_text())
+    if METHODS[method].saves_model:
+        return
+    task = task_of(asked(bases, rows, method=method))
+    model = checkpoint.load(tmp_path / "run").model
+    set_adapter(model, None)
+    again = reference_logprobs(model, task.data.train, task.config.context_length, torch.float32)
+    assert np.abs(again - np.array(stored["train"])).max() <= 2e-4 * (20 if method == "pissa" else 1)
+
+
+def task_of(config):
+    show = display()[0]
+    data = finetune_module.FinetuneData.read(config, finetune_module.load_base(config), show)
+    return FinetuneTask(finetune_module.choose_options(data, show), None, torch.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"length_normalized": True, "beta": 5.0, "method": "full", "lr": 0.001}])
+def test_the_margin_grows_and_validation_pairs_are_reported(options, bases, rows, tmp_path):
+    out = finetuned(asked(bases, rows, steps=60, **options), tmp_path / "run", examples=1)
+    lines = logged(tmp_path / "run")
+    assert lines[-1]["metrics"]["margin"] > 0.5
+    assert lines[-1]["loss"] < 0.6
+    checks = [r for r in lines if "validation_loss" in r]
+    assert checks[-1]["validation_margin"] > checks[0]["validation_margin"]
+    assert checks[-1]["validation_accuracy"] > 0.8
+    assert {"validation_chosen_loss", "validation_loss"} <= checks[-1].keys()
+    shown = scalars(checks[-1])
+    assert shown["validation_margin"] == checks[-1]["validation_margin"]
+    assert shown["pairs_per_second"] == checks[-1]["count"] / checks[-1]["seconds"]
+    card = json.loads((tmp_path / "run" / "dunes.json").read_text())
+    assert card["finetuned"]["objective"] == "dpo"
+    assert card["measured"]["loss"] < 0.6
+    assert card["measured"]["accuracy"] > 0.8
+    assert "validation loss of preferences: 0.6931 before" in out
+    assert "loss of chosen answers: " in out
+    assert "perplexity" not in out
+    assert "bits/byte" not in out
+    assert re.search(r"row 1|line \d+, rejected", out)
+    assert (tmp_path / "run" / "loss.png").is_file()
+
+
+def test_gradients_accumulate_to_the_same_steps(bases, rows, tmp_path):
+    for size in (1, 2, 4):
+        finetuned(asked(bases, rows, micro_batch=size), tmp_path / f"{size}")
+    losses = [[r["loss"] for r in logged(tmp_path / f"{size}")] for size in (1, 2, 4)]
+    assert losses[0] == pytest.approx(losses[2], abs=2e-6)
+    assert losses[1] == pytest.approx(losses[2], abs=2e-6)
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_stopped_and_resumed_is_straight_bit_for_bit(method, bases, rows, tmp_path, monkeypatch):
+    config = asked(bases, rows, method=method, steps=14, lr=0.001)
+    finetuned(config, tmp_path / "straight")
+    with monkeypatch.context() as patch:
+        stopping_at(7, patch)
+        assert finetune(config, tmp_path / "halves", display()[0]) == 130
+    with monkeypatch.context() as patch:  # it is read, not computed anew
+        patch.setattr(finetune_module, "reference_logprobs", None)
+        assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], resume=True) == 0
+    file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+    assert_same_training(tmp_path / "straight", tmp_path / "halves", file)
+    other = replace(config, beta=0.2)
+    refuses(
+        "beta was 0.1, now 0.2", finetune, other, tmp_path / "halves", display()[0], resume=True, asked=["beta"]
+    )
+    note = tmp_path / "halves" / "state" / "reference.json"
+    right = json.loads(note.read_text())
+    note.write_text("{")
+    show, out = display()
+    assert finetune(FinetuneConfig(), tmp_path / "halves", show, resume=True) == 0
+    assert f"warning: {note}: not read" in out.getvalue()
+    assert json.loads(note.read_text()) == right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_two_processes_prefer_as_one(method, bases, rows, tmp_path):
+    config = asked(bases, rows, method=method, micro_batch=1)
+    finetuned(config, tmp_path / "one")
+    texts, codes = run_ranks(2, finetune, config, tmp_path / "two")
+    assert codes == [0, 0], texts
+    one, two = ([r["loss"] for r in logged(tmp_path / name)] for name in ("one", "two"))
+    assert one == pytest.approx(two, abs=1e-5)
+    cards = [json.loads((tmp_path / name / "dunes.json").read_text())["measured"] for name in ("one", "two")]
+    assert cards[0]["loss"] == pytest.approx(cards[1]["loss"], abs=1e-5)
+    assert cards[0]["pairs"] == cards[1]["pairs"]
+
+
+def test_the_objective_must_fit_the_file_and_the_options(bases, rows, tmp_path):
+    sft = asked(bases, rows, objective="sft")
+    attempt = lambda config, **how: finetune(config, tmp_path / "run", display()[0], **how)
+    refuses(
+        r"preferences .* with --objective sft; use --objective dpo", attempt, asked(bases, rows, objective="sft")
+    )
+    plain = written(tmp_path / "plain.jsonl", [{"prompt": "a", "completion": "b"}])
+    refuses("prompts and completions with --objective dpo; expected preferences", attempt, asked(bases, plain))
+    refuses("--beta has no effect with --objective sft; omit it", attempt, sft, asked=["beta"])
+    refuses("--train-on has no effect with --objective dpo", attempt, asked(bases, rows), asked=["train_on"])
+    assert unused_options(sft, ["label_smoothing"]) == {"label_smoothing": "--objective sft"}
+    refuses("--beta is 0; it must be at least", asked, bases, rows, beta=0)
+    refuses("--label-smoothing is -0.1; it must be at least 0", asked, bases, rows, label_smoothing=-0.1)
+    refuses("--label-smoothing is 0.5; it must be below 0.5", attempt, asked(bases, rows, label_smoothing=0.5))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_default_learning_rate_is_a_twentieth():
+    for method in ("full", "lora"):
+        sft = FinetuneConfig(model="m", data="d", method=method)
+        assert learning_rate(replace(sft, objective="dpo"), 1000) == pytest.approx(learning_rate(sft, 1000) / 20)
+    assert learning_rate(FinetuneConfig(method="full", objective="dpo"), 4096) == pytest.approx(1e-6)
+
+
+def test_the_loss_is_not_compiled(bases, rows, tmp_path):
+    config = asked(bases, rows, compile="on")
+    refuses("--compile on: the loss of pairs", finetune, config, tmp_path / "run", display()[0])
+
+
+def test_pairs_of_calls_and_of_reasoning_differ_by_these(tmp_path):
+    def answer(city, **more):
+        call = {"function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+        return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+    row = {"prompt": [USER], "chosen": [answer("Rome", mood="good")], "rejected": [answer("Oslo")]}
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(row))
+    records = read_records(path)
+    (record,) = records.rows
+    assert [side[-1].fields["tool_calls"][0]["function"]["arguments"]["city"]
+            for side in (record.turns, record.rejected)] == ["Rome", "Oslo"]  # fmt: skip
+    assert records.ignored == ("mood (of messages)",)
+    path.write_text(json.dumps(row | {"rejected": [answer("Rome")]}))
+    refuses("line 1: chosen and rejected are equal", read_records, path)
+    thoughtful = [GOOD | {"reasoning_content": text} for text in ("a", "b")]
+    path.write_text(json.dumps({"prompt": [USER], "chosen": thoughtful[:1], "rejected": thoughtful[1]}))
+    assert read_records(path).rows[0].rejected[-1].fields == {"reasoning_content": "b"}
