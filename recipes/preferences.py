@@ -3,7 +3,7 @@
     python recipes/preferences.py MODEL TASKS PAIRS [COUNT]
 
 MODEL is the folder of a finetuned model or adapter, TASKS a file of Alpaca's keys, such as the output of
-`recipes/self_instruct.py`; PAIRS.jsonl gets one pair for each of the first COUNT tasks that the model answers
+`recipes/self_instruct.py`; PAIRS, a .jsonl file, gets one pair for each of the first COUNT tasks that the model answers
 otherwise. A stopped run continues. `dunes finetune --objective dpo` then prefers the file's answers to the model's
 own, as SPIN does. https://arxiv.org/abs/2401.01335
 """
@@ -38,7 +38,7 @@ def main(model: str, tasks: str, pairs: str, count: int = 1000) -> None:
             pair = {"instruction": task.instruction, "input": task.input, "chosen": task.output, "rejected": own}
             append_record(out, pair)
     print(f"{pairs}: {plural(len(list(rows(out))) if out.exists() else 0, 'pair')}")
-    print(f"next: dunes finetune MODEL --objective dpo --data {pairs} --out RUN")
+    print(f"next: dunes finetune {model} --data {pairs} --objective dpo --out RUN")
 
 
 if __name__ == "__main__":
