@@ -372,7 +372,7 @@ def test_answers_that_are_missing_or_never_end_are_refused(base, tmp_path):
     rows = tmp_path / "rows.json"
     said = ({"role": "user"}, {"role": "assistant", "weight": 0})
     rows.write_text(json.dumps([{"messages": [{**s, "content": w} for s in said]} for w in WORDS]))
-    refuses_run("tokens is a target: the examples have no answers", asked(base, rows), tmp_path / "run")
+    refuses_run("tokens is a target: no answers", asked(base, rows), tmp_path / "run")
 
 
 def chats(path, weights, size=1):

@@ -13,6 +13,7 @@ import torch
 
 from conftest import display, refuses
 from dunes import checkpoint
+from dunes.augment import attach
 from dunes.augment.lora import set_adapter
 from dunes.data import Example, read_records
 from dunes.data.batches import PairBatches
@@ -119,7 +120,7 @@ def test_a_pair_without_a_target_on_one_side_is_skipped_and_counted():
     assert report.without_target == 1
     assert report.lines()[0].startswith("7 pairs, 4 for validation")
     assert report.truncated == sum(len(e) > CONTEXT + 1 for e in [*short, lost])
-    assert "1 pair is skipped: no targets in the context" in report.warnings()
+    assert "1 pair is skipped: no targets in the context, or equal sides" in report.warnings()
 
 
 def test_a_row_of_padding_counts_in_no_sum():
@@ -238,7 +239,27 @@ def test_answers_of_the_prompt_are_not_trained_on(tmp_path):
 
 REFUSED = {
     "equal": ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
-    "transcripts": ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "expected a prompt beside them"),
+    "no prompt": ({"chosen": "b", "rejected": "c"}, "expected a prompt beside them"),
+    "transcripts": (
+        {"prompt": "a", "chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"},
+        "chosen: a transcript",
+    ),
+    "two prompts": (
+        {"instruction": "Hi", "prompt": "Ho", "chosen": "b", "rejected": "c"},
+        "instruction and prompt: two prompts",
+    ),
+    "an input of a text": (
+        {"prompt": "Hi", "input": "x", "chosen": "b", "rejected": "c"},
+        "input: expected no such field beside prompt",
+    ),
+    "a history of messages": (
+        {"prompt": [USER], "history": [["a", "b"]], "chosen": "b", "rejected": "c"},
+        "history: expected no such field beside prompt",
+    ),
+    "an input and conversations": (
+        {"instruction": "Hi", "input": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        "prompt: expected a message that chosen and rejected begin with, found 'Hi",
+    ),
     "other prompts": (
         {"chosen": [USER, GOOD], "rejected": [USER | {"content": "Ho"}, BAD]},
         "or messages that both begin with",
@@ -253,7 +274,7 @@ REFUSED = {
     ),
     "one conversation": ({"prompt": "x", "chosen": [USER, GOOD], "rejected": "b"}, "chosen: expected an answer"),
     "its beginning": ({"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD]}, "found user"),
-    "a number": ({"prompt": "x", "chosen": 3, "rejected": "b"}, "chosen: expected a list of messages"),
+    "a number": ({"prompt": "x", "chosen": 3, "rejected": "b"}, "chosen: expected a string, found a number"),
     "a missing side": ({"prompt": "x", "chosen": "a"}, "found no rejected"),
 }
 
@@ -273,6 +294,34 @@ def test_pairs_are_split_by_their_prompts(tmp_path):
     assert all(prompts)
     assert not prompts[0] & prompts[1]
     assert count_leaked(records[::3], records[1:4]) == 3
+
+
+def test_pairs_that_are_equal_within_the_context_are_skipped():
+    same = pair(0, 5, 4, 7)
+    same = replace(same, rejected=Example(same.ids, same.loss_mask))
+    long = Example(np.append(PAIRS[0].ids, np.int32(3)), np.append(PAIRS[0].loss_mask, True))
+    longer = replace(PAIRS[0], rejected=long)
+    assert [e.targets(CONTEXT) for e in (same, longer)] == [0, 9]
+    assert longer.targets(len(PAIRS[0].ids) - 1) == 0
+    assert PairBatches([same, longer], CONTEXT, 1).rows_per_epoch == 1
+
+
+def test_dropout_of_the_model_is_off_and_of_adapters_on():
+    """The first loss is that of equal models; two forwards of one batch differ by the adapter's dropout."""
+    module = FAMILIES["gpt2"]
+    made = replace(module.Config.from_size(VOCAB, 32, 2, CONTEXT), dropout=0.3)
+    model = initialise(module.build(made), seed=0).train()
+    reference = reference_logprobs(model, PAIRS, CONTEXT, torch.float32)
+    (batch,) = PairBatches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
+    assert dpo_loss(model, batch)[0].item() == pytest.approx(4 * math.log(2), abs=1e-5)
+    assert module.read(model, CONTEXT) == made
+    attach(model, rank=2, dropout=0.5)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith(".B"):
+                p.normal_()
+    first, second = (dpo_loss(model, batch)[0].item() for _ in range(2))
+    assert first != second
 
 
 def test_a_score_is_stored():
@@ -401,7 +450,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, bases, rows, tmp_pa
         assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], resume=True) == 0
     file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
     assert_same_training(tmp_path / "straight", tmp_path / "halves", file)
-    other = replace(config, beta=0.2)
+    other = FinetuneConfig(beta=0.2)  # as the command has it, without the stored objective
     refuses(
         "beta was 0.1, now 0.2", finetune, other, tmp_path / "halves", display()[0], resume=True, asked=["beta"]
     )

@@ -151,10 +151,12 @@ class Example:
     def targets(self, context_length: int) -> int:
         """Number of targets that remain if the example is truncated to `context_length` + 1 ids.
 
-        Of a preference, it is the number of both sides, but 0 if one side has none, since it is skipped then.
+        Of a preference, it is the number of both sides, but 0 if one side has none, or if both are equal then: such
+        a pair is skipped.
         """
         counts = [int(side.loss_mask[1 : context_length + 1].sum()) for side in self.sides]
-        return sum(counts) if all(counts) else 0
+        equal = len({side.ids[: context_length + 1].tobytes() for side in self.sides}) < len(self.sides)
+        return sum(counts) if all(counts) and not equal else 0
 
 
 def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
@@ -456,7 +458,7 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
         raise ValueError("chosen and rejected are equal; leave the row out")
     if "assistant" not in (chosen[0].role, rejected[0].role):
         size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
-        if bad := {turn.text.strip() for turn in prompt} - {turn.text.strip() for turn in chosen[:size]}:
+        if bad := {turn.full_text.strip() for turn in prompt} - {turn.full_text.strip() for turn in chosen[:size]}:
             raise ValueError(
                 f"prompt: expected a message that chosen and rejected begin with, found {min(bad)[:40]!r}"
             )
@@ -478,25 +480,31 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
 
 def _prompt(row: dict[str, Any]) -> Conversation:
     """The prompt beside the answers of a preference; empty if it has none."""
-    if not _is_blank(row.get("conversations")):
-        return _listed(row, "conversations")
-    if not _is_blank(row.get("instruction")):
-        return *_history(row), Turn("user", _text(row, "instruction"), _text(row, "input", ""))
-    if isinstance(row.get("prompt"), list):
-        return _listed(row, "prompt")
-    return *_history(row), *(Turn("user", text) for text in [_text(row, "prompt", "")] if text)
+    given = [key for key in ("conversations", "instruction", "prompt") if not _is_blank(row.get(key))]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: two prompts; leave one of them out")
+    key = given[0] if given else "prompt"
+    is_list = key == "conversations" or isinstance(row.get(key), list | dict)
+    for name, fits in (("input", key == "instruction"), ("history", not is_list)):
+        if not (fits or _is_blank(row.get(name))):
+            raise ValueError(f"{name}: expected no such field beside {key}; write it into the prompt")
+    if is_list:
+        return _listed(row, key)
+    text, task_input = _text(row, key, ""), _text(row, "input", "")
+    return *_history(row), *(Turn("user", text, task_input) for text in [text] if text)
 
 
 def _answer(row: dict[str, Any], key: str) -> Conversation:
-    value = row[key]
-    if isinstance(value, str):
-        return (Turn("assistant", _text(row, key)),)
-    return _listed(row | {key: [value]} if isinstance(value, dict) else row, key)
+    if isinstance(row[key], dict | list):
+        return _listed(row, key)
+    if (text := _text(row, key)).lstrip().startswith(("Human:", "Assistant:")):
+        raise ValueError(f"{key}: a transcript; divide it into messages")
+    return (Turn("assistant", text),)
 
 
 def _listed(row: dict[str, Any], key: str) -> Conversation:
-    """The messages under a key, as OpenAI's or ShareGPT's."""
-    messages = _list(row, key)
+    """The messages under a key, as OpenAI's or ShareGPT's; of a preference, perhaps a single one."""
+    messages = [row[key]] if isinstance(row[key], dict) and "chosen" in row else _list(row, key)
     first = messages[0] if isinstance(messages[0], dict) else {}
     sharegpt = "from" in first or (key == "conversations" and "role" not in first)
     keys = ("from", "value") if sharegpt else ("role", "content")

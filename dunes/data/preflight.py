@@ -79,6 +79,7 @@ class DataReport:
     def warnings(self) -> list[str]:
         """Descriptions of problems that are not errors but should be checked."""
         targets, skipped = f"{self.trained_share:.1%}", "skipped: no targets in the context"
+        skipped += ", or equal sides" if self.noun == "pair" else ""
         problems = (
             (self.trained_share < FEW, f"only {targets} of the tokens are targets; check a few examples"),
             (self.leaked, f"{self._leaks}; the validation loss is too low"),
@@ -176,7 +177,8 @@ def check_report(report: DataReport, limit: float = 0.05) -> None:
             "choose a longer context length, or allow more truncation"
         )
     if not report.trained:
-        raise ValueError(f"none of {plural(report.tokens, 'token')} is a target: the examples have no answers")
+        reason = f"answers begin beyond --context-length {report.context_length}" if report.lost else "no answers"
+        raise ValueError(f"none of {plural(report.tokens, 'token')} is a target: {reason}")
     if report.validation and not report.val_trained:
         raise ValueError(
             f"none of {plural(report.validation, 'validation example')} has a target within the context of "

@@ -99,7 +99,8 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     options or data.
     """
     run_options, timings = RunOptions(**options), Timings()
-    if unused := unused_options(config, run_options.asked or ()):
+    # A resumed run compares what was asked with its own options.
+    if unused := unused_options(config, () if run_options.resume else run_options.asked or ()):
         name = next(iter(unused))
         raise ValueError(f"--{option(name)} has no effect with {unused[name]}; omit it")
     ready = begin_run(config, folder, display, run_options)

@@ -7,7 +7,8 @@ scalars or vectors, which are added in the same way.
 
 # Shapes: B batch, T tokens, V vocabulary.
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +81,22 @@ def next_token_loss(model: nn.Module, batch: Tensor | Sequence[Tensor]) -> LossS
     return loss
 
 
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Set the dropout probabilities of layers and of attention to 0, but not those of adapters."""
+    names = {"p": nn.Dropout, "dropout": nn.Module}
+    kept = [(m, name, getattr(m, name, None)) for m in model.modules() for name, kind in names.items()
+            if isinstance(m, kind)]  # fmt: skip
+    kept = [entry for entry in kept if isinstance(entry[2], float) and entry[2]]
+    try:
+        for module, name, _ in kept:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
+
+
 def dpo_loss(
     model: nn.Module,
     batch: Sequence[Tensor],
@@ -98,10 +115,12 @@ def dpo_loss(
     not counted.
 
     The metrics are means over pairs: `rewards_chosen`, `rewards_rejected`, `margin` (their difference) and
-    `accuracy` (the fraction of positive margins); and `chosen_loss`, in nats/token.
+    `accuracy` (the fraction of positive margins); and `chosen_loss`, in nats/token. Dropout of the model itself is
+    off, since its noise would be part of each margin; dropout of adapters stays.
     """
     ids, targets, positions, reference = batch
-    rows: RowLosses = model(ids, positions, targets=targets, by_row=True)
+    with _without_dropout(model):
+        rows: RowLosses = model(ids, positions, targets=targets, by_row=True)
     losses, counts, auxiliary, metrics = rows
     rewards = beta * (-losses - reference)
     if length_normalized:
