@@ -303,7 +303,7 @@ def test_pairs_that_are_equal_within_the_context_are_skipped():
     longer = replace(PAIRS[0], rejected=long)
     assert [e.targets(CONTEXT) for e in (same, longer)] == [0, 9]
     assert longer.targets(len(PAIRS[0].ids) - 1) == 0
-    assert PairBatches([same, longer], CONTEXT, 1).rows_per_epoch == 1
+    assert PairBatches([same, longer], CONTEXT, 1, reference=np.zeros((2, 2), np.float32)).rows_per_epoch == 1
 
 
 def test_dropout_of_the_model_is_off_and_of_adapters_on():

@@ -151,8 +151,8 @@ class Example:
     def targets(self, context_length: int) -> int:
         """Number of targets that remain if the example is truncated to `context_length` + 1 ids.
 
-        Of a preference, it is the number of both sides, but 0 if one side has none, or if both are equal then: such
-        a pair is skipped.
+        Of a preference, it is the number of both sides, but 0 if one side has none, or if both are equal then:
+        such a pair is skipped.
         """
         counts = [int(side.loss_mask[1 : context_length + 1].sum()) for side in self.sides]
         equal = len({side.ids[: context_length + 1].tobytes() for side in self.sides}) < len(self.sides)
