@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import mean
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, Literal
 
@@ -236,7 +237,8 @@ def run_row(out: Path, teacher: Path, variant: Variant, minutes: float, seed: in
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     options = ("--minutes", f"{minutes}", "--seeds", f"{seed}", "--variants", variant, "--size", size)
     command, environment = python_command(__file__, f"{out}", f"{teacher}", *options, "--folder", f"{folder}")
-    with out.with_suffix(".log").open("a") as log:
+    with out.with_suffix(".log").open("a") as log, TemporaryDirectory() as cache:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = cache  # else only the first of long runs would pay for compiling
         if subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode:
             raise ValueError(f"{variant}, seed {seed}: failed; {log.name} has its lines")
     card = read_card(folder)
