@@ -179,6 +179,20 @@ def test_finetuning_by_lora_holds_less_and_by_qlora_least():
         assert peaks[model, "QLoRA"] < peaks[model, "LoRA"] < peaks[model, "full"] / 2
 
 
+@pytest.mark.long
+def test_students_of_a_teacher_are_paired_with_plain_ones_and_not_trained_again(code, tmp_path):
+    out, teacher = tmp_path / "rows.jsonl", tmp_path / "teacher"
+    options = ("--no-complete", "--size", "300k", "--steps", "3", "--out", str(teacher))
+    subprocess.run([sys.executable, "-m", "dunes", "train", str(code), *options], check=True, timeout=300)
+    variants = ("plain", "live", "stored", "apart", "given")
+    arguments = (out, teacher, "--minutes", 0.1, "--seeds", 0, "--size", "60k", "--variants", *variants)
+    first = last_line("distillation.py", *arguments)["results"]
+    assert [row["variant"] for row in first] == [*variants]
+    assert all(row["pairs"] == 1 and row["tokens"] > 0 for row in first)
+    assert first[0]["teacher_seconds"] == 0 < first[2]["teacher_seconds"]
+    assert last_line("distillation.py", *arguments)["results"] == first
+
+
 TOY = ("peers.py", "--toy", "--here", "--peers")
 
 LIAR = """
