@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import cycle
+from itertools import count
 from math import isfinite
 from typing import Any
 
@@ -182,9 +182,7 @@ class Template(ABC):
         self, text: str, messages: list[dict[str, Any]], is_open: bool, values: dict[str, Any]
     ) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
         """The text, messages and variables with marks; without them if they change what the template writes."""
-        marks = cycle(
-            chr(first) + chr(second) for first in range(0xD810, 0xDA00) for second in range(0xDA00, 0xDC00)
-        )
+        marks = (chr(0xD810 + k // 496 % 496) + chr(0xDA00 + k % 496) for k in count())
         marked, asked = [], dict[str, dict[str, Any]]()
         for message in messages:
             other = _mark(message, marks)
@@ -244,8 +242,7 @@ class Template(ABC):
         # Templates write tools before the last question only, or reasoning in the last answer only.
         marks = [match.start() for match in MARKS.finditer(prompt)]
         tail = prompt[marks[-1] :] if marks else ""
-        head, _, thought = tail.rpartition("<think>")
-        for part in (tail, "" if self._pattern.search(thought) else head):
+        for part in (tail, re.sub(r"<think>\s*(</think>\s*)?\Z", "", tail)):
             start = text.find(part, before) + len(part)
             if part and start >= max(stop, len(part)):
                 return start
@@ -455,12 +452,12 @@ def _is_written(value: Any, text: str) -> bool:
 
 
 def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """The tokens named in the tokenizer's config files, such as `bos_token`, even if no text starts with it."""
+    """The tokens named in the config files, such as `bos_token`, even if no text starts with it.
+
+    As in transformers, the second file overrides, unless the first one has all added tokens.
+    """
     names, vocab = dict[str, str](), tokenizer.inner.get_vocab()
-    for name in (
-        tokenizer.config_path.name,
-        "special_tokens_map.json",
-    ):  # the second overrides, as in transformers
+    for name in (tokenizer.config_path.name, "special_tokens_map.json"):
         config = json_file.parse(tokenizer.extra_files.get(name, b"{}"), tokenizer.config_path.with_name(name))
         tokens = {key: token_text(config, key) for key in config if key.endswith("_token")}
         names |= {key: token for key, token in tokens.items() if token in vocab}
