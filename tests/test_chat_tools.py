@@ -524,6 +524,7 @@ NEMO = """{%- if messages[0].role == 'system' %}{% set messages = messages[1:] %
 CHAT = {"role": "user", "content": "Answer in French: hi"}
 EQUAL = {
     "a result": (PHI3, [ASKED, ANSWER | {"content": "Let me check."}, result("21 C"), ANSWER | {"content": "It is 21 C in Rome."}], "a tool message"),
+    "a result, of ASCII": (PHI3.replace("'] }}", "'] | tojson(ensure_ascii=true) }}"), [ASKED, ANSWER, result("7"), ANSWER], "a tool message"),
     "a short result": (PHI3, [ASKED, ANSWER, result("s"), ANSWER], "a tool message"),
     "a result of nothing": (PHI3, [ASKED, ANSWER, result(""), ANSWER], "a tool message"),
     "one of two results": (source("hermes", False).replace("'tool' %}", "'tool' and loop.index0 != 2 %}"), [ASKED, calls(call(), call()), result("9"), result("9"), ANSWER], "a tool message"),
@@ -621,6 +622,8 @@ def test_templates_that_marks_change_are_rendered_without(tokenizer):
     own = ModelTemplate(LOOP.replace("BODY", body), tokenizer)
     turns = (Turn("user", "A word .."), Turn("assistant", "Some text"))
     assert "".join(s.text for s in own.render(turns)).count("A word ..") == 1
+    counts = ModelTemplate(LOOP.replace("BODY", "{{ m.content ~ m.content | length }}"), tokenizer)
+    assert [s.text for s in counts.render(turns) if s.trained] == ["Some text9", "<|im_end|>"]
     refuses("leaves out or changes a system message", own.render, (Turn("system", "Be brief"), *turns))
 
 

@@ -90,7 +90,7 @@ def render(
     fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
     fields = {"tools": None, "documents": None, **(variables or {}), **fields}
     try:
-        values = json.loads(json.dumps(fields, default=dict, ensure_ascii=False, allow_nan=False))
+        values = json.loads(json.dumps(fields, default=dict))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"these messages cannot be passed to the chat template: {error}") from None
     try:
