@@ -14,7 +14,16 @@ from conftest import refuses
 from dunes.data import examples, read_records, tokenize_records, trained_spans
 from dunes.data.examples import Record
 from dunes.text import Tokenizer, chat_template
-from dunes.text.templates import MAX_DEPTH, TEMPLATES, ModelTemplate, Turn, encode_prompt, get_template
+from dunes.text.templates import (
+    MARKS,
+    MAX_DEPTH,
+    TEMPLATES,
+    ModelTemplate,
+    Turn,
+    encode_prompt,
+    find_template,
+    get_template,
+)
 
 SPECIAL = (
     "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
@@ -398,6 +407,8 @@ BAD = {
     "deep tools": (one(ANSWER, tools=DEEP), "line 1: tools: not JSON: maximum recursion"),
     "levels of arguments": (one(calls(call(a=LEVELS))), f"message 2: tool_calls: call 1: more than {MAX_DEPTH} levels of nested data"),
     "levels of a tool": (one(ANSWER, tools=[{"name": "a", "b": LEVELS}]), f"line 1: tools: tool 1: more than {MAX_DEPTH} levels of nested data"),
+    "no number": (one(calls({"name": "a", "arguments": '{"b": [NaN]}'})), "message 2: tool_calls: call 1: nan is no number in JSON"),
+    "too large a number": (one(ANSWER, tools='[{"name": "a", "b": -1e999}]'), "line 1: tools: tool 1: -inf is no number in JSON"),
     "half a character": (one(calls(call(a=["\ud800"]))), "message 2: tool_calls: call 1: function: lone surrogate at character 0"),
     "half a key": (one(ANSWER, tools=[{"name": "a", "b": {"a\udc00": 1}}]), "line 1: tools: tool 1: function: lone surrogate at character 1"),
     "half a thought": (one(ANSWER | {"thinking": "ab\udfff"}), "message 2: thinking: lone surrogate at character 2"),
@@ -475,7 +486,7 @@ def test_what_an_own_template_leaves_out_is_named(which, tagged, tokenizer, tmp_
 
 
 def test_an_answer_is_found_where_its_beginning_changes(tokenizer, tmp_path):
-    """Not the results before it, even if they are the same; and not if what is before it has no text."""
+    """Not the results before it, even if they are the same."""
     talk = [
         ASKED,
         calls(call()),
@@ -495,16 +506,164 @@ def test_an_answer_is_found_where_its_beginning_changes(tokenizer, tmp_path):
     two = read(tmp_path, row([ASKED, ANSWER, ANSWER, ASKED, ANSWER], None))[0]
     one, other = (encoded(two, ModelTemplate(source("qwen3", t), tokenizer), tokenizer) for t in (True, False))
     assert one.loss_mask.tolist() == other.loss_mask.tolist()
-    (empty,) = read(
-        tmp_path, row([{"role": "user", "content": ""}, calls(call()), result("same"), ANSWER, ASKED, ANSWER])
-    )
+
+
+# Strings that occur twice, and strings without text
+
+
+PHI3 = """{% for message in messages %}{% if message['role'] == 'system' %}<|im_start|>system
+{{ message['content'] }}<|im_end|>
+{% elif message['role'] == 'user' %}<|im_start|>user
+{{ message['content'] }}<|im_end|>
+{% elif message['role'] == 'assistant' %}<|im_start|>assistant
+{{ message['content'] }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+NEMO = """{%- if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}
+{%- for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else (m.tool_calls | tojson if m.tool_calls else m.content) + '</s>' }}{% endfor %}"""
+CHAT = {"role": "user", "content": "Answer in French: hi"}
+EQUAL = {
+    "a result": (PHI3, [ASKED, ANSWER | {"content": "Let me check."}, result("21 C"), ANSWER | {"content": "It is 21 C in Rome."}], "a tool message"),
+    "a result, of ASCII": (PHI3.replace("'] }}", "'] | tojson(ensure_ascii=true) }}"), [ASKED, ANSWER, result("7"), ANSWER], "a tool message"),
+    "a short result": (PHI3, [ASKED, ANSWER, result("s"), ANSWER], "a tool message"),
+    "a result of nothing": (PHI3, [ASKED, ANSWER, result(""), ANSWER], "a tool message"),
+    "one of two results": (source("hermes", False).replace("'tool' %}", "'tool' and loop.index0 != 2 %}"), [ASKED, calls(call(), call()), result("9"), result("9"), ANSWER], "a tool message"),
+    "a call": (PHI3, [ASKED, calls(call(city="Rome"), content="I call weather with city Rome."), ANSWER], "a tool call"),
+    "a call of nothing": (PHI3, [ASKED, calls({"function": {"name": "now", "arguments": {}}}, content="I look now."), ANSWER], "a tool call"),
+    "a call of numbers": (PHI3, [ASKED, calls(call("at", at=7), content="I look at 7."), ANSWER], "a tool call"),
+    "a system": (NEMO, [{"role": "system", "content": "Answer in French"}, CHAT, ANSWER], "a system message"),
+    "an answer": (NEMO, [CHAT, calls(call("time", city="Rome"), content="Rome"), ANSWER], "an answer"),
+    "a tool": (PHI3, [ASKED, ANSWER | {"content": "weather, time, tools"}], "a tool;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", EQUAL)
+def test_what_is_left_out_is_named_even_if_the_same_text_is_elsewhere(which, tokenizer, tmp_path):
+    text, talk, expected = EQUAL[which]
+    (record,) = read(tmp_path, row(talk, TOOLS if which == "a tool" else None))
+    text += "{# tools #}"
     refuses(
-        "differently once it is longer",
-        encoded,
-        empty,
-        ModelTemplate(source("mistral", False), tokenizer),
-        tokenizer,
+        f"line 1: .*leaves out or changes {expected}", encoded, record, ModelTemplate(text, tokenizer), tokenizer
     )
+
+
+BLANK = {
+    "a result": (("hermes", "qwen3", "mistral"), [ASKED, calls(call()), result(""), ANSWER, ASKED, ANSWER]),
+    "a result of spaces": (("hermes", "qwen3"), [ASKED, calls(call()), result(" \n"), ANSWER, ASKED, ANSWER]),
+    "results": (("hermes", "qwen3"), [ASKED, calls(call(), call()), result(""), result(""), calls(call()), result(""), ANSWER, ASKED, ANSWER]),
+    "thoughts and a result": (("qwen3",), [ASKED, calls(call(), reasoning="I ask."), result(""), ANSWER, {"role": "user", "content": "thanks"}, ANSWER]),
+    "a question": (ALL, [{"role": "user", "content": ""}, calls(call()), result("same"), ANSWER, ASKED, ANSWER]),
+    "questions": (ALL, [{"role": "user", "content": ""}, ANSWER, {"role": "user", "content": ""}, calls(call()), result("same"), ANSWER]),
+    "an answer": (("hermes", "qwen3", "mistral"), [ASKED, ANSWER | {"content": ""}, ASKED, ANSWER]),
+    "a system": (("hermes", "qwen3"), [{"role": "system", "content": " "}, ASKED, ANSWER]),
+    "an argument": (ALL, [ASKED, calls(call(city="", day=" ")), result("x"), ANSWER]),
+    "thoughts": (("qwen3",), [ASKED, ANSWER | {"content": "<think>\n\n</think>\n\nFine."}, ASKED, ANSWER | {"reasoning": ""}]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "which"), [(name, which) for which, (names, _) in BLANK.items() for name in names]
+)
+def test_what_has_no_text_is_written_as_transformers_does(name, which, tokenizer, oracle, tmp_path):
+    talk = BLANK[which][1]
+    (record,) = read(tmp_path, row(talk))
+    asked = {
+        "chat_template": source(name),
+        "tools": TOOLS,
+        "return_assistant_tokens_mask": True,
+        "return_dict": True,
+    }
+    wanted = oracle.apply_chat_template(talk, **asked)
+    for tagged in (True, False):
+        example = encoded(record, ModelTemplate(source(name, tagged), tokenizer), tokenizer)
+        assert example.ids.tolist() == wanted["input_ids"]
+        assert example.loss_mask.tolist() == [*map(bool, wanted["assistant_masks"])], tagged
+
+
+R1 = """{{ '<s>' }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content }}
+{%- elif m.role == 'assistant' %}{{ '[/INST]' }}GEN{% set content = m.content %}{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}{{ content + '</s>' }}END{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '[/INST]<think>\n' }}{% endif %}"""
+
+
+def test_thoughts_that_only_the_prompt_begins_are_no_part_of_answers(tokenizer, oracle, tmp_path):
+    """As in DeepSeek-R1's template; and not if a question has what begins thoughts."""
+    talk = [ASKED, ANSWER, {"role": "user", "content": "And <think>"}, ANSWER, ASKED, ANSWER | {"content": "<t"}]
+    (record,) = read(tmp_path, row(talk, None))
+    text = R1.replace("GEN", "{%- generation %}").replace("END", "{%- endgeneration %}")
+    asked = {"chat_template": text, "return_assistant_tokens_mask": True, "return_dict": True}
+    wanted = oracle.apply_chat_template(talk, **asked)
+    example = encoded(record, ModelTemplate(R1.replace("GEN", "").replace("END", ""), tokenizer), tokenizer)
+    assert example.ids.tolist() == wanted["input_ids"]
+    assert example.loss_mask.tolist() == [*map(bool, wanted["assistant_masks"])]
+    other = R1.replace("GEN", "").replace("END", "").replace("[/INST]<think>", "[/INST][INST]")
+    message = refuses(
+        "line 1: .*differently once it is longer", encoded, record, ModelTemplate(other, tokenizer), tokenizer
+    )
+    assert "write {% generation %} tags around the answers in it, or leave the row out" in message
+
+
+def test_templates_that_look_at_texts_see_them_with_marks(tokenizer, monkeypatch):
+    """At their first and last words, as those of Qwen 3 and GLM do; and equal questions stay equal."""
+    body = """{% if m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>') %}R{% endif %}
+{{- '/nothink' if not m.content.endswith('/nothink') }}{{ 'E' if m == messages[0] }}{{ m.content | trim }}"""
+    own, drawn = ModelTemplate(LOOP.replace("BODY", body), tokenizer), []
+    monkeypatch.setattr(own, "_check_answer", lambda message, *_: drawn.append(message["content"]))
+    texts = ["<tool_response>\n21 C\n</tool_response>", "  Hm. ", "So? /nothink\n", "a /nothink"]
+    for order in ([0, 1, 2, 3], [2, 1, 2, 1]):
+        drawn.clear()
+        talk = [Turn(("user", "assistant")[i % 2], texts[i]) for i in order]
+        assert not MARKS.search("".join(s.text for s in own.render(tuple(talk))))
+        assert [MARKS.sub("", t) for t in drawn] == [talk[1].text, talk[3].text]
+        assert all(map(MARKS.search, drawn))
+
+
+def test_templates_that_marks_change_are_rendered_without(tokenizer):
+    body = "{{ m.content[:9] if m.role != 'system' }}{{ raise_exception('long') if m.content | length > 9 }}"
+    own = ModelTemplate(LOOP.replace("BODY", body), tokenizer)
+    turns = (Turn("user", "A word .."), Turn("assistant", "Some text"))
+    assert "".join(s.text for s in own.render(turns)).count("A word ..") == 1
+    counts = ModelTemplate(LOOP.replace("BODY", "{{ m.content ~ m.content | length }}"), tokenizer)
+    assert [s.text for s in counts.render(turns) if s.trained] == ["Some text9", "<|im_end|>"]
+    refuses("leaves out or changes a system message", own.render, (Turn("system", "Be brief"), *turns))
+
+
+def test_a_template_has_the_bos_token_of_the_config(tokenizer, tmp_path):
+    """Even if the tokenizer puts none before a text: the template writes it, once."""
+    from transformers import PreTrainedTokenizerFast
+
+    text = "{{ bos_token }}" + "{{ unk_token }}" + PHI3
+    for files in (
+        {
+            "tokenizer_config.json": {
+                "bos_token": {"content": "<s>", "__type": "AddedToken"},
+                "add_bos_token": False,
+                "eos_token": "</s>",
+            }
+        },
+        {
+            "tokenizer_config.json": {"eos_token": "</s>"},
+            "special_tokens_map.json": {"bos_token": "<s>", "unk_token": "[INST]"},
+        },
+        {
+            "tokenizer_config.json": {"bos_token": "<s>", "added_tokens_decoder": {}, "eos_token": "</s>"},
+            "special_tokens_map.json": {"bos_token": "</s>"},
+        },
+    ):
+        tokenizer.save(tmp_path)
+        (tmp_path / "chat_template.jinja").write_text(text)
+        for name, content in files.items():
+            (tmp_path / name).write_text(
+                json.dumps(content | ({"tokenizer_class": "PreTrainedTokenizerFast"} if "config" in name else {}))
+            )
+        theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+        loaded = Tokenizer.load(tmp_path)
+        own = find_template(loaded, {})
+        talk = [ASKED, ANSWER]
+        (record,) = read(tmp_path, row(talk, None))
+        wanted = theirs.apply_chat_template(talk, return_dict=False)
+        assert encoded(record, own, loaded).ids.tolist() == wanted
+        assert wanted.count(tokenizer.token_id("<s>")) == 1
+        assert loaded.document_start == []
 
 
 def test_fields_take_part_in_the_hash_and_tools_do_not(tmp_path):

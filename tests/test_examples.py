@@ -553,7 +553,7 @@ def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_
 OWN = {
     "{% for m in messages %}{{ m.content }}{% endfor %}": "ends an answer with no special token",
     "{{ raise_exception('never') }}": "the chat template fails: TemplateError: never",
-    "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}<|im_end|>{% endfor %}": "differently",
+    "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}<|im_end|>{% endfor %}": "leaves out or changes an answer",
     "{% for m in messages %}{{ m.content[:6] }}<|im_end|>{% endfor %}": "leaves out or changes an answer",
     "{% for m in messages %}{{ m.content[:6] }}<|im_end|>{% if loop.last and m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}": "leaves out or changes",
 }

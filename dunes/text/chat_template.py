@@ -129,13 +129,13 @@ def _count_passes(items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
-_NOT_ASCII = re.compile("[^\x00-\x7e\udc00-\udfff]+")
+_NOT_ASCII = re.compile("[^\x00-\x7e\ud800-\udfff]+")
 
 
 def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """The filter `tojson` of transformers' templates.
 
-    Low surrogates are never escaped, since pairs of them replace special tokens in a user's text.
+    Surrogates are never escaped: pairs of them replace special tokens in a user's text, or mark strings.
     """
     text = json.dumps(value, ensure_ascii=False, **options)
     return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text

@@ -16,14 +16,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import count
+from math import isfinite
 from typing import Any
 
 from dunes.files import json_file
 from dunes.text import chat_template
+from dunes.text.special_tokens import token_text
 from dunes.text.tokenizer import Tokenizer
 
 SURROGATES = range(0xDC00, 0xE000)
 """Lone surrogates, which valid text never contains. A pair of them replaces a special token in a user's text."""
+
+MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
+"""Other pairs of lone surrogates, which mark strings of a conversation to show where a template writes them."""
+MARKED_KEYS = ("content", "name", "arguments", *chat_template.REASONING_KEYS)
 
 MAX_DEPTH = 100
 """Maximum levels of nested data in tools and tool calls."""
@@ -83,17 +90,20 @@ class Template(ABC):
     (https://huggingface.co/docs/transformers/chat_templating); a tag without the end of an answer does not train
     the end. In other templates an answer starts after the rendered text of the messages before it, including the
     generation prompt, and ends with `end`. If that text is another one in a longer conversation, an answer starts
-    after the contents of the messages between it and the previous answer, with the generation prompt.
+    after the last message before it, with the generation prompt, of which a `<think>` may be missing.
 
     Nothing that a record has is left out: a system or tool message, an answer, a tool call, or the name of a tool
     that is not in the text raises ValueError. Reasoning may be left out of earlier answers, if the template writes
-    it when the answer is the last message.
+    it when the answer is the last message. To tell equal strings apart, the text is rendered once more with a mark
+    in each; if the marks change what the template writes, a string may be taken for an equal one.
 
-    `special_tokens` maps each token to two flags: True if spaces to its left (right) are stripped.
+    `special_tokens` maps each token to two flags: True if spaces to its left (right) are stripped. A template that
+    is `complete` writes all of a conversation, and needs no marks.
     """
 
     name: str
     tagged = False
+    complete = False
     source: str
     special_tokens: Mapping[str, tuple[bool, bool]]
     end: str
@@ -127,11 +137,13 @@ class Template(ABC):
             )
         messages = [self._message(turn) for turn in turns]
         answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
+        text = self._render_text(messages, add_generation_prompt, values)
+        if not self.complete:
+            text, messages, values = self._mark(text, messages, add_generation_prompt, values)
 
         def draw(count: int, is_open: bool = False) -> str:
             return self._render_text(messages[:count], is_open, values)
 
-        text = draw(len(messages), add_generation_prompt)
         pieces = chat_template.MARKS.split(text) if self.tagged else self._pieces(text, messages, answers, draw)
         plain, trained = "".join(pieces), [turns[i].trained for i in answers]
         for message in messages:
@@ -152,7 +164,7 @@ class Template(ABC):
             )
         for i, window in zip(answers, windows, strict=True):
             self._check_answer(messages[i], window, partial(draw, i + 1))
-        return self._segments(pieces, trained)
+        return self._segments([MARKS.sub("", piece) for piece in pieces], trained)
 
     def reads(self, variable: str) -> bool:
         """True if the template may read a variable of this name, besides its messages."""
@@ -165,6 +177,26 @@ class Template(ABC):
     def _message(self, turn: Turn) -> dict[str, Any]:
         fields = map_strings(turn.fields, self._escape)
         return {"role": turn.role, "content": self._escape(turn.full_text), **fields}
+
+    def _mark(
+        self, text: str, messages: list[dict[str, Any]], is_open: bool, values: dict[str, Any]
+    ) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
+        """The text, messages and variables with marks; without them if they change what the template writes."""
+        marks = (chr(0xD810 + k // 496 % 496) + chr(0xDA00 + k % 496) for k in count())
+        marked, asked = [], dict[str, dict[str, Any]]()
+        for message in messages:
+            other = _mark(message, marks)
+            if message["role"] in ("user", "tool") and not message["content"].strip():
+                other["content"] += next(marks)
+            # Templates compare questions, so equal ones get the same mark.
+            marked.append(asked.setdefault(message["content"], other) if message["role"] == "user" else other)
+        variables = values | {key: _mark(values[key], marks) for key in ("tools",) if key in values}
+        try:
+            marked_text = self._render_text(marked, is_open, variables)
+        except ValueError:
+            return text, messages, values
+        is_same = MARKS.sub("", marked_text) == text
+        return (marked_text, marked, variables) if is_same else (text, messages, values)
 
     def _check(self, what: str, value: Any, text: str) -> None:
         """Raise ValueError if this part of a record is not in the text."""
@@ -189,36 +221,36 @@ class Template(ABC):
     ) -> list[str]:
         """The text in pieces, of which every second one is an answer with its end."""
         pieces: list[str] = []
-        stop = first = 0
+        stop = start = 0
         for i in answers:
             prompt = draw(i, True)
-            start = self._answer_start(text, prompt, messages[first:i], stop)
+            start = self._answer_start(text, prompt, start, stop)
             end = self.end
             if messages[i].get("tool_calls"):  # llama 3.1 ends some calls with another token
                 tokens = self._pattern.findall(draw(i + 1)[len(prompt) :])
                 end = end if end in tokens or not tokens else tokens[-1]
             self._check("the end of an answer", end, text[start:])
             pieces.append(text[stop:start])
-            stop, first = text.index(end, start) + len(end), i + 1
+            stop = text.index(end, start) + len(end)
             pieces.append(text[start:stop])
         return [*pieces, text[stop:]]
 
-    def _answer_start(self, text: str, prompt: str, between: Messages, stop: int) -> int:
-        """Where the answer to this prompt starts; `between` are the messages since the last answer, at `stop`."""
+    def _answer_start(self, text: str, prompt: str, before: int, stop: int) -> int:
+        """Where the answer to this prompt starts; the previous answer is from `before` to `stop`."""
         if text.startswith(prompt) and len(prompt) >= stop:
             return len(prompt)
         # Templates write tools before the last question only, or reasoning in the last answer only.
-        contents = [message["content"].strip() for message in between if message["role"] != "system"]
-        start = len(prompt) if between or self.end not in prompt else prompt.rindex(self.end) + len(self.end)
-        for content in reversed(contents):
-            start = prompt.rfind(content, 0, start) if content and start >= 0 else -1
-        found = text.find(prompt[start:], stop) if 0 <= start < len(prompt) else -1
-        if found < 0:
-            raise ValueError(
-                "the model's own chat template writes the beginning of a conversation differently once it is "
-                "longer; name a template"
-            )
-        return found + len(prompt) - start
+        marks = [match.start() for match in MARKS.finditer(prompt)]
+        tail = prompt[marks[-1] :] if marks else ""
+        for part in (tail, re.sub(r"<think>\s*(</think>\s*)?\Z", "", tail)):
+            start = text.find(part, before) + len(part)
+            if part and start >= max(stop, len(part)):
+                return start
+        raise ValueError(
+            f"the chat template ({self.name}) writes the beginning of a conversation differently once it is "
+            "longer, so the start of an answer is unknown; write {% generation %} tags around the answers in it, "
+            "or leave the row out"
+        )
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -273,6 +305,8 @@ class NamedTemplate(Template):
     last special token in `needs`, or with the tokenizer's EOS if `needs` is empty. BEGIN and END in the source
     stand for the tokenizer's `document_start` and `eos`. With `inputs`, a message has a separate key `input`.
     """
+
+    complete = True
 
     def __init__(
         self,
@@ -338,7 +372,7 @@ class ModelTemplate(Template):
     name = "the model's own"
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        self.source, self.token_names = source, tokenizer.special_tokens_map
+        self.source, self.token_names = source, tokenizer.special_tokens_map | _token_names(tokenizer)
         self.special_tokens = _special_tokens(tokenizer)
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         marked = chat_template.render(source, probe, variables=self.token_names, marks=True)
@@ -359,11 +393,16 @@ class ModelTemplate(Template):
 
 
 def map_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """Nested data with `change` applied to all strings and keys. Raises ValueError for too many levels."""
+    """Nested data with `change` applied to all strings and keys.
+
+    Raises ValueError for too many levels, and for numbers that JSON lacks.
+    """
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} levels of nested data")
     if isinstance(value, str):
         return change(value)
+    if isinstance(value, float) and not isfinite(value):
+        raise ValueError(f"{value} is no number in JSON; write null or a string")
     if isinstance(value, Mapping):
         return {change(str(key)): map_strings(each, change, depth + 1) for key, each in value.items()}
     return [map_strings(each, change, depth + 1) for each in value] if isinstance(value, list | tuple) else value
@@ -373,6 +412,29 @@ def _function(entry: Any) -> Mapping[str, Any]:
     """The function of a tool or a tool call; empty if there is none."""
     function = entry.get("function", entry) if isinstance(entry, Mapping) else None
     return function if isinstance(function, Mapping) else NO_FIELDS
+
+
+def _mark(value: Any, marks: Iterator[str]) -> Any:
+    """Messages, tools or calls with marks in the strings under MARKED_KEYS that are not blank.
+
+    A mark is before the last word, since templates look at the first and the last one, or after a single word;
+    `<think>` and `</think>` separate strings.
+    """
+
+    def mark(text: str) -> str:
+        parts = re.split("(</?think>)", text)
+        for i, part in enumerate(parts[::2]):
+            *head, last = part.rsplit(None, 1) or [""]
+            stop = len(head[0] if head else part.rstrip())
+            parts[2 * i] = part[:stop] + (next(marks) if last else "") + part[stop:]
+        return "".join(parts)
+
+    if isinstance(value, list | tuple):
+        return [_mark(each, marks) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    nested = {key: _mark(value[key], marks) for key in ("function", "tool_calls") if key in value}
+    return {**value, **nested, **{key: map_strings(value[key], mark) for key in MARKED_KEYS if key in value}}
 
 
 def _is_written(value: Any, text: str) -> bool:
@@ -387,6 +449,21 @@ def _is_written(value: Any, text: str) -> bool:
         chat_template.to_json(plain if isinstance(value, str) else value, form).strip('"') in text
         for form in (False, True)
     )
+
+
+def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """The tokens named in the config files, such as `bos_token`, even if no text starts with it.
+
+    As in transformers, the second file overrides, unless the first one has all added tokens.
+    """
+    names, vocab = dict[str, str](), tokenizer.inner.get_vocab()
+    for name in (tokenizer.config_path.name, "special_tokens_map.json"):
+        config = json_file.parse(tokenizer.extra_files.get(name, b"{}"), tokenizer.config_path.with_name(name))
+        tokens = {key: token_text(config, key) for key in config if key.endswith("_token")}
+        names |= {key: token for key, token in tokens.items() if token in vocab}
+        if "added_tokens_decoder" in config:
+            break
+    return names
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
