@@ -3,9 +3,9 @@
     python recipes/preferences.py MODEL TASKS PAIRS [COUNT]
 
 MODEL is the folder of a finetuned model or adapter, TASKS a file of Alpaca's keys, such as the output of
-`recipes/self_instruct.py`; PAIRS, a .jsonl file, gets one pair for each of the first COUNT tasks that the model answers
-otherwise. A stopped run continues. `dunes finetune --objective dpo` then prefers the file's answers to the model's
-own, as SPIN does. https://arxiv.org/abs/2401.01335
+`recipes/self_instruct.py`; PAIRS, a .jsonl file, gets one pair for each of the first COUNT tasks that the model
+answers otherwise. A stopped run continues. `dunes finetune --objective dpo` then prefers the file's answers to the
+model's own, as SPIN does. https://arxiv.org/abs/2401.01335
 """
 
 import zlib
