@@ -148,7 +148,8 @@ def test_tasks_are_read_in_the_layouts_that_models_write(answer):
 
 @pytest.mark.parametrize(("text", "reason"), [
     ("### History\nOld.", ""), ("#### History\nOld.", ""), ("x = 1  ### one", ""), ("```\nx\n```", ""),
-    ("1. a\n20. b", ""), ("", "no output"), ("a\n(7) Instruction: Two?", "layout"), ("a\n14. Output:\nb", "layout"),
+    ("1. a\n20. b", ""), ("", "no output"), ("a\n(7) Instruction: Two?", "layout"),
+    ("a\n14. Output:\nb", "layout"),
     ("a\n**9. Input** :\nb", "layout"), ("a\ud800", "half of a surrogate pair"),
 ])  # fmt: skip
 def test_an_output_loses_no_other_task_and_has_no_other_task_in_it(text, reason):
