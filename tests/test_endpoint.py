@@ -62,7 +62,7 @@ def ledger(folder, budget=None):
 
 @pytest.mark.parametrize("api", APIS)
 def test_one_and_sixteen_in_flight_give_the_same_rows_and_the_report_is_what_was_counted(tmp_path, api, capsys):
-    count = 280 if api == "chat" else 60
+    count = 140 if api == "chat" else 40
     folders, most = [tmp_path / "1", tmp_path / "16"], []
     for folder in folders:
         folder.mkdir()
@@ -82,7 +82,7 @@ def test_one_and_sixteen_in_flight_give_the_same_rows_and_the_report_is_what_was
         assert len(spent.answers) == len(server.counted), "each answer is paid for once, and used"
     assert tasks(folders[0]) == tasks(folders[1])
     assert most[0] == 1
-    assert (8 if api == "chat" else 1) < most[1] <= 16
+    assert (4 if api == "chat" else 1) < most[1] <= 16
     paths = {path for path, _ in server.headers}
     assert paths == {"/v1" + endpoint.CLIENTS[api][3].removeprefix("/v1")}
     body = server.bodies[0]
@@ -212,20 +212,20 @@ def test_budgets():
     refuses("expected dollars per million tokens", Budget.parse, None, (1.0, float("nan")))
 
 
-KILLS = 20
+KILLS = 12
 
 
-def test_twenty_kills_lose_and_repeat_nothing(tmp_path):
+def test_kills_lose_and_repeat_nothing(tmp_path):
     """The log is that of all runs: what was counted, and what was on its way when a run was killed."""
     clean, killed = tmp_path / "clean", tmp_path / "killed"
     for folder in (clean, killed):
         folder.mkdir()
     with serving() as server:
-        MADE.main(options(clean, server.url, count=400, in_flight=16))
+        MADE.main(options(clean, server.url, count=300, in_flight=16))
     chance = random.Random(0)
     faults = [None] * 12 + [429, 500, "cut"]
     with serving(lambda prompt, n: chance.choice(faults), seconds=0.1) as server:
-        asked = options(killed, server.url, count=400)
+        asked = options(killed, server.url, count=300)
         for _ in range(KILLS):
             process = started(asked)
             time.sleep(chance.uniform(0.0, 0.3))
@@ -494,7 +494,7 @@ def test_an_endpoint_that_exceeds_the_limit_is_reported_and_reserved_for(tmp_pat
 def test_an_unexpected_form_is_paid_twice_at_most(tmp_path, fault, monkeypatch):
     monkeypatch.setattr(endpoint, "MAX_BODY", 50_000)
     with serving(lambda prompt, n: fault) as server:
-        asked = options(tmp_path, server.url, timeout=0.3 if fault == "drips" else 9, in_flight=10)
+        asked = options(tmp_path, server.url, timeout=0.2 if fault == "drips" else 9, in_flight=10)
         refuses(r"10 requests without a kept task.*no answer, attempt 2", MADE.main, asked)
         assert set(server.times.values()) == {2}
 
@@ -513,8 +513,7 @@ def test_the_environment_is_for_its_own_hosts(monkeypatch):
             teacher = Endpoint(server.url, "m", api)
             assert teacher.ask("x" * 99).text, "no proxy on this machine"
             teacher.close()
-        assert not [s for s in secrets.values() if s.partition(": ")[2] in str(server.headers)]
-        assert not [s for s in ("org-1", "proj-1", "token-1") if s in str(server.headers)]
+        assert not [s for s in ("org-1", "proj-1", "token-1", "custom-1") if s in str(server.headers)]
     assert os.environ.items() >= secrets.items()
     for proxy in ("socks5://me:pass1234@127.0.0.1:9", "http://pass1234:port"):
         monkeypatch.setenv("ALL_PROXY", proxy)
@@ -587,12 +586,13 @@ def test_the_projects_own_server(tmp_path, api):
         lines = iter(process.stdout.readline, "")
         url = next(m[0] for line in lines if (m := re.search(r"http://[\d.]+:\d+", line)))
         asked = options(tmp_path, f"{url}/v1", api=api, max_tokens=20, count=5)
-        message = refuses("10 requests without a kept task", MADE.main, replace(asked, model="model"))
+        words = "chat template.*give --api completions" if api == "chat" else "10 requests without a kept task"
+        message = refuses(words, MADE.main, replace(asked, model="model"))
     finally:
         process.terminate()
         process.communicate()
     spent = ledger(tmp_path)
     print(message, spent.report())
-    assert len(spent.answers) >= 10
+    assert (len(spent.answers) >= 10) == (api == "completions")
     assert not spent.lost
     assert all(row["tokens"][1] == 20 or not row["truncated"] for row in spent.answers.values())

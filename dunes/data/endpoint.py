@@ -411,7 +411,7 @@ class Endpoint:
                 http_client=self._module.DefaultHttpxClient(
                     follow_redirects=False,  # would send the key elsewhere
                     trust_env=host not in LOCAL,  # proxies
-                    event_hooks={"response": [partial(_limit_body, timeout)]},
+                    event_hooks={"response": [partial(_limit_body, self.url, timeout)]},
                 ),
             )
         except Exception as error:  # of a text that may have a password
@@ -438,9 +438,8 @@ class Endpoint:
             if cause in NOT_SENT and not self.answered:
                 reason = f"{self.url}: no connection ({cause}); is the URL right, and the server running?"
                 raise FailedAttempt(reason, then="stop") from None
-            if cause == "OverflowError":
-                reason = f"{self.url}: a reply of more than {format_bytes(MAX_BODY)}, or longer than --timeout"
-                raise FailedAttempt(reason, None, "retry once") from None
+            if isinstance(error.__cause__, FailedAttempt):
+                raise error.__cause__ from None
             tokens = FREE if cause in NOT_SENT else None
             raise FailedAttempt(f"{self.url}: no connection, or lost ({cause})", tokens) from None
         except (ValueError, RecursionError):
@@ -510,7 +509,7 @@ class Endpoint:
         if status in (408, 409, 425, 429) or status >= 500:
             tokens = None if status in (504, 524) else FREE  # a proxy did not wait for the answer
             return FailedAttempt(f"{place}: {text}", tokens, wait=_retry_after(error.response.headers))
-        if status == 400 and self.api == "chat" and "chat template" in text:
+        if status == 400 and self.api == "chat" and "chat template" in _message(error.body):
             return FailedAttempt(f"{place}: {text}; or give --api completions", then="stop")
         if status in (400, 413, 422):
             return FailedAttempt(f"{place}: {text}", then="give up")
@@ -521,7 +520,7 @@ class Endpoint:
         return FailedAttempt(f"{place}: {text}; {remedy}", then="stop")
 
 
-def _limit_body(seconds: float, response: Any) -> None:
+def _limit_body(place: str, seconds: float, response: Any) -> None:
     """Limit the bytes of a reply and the seconds until its end; a timeout is a limit between two bytes only."""
     parts, start = response.iter_bytes(), monotonic()
 
@@ -530,7 +529,9 @@ def _limit_body(seconds: float, response: Any) -> None:
         for part in parts:
             size += len(part)
             if size > MAX_BODY or monotonic() > start + seconds:
-                raise OverflowError  # the client wraps it
+                raise FailedAttempt(
+                    f"{place}: a reply of more than {format_bytes(MAX_BODY)} or {seconds:g} s", None, "retry once"
+                )
             yield part
 
     response.iter_bytes = limited
