@@ -457,6 +457,7 @@ def test_a_stand_in_for_a_key_changes_no_answer(tmp_path, monkeypatch):
         with serving(text=lambda prompt: "the local password is password1234567") as server:
             teacher = Endpoint(server.url, "m")
             texts.append(teacher.ask("hi" * 50).text)
+            assert teacher.scrub(texts[-1]) == texts[-1]
             teacher.close()
     assert texts == ["the local password is password1234567"] * 3
     monkeypatch.setenv("OPENAI_API_KEY", "password-password-1234")
