@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import teachers
 from dunes import checkpoint
 from dunes.data import read_records
