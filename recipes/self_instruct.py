@@ -9,6 +9,7 @@ goes on where it stopped. A file that ends in .jsonl has a task per line, other 
 """
 
 import json
+import os
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from typing import Annotated, Any
 
 from dunes.cli.main import exit_with
 from dunes.data import endpoint, self_instruct
-from dunes.data.endpoint import Answer, Api, Budget, Endpoint, Ledger, Teacher, Tokens
+from dunes.data.endpoint import MAX_COUNT, Answer, Api, Budget, Endpoint, Ledger, Teacher, Tokens
 from dunes.data.self_instruct import PER_ANSWER, STOP, TOKENS, Round, Task
 from dunes.files.atomic import folder_lock, write_file
 from dunes.flags import flag, option
@@ -28,6 +29,7 @@ from dunes.units import format_count, format_seconds, plural
 
 import tyro
 
+LOG = ".requests.jsonl"
 WRITE_SECONDS = 30.0
 """Seconds between two times that all tasks are written while a run goes on."""
 
@@ -45,7 +47,7 @@ class Options:
     api: Annotated[Api | None, flag("chat|completions|anthropic", "by the URL")] = None
     """Which requests are sent."""
     count: int = 1000
-    """Number of tasks."""
+    """Minimum number of tasks; all that are paid for are kept."""
     in_flight: int = 8
     """Maximum number of requests at once."""
     budget: Annotated[str | None, flag("TOKENS|MONEYusd", "none")] = None
@@ -103,6 +105,11 @@ def teacher(options: Options) -> Teacher:
     """The model that is asked."""
     limits: dict[str, Any] = {"temperature": options.temperature}
     if options.endpoint is None:
+        for name in ("api", "timeout", "in_flight"):
+            if getattr(options, name) != getattr(Options, name):
+                raise ValueError(f"--{option(name)} needs --endpoint URL; without it, a model folder is asked")
+        if not Path(options.model).exists():
+            raise ValueError(f"--model {options.model}: no such folder; for a model's name, give --endpoint URL")
         return LocalModel(options.model, options.max_tokens, **limits)
     limits |= {"max_tokens": options.max_tokens, "stop": STOP, "timeout": options.timeout}
     return Endpoint(options.endpoint, options.model, options.api, **limits)
@@ -132,16 +139,12 @@ def write_rows(path: Path, listed: Sequence[dict[str, Any]]) -> None:
 
 def main(options: Options) -> int:
     """Returns the number of tasks in the file."""
-    for name in ("count", "in_flight", "max_tokens"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{option(name)} is {getattr(options, name)}; it must be at least 1")
-    out, log = Path(options.out), Path(f"{options.out}.requests.jsonl")
+    out, log = Path(options.out), Path(f"{options.out}{LOG}")
+    check(options, out, log)
     budget, seeds = Budget.parse(options.budget, options.prices), self_instruct.read_seed_tasks(options.seeds)
-    if out.exists() and not log.exists():
-        raise ValueError(f"{out}: exists, but not {log.name}; name another file with --out, or remove this one")
     model = teacher(options)
-    log.touch()
     try:
+        log.touch()  # and never removed, since another run may be waiting for the lock of this file
         with folder_lock(log, wait=False):
             return run(options, model, seeds, Ledger(log, budget, Round.fits), out)
     except BlockingIOError:
@@ -151,13 +154,33 @@ def main(options: Options) -> int:
     finally:
         if isinstance(model, Endpoint):
             model.close()
-        if not (log.stat().st_size or out.exists()):  # nothing was asked
-            log.unlink()
+
+
+def check(options: Options, out: Path, log: Path) -> None:
+    """Raise ValueError for numbers that cannot be, and for files that cannot be written or would be lost."""
+    for name, least in {"count": 1, "in_flight": 1, "max_tokens": 1, "temperature": 0, "backoff": 0}.items():
+        if not least <= getattr(options, name) <= MAX_COUNT:
+            raise ValueError(f"--{option(name)} is {getattr(options, name)}; it must be at least {least}")
+    if not 0 < options.timeout <= MAX_COUNT:
+        raise ValueError(f"--timeout is {options.timeout}; it must be more than 0")
+    if out.is_dir() or not os.access(out.parent, os.W_OK):
+        raise ValueError(f"--out {out}: expected a file in a folder that can be written to")
+    if out.name.endswith(LOG) or Path(options.seeds).resolve() in (out.resolve(), log.resolve()):
+        raise ValueError(
+            f"--out {out}: a file of seeds or a log; name another file, since this one is overwritten"
+        )
+    if out.exists() and not (log.exists() and log.stat().st_size):
+        raise ValueError(f"{out}: exists, but not {log.name}; name another file with --out, or remove this one")
 
 
 def run(options: Options, model: Teacher, seeds: Sequence[Task], ledger: Ledger, out: Path) -> int:
     """Ask until there are enough tasks. Returns their number."""
-    rounds = [Round.of(row) for row in ledger.others]
+    rounds = [Round.of(row) for row in ledger.others.values()]
+    present = self_instruct.read_seed_tasks(out) if out.exists() else []
+    if present != [task for entry in rounds for task in entry.kept][: len(present)]:
+        raise ValueError(
+            f"{out}: has other tasks than {ledger.path.name} and would be overwritten; move it, if you edited it"
+        )
     done = {entry.number for entry in rounds}
     total = before = sum(len(entry.kept) for entry in rounds)
     dropped = Counter[str]()
@@ -199,11 +222,12 @@ def run(options: Options, model: Teacher, seeds: Sequence[Task], ledger: Ledger,
             display.line(f"{out}: {plural(total, 'task')} from {ledger.report()}")
         if total < options.count:
             display.line(f"the budget is spent; to go on, give a larger --budget than {options.budget}")
-        display.line(f"next: dunes finetune MODEL --data {out} --out RUN --dry-run --show 3")
+        if total:
+            display.line(f"next: dunes finetune MODEL --data {out} --out RUN --dry-run --show 3")
     return total
 
 
 if __name__ == "__main__":
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
     arguments = tyro.cli(Options, prog="recipes/self_instruct.py", description=__doc__, config=config)
-    exit_with(lambda: main(arguments) and None, "recipes/self_instruct.py")
+    exit_with(lambda: 0 if main(arguments) else 1, "recipes/self_instruct.py")

@@ -1,5 +1,6 @@
 """Endpoints that answer as OpenAI's and Anthropic's do, count tokens, and misbehave on schedule."""
 
+import gzip
 import hashlib
 import importlib.util
 import json
@@ -87,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         reply = dialect(self.path, text, cut, tokens)
         if fault in REPLIES:
             reply = REPLIES[fault](reply)
-            server.counted.append(tokens if fault in ("no choices", "no text", "wrong types") else (0, 0))
+            server.counted.append(tokens if fault in ("no choices", "no text", "parts", "wrong types") else (0, 0))
             if fault == "no usage":
                 server.lost.append(tokens)
             return self.send(200, json.dumps(reply).encode())
@@ -109,6 +110,14 @@ class Handler(BaseHTTPRequestHandler):
             self.send(200, b"<html><body>Welcome to the airport.</body></html>", kind="text/html")
         elif fault == "garbage":
             self.send(200, bytes(range(256)))
+        elif fault == "zipped":
+            self.send(200, gzip.compress(data + b" " * 100_000), **{"Content-Encoding": "gzip"})
+        elif fault == "drips":
+            self.close_connection = True
+            self.send(200, data[:1], length=len(data))
+            for i in range(1, 20):
+                self.wfile.write(data[i : i + 1])
+                time.sleep(0.05)
         elif fault == "slow":
             time.sleep(1.2)
             self.close_connection = True
@@ -131,6 +140,9 @@ REPLIES = {
         re.sub(r'"(text|content)": "[^"]*(\\.[^"]*)*"', r'"\1": null', json.dumps(reply))
     ),
     "wrong types": lambda reply: reply | {"choices": "yes", "content": 3},
+    "parts": lambda reply: json.loads(
+        re.sub(r'"content": ("[^"]*(\\.[^"]*)*")', r'"content": [{"type": "text", "text": \1}]', json.dumps(reply))
+    ),
     "no usage": lambda reply: reply | {"usage": None},
 }
 

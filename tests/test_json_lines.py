@@ -230,7 +230,7 @@ def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys
         file.write(json.dumps(made[1].row() | {"number": "1"}).encode() + b"\n")
     append_record(path, made[2].row())
     content = path.read_bytes()
-    assert [row["number"] for row in Ledger(path, Budget(), self_instruct.Round.fits).others] == [0, 2]
+    assert list(Ledger(path, Budget(), self_instruct.Round.fits).others) == [0, 2]
     assert path.read_bytes() == content
     assert "line 2: " in capsys.readouterr().err
 
@@ -249,17 +249,17 @@ class Scripted:
 
 def test_a_result_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, monkeypatch):
     module, out = recipe("self_instruct"), tmp_path / "out.json"
-    out.write_text("[1]")
+    out.write_text("[]")
     seeds = tmp_path / "seeds.jsonl"
     seed = {"instruction": "Name a colour.", "input": "", "output": "Red."}
     seeds.write_text("".join(json.dumps(seed) + "\n" for _ in range(3)))
-    (tmp_path / "out.json.requests.jsonl").touch()
+    (tmp_path / "out.json.requests.jsonl").write_text("\n")
     monkeypatch.setattr(module, "teacher", lambda options: Scripted())
     options = module.Options(seeds=str(seeds), out=str(out), model="m", count=1)
     monkeypatch.setattr(atomic, "fsync_path", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(OSError, match="No space"):
         module.main(options)
-    assert out.read_text() == "[1]"
+    assert out.read_text() == "[]"
 
 
 def test_a_seed_task_may_hold_any_line_separator_of_unicode(tmp_path):

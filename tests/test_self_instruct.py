@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 import warnings
 from dataclasses import replace
 from itertools import count, islice
@@ -19,6 +20,7 @@ from dunes.data.self_instruct import (
     Round,
     Task,
     build_prompt,
+    filter_item,
     generate,
     numbered_prompt,
     parse_answer,
@@ -120,9 +122,58 @@ def test_an_answer_may_begin_as_chat_models_begin(form):
     assert tasks == [replace(t, instruction=t.instruction.strip()) for t in SEEDS]
 
 
-def test_a_heading_in_a_later_task_is_no_beginning():
-    answer = listed(("One?", "", "a\n4. Instruction: Two?\n4. Input:\n\n4. Output:\nb"))
-    assert [item.reason for item in parse_answer(answer, False)] == ["layout"]
+ASKED = [Task(f"Describe the history of item {n} briefly", "", f"Item {n} is old.") for n in range(4, 21)]
+LAYOUT = "{}. Instruction: {}\n{}. Input:\n<noinput>\n{}. Output:\n{}\n"
+BOLD = "**{}. Instruction:** {}\n**{}. Input:**\n<noinput>\n**{}. Output:**\n{}\n"
+
+
+def written(layout=LAYOUT, end="###\n", first=4):
+    parts = (layout.format(n, t.instruction, n, n, t.output) for n, t in enumerate(ASKED, first))
+    return end.join(parts)
+
+
+@pytest.mark.parametrize("answer", [
+    written(end=""), written(end="---\n"),
+    written(first=1), written().replace("\n", "\r\n"),
+    written(LAYOUT.replace("{}. Instr", "### {}. Instr"), ""), written(BOLD),
+    written(LAYOUT.replace("{}.", "{})")),
+    written(LAYOUT.replace("{}. I", "{}. **I")), written(LAYOUT.upper()),
+    written(LAYOUT.replace("<noinput>", "None")), written(LAYOUT.replace("<noinput>", '"<noinput>".')),
+    "<think>\n4. Instruction: Say\n4. Input:\n</think>\n" + written(), written() + "###\nI hope these help!",
+    "Sure:\n```\n" + written() + "```\n\nLet me know if you want more.",
+])  # fmt: skip
+def test_tasks_are_read_in_the_layouts_that_models_write(answer):
+    assert [item.task for item in parse_answer(answer, False) if not item.reason] == ASKED
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("### History\nOld.", ""), ("#### History\nOld.", ""), ("x = 1  ### one", ""), ("```\nx\n```", ""),
+    ("1. a\n20. b", ""), ("", "no output"), ("a\n(7) Instruction: Two?", "layout"),
+    ("a\n14. Output:\nb", "layout"),
+    ("a\n**9. Input** :\nb", "layout"), ("a\ud800", "half of a surrogate pair"),
+])  # fmt: skip
+def test_an_output_loses_no_other_task_and_has_no_other_task_in_it(text, reason):
+    answer = written().replace("Item 6 is old.", text)
+    items = [filter_item(item, InstructionIndex()) for item in parse_answer(answer, False)]
+    assert [item.reason for item in items] == [reason if i == 2 else "" for i in range(17)]
+    assert items[2].task is None or items[2].task.output == text
+    assert [i.task for i in items[:2] + items[3:]] == ASKED[:2] + ASKED[3:]
+
+
+def test_an_input_may_be_absent_and_a_number_may_not_be_higher_than_asked():
+    answer = written().replace("5. Input:\n<noinput>\n5.", "5.", 1)
+    assert [item.task for item in parse_answer(answer, False)] == ASKED
+    answer = written(first=14)
+    assert [item.reason for item in parse_answer(answer, False)] == [""] * 7 + ["layout"] * 10
+    complete = list(parse_answer(written() + "###\n21. Instr", True))
+    assert [item.task for item in complete] == ASKED
+
+
+@pytest.mark.parametrize("part", ["#", "# ", " ", "*", "4. Instruction:\n", "4. Input:\n", "<think>", "\n```"])
+def test_long_answers_take_linear_time(part):
+    start = time.monotonic()
+    list(parse_answer("4. Instruction: a\n" + part * 20_000, False))
+    assert time.monotonic() - start < 30
 
 
 def test_texts_in_another_script_are_dropped_though_their_first_letter_is_ascii():
@@ -202,6 +253,8 @@ def test_seed_lines_end_where_an_editor_ends_them(tmp_path):
     assert read_seed_tasks(path) == [Task(*row.values()) for row in rows]
     path.write_bytes(f"{text}\n\n[".encode())
     refuses("line 5: not JSON", read_seed_tasks, path)
+    path.write_text(json.dumps(rows[0]) + '\n{"instruction": "a\\ud800", "input": "", "output": "c"}')
+    refuses("line 2: half of a surrogate pair", read_seed_tasks, path)
 
 
 # ROUGE-L

@@ -16,16 +16,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from itertools import count
 from math import isfinite
 from pathlib import Path
 from threading import Condition, Event, Thread
+from time import monotonic
 from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from dunes.extra import extra
 from dunes.files.json_file import append_record, print_warning, read_records
-from dunes.units import plural
+from dunes.units import format_bytes, plural
 
 Api = Literal["chat", "completions", "anthropic"]
 """An API: OpenAI's for chats or for the continuation of a text, or Anthropic's for messages."""
@@ -39,7 +41,12 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 """Hosts that are asked without a key if the environment has none."""
 NO_KEY = "none"
 KEY_PART = 8
-"""Length in characters of the parts of a key that are removed from texts of the endpoint."""
+"""Length in characters of the parts of a key that are removed from error texts; parts of twice as many are removed
+from answers, and nothing is if the key is shorter than that: such a key is a stand-in like "local"."""
+MAX_COUNT = 10**9
+"""A number of tokens above this is not a count."""
+MAX_BODY = 16_000_000
+"""Maximum bytes of a reply, decompressed."""
 TEMPLATE_TOKENS = 64
 """Maximum tokens that a chat template adds to a prompt."""
 MAX_WAIT = 600.0
@@ -78,7 +85,7 @@ class Answer:
 class FailedAttempt(Exception):
     """A request without an answer: the reason, its tokens (None: unknown), and what to do then.
 
-    `then` is "retry" (after `wait` seconds, if given), "give up" this request, or "stop" all of them.
+    `then` is "retry" (after `wait` seconds, if given), "retry once", "give up" this request, or "stop" all.
     """
 
     def __init__(
@@ -125,14 +132,14 @@ class Budget:
         """The budget of a text like "200000" (tokens) or "5usd". Raises ValueError for other texts."""
         if prices and not all(isfinite(price) and price >= 0 for price in prices):
             raise ValueError(f"--prices {prices[0]} {prices[1]}: expected dollars per million tokens, 0 or more")
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(usd|)", (text or "").strip().replace(",", "").lower())
+        match = re.fullmatch(r"((?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?) ?(usd|)", (text or "").strip().lower())
         if text is None or match is None:
             if text is None:
                 return cls(prices=prices)
             raise ValueError(f"--budget {text!r}: expected tokens, such as 200000, or money, such as 5usd")
         if match[2] and not prices:
             raise ValueError(f"--budget {text}: money needs --prices IN OUT, in US dollars per million tokens")
-        return cls(float(match[1]), bool(match[2]), prices)
+        return cls(float(match[1].replace(",", "")), bool(match[2]), prices)
 
 
 class Ledger:
@@ -140,7 +147,7 @@ class Ledger:
 
     A line is written before a request is sent ("asked"), and when its answer arrives or it fails, with the tokens
     that the endpoint counted. If a line about the end is missing, or the endpoint counted nothing, the most that
-    the request may have cost counts against the budget. Other lines that `fits` are kept in `others`.
+    the request may have cost counts against the budget. `others` has the first line of each number that `fits`.
     """
 
     def __init__(self, path: Path, budget: Budget, fits: Callable[[dict[str, Any]], bool] = lambda row: False):
@@ -151,7 +158,9 @@ class Ledger:
         self.total, self.dollars = FREE, 0.0
         self.open: dict[int, Tokens] = {}
         self.lost: list[Tokens] = []
-        self.others: list[dict[str, Any]] = []
+        self.above = 0
+        """The most tokens of an answer that was longer than the limit that it was asked with."""
+        self.others: dict[int, dict[str, Any]] = {}
         for row in read_records(path, "a request", lambda row: _is_event(row) or fits(row)):
             self._apply(row)
         self.lost += self.open.values()  # of killed runs
@@ -169,6 +178,7 @@ class Ledger:
         Raises Unanswered if the request might exceed the budget.
         """
         with self._lock:
+            at_most = at_most._replace(answer=max(at_most.answer, self.above))
             while not self._affords(at_most):
                 if not self.open:
                     raise Unanswered("budget")
@@ -179,6 +189,13 @@ class Ledger:
         """Record the end of a request: an "answer" with its text, or what "failed"."""
         cost = self.budget.cost(tokens) if tokens else None
         self.add({"number": number, event: text, "tokens": tokens, "cost": cost, "at": _now(), **more})
+
+    def close(self, number: int) -> None:
+        """The request no longer runs; without a line about its end, it is lost."""
+        with self._lock:
+            if asked := self.open.pop(number, None):
+                self.lost.append(asked)
+            self._lock.notify_all()
 
     def shares(self, number: int, parts: int) -> list[tuple[Tokens | None, float | None]]:
         """Tokens and cost of a request, divided among so many rows; the sums are those of the request."""
@@ -193,6 +210,8 @@ class Ledger:
         text = f"{plural(len(self.answers), 'request')}, {self.total.prompt:,} + {self.total.answer:,} tokens"
         if self.budget.prices or self.dollars:
             text += f", {self.dollars:.4f} USD"
+        if self.above:
+            text += f"; the endpoint counted {self.above:,} tokens of an answer, more than --max-tokens"
         if lost := len(self.lost) + len(self.open):
             unknown = add_tokens(*self.lost, *self.open.values())
             dollars = self.budget.cost(unknown)
@@ -211,7 +230,7 @@ class Ledger:
 
     def _apply(self, row: dict[str, Any]) -> None:
         if not _is_event(row):
-            self.others.append(row)
+            self.others.setdefault(row["number"], row)
             return
         number = row["number"]
         asked = self.open.pop(number, None)
@@ -219,6 +238,8 @@ class Ledger:
             self.open[number] = Tokens(*row["at_most"])
         elif row["tokens"]:
             tokens, (before, spent) = Tokens(*row["tokens"]), self.costs.get(number, (FREE, 0.0))
+            if asked and tokens.answer > asked.answer:
+                self.above = max(self.above, tokens.answer)
             cost = row["cost"] if row["cost"] is not None else self.budget.cost(tokens) or 0.0
             self.costs[number], asked = (add_tokens(before, tokens), spent + cost), None
             self.total, self.dollars = add_tokens(self.total, tokens), self.dollars + cost
@@ -230,10 +251,19 @@ class Ledger:
 
 def _is_event(row: dict[str, Any]) -> bool:
     """True for a complete line about a request."""
-    tokens = row.get("at_most" if "asked" in row else "tokens", 0)
-    counted = isinstance(tokens, list | tuple) and len(tokens) == 2 and all(isinstance(n, int) for n in tokens)
-    text = row.get("answer", row.get("failed", row.get("asked")))
-    return isinstance(row.get("number"), int) and isinstance(text, str) and (counted or tokens is None)
+    number, asked = row.get("number"), "asked" in row
+    tokens, cost = row.get("at_most" if asked else "tokens", 0), row.get("cost", None if asked else "")
+    counted = isinstance(tokens, list | tuple) and len(tokens) == 2 and all(map(_is_count, tokens))
+    paid = cost is None or (isinstance(cost, int | float) and 0 <= cost < float("inf"))
+    texts = [row.get("failed", row.get("asked"))]
+    if "answer" in row:
+        texts = [row["answer"], row.get("reason"), "" if isinstance(row.get("truncated"), bool) else None]
+    complete = all(isinstance(text, str) for text in texts)
+    return isinstance(number, int) and complete and paid and (counted or (tokens is None and not asked))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
 
 
 def add_tokens(*items: Tokens) -> Tokens:
@@ -270,6 +300,7 @@ def ask_all(
         try:
             future.set_result(_ask(teacher, number, text, ledger, tries, backoff, stopped))
         except BaseException as error:
+            ledger.close(number)  # first: the main thread may wait for it
             future.set_exception(error)
 
     def start(number: int) -> None:
@@ -325,7 +356,7 @@ def _ask(
             ledger.end(number, "failed", str(error), error.tokens)
             if error.then == "stop":
                 raise ValueError(str(error)) from None
-            if error.then == "give up" or attempt == tries:
+            if error.then == "give up" or attempt == tries or (error.then == "retry once" and attempt > 1):
                 answer = Answer("", tokens=FREE, reason=f"no answer, attempt {attempt}: {error}")
                 break
             delay = min(backoff * 2 ** (attempt - 1), 60.0) * (1 - random.random() / 4)
@@ -367,13 +398,29 @@ class Endpoint:
         """True once a request had an answer; before, a lack of connection ends the run."""
         self._module: Any = extra(module, "teacher")
         base = self.url.removesuffix("/v1") if self.api == "anthropic" else self.url
-        self._client: Any = getattr(self._module, name)(
-            api_key=self.key,
-            base_url=base,
-            max_retries=0,
-            timeout=timeout,
-            http_client=self._module.DefaultHttpxClient(follow_redirects=False),  # would send the key elsewhere
-        )
+        trusted = by_host == "anthropic" or f".{host}".endswith(".openai.com")
+        # Both clients send more credentials of the environment, and headers, to any host.
+        private = [name for name in os.environ if not trusted and name.startswith(("OPENAI_", "ANTHROPIC_"))]
+        removed = {name: os.environ.pop(name) for name in private}
+        try:
+            self._client: Any = getattr(self._module, name)(
+                api_key=self.key,
+                base_url=base,
+                max_retries=0,
+                timeout=timeout,
+                http_client=self._module.DefaultHttpxClient(
+                    follow_redirects=False,  # would send the key elsewhere
+                    trust_env=host not in LOCAL,  # proxies
+                    event_hooks={"response": [partial(_limit_body, self.url, timeout)]},
+                ),
+            )
+        except Exception as error:  # of a text that may have a password
+            raise ValueError(
+                f"{host}: {type(error).__name__}: check the proxy in HTTP_PROXY, HTTPS_PROXY or ALL_PROXY of the "
+                "environment (a socks proxy needs pip install socksio), or list the host in NO_PROXY"
+            ) from None
+        finally:
+            os.environ.update(removed)
 
     def at_most(self, prompt: str) -> Tokens:
         """The most tokens of a request: a tokenizer has at most one token per byte."""
@@ -391,27 +438,30 @@ class Endpoint:
             if cause in NOT_SENT and not self.answered:
                 reason = f"{self.url}: no connection ({cause}); is the URL right, and the server running?"
                 raise FailedAttempt(reason, then="stop") from None
+            if isinstance(error.__cause__, FailedAttempt):
+                raise error.__cause__ from None
             tokens = FREE if cause in NOT_SENT else None
             raise FailedAttempt(f"{self.url}: no connection, or lost ({cause})", tokens) from None
         except (ValueError, RecursionError):
-            raise FailedAttempt(f"{self.url}: the answer is not JSON, or half of it", None) from None
+            raise FailedAttempt(f"{self.url}: the answer is not JSON, or half of it", None, "retry once") from None
         self.answered = True
         try:
             return self._read(reply)
         except (LookupError, TypeError, AttributeError):
             text = self.scrub(ascii(reply)[:80])
-            raise FailedAttempt(f"{self.url}: unexpected answer: {text}", _usage(reply)[0]) from None
+            raise FailedAttempt(f"{self.url}: unexpected answer: {text}", _usage(reply)[0], "retry once") from None
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
-    def scrub(self, text: str) -> str:
-        """The text without the key, and without parts of it that have KEY_PART characters."""
-        if self.key != NO_KEY:
-            for i in range(max(1, len(self.key) - KEY_PART + 1)):
-                text = text.replace(self.key[i : i + KEY_PART], "*" * KEY_PART)
-        return text
+    def scrub(self, text: str, part: int = KEY_PART) -> str:
+        """The text without the parts of the key that have `part` characters or more."""
+        if len(self.key) < 2 * KEY_PART:
+            return text
+        parts = {self.key[i : i + part] for i in range(len(self.key) - part + 1)}
+        hidden = {j for i in range(len(text)) if text[i : i + part] in parts for j in range(i, i + part)}
+        return "".join("*" if i in hidden else text[i] for i in range(len(text))) if hidden else text
 
     def _body(self, prompt: str) -> dict[str, Any]:
         # OpenAI's own models have another name of the limit, and some refuse stop strings.
@@ -428,12 +478,13 @@ class Endpoint:
     def _read(self, reply: Any) -> Answer:
         """Raises LookupError, TypeError or AttributeError for a reply of another form."""
         if self.api == "anthropic":
-            text: Any = "".join(part["text"] for part in reply["content"] if part["type"] == "text")
-            reason = reply["stop_reason"]
+            text, reason = reply["content"], reply.get("stop_reason")
         else:
             choice = reply["choices"][0]
             text = choice["text"] if self.api == "completions" else choice["message"]["content"]
             reason = choice.get("finish_reason")
+        if isinstance(text, list):
+            text = "".join(part["text"] for part in text if part["type"] == "text")
         if text is None:  # a refusal
             text = ""
         if not isinstance(text, str):
@@ -441,7 +492,9 @@ class Endpoint:
         tokens, cached = _usage(reply)
         name, why = reply.get("model"), "" if text.strip() else f"no text: {reason}"
         model = name if isinstance(name, str) else self.model
-        return Answer(self.scrub(text), reason in TRUNCATED, tokens, cached, self.scrub(model), self.scrub(why))
+        return Answer(
+            self.scrub(text, 2 * KEY_PART), reason in TRUNCATED, tokens, cached, self.scrub(model), self.scrub(why)
+        )
 
     def _refusal(self, error: Any) -> FailedAttempt:
         """The failed attempt of a reply whose status is an error."""
@@ -456,12 +509,32 @@ class Endpoint:
         if status in (408, 409, 425, 429) or status >= 500:
             tokens = None if status in (504, 524) else FREE  # a proxy did not wait for the answer
             return FailedAttempt(f"{place}: {text}", tokens, wait=_retry_after(error.response.headers))
+        if status == 400 and self.api == "chat" and "chat template" in _message(error.body):
+            return FailedAttempt(f"{place}: {text}; or give --api completions", then="stop")
         if status in (400, 413, 422):
             return FailedAttempt(f"{place}: {text}", then="give up")
         remedy = (
-            f"is there a model {self.model!r}, and does the URL end before {self.path}, as in https://host/v1?"
+            f"is there a model {self.model!r}, and does the URL end before {self.path}, as in "
+            f"https://host{'' if self.api == 'anthropic' else '/v1'}?"
         )
         return FailedAttempt(f"{place}: {text}; {remedy}", then="stop")
+
+
+def _limit_body(place: str, seconds: float, response: Any) -> None:
+    """Limit the bytes of a reply and the seconds until its end; a timeout is a limit between two bytes only."""
+    parts, start = response.iter_bytes(), monotonic()
+
+    def limited() -> Iterator[bytes]:
+        size = 0
+        for part in parts:
+            size += len(part)
+            if size > MAX_BODY or monotonic() > start + seconds:
+                raise FailedAttempt(
+                    f"{place}: a reply of more than {format_bytes(MAX_BODY)} or {seconds:g} s", None, "retry once"
+                )
+            yield part
+
+    response.iter_bytes = limited
 
 
 def _checked_host(url: str) -> str:
@@ -499,14 +572,19 @@ def _usage(reply: Any) -> tuple[Tokens | None, int]:
 
     def number(*names: str, of: Any = usage) -> int | None:
         values = [of.get(name) for name in names if isinstance(of, dict)]
-        return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0), None)
+        return next(filter(_is_count, values), None)
 
-    prompt, answer = number("prompt_tokens", "input_tokens"), number("completion_tokens", "output_tokens")
+    prompt, answer = number("prompt_tokens"), number("completion_tokens", "output_tokens")
+    cached = (
+        number("cached_tokens", of=usage.get("prompt_tokens_details")) or number("cache_read_input_tokens") or 0
+    )
+    if prompt is None and (prompt := number("input_tokens")) is not None:  # Anthropic counts cached ones beside it
+        prompt += sum(number(f"cache_{kind}_input_tokens") or 0 for kind in ("read", "creation"))
     if prompt is None or answer is None:
         return None, 0
-    read, written = number("cache_read_input_tokens") or 0, number("cache_creation_input_tokens") or 0
-    cached = number("cached_tokens", of=usage.get("prompt_tokens_details")) or read
-    return Tokens(prompt + read + written, answer), cached  # Anthropic counts cached tokens beside the others
+    return Tokens(
+        prompt, max(answer, (number("total_tokens") or 0) - prompt)
+    ), cached  # some think beside the answer
 
 
 def _message(body: Any) -> str:

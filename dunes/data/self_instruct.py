@@ -12,6 +12,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from dunes.data.endpoint import Answer
 from dunes.data.records import rows
+from dunes.text.lines import valid_text
 from dunes.units import plural
 
 SHOWN = 3
@@ -130,12 +132,19 @@ def _seed_task(place: str, row: Any) -> Task:
         texts = (row["instruction"], instance["input"], instance["output"])
         if not all(isinstance(t, str) for t in texts):
             raise TypeError("a text")
-        return Task(*texts)
     except (LookupError, TypeError):
         raise ValueError(
             f"{place}: expected an object with instruction, input and output, "
             f"or with instruction and instances, found {json.dumps(row)[:60]}"
         ) from None
+    if reason := _surrogates(texts):
+        raise ValueError(f"{place}: {reason}; remove it")
+    return Task(*texts)
+
+
+def _surrogates(texts: Iterable[str]) -> str:
+    """A message if a text has lone surrogates, which no tokenizer accepts and JSON can contain; else empty."""
+    return "" if all(valid_text(text) == text for text in texts) else "half of a surrogate pair"
 
 
 def generate(
@@ -192,34 +201,57 @@ def build_prompt(tasks: Sequence[Task]) -> str:
     return f"{text}###\n{len(tasks) + 1}. Instruction:"
 
 
-def parse_answer(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterator[Item]:
-    """The items of an answer whose first task has the number `first`.
+HEADING = r"(?:^[^\S\n]*+#*+|(?<!#)#{3,}+)[^\S\n]*+\**+([0-9]{1,3})[.)]\**+[^\S\n]*+\**+(%s)\b[^\S\n]*+\**+:\**+"
+"""The pattern of a heading such as "4. Input:", at the start of a line or after ###, perhaps in bold."""
+FIELD = re.compile(f"(?im){HEADING % 'Instruction|Input|Output'}")
+TASK = re.compile(f"(?im){HEADING % 'Instruction'}")
+END = re.compile(r"(?m)^[^\S\n]*+#{3,}+[^\S\n]*+$|(?<!#)#{3,}+\s*+\Z|(?<!:)\n-{3,}+\s*+\Z")
+"""What ends a task: ### on its own line, or ### or --- at the end. Other ### may be a title or a comment."""
+STRAY = re.compile(r"(?im)^[^\w\n]*+[0-9]{1,3}[^\w\n]++(?:instruction|task|input|output)\b[ *_]*+:")
+"""A heading in any form, which no text of a task has."""
+NO_INPUT = ("<noinput>", "noinput", "none", "n/a")
 
-    An answer may begin with the text of the instruction, or with its number and heading, as chat models write it,
-    and may be in a code fence. The last item of a truncated answer is dropped.
+
+def parse_answer(answer: str, truncated: bool, first: int = SHOWN + 1) -> Iterator[Item]:
+    """The items of an answer, by the headings of its tasks. The last item of a truncated answer is dropped.
+
+    An answer may go on after the heading of task `first`, or begin as chat models do: with their thoughts, an
+    introduction or a code fence. Tasks may have other numbers than they should, but none above LAST.
     """
-    if fenced := re.fullmatch(r"(?s)\s*```\w*\n(.*?)(?:```)?\s*", answer):
-        answer = fenced[1]
-    heading = rf"{first}\.\s+"
-    answer = re.sub(rf"(?s)\A(?:(?!{heading}Input:).)*?^(?:###)?\s*{heading}Instruction:", "", answer, flags=re.M)
-    parts = f"{first}. Instruction:{answer}".split("###")
-    for number, text in enumerate(parts, first):
-        fields = re.split(rf"{number}\.\s+(?:Instruction|Input|Output):", text)
-        if truncated and number - first == len(parts) - 1:
+    answer = re.sub(r"(?s)\A\s*<think>.*?</think>", "", answer)
+    starts = [0, *(match.start() for match in TASK.finditer(answer)), len(answer)]
+    lead, *parts = (answer[a:b] for a, b in pairwise(starts))
+    if not parts or STRAY.search(lead):
+        parts = [f"{first}. Instruction:{lead}", *parts]
+    if lead.count("```") % 2 and parts[-1].count("\n```") % 2:  # what follows the fence is no part of the output
+        parts[-1] = parts[-1].rpartition("\n```")[0]
+    for i, text in enumerate(parts, 1):
+        body, *ended = END.split(text, maxsplit=1)
+        _, *fields = FIELD.split(body)
+        names, texts = [name.lower() for name in fields[1::3]], [field.strip() for field in fields[2::3]]
+        if names == ["instruction", "output"]:
+            names[1:1], texts[1:1] = ["input"], [""]
+        if truncated and i == len(parts) and not ended:
             yield Item(text, None, "truncated")
-        elif len(fields) != 4:  # Alpaca's seven, without the three headings
+        elif (
+            names != ["instruction", "input", "output"]
+            or len({*fields[::3]}) > 1
+            or int(fields[0]) > LAST
+            or any(map(STRAY.search, texts))
+        ):
             yield Item(text, None, "layout")
         else:
-            instruction, task_input, output = (field.strip() for field in fields[1:])
-            yield Item(text, Task(instruction, "" if task_input.lower() == "<noinput>" else task_input, output))
+            instruction, task_input, output = texts
+            task_input = "" if task_input.lower().strip("\"'`*.") in NO_INPUT else task_input
+            yield Item(text, Task(instruction, task_input, output), "" if output else "no output")
 
 
 def filter_item(item: Item, earlier: "InstructionIndex") -> Item:
     """The item, with a reason if it is dropped. The instruction of a kept item is added to `earlier`."""
-    if item.task is None:
+    if item.task is None or item.reason:
         return item
     instruction = item.task.instruction
-    if reason := rejection_reason(instruction):
+    if reason := rejection_reason(instruction) or _surrogates(asdict(item.task).values()):
         return replace(item, reason=reason)
     if match := earlier.nearest(instruction, MAX_SIMILARITY):
         return replace(item, reason=f"similar: {match[0]:.2f} to {match[1]!r}")
