@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import random
 import re
+import signal
 import sys
 import time
 import warnings
@@ -193,6 +194,7 @@ def _run(options, ready):
     spec.loader.exec_module(recipe)
     recipe.WRITE_SECONDS = 0.05
     warnings.simplefilter("error")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     ready.set()
     with suppress(KeyboardInterrupt):
         recipe.main(recipe.Options(**options))
