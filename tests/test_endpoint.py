@@ -497,7 +497,8 @@ def test_an_unexpected_form_is_paid_twice_at_most(tmp_path, fault, monkeypatch):
     with serving(lambda prompt, n: fault) as server:
         asked = options(tmp_path, server.url, timeout=0.2 if fault == "drips" else 9, in_flight=10)
         refuses(r"10 requests without a kept task.*no answer, attempt 2", MADE.main, asked)
-        assert set(server.times.values()) == {2}
+        times = sorted(server.times.values())  # of one that began last, perhaps one attempt
+        assert times[-10:] == [2] * 10
 
 
 def test_the_environment_is_for_its_own_hosts(monkeypatch):
