@@ -28,8 +28,9 @@ from dunes.checkpoint.formats import gguf as form
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.parts.position import Linear, Llama3, Yarn
 from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, ranked_bpe, sentencepiece, templates
-from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_header, special_tokens
+from dunes.text.gguf_file import build_tokenizer, read_header, special_tokens
 from dunes.text.gguf_vocabulary import vocabulary_fields
+from dunes.text.split_rules import GPT2, RULES
 from hard_strings import HARD
 from own_parts import of_own_parts
 from small_models import random_model, small_config
@@ -439,19 +440,23 @@ def test_an_adapter_of_a_file_opens_with_it_alone(method, tmp_path, tokenizer, c
 
 
 def byte_level(name):
-    """A byte-level tokenizer that splits text by one of llama.cpp's patterns."""
-    inner = tokenizers.Tokenizer(models.BPE(ignore_merges=name in WHOLE_WORDS))
-    words = [pre_tokenizers.Split(tokenizers.Regex(PATTERNS[name]), "isolated")] if PATTERNS[name] else []
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)
+    """A byte-level tokenizer that splits text by one of llama.cpp's rules."""
+    inner = tokenizers.Tokenizer(models.BPE(ignore_merges=RULES[name].whole_words))
+    patterns = RULES[name].patterns
+    ends = patterns[-1] == GPT2  # as in the original tokenizers
+    words = [pre_tokenizers.Split(tokenizers.Regex(p), "isolated") for p in patterns[: len(patterns) - ends]]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=ends)
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Sequence([*words, level]), decoders.ByteLevel()
     alphabet, options = sorted(level.alphabet()), {"special_tokens": ["<|endoftext|>"], "show_progress": False}
     inner.train_from_iterator(HARD, trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, **options))
     inner.add_tokens([tokenizers.AddedToken("<tool>", normalized=False)])
-    return Tokenizer(inner)
+    tokenizer = Tokenizer(inner)
+    tokenizer.split_rule = name
+    return tokenizer
 
 
 FOREIGN = {
-    **{name: partial(byte_level, name) for name in PATTERNS},
+    **{name: partial(byte_level, name) for name, rule in RULES.items() if not rule.metaspace},
     "llama 3": lambda: Tokenizer(ranked_bpe.convert_llama3(ranked(ranks()))),
     "sentencepiece": lambda: Tokenizer(sentencepiece.convert(trained("byte pairs"))),
     "no prefix": lambda: Tokenizer(sentencepiece.convert(trained("byte pairs, no prefix"))),
@@ -473,10 +478,11 @@ def test_a_tokenizer_is_built_from_the_tokens_of_a_file(name, tmp_path):
 
 
 def test_tokenizers_that_llama_cpp_has_no_algorithm_for_are_refused():
-    other = byte_level("gpt-2")
-    other.inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    for tokenizer, reason in ((other, "in another way"), (metaspace_tokenizer(), "no tokens for bytes")):
-        refuses(reason, vocabulary_fields, tokenizer, tokenizer.vocab)
+    refuses("no tokens for bytes", vocabulary_fields, metaspace_tokenizer(), metaspace_tokenizer().vocab)
+    other, digits = byte_level("gpt-2"), pre_tokenizers.Digits()
+    for steps in ([pre_tokenizers.ByteLevel(add_prefix_space=True)], [LEVEL, digits], [digits, LEVEL]):
+        other.inner.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        refuses("in another way", vocabulary_fields, other, other.vocab)
 
 
 def changed(tokenizer, **parts):
@@ -506,7 +512,6 @@ NORMALIZERS = {
 LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 UNSAID = {
     **{f"normalizer has {name.partition(',')[0]}": {"normalizer": part} for name, part in NORMALIZERS.items()},
-    "pre_tokenizer has Digits": {"pre_tokenizer": step(pre_tokenizers.Sequence, [LEVEL, pre_tokenizers.Digits()])},
     "pre_tokenizer has Whitespace": {"pre_tokenizer": step(pre_tokenizers.Whitespace)},
     "decoder has Fuse": {"decoder": step(decoders.Sequence, [decoders.ByteLevel(), decoders.Fuse()])},
     "dropout 0.5": {"model": {"dropout": 0.5}},

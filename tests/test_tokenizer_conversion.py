@@ -15,7 +15,7 @@ import tokenizers
 from conftest import change_json, refuses
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.source import open_verified_source
-from dunes.text import DecodeStream, Tokenizer, ranked_bpe, sentencepiece
+from dunes.text import DecodeStream, Tokenizer, ranked_bpe, sentencepiece, split_rules
 
 # ruff: noqa: E501  (tables)
 from hard_strings import strings
@@ -616,7 +616,7 @@ def test_llama_3_files_give_the_ids_of_its_own_code(tmp_path):
     known = {"begin_of_text": 0, "end_of_text": 1, "start_header_id": 6, "end_header_id": 7, "eot_id": 9}
     assert all(names[f"<|{t}|>"] == len(ranks()) + i for t, i in known.items())
     theirs = tiktoken.Encoding(
-        "llama3", pat_str=ranked_bpe.LLAMA3_PATTERN, special_tokens=names,
+        "llama3", pat_str=split_rules.LLAMA3, special_tokens=names,
         mergeable_ranks={t: i for i, t in enumerate(ranks())},
     )  # fmt: skip
     ours = Tokenizer.load(folder(tmp_path, "tokenizer.model", ranked(ranks())))

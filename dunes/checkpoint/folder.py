@@ -31,6 +31,7 @@ from dunes.parts import Decoder
 from dunes.progress import advance
 from dunes.text import Tokenizer
 from dunes.text.special_tokens import configured_ids
+from dunes.text.tokenizer import SPLIT_RULE
 from dunes.units import format_count, plural
 
 SPECIAL_TOKENS = ("bos", "eos", "pad")
@@ -286,6 +287,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, context_length: i
     tokenizer.save(folder)
     names = tokenizer.special_tokens_map
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context_length}
+    settings |= {SPLIT_RULE: tokenizer.split_rule} if tokenizer.split_rule else {}
     configs: dict[str, dict[str, Any]] = {
         "generation_config.json": {k: v for k, v in special_ids(tokenizer).items() if v is not None},
         "tokenizer_config.json": names | settings | {"clean_up_tokenization_spaces": False},

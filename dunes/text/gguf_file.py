@@ -13,13 +13,14 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 
 from dunes.files.model_file import find_file, open_file, require_content
-from dunes.text import library, ranked_bpe, sentencepiece
-from dunes.text.byte_pairs import add_special
-from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNUSED, USER, Piece
+from dunes.text import library, sentencepiece
+from dunes.text.byte_pairs import SPACE, add_special
+from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, Piece
 from dunes.text.special_tokens import SpecialTokens
+from dunes.text.split_rules import RULES, split_rule
 from dunes.units import plural
 
 SUFFIX = ".gguf"
@@ -28,17 +29,8 @@ SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
 """`struct` letters of the scalar value types; 8 is a string, 9 an array."""
 STRING, ARRAY = 8, 9
 
-PATTERNS = {
-    "llama-bpe": ranked_bpe.LLAMA3_PATTERN,
-    "qwen2": ranked_bpe.LLAMA3_PATTERN.replace("{1,3}", ""),
-    "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "gpt-2": "",  # ByteLevel's own pattern
-}
-"""Patterns that split text into words for byte-level BPE, by llama.cpp's names."""
-WHOLE_WORDS = ("llama-bpe", "tekken")
-"""Patterns for which llama.cpp looks up an entire word before it merges pairs (`ignore_merges`)."""
+BYTE_PAIRS = ("gpt2", "gemma4")
+"""Kinds of tokenizers that merge pairs by rank within words; `llama` merges by score."""
 JSON = "huggingface.json"
 
 
@@ -192,30 +184,41 @@ def build_tokenizer(
     model, tokens, types = value(fields, "ggml.model", str), *vocabulary(fields)
     if model == "llama":
         return _sentencepiece(fields, tokens, types)
-    pattern = value(fields, "ggml.pre", str, "")
-    if model != "gpt2" or pattern not in PATTERNS:
+    if model not in BYTE_PAIRS:
         raise ValueError(
-            f"a tokenizer of kind {model[:80]!a} with words split as in {pattern[:80]!a} is not supported; "
-            f"expected llama, or gpt2 with one of {', '.join(PATTERNS)}"
+            f"a tokenizer of kind {model[:80]!a} is not supported; expected llama, {', '.join(BYTE_PAIRS)}"
         )
-    inner = byte_level(tokens, types, _texts(fields, "ggml.merges"), pattern)
+    inner = byte_pairs(tokens, types, _texts(fields, "ggml.merges"), rule_name(fields))
     typed = [*zip(tokens, types, strict=True)]
     inner.add_tokens([AddedToken(text, normalized=False) for text, type in typed if type == USER])
-    special, begin = [text for text, type in typed if type == CONTROL], special_tokens(fields).bos
+    special, begin = [text for text, type in typed if type in (CONTROL, UNKNOWN)], special_tokens(fields).bos
     add_special(inner, special, tokens[begin[0]] if begin else None)
     return inner
 
 
-def byte_level(
-    tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pattern: str
+def rule_name(fields: Mapping[str, Any]) -> str:
+    """The name of the rule by which a byte-pair tokenizer splits words; "" for other kinds."""
+    kind = value(fields, "ggml.model", str)
+    named = value(fields, "ggml.pre", str, "") or "default"
+    return named if kind == "gpt2" else kind if kind in BYTE_PAIRS else ""
+
+
+def byte_pairs(
+    tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], rule: str
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer that splits words by one of PATTERNS and has no added tokens."""
+    """A byte-pair tokenizer that splits words by the rule of this name and has no added tokens."""
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    pairs = [tuple(merge.rsplit(" ", 1)) for merge in merges]
-    inner = tokenizers.Tokenizer(library.bpe(vocab, pairs, MERGES, ignore_merges=pattern in WHOLE_WORDS))
-    expression = PATTERNS[pattern]
-    words = [pre_tokenizers.Split(library.regex(expression, pattern), "isolated")] if expression else []
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not words)
+    pairs = [(merge[: (end := merge.find(" ", 1))], merge[end + 1 :]) for merge in merges]
+    patterns, whole_words, metaspace, _ = split_rule(rule)
+    settings = {"ignore_merges": whole_words, "byte_fallback": metaspace}
+    inner = tokenizers.Tokenizer(library.bpe(vocab, pairs, MERGES, **settings))
+    words = [pre_tokenizers.Split(library.regex(p, rule), "isolated") for p in patterns]
+    if metaspace:
+        inner.normalizer, inner.pre_tokenizer = normalizers.Replace(" ", SPACE), pre_tokenizers.Sequence(words)
+        steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        inner.decoder = decoders.Sequence(steps)
+        return inner
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Sequence([*words, level]), decoders.ByteLevel()
     return inner
 
@@ -223,7 +226,10 @@ def byte_level(
 def _sentencepiece(fields: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int]) -> tokenizers.Tokenizer:
     scores = value(fields, "ggml.scores", np.ndarray)
     _check_length("ggml.scores", scores, tokens, "iuf")
-    pieces = [*map(Piece, tokens, scores.tolist(), types)]
+    # Placeholders of unused ids have the type of the unknown token in some files (Phi 3).
+    unknown = next((i for i, type in enumerate(types) if type == UNKNOWN), None)
+    kinds = [CONTROL if type == UNKNOWN and i != unknown else type for i, type in enumerate(types)]
+    pieces = [*map(Piece, tokens, scores.tolist(), kinds)]
     while pieces and pieces[-1].type == UNUSED:
         pieces.pop()
     bos, prefix = _id(fields, "bos", 1, len(pieces)), value(fields, "ggml.add_space_prefix", bool, True)
@@ -283,9 +289,10 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
-    """The special ids in a header. Texts start with BOS if `add_bos_token` is true (default for `llama`)."""
-    count = len(value(fields, "ggml.tokens", list))
+    """The special ids in a header. Texts start with BOS if `add_bos_token` is true (else, by the kind)."""
+    count, rule = len(value(fields, "ggml.tokens", list)), RULES.get(rule_name(fields))
     bos, eos, turn = (_id(fields, name, None, count) for name in ("bos", "eos", "eot"))
-    adds = value(fields, "ggml.add_bos_token", bool, fields.get("tokenizer.ggml.model") == "llama")
+    adds = fields["tokenizer.ggml.model"] == "llama" if rule is None else rule.bos
+    adds = value(fields, "ggml.add_bos_token", bool, adds)
     stops = frozenset(i for i in (eos, turn) if i is not None)
     return SpecialTokens((bos,) if adds and bos is not None else (), eos, stops)

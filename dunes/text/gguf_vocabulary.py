@@ -18,8 +18,9 @@ from tokenizers import normalizers
 
 from dunes.text import chat_template, library
 from dunes.text.byte_pairs import SPACE, merge_pairs
-from dunes.text.gguf_file import JSON, PATTERNS, WHOLE_WORDS, byte_level
+from dunes.text.gguf_file import BYTE_PAIRS, JSON, byte_pairs
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER
+from dunes.text.split_rules import RULES, rule_names
 from dunes.text.tokenizer import Tokenizer
 
 
@@ -33,8 +34,9 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     model = content["model"]
     if model["type"] != "BPE":
         raise ValueError(f"no tokenizer of type {model['type']} is written for llama.cpp; train one with bpe")
-    by_score = tokenizer.line_separable or tokenizer.byte_decoder.metaspace
-    for reason in _unsupported(content, "pieces" if by_score and not tokenizer.line_separable else "bytes"):
+    metaspace = tokenizer.byte_decoder.metaspace
+    by_score = tokenizer.line_separable or (metaspace and tokenizer.split_rule not in BYTE_PAIRS)
+    for reason in _unsupported(content, "pieces" if metaspace else "bytes"):
         raise ValueError(
             f"{reason}, which llama.cpp does not support (its ids would differ); export it with --to hf"
         )
@@ -54,15 +56,19 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         fields |= {"ggml.model": "llama", "ggml.scores": _scores(model["vocab"], merges, rows)}
         fields |= {"ggml.add_space_prefix": tokenizer.encode("a") != tokenizer.encode_continuation("a")}
     else:
-        fields |= {"ggml.model": "gpt2", "ggml.merges": [" ".join(m) for m in merges]}
-        fields |= {"ggml.pre": _pattern_name(tokenizer, model)}
+        fields |= {"ggml.model": BYTE_PAIRS[metaspace], "ggml.merges": [" ".join(m) for m in merges]}
+        fields |= {"ggml.pre": _rule_name(tokenizer, bool(model["ignore_merges"]))}
     fields |= _special_fields(tokenizer)
     _check_ids(tokenizer, fields)
     return fields
 
 
 SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "bytes": {"normalizer": ("NFC",), "pre_tokenizer": ("Split", "ByteLevel"), "decoder": ("ByteLevel",)},
+    "bytes": {
+        "normalizer": ("NFC",),
+        "pre_tokenizer": ("Split", "Digits", "Punctuation", "ByteLevel"),
+        "decoder": ("ByteLevel",),
+    },
     "pieces": {
         "normalizer": ("NFC", "Prepend", "Replace"),
         "pre_tokenizer": ("Metaspace", "Split"),
@@ -165,24 +171,16 @@ def _texts(tokenizer: Tokenizer, inner: tokenizers.Tokenizer, special: list[str]
     return [*map(normalizers.NFC().normalize_str, texts)]
 
 
-def _pattern_name(tokenizer: Tokenizer, model: Mapping[str, Any]) -> str:
+def _rule_name(tokenizer: Tokenizer, whole_words: bool) -> str:
     steps = list(library.steps(library.pipeline(tokenizer.inner), "pre_tokenizer"))
-    last = next((i for i, step in enumerate(steps) if step["type"] == "ByteLevel"), len(steps))
-    words, level = steps[:last], steps[last] if last < len(steps) else {}
-    patterns = [step.get("pattern", {}).get("Regex", step["type"]) for step in words] or [""]
-    name = next((name for name, pattern in PATTERNS.items() if [pattern] == patterns), None)
-    isolates = all((s.get("behavior"), s.get("invert")) in (("Isolated", False), ("Removed", True)) for s in words)
-    adds_nothing = level.get("use_regex") is (patterns == [""]) and not level.get("add_prefix_space")
-    if name is None or not isolates or not adds_nothing:
+    names = rule_names(steps, whole_words)
+    if not names:
         raise ValueError(
-            f"the tokenizer's pre_tokenizer ({', '.join(step['type'] for step in steps)}) splits text in another "
-            f"way than llama.cpp's {', '.join(PATTERNS)}; export it with --to hf"
+            f"the tokenizer's pre_tokenizer ({', '.join(step['type'] for step in steps)}), with ignore_merges "
+            f"{whole_words}, splits text in another way than llama.cpp's {', '.join(RULES)}; export it with "
+            "--to hf"
         )
-    if bool(model["ignore_merges"]) != (name in WHOLE_WORDS):
-        raise ValueError(
-            f"the tokenizer's model has ignore_merges {model['ignore_merges']}, unlike llama.cpp's {name}; "
-            "export it with --to hf"
-        )
+    name = tokenizer.split_rule if tokenizer.split_rule in names else names[0]
     if name == "tekken":
         warnings.warn(
             "llama.cpp ends Tekken's words at combining marks, not at capitals beyond ASCII", stacklevel=4
@@ -202,12 +200,12 @@ def _tokens(tokenizer: Tokenizer, by_score: bool, merged: set[str], rows: int) -
             yield text.encode(), UNKNOWN
         elif i in added:
             yield text.encode(), CONTROL if added[i].special else USER
-        elif not by_score:
-            yield text.encode(), NORMAL
         elif tokenizer.line_separable:
             yield _own_token(tokenizer.token_bytes[i])
-        elif re.fullmatch("<0x[0-9A-F]{2}>", text):
+        elif tokenizer.byte_decoder.byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", text):
             yield text.encode(), BYTE
+        elif not by_score:
+            yield text.encode(), NORMAL
         else:  # sentencepiece splits off a user-defined symbol first
             yield text.encode(), NORMAL if text in merged or len(text) == 1 else USER
 
@@ -261,7 +259,7 @@ def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
         scores = dict(zip(tokens, fields["ggml.scores"], strict=True))
         encode = partial(_by_score, scores, {token: i for i, token in enumerate(tokens)})
     else:
-        inner = byte_level(tokens, types, fields["ggml.merges"], fields["ggml.pre"])
+        inner = byte_pairs(tokens, types, fields["ggml.merges"], fields["ggml.pre"])
         encode = lambda text: inner.encode(text, add_special_tokens=False).ids
     special_ids = [i for i, type in enumerate(types) if type in (USER, CONTROL, UNKNOWN) and tokens[i]]
     special_ids.sort(key=lambda i: -len(fields["ggml.tokens"][i]))

@@ -24,7 +24,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
 from dunes.files import json_file
-from dunes.text import library
+from dunes.text import library, split_rules
 from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 
@@ -44,10 +44,6 @@ TEKKEN_SPECIAL = [
 ]
 """Special tokens of a tekken.json that does not list them."""
 
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 LLAMA3_BEGIN, LLAMA3_END = "<|begin_of_text|>", "<|end_of_text|>"
 LLAMA3_TURNS = ("<|eom_id|>", "<|eot_id|>")
 """End-of-message and end-of-turn tokens; generation also stops at these."""
@@ -69,7 +65,7 @@ def convert_llama3(data: bytes) -> tokenizers.Tokenizer:
     if missing := {*BYTE_TO_CHAR.values()} - {*tokens}:
         raise ValueError(f"not a file of ranks: {len(missing)} of 256 bytes have no token")
     special = {token: len(tokens) + i for i, token in enumerate(LLAMA3_SPECIAL)}
-    return _build(LLAMA3_PATTERN, tokens, special, 0, LLAMA3_BEGIN)
+    return _build(split_rules.LLAMA3, tokens, special, 0, LLAMA3_BEGIN)
 
 
 def is_llama3_file(data: bytes) -> bool:

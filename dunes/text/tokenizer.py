@@ -41,6 +41,8 @@ _SPELLED = re.compile(rf"(?<=<\|)(?={'|'.join(re.escape(token[2:]) for token in 
 UNKNOWN = "<|unk|>"
 KINDS = ("bpe", "bytes", "chars")
 """The kinds of tokenizers that can be trained."""
+SPLIT_RULE = "gguf_pre"
+"""Key of `split_rule` in a tokenizer_config.json."""
 MAX_BYTES = 1 << 27
 """Maximum bytes of a tokenizer file."""
 MAX_IDS = 1 << 22
@@ -59,8 +61,11 @@ _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 class Tokenizer:
     """Text to ids and back. `decode(encode(text)) == text` holds; `encode(decode(ids)) == ids` need not hold.
 
-    `extra_files` maps names of the folder's other tokenizer files to their contents.
+    `extra_files` maps names of the folder's other tokenizer files to their contents. `split_rule` is llama.cpp's
+    name of the rule that splits words, for a tokenizer that was read from a GGUF file.
     """
+
+    split_rule = ""
 
     def __init__(self, inner: tokenizers.Tokenizer, special: SpecialTokens = SpecialTokens()) -> None:  # noqa: B008  (frozen)
         self.inner, self._special = inner, special
@@ -119,6 +124,7 @@ class Tokenizer:
         tokenizer.config_path = folder / tokenizer.config_path.name
         files = {name: file for name in EXTRA_FILES if (file := find_file(folder, name))}
         tokenizer.extra_files = {name: read_file(f, json_file.MAX_CONFIG_BYTES) for name, f in files.items()}
+        tokenizer.split_rule = str(json_file.read_if_present(tokenizer.config_path).get(SPLIT_RULE) or "")
         if path.name != "tokenizer.json" and tokenizer.config_path.name in tokenizer.extra_files:
             config = json_file.read_if_present(tokenizer.config_path)
             tokenizer.extra_files[tokenizer.config_path.name] = _config_for_json(config)
@@ -131,6 +137,7 @@ class Tokenizer:
         inner = library.call(message, lambda: gguf_file.build_tokenizer(fields, _parse_json))
         tokenizer = cls(inner, library.call(message, lambda: gguf_file.special_tokens(fields)))
         tokenizer.config_path = path / tokenizer.config_path.name
+        tokenizer.split_rule = gguf_file.rule_name(fields)
         for stop in tokenizer._special.stops - {tokenizer._special.eos}:
             tokenizer = tokenizer.with_stop(stop)
         if template := library.call(message, lambda: gguf_file.value(fields, "chat_template", str, "")):
@@ -149,6 +156,7 @@ class Tokenizer:
         """
         result = Tokenizer(self.inner, replace(self._special, stops=frozenset({*self.stops, stop})))
         result.config_path, name = self.config_path, "generation_config.json"
+        result.split_rule = self.split_rule
         config: dict[str, Any] = {
             f"{key}_id": self.token_id(token) for key, token in self.special_tokens_map.items()
         }
