@@ -50,7 +50,7 @@ def test_the_merged_folder_is_the_adapted_model(kind, dtype, tmp_path):
     if dtype is None:
         assert float(verdict[1]) <= EXACT
         assert report.verified.rounding is None
-        assert max(report.errors.values()) < 1e-5
+        assert max(report.merged.errors.values()) < 1e-5
         assert difference(loaded.model(IDS), said) <= 1e-4
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
         with torch.no_grad():
@@ -58,7 +58,7 @@ def test_the_merged_folder_is_the_adapted_model(kind, dtype, tmp_path):
     else:
         assert float(verdict[1]) > EXACT
         assert report.verified.rounding > report.verified.largest_difference
-        assert max(report.errors.values()) > 1e-5
+        assert max(report.merged.errors.values()) > 1e-5
     assert find_template(loaded.tokenizer, loaded.card) is get_template("chatml")
     assert loaded.tokenizer.token_id("<|im_end|>") in loaded.tokenizer.stops
     ids = encode_prompt(get_template("chatml"), TALK, loaded.tokenizer)
@@ -66,8 +66,24 @@ def test_the_merged_folder_is_the_adapted_model(kind, dtype, tmp_path):
     card = json.loads((tmp_path / "out" / "dunes.json").read_text())
     assert card["changes"][-1]["name"] == "merge"
     assert card["verified"]["tolerance"] == EXACT
-    assert card["merged"]["errors"]["largest"] == max(report.errors.values())
+    assert card["merged"]["errors"]["largest"] == max(report.merged.errors.values())
     assert not {"adapter", "base", "structure"} & card.keys()
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1e-6, None), (1e-6, torch.float32), (0.5, None)])
+def test_the_share_of_an_update_that_rounding_keeps_is_reported(size, dtype, tmp_path):
+    ours = pair("llama")[1].bfloat16()
+    checkpoint.save(ours, tmp_path / "base", TOKENS, 32)
+    attach(ours, rank=4)
+    trained(ours)
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            p.mul_(size if name.endswith(".B") else 1)
+    checkpoint.save_adapter(ours, tmp_path / "a", base=tmp_path / "base", tokenizer=TOKENS, context_length=24)
+    report = merge(tmp_path / "a", tmp_path / "out", dtype=dtype)
+    is_lost = size < 1e-3 and dtype is None
+    assert (report.merged.share < 0.5) == is_lost == any("--dtype float32" in line for line in report.lines())
+    assert is_lost or report.merged.share == pytest.approx(1, abs=0.05)
 
 
 def qlora(folder, kind="nf4"):
@@ -115,7 +131,7 @@ def test_an_adapter_that_only_works_on_the_quantized_base_is_found_out(tmp_path,
 def forgotten(model, dtype):
     """A merge that merges nothing."""
     detach(model)
-    return Merged({"nowhere": 0.0}, {})
+    return Merged({"nowhere": 0.0}, {}, 1.0)
 
 
 WRONG = {

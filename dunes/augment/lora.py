@@ -275,10 +275,12 @@ class Merged(NamedTuple):
 
     An error is the norm of the rounding error divided by the norm of the update. It is about 1e-7 in float32, and
     0.1 or more in bfloat16, where an update that is small compared with the weights is mostly rounded away.
+    `share` is the fraction of the update that the rounded weights have: their change, projected on the update.
     """
 
     errors: dict[str, float]
     kept: dict[str, nn.Module]
+    share: float
 
 
 @torch.no_grad()
@@ -303,8 +305,10 @@ def merge(
     if adapter is None and len(names := {n for m in selected.values() for n in m.adapters}) > 1:
         raise ValueError(f"adapters {', '.join(sorted(names))} are at different places; name the one to merge")
     merged = {place: _merge_place(outer, keep, dtype) for place, outer in selected.items()}
-    put_modules(model, {place: module for place, (_, module) in merged.items()})
-    return Merged({place: error for place, (error, _) in merged.items()}, dict(selected) if keep else {})
+    put_modules(model, {place: module for place, (*_, module) in merged.items()})
+    errors = {place: error for place, (error, *_) in merged.items()}
+    changed, update = (sum(numbers) for numbers in zip(*(sums for _, sums, _ in merged.values()), strict=True))
+    return Merged(errors, dict(selected) if keep else {}, changed / update if update else 1.0)
 
 
 def unmerge(model: nn.Module, merged: Merged) -> None:
@@ -314,15 +318,22 @@ def unmerge(model: nn.Module, merged: Merged) -> None:
     put_modules(model, merged.kept)
 
 
-def _merge_place(outer: Adapted, keep: bool, dtype: torch.dtype | None) -> tuple[float, nn.Module]:
-    """The rounding error of the merged weight relative to the size of the update, and the merged module."""
+def _merge_place(
+    outer: Adapted, keep: bool, dtype: torch.dtype | None
+) -> tuple[float, tuple[float, float], nn.Module]:
+    """The relative rounding error of the merged weight, the products of update and change, and the merged module.
+
+    The products are (change, update) and (update, update); the change is rounded, the update is not.
+    """
     (name,) = outer.adapters
     base = dense(outer.base)
     exact = outer[name].updated(outer.base)
     weight = exact.to(dtype or base.dtype)
-    rounding, update = (weight.double() - exact).norm(), (exact - base.double()).norm()
-    error = (rounding / update).item() if update else 0.0
-    return error, _plain(outer.base, weight, keep).train(outer.training)
+    rounding, update = weight.double() - exact, exact - base.double()
+    square = update.square().sum().item()
+    error = rounding.norm().item() / square**0.5 if square else 0.0
+    sums = (square + (rounding * update).sum().item(), square)
+    return error, sums, _plain(outer.base, weight, keep).train(outer.training)
 
 
 def _plain(base: nn.Module, weight: Tensor, keep: bool) -> nn.Module:

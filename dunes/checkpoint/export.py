@@ -12,7 +12,7 @@ import torch
 
 from dunes import augment, checkpoint
 from dunes.augment import Adapted, dequantize
-from dunes.augment.lora import active_adapter
+from dunes.augment.lora import Merged, active_adapter
 from dunes.augment.prune import masked_places
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import Architecture, has_own_form
@@ -32,18 +32,20 @@ from dunes.text.gguf_file import SUFFIX
 from dunes.units import format_bytes, plural
 
 Into = Literal["dequantized", "original"]
+MOST_LOST = 0.5
+"""Share of the update below which a merge warns."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of an export. `errors` has each merged module's rounding error, relative to the update.
+    """The result of an export. `merged` has each merged module's rounding error, and the share of the update kept.
 
     If an adapter of a quantized base was merged into the original weights, `moved` is the relative distance of the
     logits from the trained model's logits, and `allowed` is the limit of that distance. `pruned` is the number of
     pruned matrices, which keep their zeros.
     """
 
-    errors: Mapping[str, float]
+    merged: Merged
     verified: Verification
     pruned: int
     moved: float | None = None
@@ -51,11 +53,17 @@ class Report:
 
     def lines(self) -> list[str]:
         lines = [self.verified.verdict + ("" if self.moved is None else ", to the adapter on the original base")]
-        if self.errors:
-            place, worst = max(self.errors.items(), key=lambda pair: pair[1])
+        if errors := self.merged.errors:
+            place, worst = max(errors.items(), key=lambda pair: pair[1])
             lines.append(
-                f"merged into {plural(len(self.errors), 'matrix', 'matrices')}; rounding error relative to "
-                f"the update: {mean(self.errors.values()):.1e} on average, {worst:.1e} at most ({place})"
+                f"merged into {plural(len(errors), 'matrix', 'matrices')}, which keep {self.merged.share:.1%} of "
+                f"the update; rounding error relative to it: {mean(errors.values()):.1e} on average, {worst:.1e} "
+                f"at most ({place})"
+            )
+        if self.merged.share < MOST_LOST:
+            lines.append(
+                "warning: most of the update is smaller than the steps of this dtype, and lost; merge with "
+                "--dtype float32, or use the adapter without merging"
             )
         lines.append(str(self.verified))
         if self.pruned:
@@ -69,8 +77,9 @@ class Report:
 
     def card(self) -> dict[str, Any]:
         entries: dict[str, Any] = {} if self.moved is None else {"moved": self.moved, "allowed": self.allowed}
-        values = self.errors.values()
-        return ({"errors": {"largest": max(values), "mean": mean(values)}} if values else {}) | entries
+        values = self.merged.errors.values()
+        found = {"errors": {"largest": max(values), "mean": mean(values)}, "share_kept": self.merged.share}
+        return (found if values else {}) | entries
 
 
 def export(
@@ -105,15 +114,15 @@ def _plain(folder: Path, into: Into | None, dtype: torch.dtype | None, any_base:
     dtype = dtype or next(augment.base_model(model).parameters()).dtype
     verify = merge_check(model, folder, loaded.context_length, dtype)
     quantized = dequantize(model)
-    errors = _merge_active(model, dtype)
+    merged = _merge_active(model, dtype)
     require_described(model, loaded.context_length, folder)
 
     def compare(staged: Path) -> tuple[Report, Mapping[str, Any]]:
-        report = Report(errors, verify(open_source(staged)), len(masked_places(model)), *distances)
+        report = Report(merged, verify(open_source(staged)), len(masked_places(model)), *distances)
         return report, {"merged": report.card(), "verified": report.verified.card()}
 
     facts = inherited(loaded.card) | ({"any_base": True} if any_base else {})
-    facts |= {"changes": [*_changes(folder, loaded.card), _note(folder, list(errors), quantized, dtype)]}
+    facts |= {"changes": [*_changes(folder, loaded.card), _note(folder, list(merged.errors), quantized, dtype)]}
     write = partial(checkpoint.save, model.to(dtype), facts=facts)
     return partial(write, tokenizer=loaded.tokenizer, context_length=loaded.context_length), compare
 
@@ -163,13 +172,13 @@ def _merge_all(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
     return described, in_memory(loaded.model.to(dtype).state_dict()), loaded.tokenizer
 
 
-def _merge_active(model: Decoder, dtype: torch.dtype) -> dict[str, float]:
-    """Merge the active adapter and remove the others; returns the rounding errors by module name."""
+def _merge_active(model: Decoder, dtype: torch.dtype) -> Merged:
+    """Merge the active adapter and remove the others; `share` is 1 without one."""
     active = active_adapter(model)
     adapters = {name for m in model.modules() if isinstance(m, Adapted) for name in m.adapters}
     for name in adapters - {active}:
         augment.detach(model, name)
-    return {} if active is None else augment.merge(model, dtype=dtype).errors
+    return Merged({}, {}, 1.0) if active is None else augment.merge(model, dtype=dtype)
 
 
 def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
