@@ -78,8 +78,11 @@ def test_two_thousand_hard_strings_have_the_ids_of_llama_cpp(rule, tmp_path):
     files = {"neox": "gpt-neox", "spm": "baichuan"} | ORIGINS
     source = vocabulary(files[rule], tmp_path) if files[rule] else smollm2()
     path = write_tiny_model(tmp_path / "x.gguf", source, rule if rule in RULES and rule != "default" else None)
-    texts = [t for t in strings(5000) if len(t) < 700 and "\0" not in t and is_plain(t, rule)][:2000]
     ours = Tokenizer.load(path)
+    # Both drop bytes without a token, as SmolLM2 has; only `tokenizers` then merges their neighbours.
+    dropped = {*range(256)} - {token[0] for token in ours.token_bytes if len(token) == 1}
+    plain = (t for t in strings(5000) if len(t) < 700 and "\0" not in t and is_plain(t, rule))
+    texts = [t for t in plain if dropped.isdisjoint(t.encode())][:2000]
     found = llama_cpp_ids(path, texts, tmp_path)
     different = [t for t, ids in zip(texts, found, strict=True) if ours.encode(t) != ids]
     print(f"{rule}: {len(texts)} texts, {len(different)} different")
