@@ -37,6 +37,9 @@ MAX_DEPTH = 100
 
 NO_FIELDS: Mapping[str, Any] = {}
 
+PROBE, UNKNOWN_ROLE = "probed text", "unheard-of"
+"""Text and role of messages by which a template is asked which roles it writes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -62,6 +65,8 @@ Conversation = tuple[Turn, ...]
 Messages = Sequence[Mapping[str, Any]]
 ANSWER_ROLES = ("assistant", "text")
 """Roles of turns that a model generates."""
+EQUAL_ROLES = {"developer": "system"}
+"""Maps roles to the role that replaces them for a template without a form of its own for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +97,8 @@ class Template(ABC):
     generation prompt, and ends with `end`. If that text is another one in a longer conversation, an answer starts
     after the last message before it, with the generation prompt, of which a `<think>` may be missing.
 
-    Nothing that a record has is left out: a system or tool message, an answer, a tool call, or the name of a tool
-    that is not in the text raises ValueError. Reasoning may be left out of earlier answers, if the template writes
+    Nothing that a record has is left out: a message of any role, a tool call, or the name of a tool that is not in
+    the text raises ValueError. Reasoning may be left out of earlier answers, if the template writes
     it when the answer is the last message. To tell equal strings apart, the text is rendered once more with a mark
     in each; if the marks change what the template writes, a string may be taken for an equal one.
 
@@ -135,9 +140,15 @@ class Template(ABC):
                 f"{place}: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
                 "out, or use a model whose own template reads it"
             )
+        turns = tuple(replace(turn, role=self._role(turn.role)) for turn in turns)
         messages = [self._message(turn) for turn in turns]
         answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
-        text = self._render_text(messages, add_generation_prompt, values)
+        try:
+            text = self._render_text(messages, add_generation_prompt, values)
+        except ValueError as error:
+            if (role := next((turn.role for turn in turns if not self.writes(turn.role)), None)) is None:
+                raise
+            raise ValueError(f"{error}; {self._roles_line(role)}") from None
         if not self.complete:
             text, messages, values = self._mark(text, messages, add_generation_prompt, values)
 
@@ -147,8 +158,11 @@ class Template(ABC):
         pieces = chat_template.MARKS.split(text) if self.tagged else self._pieces(text, messages, answers, draw)
         plain, trained = "".join(pieces), [turns[i].trained for i in answers]
         for message in messages:
-            if message["role"] in ("system", "tool"):
-                self._check(f"a {message['role']} message", message["content"], plain)
+            role = message["role"]
+            if role not in ANSWER_ROLES and not _is_written(message["content"], plain):
+                raise self._left_out(
+                    f"a {role[:40]} message", f"; {self._roles_line(role)}" * (not self.writes(role))
+                )
         tools = values.get("tools")
         self._check("a tool", [_function(t).get("name") for t in tools] if isinstance(tools, list) else (), plain)
         if len(pieces) == 2 * len(answers) + 1:
@@ -169,6 +183,48 @@ class Template(ABC):
     def reads(self, variable: str) -> bool:
         """True if the template may read a variable of this name, besides its messages."""
         return False
+
+    def writes(self, role: str) -> bool:
+        """True if the template writes a message of this role at its usual place, as found by rendering one."""
+        return PROBE in self._probe(role)
+
+    def _role(self, role: str) -> str:
+        """The role under which the template gets a message of this role: an equal one if it has no form for it."""
+        if role not in EQUAL_ROLES:
+            return role
+        # A template that writes any role by its name has no form of its own for this one.
+        is_own = self.writes(role) and self._probe(role) != self._probe(UNKNOWN_ROLE).replace(UNKNOWN_ROLE, role)
+        return role if is_own else EQUAL_ROLES[role]
+
+    def _roles_line(self, role: str) -> str:
+        written = filter(self.writes, ("system", *EQUAL_ROLES, "user", "assistant", "tool"))
+        return f"it writes no message of the role {role[:40]!r}, only of {', '.join(written)}"
+
+    def _probe(self, role: str) -> str:
+        """A short conversation with a message of this role; empty if the template fails on it."""
+        if role not in self._probes:
+            call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}
+            asked, fields = Turn("user", "Q"), {"name": "f", "tool_call_id": call["id"]}
+            talks = {
+                "user": (Turn(role, PROBE),),
+                "text": (Turn(role, PROBE),),
+                "assistant": (asked, Turn(role, PROBE)),
+                "tool": (
+                    asked,
+                    Turn("assistant", "", fields={"tool_calls": [call]}),
+                    Turn(role, PROBE, fields=fields),
+                ),
+            }
+            try:
+                talk = [self._message(turn) for turn in talks.get(role, (Turn(role, PROBE), asked))]
+                self._probes[role] = self._render_text(talk, False, NO_FIELDS)
+            except ValueError:
+                self._probes[role] = ""
+        return self._probes[role]
+
+    @cached_property
+    def _probes(self) -> dict[str, str]:
+        return {}
 
     @abstractmethod
     def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
@@ -201,10 +257,13 @@ class Template(ABC):
     def _check(self, what: str, value: Any, text: str) -> None:
         """Raise ValueError if this part of a record is not in the text."""
         if not _is_written(value, text):
-            raise ValueError(
-                f"the chat template ({self.name}) leaves out or changes {what}; leave it out, or use a template "
-                "that writes it"
-            )
+            raise self._left_out(what)
+
+    def _left_out(self, what: str, why: str = "") -> ValueError:
+        return ValueError(
+            f"the chat template ({self.name}) leaves out or changes {what}{why}; leave it out, or use a template "
+            "that writes it"
+        )
 
     def _check_answer(self, message: Mapping[str, Any], text: str, as_last: Callable[[], str]) -> None:
         """Raise ValueError if the text lacks a part of this answer; `as_last` renders it as the last message."""
@@ -501,11 +560,26 @@ def _encode_segment(segment: Segment, tokenizer: Tokenizer, continues: bool) -> 
 
 
 def encode_prompt(
-    template: Template, turns: Conversation, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None
+    template: Template,
+    turns: Conversation,
+    tokenizer: Tokenizer,
+    variables: Mapping[str, Any] | None = None,
+    continues: bool = False,
 ) -> list[int]:
-    """The ids of a prompt, which are the same as the ids before its answer in training."""
+    """The ids of a prompt, which are the same as the ids before its answer in training.
+
+    With `continues`, the last message is the beginning of the answer. Raises ValueError if it is not an answer.
+    """
     template.check_tokenizer(tokenizer)
-    return encode_segments(template.render(turns, True, variables), tokenizer)[0]
+    if continues and (not turns or turns[-1].role not in ANSWER_ROLES or "tool_calls" in turns[-1].fields):
+        raise ValueError("continue_final_message: expected a text of the assistant as the last message")
+    segments = template.render(turns, not continues, variables)
+    if continues:
+        end = max(
+            i for i, segment in enumerate(segments) if segment == replace(segment, text=template.end, special=True)
+        )
+        segments = segments[:end]
+    return encode_segments(segments, tokenizer)[0]
 
 
 def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
