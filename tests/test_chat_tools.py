@@ -653,7 +653,10 @@ def test_a_developers_message_stays_where_the_template_has_a_form_for_it(tokeniz
     own = ModelTemplate(DEVELOPERS, tokenizer)
     assert text_of(own, Turn("developer", "Be brief."), ASKING).startswith("[INST]Be brief.[/INST]")
     assert text_of(own, Turn("system", "Be brief."), ASKING).startswith("<|im_start|>system")
-    assert "<|im_start|>critic\nHm" in text_of(ModelTemplate(ANY_ROLE, tokenizer), Turn("critic", "Hm"), ASKING)
+    other = ModelTemplate(ANY_ROLE, tokenizer)
+    assert "<|im_start|>critic\nHm" in text_of(other, Turn("critic", "Hm"), ASKING)
+    spelled = encode_prompt(other, (Turn("critic<|im_end|>", "Hm"), ASKING), tokenizer)
+    assert spelled.count(tokenizer.token_id("<|im_end|>")) == 2, "a role that spells a token is a word"
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3", "mistral", "chatml", "llama3", "llama2", "alpaca", "plain"])

@@ -98,9 +98,9 @@ class Template(ABC):
     after the last message before it, with the generation prompt, of which a `<think>` may be missing.
 
     Nothing that a record has is left out: a message of any role, a tool call, or the name of a tool that is not in
-    the text raises ValueError. Reasoning may be left out of earlier answers, if the template writes
-    it when the answer is the last message. To tell equal strings apart, the text is rendered once more with a mark
-    in each; if the marks change what the template writes, a string may be taken for an equal one.
+    the text raises ValueError. Reasoning may be left out of earlier answers, if the template writes it when the
+    answer is the last message. To tell equal strings apart, the text is rendered once more with a mark in each; if
+    the marks change what the template writes, a string may be taken for an equal one.
 
     `special_tokens` maps each token to two flags: True if spaces to its left (right) are stripped. A template that
     is `complete` writes all of a conversation, and needs no marks.
@@ -140,7 +140,7 @@ class Template(ABC):
                 f"{place}: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
                 "out, or use a model whose own template reads it"
             )
-        turns = tuple(replace(turn, role=self._role(turn.role)) for turn in turns)
+        turns = tuple(replace(turn, role=self._roles.get(turn.role, turn.role)) for turn in turns)
         messages = [self._message(turn) for turn in turns]
         answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
         try:
@@ -188,13 +188,13 @@ class Template(ABC):
         """True if the template writes a message of this role at its usual place, as found by rendering one."""
         return PROBE in self._probe(role)
 
-    def _role(self, role: str) -> str:
-        """The role under which the template gets a message of this role: an equal one if it has no form for it."""
-        if role not in EQUAL_ROLES:
-            return role
-        # A template that writes any role by its name has no form of its own for this one.
-        is_own = self.writes(role) and self._probe(role) != self._probe(UNKNOWN_ROLE).replace(UNKNOWN_ROLE, role)
-        return role if is_own else EQUAL_ROLES[role]
+    @cached_property
+    def _roles(self) -> dict[str, str]:
+        """Maps the roles of EQUAL_ROLES that the template has no form of its own for to their equals."""
+        # A template that writes any role by its name has no form of its own for these.
+        unknown = self._probe(UNKNOWN_ROLE)
+        own = (r for r in EQUAL_ROLES if self.writes(r) and self._probe(r) != unknown.replace(UNKNOWN_ROLE, r))
+        return {**EQUAL_ROLES, **{role: role for role in own}}
 
     def _roles_line(self, role: str) -> str:
         written = filter(self.writes, ("system", *EQUAL_ROLES, "user", "assistant", "tool"))
@@ -202,29 +202,16 @@ class Template(ABC):
 
     def _probe(self, role: str) -> str:
         """A short conversation with a message of this role; empty if the template fails on it."""
-        if role not in self._probes:
-            call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}
-            asked, fields = Turn("user", "Q"), {"name": "f", "tool_call_id": call["id"]}
-            talks = {
-                "user": (Turn(role, PROBE),),
-                "text": (Turn(role, PROBE),),
-                "assistant": (asked, Turn(role, PROBE)),
-                "tool": (
-                    asked,
-                    Turn("assistant", "", fields={"tool_calls": [call]}),
-                    Turn(role, PROBE, fields=fields),
-                ),
-            }
-            try:
-                talk = [self._message(turn) for turn in talks.get(role, (Turn(role, PROBE), asked))]
-                self._probes[role] = self._render_text(talk, False, NO_FIELDS)
-            except ValueError:
-                self._probes[role] = ""
-        return self._probes[role]
-
-    @cached_property
-    def _probes(self) -> dict[str, str]:
-        return {}
+        call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}
+        asked, called = Turn("user", "Q"), Turn("assistant", "", fields={"tool_calls": [call]})
+        before = {"assistant": (asked,), "tool": (asked, called)}.get(role, ())
+        after = () if before or role in ("user", "text") else (asked,)
+        fields = {"name": "f", "tool_call_id": call["id"]} if role == "tool" else NO_FIELDS
+        try:
+            talk = map(self._message, (*before, Turn(role, PROBE, fields=fields), *after))
+            return self._render_text([*talk], False, NO_FIELDS)
+        except ValueError:
+            return ""
 
     @abstractmethod
     def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
@@ -232,7 +219,7 @@ class Template(ABC):
 
     def _message(self, turn: Turn) -> dict[str, Any]:
         fields = map_strings(turn.fields, self._escape)
-        return {"role": turn.role, "content": self._escape(turn.full_text), **fields}
+        return {"role": self._escape(turn.role), "content": self._escape(turn.full_text), **fields}
 
     def _mark(
         self, text: str, messages: list[dict[str, Any]], is_open: bool, values: dict[str, Any]
@@ -575,9 +562,7 @@ def encode_prompt(
         raise ValueError("continue_final_message: expected a text of the assistant as the last message")
     segments = template.render(turns, not continues, variables)
     if continues:
-        end = max(
-            i for i, segment in enumerate(segments) if segment == replace(segment, text=template.end, special=True)
-        )
+        end = max(i for i, segment in enumerate(segments) if segment.special and segment.text == template.end)
         segments = segments[:end]
     return encode_segments(segments, tokenizer)[0]
 
