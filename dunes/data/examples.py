@@ -528,7 +528,7 @@ def _history(row: dict[str, Any]) -> Conversation:
 
 
 def read_message(message: Any, place: str, role: str = "role", content: str = "content") -> Turn:
-    """A message of OpenAI's or ShareGPT's format as a turn. Raises ValueError, with the place, if it is invalid."""
+    """The turn of a message in OpenAI's or ShareGPT's format. Raises ValueError that names the place."""
     if not isinstance(message, dict):
         raise ValueError(f"{place}: expected an object with {role} and {content}, found {_type(message)}")
     return _at(place, _turn, message, role, content)

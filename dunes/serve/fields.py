@@ -4,13 +4,16 @@ import json
 import math
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.resources import files
 from types import UnionType
 from typing import Any, TypeVar
 
+from dunes.data.examples import CALL_KEYS, RESULT_KEYS, ROLES, read_message
 from dunes.files.json_file import unique_keys
+from dunes.text.chat_template import REASONING_KEYS
 from dunes.text.lines import valid_text
-from dunes.text.templates import Conversation, Turn
+from dunes.text.templates import Conversation, Turn, map_strings
 
 BODY = 4 << 20
 """Maximum bytes of a request's body."""
@@ -38,6 +41,29 @@ KINDS = {
     503: "unavailable_error",
 }  # fmt: skip
 """Error types of llama-server by status; any other status means an invalid request."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    # what a text may contain, and where it ends
+    "grammar": ("",), "json_schema": ("",), "format": ("",), "response_format": ({"type": "text"},),
+    "guided_json": ("",), "guided_regex": ("",), "guided_grammar": ("",), "guided_choice": ([],),
+    "structured_outputs": ({},), "logit_bias": ({}, []), "bad_words": ([],), "allowed_token_ids": ([],),
+    "logits_processors": ([],), "stop_token_ids": ([],), "ignore_eos": (False,), "min_tokens": (0,),
+    "n_indent": (0,), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
+    # how tokens are chosen
+    "presence_penalty": (0,), "frequency_penalty": (0,), "no_repeat_ngram_size": (0,), "dry_multiplier": (0,),
+    "typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (-1, 0), "adaptive_target": (-1,), "dynatemp_range": (0,),
+    "xtc_probability": (0,), "mirostat": (0,), "use_beam_search": (False,), "num_beams": (1,), "best_of": (1,),
+    "length_penalty": (1,), "lora": ([],),
+    # the prompt
+    "prompt": ("",), "system": ("",), "system_prompt": ("",), "suffix": ("",), "messages": ([],), "context": ([],),
+    "template": ("",), "chat_template": ("",), "chat_template_kwargs": ({},), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "echo": (False,), "think": (False,), "safe_prompt": (False,),
+    "images": ([],), "image_data": ([],), "documents": ([],), "tools": ([],), "functions": ([],),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "web_search_options": (),
+    "modalities": (["text"],), "verbosity": ("medium",), "add_special_tokens": (True,),
+    "truncate_prompt_tokens": (-1,),
+}  # fmt: skip
+"""Fields of all protocols that change a text, with the values that do not. A path that does not read such a field
+refuses any other value; it ignores and lists other fields that it does not read."""
 Number = TypeVar("Number", int, float)
 
 
@@ -77,10 +103,35 @@ class Fields:
 
     def __init__(self, body: Mapping[str, Any], place: str = "") -> None:
         self.body, self.place = body, place
+        self._read, self._parts = set[str](), dict[str, Fields]()
 
     def has(self, name: str) -> bool:
         """True if the field is present, and not null."""
         return self.body.get(name) is not None
+
+    def get(self, name: str) -> Any:
+        """The value of a field of any type, which thereby is not ignored."""
+        self._read.add(name)
+        return self.body.get(name)
+
+    def first(self, *names: str) -> str:
+        """The first of these names of a field that is present, otherwise the first one."""
+        return next(filter(self.has, names), names[0])
+
+    def ignored(self) -> list[str]:
+        """Places of the fields that no method has read. Raises Refused if one of them would change the text."""
+        names = [name for name in self.body if self.has(name) and name not in self._read]
+        for name in names:
+            if name in NEUTRAL and self.body[name] not in NEUTRAL[name]:
+                raise self.refusal(name, "not supported by this path; leave it out")
+        own = [self.place + name for name in names if name not in NEUTRAL]
+        return [*own, *(name for part in self._parts.values() for name in part.ignored())]
+
+    def disregard(self, *names: str) -> None:
+        """Count fields as ignored that were read for nothing."""
+        self._read.difference_update(names)
+        for part in self._parts.values():
+            part.disregard(*names)
 
     def text(self, name: str, default: str | None = "") -> str:
         """The string in a field, with U+FFFD for lone surrogates; the field is required if the default is None."""
@@ -91,7 +142,7 @@ class Fields:
 
     def path(self, *names: str) -> str:
         """The path of a file, from the first of these fields that is present."""
-        name = next(filter(self.has, names), names[0])
+        name = self.first(*names)
         path = self.text(name)
         if len(path) > PATH or "\0" in path:
             raise self.refusal(name, f"no path: at most {PATH} characters, none of them NUL")
@@ -125,7 +176,7 @@ class Fields:
 
     def stops(self, name: str = "stop") -> tuple[str, ...]:
         """The stop strings in a field with a string or a list, without empty strings."""
-        value, expected = self.body.get(name), f"a string, or a list of at most {STOPS}"
+        value, expected = self.get(name), f"a string, or a list of at most {STOPS}"
         values = [value] if isinstance(value, str) else self._value(name, list, expected, [])
         if len(values) > STOPS:
             raise self.refusal(name, f"{len(values)} strings; expected {expected}")
@@ -147,23 +198,30 @@ class Fields:
         for i, value in enumerate(values):
             if not isinstance(value, dict):
                 raise self.refusal(f"{name}[{i}]", f"{_type_name(value)}; expected an object")
-        return [Fields(value, f"{self.place}{name}[{i}].") for i, value in enumerate(values)]
+        parts = {f"{name}[{i}]": Fields(value, f"{self.place}{name}[{i}].") for i, value in enumerate(values)}
+        self._parts |= parts
+        return [*parts.values()]
 
     def object(self, name: str) -> "Fields":
         """The fields of the object in a field; empty if the field is missing."""
-        return Fields(self._value(name, dict, "an object", {}), f"{self.place}{name}.")
+        value = self._value(name, dict, "an object", {})
+        return self._parts.setdefault(name, Fields(value, f"{self.place}{name}."))
 
     def messages(self, name: str = "messages") -> Conversation:
-        """The messages of a chat; each content is a string or a list of text parts."""
-        entries = self.objects(name, 4096)
-        if not entries:
-            raise self.refusal(name, "missing; expected a list of messages")
-        return tuple(Turn(m.text("role", None), m._content()) for m in entries)
+        """The messages of a chat in OpenAI's format; each content is a string or a list of text parts."""
+        return tuple(self._message(f"{name}[{i}]", m) for i, m in enumerate(self.objects(name, 4096)))
 
-    def _content(self) -> str:
-        if isinstance(self.body.get("content"), list):
-            return "".join(part.text("text", None) for part in self.objects("content", 1024))
-        return self.text("content")
+    def _message(self, place: str, message: "Fields") -> Turn:
+        role = message.text("role", None)
+        try:
+            body = map_strings(message.body, valid_text)
+            turn = read_message(body | {"role": role if role in ROLES else "user"}, "a message")
+        except ValueError as error:
+            raise self.refusal(place, str(error).removeprefix("a message: ")) from None
+        message._read.update(
+            ("content", *CALL_KEYS, *REASONING_KEYS, *(RESULT_KEYS if turn.role == "tool" else ()))
+        )
+        return turn if role in ROLES else replace(turn, role=role)
 
     def open_files(self, name: str) -> list[tuple[str, str]]:
         """Names and texts of other files: the last ones that fit into OPEN characters."""
@@ -174,19 +232,12 @@ class Fields:
                 files.insert(0, file)
         return files
 
-    def refuse_unsupported(self, *names: str) -> None:
-        """Raise Refused if the body sets one of these unsupported fields to anything but a neutral value."""
-        for name in names:
-            value = self.body.get(name)
-            if value and value not in (REFERENCE["settings"].get(name), {"type": "text"}):
-                raise self.refusal(name, "not supported by this server; leave it out")
-
     def refusal(self, name: str, why: str) -> Refused:
         """The error that refuses a field, with this reason."""
         return Refused(400, f"Field '{self.place}{name}': {why}")
 
     def _value(self, name: str, value_type: type | UnionType, expected: str, default: Any) -> Any:
-        value = self.body.get(name)
+        value = self.get(name)
         if value is None:
             value = default
         if value is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import signal
 import socket
@@ -53,24 +54,52 @@ class DeadlineProtocol(H11Protocol):
 
 
 def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
-    """Sockets that listen on these ports. Raises ValueError if a port is in use, or if the host is unknown."""
+    """Sockets that listen on these ports of all addresses of the host, except those that this machine lacks.
+
+    Raises ValueError if a port is in use, or if the host is unknown.
+    """
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--host {host}: {_reason(error)}; expected an address or a name of this machine"
+        ) from None
+    addresses = [*dict.fromkeys((family, address) for family, *_, address in found)]
     sockets: list[socket.socket] = []
     try:
         for port in ports:
-            family, socket_type, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            sockets.append(socket.socket(family, socket_type, protocol))
-            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sockets[-1].bind(address)
-            sockets[-1].listen(1024)
-            sockets[-1].setblocking(False)
+            _listen(addresses, port, sockets)
     except (OSError, OverflowError) as error:
         for listener in sockets:
             listener.close()
-        reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(
-            f"{host}:{port}: {reason.lower()}; pass another --port, or end the program that listens there"
+            f"{host}:{port}: {_reason(error)}; pass another --port, or end the program that listens there"
         ) from None
     return sockets
+
+
+def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socket.socket]) -> None:
+    """Add sockets that listen on this port, or for 0 on the same free one, of each address. Raises OSError."""
+    before = len(sockets)
+    for i, (family, (name, _, *scope)) in enumerate(addresses, 1):
+        # `::` alone is reached by IPv4, too.
+        is_dual = family == socket.AF_INET6 and len(addresses) == 1 and socket.has_dualstack_ipv6()
+        try:
+            listener = socket.create_server(
+                (name, port, *scope), family=family, backlog=1024, dualstack_ipv6=is_dual
+            )
+        except OSError as error:
+            is_last = i == len(addresses) and len(sockets) == before
+            if is_last or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+            continue
+        listener.setblocking(False)
+        sockets.append(listener)
+        port = port or listener.getsockname()[1]
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error).lower()
 
 
 def is_loopback(host: str) -> bool:

@@ -70,8 +70,12 @@ class Running:
         for model in self.served.values():
             if not name or name in model.names or len(self.served) == 1:
                 return model
+        raise self.unknown(name)
+
+    def unknown(self, name: str) -> Refused:
+        """The error for the name of a model that is not served."""
         listed = ", ".join(n for model in self.served.values() for n in model.names)
-        raise Refused(404, f"model '{name[:80]}' not found; this server has {listed}")
+        return Refused(404, f"model '{name[:80]}' not found; this server has {listed}")
 
     def take_in(self, path: str, text: str | None) -> None:
         """Let all models copy from this text of an open file when they complete other files."""
