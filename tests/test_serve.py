@@ -1086,6 +1086,18 @@ def test_what_clients_send_without_effect_is_taken(port):
         assert (status, b"response_format" in content) == (400, refused), "it has no chat template"
 
 
+def test_a_model_without_a_template_reads_ollamas_prompts_as_they_are(port):
+    body = {"prompt": "def task_", "stream": False, "options": {"num_predict": 5, "temperature": 0}}
+    plain, raw = (ok(port, "/api/generate", body | more)["response"] for more in ({}, {"raw": True}))
+    assert plain == raw != ""
+    for path, more in (
+        ("/api/generate", {"system": "S"}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        status, content = ask(port, path, more | body if "system" in more else more)
+        assert (status, b"no chat template" in content) == (400, True)
+
+
 def test_several_lines_and_no_tokens_are_answered(port):
     prompts = [f"<|fim_prefix|>{BEFORE[:end]}<|fim_suffix|>\n<|fim_middle|>" for end in (-3, -5)]
     both = ok(port, "/completion", {"prompt": prompts})

@@ -330,9 +330,7 @@ def _is_false(key: str, mark: Any) -> bool:
 def _system(row: dict[str, Any], turns: Conversation) -> Conversation:
     """The system message from a field of the row; empty if the conversation starts with the same message."""
     texts = {text: key for key in SYSTEM_KEYS if (text := _text(row, key, "")).strip()}
-    own = {
-        turn.text: "the system message" for turn in turns[:1] if EQUAL_ROLES.get(turn.role, turn.role) == "system"
-    }
+    own = {t.text: "the system message" for t in turns[:1] if EQUAL_ROLES.get(t.role, t.role) == "system"}
     if len(texts | own) > 1:
         names = " and ".join([*texts.values(), *own.values()][:2])
         raise ValueError(f"{names}: two different system prompts; leave one of them out")

@@ -42,7 +42,7 @@ def read_suggest(fields: Fields) -> Asked:
     explains, model = fields.flag("tokens"), fields.text("model")
     count = 3 if explains else 1
     line = LineRequest(before, after, path, (), count, model=model, shows_all=True, explains=explains)
-    return Asked(fields, [line], "", False)
+    return Asked(fields, [line])
 
 
 def write_suggest(request: Asked, answers: Answers, streams: bool) -> Any:
@@ -68,6 +68,8 @@ ABOUT: dict[str, Callable[[Named], Any]] = {
     "/v1/health": llama_server.health,
     "/v1/models": llama_server.list_models,
     "/models": llama_server.list_models,
+    "/v1/models/{name:path}": lambda models: llama_server.list_models(models)["data"][0],
+    "/models/{name:path}": lambda models: llama_server.list_models(models)["data"][0],
     "/props": llama_server.props,
     "/slots": llama_server.slots,
     "/api/tags": ollama.tags,
@@ -173,8 +175,6 @@ class Server:
             "/suggest": partial(self._answer, SUGGEST),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
-            "/v1/models/{name:path}": self._model,
-            "/models/{name:path}": self._model,
         }
         routes += [Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in endpoints.items()]
         handlers = dict.fromkeys((404, 405, 500, Refused), refusal)
@@ -247,18 +247,11 @@ class Server:
                 task.cancel()
 
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
-        """The description of all models, or of the named one."""
-        fields = await _fields(request)
-        name = fields.text("model") or fields.text("name") or request.query_params.get("model", "")
-        return json_response(write(self.running.facts_by_name(name)), headers=_headers(fields))
-
-    async def _model(self, request: Request) -> Response:
-        """OpenAI's description of the model or adapter of exactly this name."""
-        name = request.path_params["name"].removesuffix(":latest")
-        listed = llama_server.list_models(self.running.facts_by_name(""))["data"]
-        if found := [entry for entry in listed if entry["id"] == name]:
-            return json_response(found[0])
-        raise self.running.unknown(name)
+        """The description of all models, or of the named one; a name in the path is an exact one."""
+        fields, path = await _fields(request), request.path_params.get("name")
+        name = path or fields.text("model") or fields.text("name") or request.query_params.get("model", "")
+        models = self.running.facts_by_name(name.removesuffix(":latest"), path is not None)
+        return json_response(write(models), headers=_headers(fields))
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await _fields(request)

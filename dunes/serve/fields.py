@@ -3,7 +3,7 @@
 import json
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from types import UnionType
@@ -35,35 +35,15 @@ OPEN = 256_000
 """Maximum characters of all open files in a request; the last files that fit are used."""
 SEEDS = 2**64 - 1
 REFERENCE: dict[str, dict[str, Any]] = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
-"""Properties and neutral settings that llama-server reports and this server lacks."""
+"""Properties and settings that llama-server reports and this server lacks."""
+NEUTRAL: Mapping[str, Sequence[Any]] = REFERENCE["unsupported"] | REFERENCE["neutral"]
+"""Fields of all protocols that change a text, with the values that do not. A path that does not read such a field
+refuses any other value; it ignores and lists other fields that it does not read."""
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
     503: "unavailable_error",
 }  # fmt: skip
 """Error types of llama-server by status; any other status means an invalid request."""
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    # what a text may contain, and where it ends
-    "grammar": ("",), "json_schema": ("",), "format": ("",), "response_format": ({"type": "text"},),
-    "guided_json": ("",), "guided_regex": ("",), "guided_grammar": ("",), "guided_choice": ([],),
-    "structured_outputs": ({},), "logit_bias": ({}, []), "bad_words": ([],), "allowed_token_ids": ([],),
-    "logits_processors": ([],), "stop_token_ids": ([],), "ignore_eos": (False,), "min_tokens": (0,),
-    "n_indent": (0,), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
-    # how tokens are chosen
-    "presence_penalty": (0,), "frequency_penalty": (0,), "no_repeat_ngram_size": (0,), "dry_multiplier": (0,),
-    "typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (-1, 0), "adaptive_target": (-1,), "dynatemp_range": (0,),
-    "xtc_probability": (0,), "mirostat": (0,), "use_beam_search": (False,), "num_beams": (1,), "best_of": (1,),
-    "length_penalty": (1,), "lora": ([],),
-    # the prompt
-    "prompt": ("",), "system": ("",), "system_prompt": ("",), "suffix": ("",), "messages": ([],), "context": ([],),
-    "template": ("",), "chat_template": ("",), "chat_template_kwargs": ({},), "add_generation_prompt": (True,),
-    "continue_final_message": (False,), "echo": (False,), "think": (False,), "safe_prompt": (False,),
-    "images": ([],), "image_data": ([],), "documents": ([],), "tools": ([],), "functions": ([],),
-    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "web_search_options": (),
-    "modalities": (["text"],), "verbosity": ("medium",), "add_special_tokens": (True,),
-    "truncate_prompt_tokens": (-1,),
-}  # fmt: skip
-"""Fields of all protocols that change a text, with the values that do not. A path that does not read such a field
-refuses any other value; it ignores and lists other fields that it does not read."""
 Number = TypeVar("Number", int, float)
 
 

@@ -58,48 +58,39 @@ def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
 
     Raises ValueError if a port is in use, or if the host is unknown.
     """
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--host {host}: {_reason(error)}; expected an address or a name of this machine"
-        ) from None
-    addresses = [*dict.fromkeys((family, address) for family, *_, address in found)]
     sockets: list[socket.socket] = []
     try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
         for port in ports:
-            _listen(addresses, port, sockets)
-    except (OSError, OverflowError) as error:
+            _listen([*dict.fromkeys((family, address) for family, *_, address in found)], port, sockets)
+    except (OSError, OverflowError, ValueError) as error:
         for listener in sockets:
             listener.close()
-        raise ValueError(
-            f"{host}:{port}: {_reason(error)}; pass another --port, or end the program that listens there"
-        ) from None
+        remedy = "pass another --port, or end the program that listens there"
+        if isinstance(error, ValueError | socket.gaierror):
+            remedy = "name an address of this machine"
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"--host {host}: {reason.lower()}; {remedy}") from None
     return sockets
 
 
 def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socket.socket]) -> None:
     """Add sockets that listen on this port, or for 0 on the same free one, of each address. Raises OSError."""
-    before = len(sockets)
-    for i, (family, (name, _, *scope)) in enumerate(addresses, 1):
-        # `::` alone is reached by IPv4, too.
-        is_dual = family == socket.AF_INET6 and len(addresses) == 1 and socket.has_dualstack_ipv6()
+    count, missing = len(sockets), OSError("the host has no address")
+    for family, (name, _, *scope) in addresses:
+        options: dict[str, Any] = {"family": family, "backlog": 1024}
+        options["dualstack_ipv6"] = family == socket.AF_INET6 and len(addresses) == 1  # for IPv4 at `::`
         try:
-            listener = socket.create_server(
-                (name, port, *scope), family=family, backlog=1024, dualstack_ipv6=is_dual
-            )
+            sockets.append(socket.create_server((name, port, *scope), **options))
         except OSError as error:
-            is_last = i == len(addresses) and len(sockets) == before
-            if is_last or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
+            missing = error
             continue
-        listener.setblocking(False)
-        sockets.append(listener)
-        port = port or listener.getsockname()[1]
-
-
-def _reason(error: Exception) -> str:
-    return str(getattr(error, "strerror", None) or error).lower()
+        sockets[-1].setblocking(False)
+        port = sockets[-1].getsockname()[1]
+    if len(sockets) == count:
+        raise missing
 
 
 def is_loopback(host: str) -> bool:

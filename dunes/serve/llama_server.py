@@ -134,6 +134,7 @@ def settings(request: Request | None) -> dict[str, Any]:
     text = request if isinstance(request, TextRequest) else TextRequest(temperature=0.0)
     limit = text.max_tokens if text.max_tokens < ENDLESS else -1
     return REFERENCE["settings"] | {
+        **{name: values[0] for name, values in REFERENCE["unsupported"].items()},
         "seed": text.seed,
         **{name: getattr(text, name) for name in LIMITS},
         "stop": list(request.stop) if request else [],

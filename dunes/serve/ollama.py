@@ -37,13 +37,13 @@ def read_generate(fields: Fields) -> Asked:
             requests[i] = replace(request, messages=(*turns, Turn("user", prompt)))
         elif system:
             raise fields.refusal("system", "has no effect on a raw prompt or the rest of a line; leave it out")
-    return Asked(fields, requests, "", fields.flag("stream", True))
+    return Asked(fields, requests, streams=True)
 
 
 def read_chat(fields: Fields) -> Asked:
     """A request for the model's next turn in a chat. No request without messages, as clients load a model."""
     text = _text_request(fields, messages=fields.messages())
-    return Asked(fields, [text] if text.messages else [], "", fields.flag("stream", True))
+    return Asked(fields, [text] if text.messages else [], streams=True)
 
 
 def _text_request(fields: Fields, **more: Any) -> TextRequest:

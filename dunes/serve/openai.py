@@ -84,9 +84,8 @@ def _protocol(
             part = Answer(reason=answer.reason, first=answer.first) if streams and answer.reason else answer
             content = choice(request, part, streams)
             listed.append({"index": i, **content, "finish_reason": REASONS[answer.reason]})
-        return (
-            reply(request, chunk, listed, {}) if streams else reply(request, full, listed, usage(request, answers))
-        )
+        counts = {} if streams else usage(request, answers)
+        return reply(request, chunk if streams else full, listed, counts)
 
     def end(request: Asked, answers: Answers) -> Sequence[Any]:
         return [reply(request, chunk, [], usage(request, answers))] if _wants_usage(request.fields) else []
@@ -96,10 +95,9 @@ def _protocol(
 
 def usage(request: Asked, answers: Answers) -> dict[str, dict[str, int]]:
     """The numbers of tokens of a request; a prompt counts once, whatever the number of its choices."""
-    prompts, new = dict[int, int](), sum(answer.new_tokens for answer in answers.values())
-    for i, answer in answers.items():
-        prompts[i // request.count] = max(answer.prompt_tokens, prompts.get(i // request.count, 0))
-    prompt = sum(prompts.values())
+    longest_last = sorted(answers.items(), key=lambda item: item[1].prompt_tokens)  # a missing choice has none
+    prompt = sum({i // request.count: answer.prompt_tokens for i, answer in longest_last}.values())
+    new = sum(answer.new_tokens for answer in answers.values())
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
 
 

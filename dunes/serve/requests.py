@@ -141,21 +141,16 @@ Answers = Mapping[int, Answer]
 
 class Asked:
     """The requests in a body: lines with alternatives, or texts, each for one choice of the reply. Each prompt has
-    `count` choices. The reply's id starts with `prefix`. Raises Refused for too many requests."""
+    `count` choices. The reply's id starts with `prefix`, and `streams` is the default of `stream`. Raises Refused
+    for too many requests."""
 
     def __init__(
-        self,
-        fields: Fields,
-        requests: Sequence[Request],
-        prefix: str = "",
-        stream: bool | None = None,
-        count: int = 1,
+        self, fields: Fields, requests: Sequence[Request], prefix: str = "", count: int = 1, streams: bool = False
     ) -> None:
         self.fields, self.requests, self.model = fields, [*requests], fields.text("model")
-        self.count = count
-        if all(isinstance(request, LineRequest) for request in requests):
-            fields.disregard("seed", *LIMITS, *chain(*ALIASES.values()))  # it is the most probable line
-        self.stream = fields.flag("stream") if stream is None else stream
+        self.count, self.stream = count, fields.flag("stream", streams)
+        if all(isinstance(request, LineRequest) for request in requests):  # the most probable line
+            fields.disregard("seed", "random_seed", *LIMITS, *chain(*ALIASES.values()))
         self.id, self.created = prefix + uuid.uuid4().hex, int(time.time())
         if len(requests) > PROMPTS:
             raise fields.refusal("prompt", f"{len(requests)} choices of all prompts; at most {PROMPTS}")
@@ -173,13 +168,9 @@ class Protocol(NamedTuple):
 
 
 LIMITS: Mapping[str, tuple[float, float]] = {
-    "temperature": (0, 1e4),
-    "top_k": (-1, 2**31),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repeat_penalty": (1e-3, 1e3),
-    "repeat_last_n": (-1, 2**31),
-}
+    "temperature": (0, 1e4), "top_k": (-1, 2**31), "top_p": (0, 1), "min_p": (0, 1),
+    "repeat_penalty": (1e-3, 1e3), "repeat_last_n": (-1, 2**31),
+}  # fmt: skip
 """Minimum and maximum of sampling settings, by their names in requests and in TextRequest."""
 ALIASES = {"repeat_penalty": ("repetition_penalty",)}
 """Names of the same settings in other servers."""

@@ -146,9 +146,7 @@ class Template(ABC):
         try:
             text = self._render_text(messages, add_generation_prompt, values)
         except ValueError as error:
-            if (role := next((turn.role for turn in turns if not self.writes(turn.role)), None)) is None:
-                raise
-            raise ValueError(f"{error}; {self._roles_line(role)}") from None
+            raise ValueError(f"{error}{self._unwritten(*(turn.role for turn in turns))}") from None
         if not self.complete:
             text, messages, values = self._mark(text, messages, add_generation_prompt, values)
 
@@ -160,9 +158,7 @@ class Template(ABC):
         for message in messages:
             role = message["role"]
             if role not in ANSWER_ROLES and not _is_written(message["content"], plain):
-                raise self._left_out(
-                    f"a {role[:40]} message", f"; {self._roles_line(role)}" * (not self.writes(role))
-                )
+                self._check(f"a {role[:40]} message{self._unwritten(role)}", message["content"], plain)
         tools = values.get("tools")
         self._check("a tool", [_function(t).get("name") for t in tools] if isinstance(tools, list) else (), plain)
         if len(pieces) == 2 * len(answers) + 1:
@@ -196,9 +192,12 @@ class Template(ABC):
         own = (r for r in EQUAL_ROLES if self.writes(r) and self._probe(r) != unknown.replace(UNKNOWN_ROLE, r))
         return {**EQUAL_ROLES, **{role: role for role in own}}
 
-    def _roles_line(self, role: str) -> str:
+    def _unwritten(self, *roles: str) -> str:
+        """The end of an error message if the template writes one of these roles nowhere, otherwise empty."""
+        if (role := next((role for role in roles if not self.writes(role)), None)) is None:
+            return ""
         written = filter(self.writes, ("system", *EQUAL_ROLES, "user", "assistant", "tool"))
-        return f"it writes no message of the role {role[:40]!r}, only of {', '.join(written)}"
+        return f"; it writes no message of the role {role[:40]!r}, only of {', '.join(written)}"
 
     def _probe(self, role: str) -> str:
         """A short conversation with a message of this role; empty if the template fails on it."""
@@ -244,13 +243,10 @@ class Template(ABC):
     def _check(self, what: str, value: Any, text: str) -> None:
         """Raise ValueError if this part of a record is not in the text."""
         if not _is_written(value, text):
-            raise self._left_out(what)
-
-    def _left_out(self, what: str, why: str = "") -> ValueError:
-        return ValueError(
-            f"the chat template ({self.name}) leaves out or changes {what}{why}; leave it out, or use a template "
-            "that writes it"
-        )
+            raise ValueError(
+                f"the chat template ({self.name}) leaves out or changes {what}; leave it out, or use a template "
+                "that writes it"
+            )
 
     def _check_answer(self, message: Mapping[str, Any], text: str, as_last: Callable[[], str]) -> None:
         """Raise ValueError if the text lacks a part of this answer; `as_last` renders it as the last message."""
