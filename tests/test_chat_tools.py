@@ -674,7 +674,7 @@ def test_a_message_of_an_unknown_role_is_refused_with_those_that_are_written(nam
     assert "developer" not in listed
 
 
-def test_a_message_that_its_place_makes_vanish_is_refused(tokenizer):
+def test_a_message_that_its_place_makes_vanish_is_refused(tokenizer, tmp_path):
     first = "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.role + m.content }}<|im_end|>{% endif %}{% endfor %}"
     late = "{% for m in messages[-2:] %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
     for text, talk, role in (
@@ -683,6 +683,9 @@ def test_a_message_that_its_place_makes_vanish_is_refused(tokenizer):
         (late, [Turn("user", "Before"), Turn("user", "More"), ASKING], "user"),
     ):
         refuses(f"leaves out or changes a {role} message", ModelTemplate(text, tokenizer).render, tuple(talk))
+    (record,) = read(tmp_path, row([ASKED, {"role": "developer", "content": "question"}, ASKED, ANSWER], None))
+    own = ModelTemplate(first, tokenizer)
+    refuses("line 1: .*leaves out or changes a system message", encoded, record, own, tokenizer)
 
 
 @pytest.mark.parametrize("tagged", [True, False])

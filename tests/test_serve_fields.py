@@ -405,7 +405,10 @@ def test_a_name_is_listened_to_at_all_of_its_addresses(monkeypatch):
     assert len(listening("localhost", [0, 0])) == 2 * len(names)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         refuses(
-            "--host localhost: address already in use", server_http.open_sockets, "localhost", [taken.getsockname()[1]]
+            "--host localhost: address already in use",
+            server_http.open_sockets,
+            "localhost",
+            [taken.getsockname()[1]],
         )
     addresses(monkeypatch, "192.0.2.1")
     refuses("--host localhost: ", server_http.open_sockets, "localhost", [0])
