@@ -555,7 +555,7 @@ OWN = {
     "{{ raise_exception('never') }}": "the chat template fails: TemplateError: never",
     "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}<|im_end|>{% endfor %}": "leaves out or changes an answer",
     "{% for m in messages %}{{ m.content[:6] }}<|im_end|>{% endfor %}": "leaves out or changes an answer",
-    "{% for m in messages %}{{ m.content[:6] }}<|im_end|>{% if loop.last and m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}": "leaves out or changes",
+    "{% for m in messages %}{{ m.content[:6] }}<|im_end|>{% if loop.last and m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}": "ends an answer with no special token",
 }
 
 

@@ -95,7 +95,8 @@ class Template(ABC):
     (https://huggingface.co/docs/transformers/chat_templating); a tag without the end of an answer does not train
     the end. In other templates an answer starts after the rendered text of the messages before it, including the
     generation prompt, and ends with `end`. If that text is another one in a longer conversation, an answer starts
-    after the last message before it, with the generation prompt, of which a `<think>` may be missing.
+    after the last message before it, with as much of the generation prompt as the text has. A prompt needs no
+    answers, so it is also rendered where their places cannot be told.
 
     Nothing that a record has is left out: a message of any role, a tool call, or the name of a tool that is not in
     the text raises ValueError. Reasoning may be left out of earlier answers, if the template writes it when the
@@ -107,6 +108,10 @@ class Template(ABC):
     """
 
     name: str
+    earlier_end = ""
+    """The special token after an answer that is not the last message, if it is another one than `end`."""
+    closing = ""
+    """The text from an answer to `end`, for a template that writes `end` only before the next message."""
     tagged = False
     complete = False
     source: str
@@ -149,11 +154,20 @@ class Template(ABC):
             raise ValueError(f"{error}{self._unwritten(*(turn.role for turn in turns))}") from None
         if not self.complete:
             text, messages, values = self._mark(text, messages, add_generation_prompt, values)
+        if not add_generation_prompt and turns and turns[-1].role in ANSWER_ROLES:
+            text += self.closing
 
         def draw(count: int, is_open: bool = False) -> str:
             return self._render_text(messages[:count], is_open, values)
 
-        pieces = chat_template.MARKS.split(text) if self.tagged else self._pieces(text, messages, answers, draw)
+        try:
+            pieces = (
+                chat_template.MARKS.split(text) if self.tagged else self._pieces(text, messages, answers, draw)
+            )
+        except ValueError:
+            if not add_generation_prompt:
+                raise
+            pieces = [text]
         plain, trained = "".join(pieces), [turns[i].trained for i in answers]
         for message in messages:
             role = message["role"]
@@ -161,6 +175,8 @@ class Template(ABC):
                 self._check(f"a {role[:40]} message{self._unwritten(role)}", message["content"], plain)
         tools = values.get("tools")
         self._check("a tool", [_function(t).get("name") for t in tools] if isinstance(tools, list) else (), plain)
+        if add_generation_prompt:
+            return self._segments([MARKS.sub("", piece) for piece in pieces], [False] * len(answers))
         if len(pieces) == 2 * len(answers) + 1:
             # Around a tag may be parts of the answer that are not trained on.
             near = int(self.tagged)
@@ -267,13 +283,22 @@ class Template(ABC):
         for i in answers:
             prompt = draw(i, True)
             start = self._answer_start(text, prompt, start, stop)
-            end = self.end
-            if messages[i].get("tool_calls"):  # llama 3.1 ends some calls with another token
-                tokens = self._pattern.findall(draw(i + 1)[len(prompt) :])
-                end = end if end in tokens or not tokens else tokens[-1]
-            self._check("the end of an answer", end, text[start:])
             pieces.append(text[stop:start])
-            stop = text.index(end, start) + len(end)
+            end = self.end
+            content = (messages[i]["content"] or "").strip()
+            at = start if (place := text.find(content, start)) < 0 else place + len(content)
+            if messages[i].get("tool_calls"):  # llama 3.1 ends some calls with another token
+                tokens = self._pattern.findall(draw(i + 1)[len(prompt) :] + self.closing)
+                end, at = end if end in tokens or not tokens else tokens[-1], start
+            found = {e: place for e in (end, self.earlier_end) if e and (place := text.find(e, at)) >= 0}
+            if not found:
+                expected = "" if end == END.text else f", not even {end}"
+                raise ValueError(
+                    f"the chat template ({self.name}) ends an answer with no special token{expected}; write "
+                    "{% generation %} tags around its answers, or name a template"
+                )
+            first = min(found, key=lambda token: found[token])
+            stop = found[first] + len(end) * (first == end)
             pieces.append(text[start:stop])
         return [*pieces, text[stop:]]
 
@@ -284,7 +309,8 @@ class Template(ABC):
         # Templates write tools before the last question only, or reasoning in the last answer only.
         marks = [match.start() for match in MARKS.finditer(prompt)]
         tail = prompt[marks[-1] :] if marks else ""
-        for part in (tail, re.sub(r"<think>\s*(</think>\s*)?\Z", "", tail)):
+        bounds = [m.end() for m in re.finditer(rf"{self._pattern.pattern}|\n", tail)][1:]
+        for part in (tail, re.sub(r"<think>\s*(</think>\s*)?\Z", "", tail), *(tail[:i] for i in reversed(bounds))):
             start = text.find(part, before) + len(part)
             if part and start >= max(stop, len(part)):
                 return start
@@ -407,8 +433,10 @@ class NamedTemplate(Template):
 class ModelTemplate(Template):
     """The chat template that came with a model. An answer is rendered to determine the stop token.
 
-    Raises ValueError if the template fails on a question and an answer, or writes no special token after the
-    answer.
+    That is the first special token after the answer that is not also between the generation prompt and the answer
+    (as the tags around an empty thought), or if there is none, the first one before the next question. Without
+    any, it is the tokenizer's EOS, and a record cannot be trained on. Raises ValueError if the template fails on
+    a question and an answer.
     """
 
     name = "the model's own"
@@ -419,11 +447,26 @@ class ModelTemplate(Template):
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         marked = chat_template.render(source, probe, variables=self.token_names, marks=True)
         self.tagged = chat_template.OPEN in marked
-        text = chat_template.MARKS.sub("", marked)
-        match = self._pattern.search(text, text.rfind("answer"))
-        if match is None:
-            raise ValueError("the model's own chat template ends an answer with no special token; name a template")
-        self.end = match[0]
+        before, after = self._around("answer", probe[:1], chat_template.MARKS.sub("", marked))
+        ends = [m for m in self._pattern.finditer(after) if m[0] not in self._pattern.findall(before)]
+        try:
+            longer = chat_template.render(
+                source, [*probe, {"role": "user", "content": "next"}], False, self.token_names
+            )
+        except ValueError:
+            longer = ""
+        _, followed = self._around("answer", probe[:1], longer)
+        later = [m for m in self._pattern.finditer(followed) if m[0] not in self._pattern.findall(before)]
+        self.end = ends[0][0] if ends else later[0][0] if later else END.text
+        self.closing = followed[: later[0].end()] if later and not ends else ""
+        self.earlier_end = later[0][0] if later and later[0][0] != self.end else ""
+
+    def _around(self, answer: str, question: Messages, text: str) -> tuple[str, str]:
+        """The text between the generation prompt to the question and an answer, and the text after the answer."""
+        prompt = chat_template.render(self.source, question, True, self.token_names)
+        start = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
+        at = text.rfind(answer)
+        return ("", text) if at < 0 else (text[start:at], text[at + len(answer) :])
 
     def reads(self, variable: str) -> bool:
         reserved = variable in ("messages", "add_generation_prompt")
