@@ -149,9 +149,8 @@ class Case:
     may_refuse: bool = False
     wild: bool = False  # inputs are not finite: gradients may have inf for NaN, and NaN for 0
     seed: int = 0
-    times: int = 1  # number of backward calls
-    second: bool = False  # gradients are those of the gradients
-    after: Form | None = None  # another check of the case, where operation and reference agree
+    graphs: tuple[bool, ...] = (False,)  # for each backward: True if the next one differentiates its gradients
+    after: Form | None = None  # another check of the case, for results that are right
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -174,6 +173,12 @@ class Case:
         like = {name: x.detach().requires_grad_(name in self.leaves) for name, x in tensors.items()}
         return replace(self, inputs=self.inputs | like, **changes)
 
+    def call(self, form: Form, *arguments: Any) -> list[Tensor]:
+        """The outputs of `form`, which draws equal random numbers in each call."""
+        for seed in (torch.manual_seed, *(x.manual_seed for x in arguments if isinstance(x, torch.Generator))):
+            seed(self.seed)
+        return [y for y in tree_leaves(form(*arguments)) if y is not None]
+
     def in_mode(self, mode: str) -> "Case":
         wide = torch.float64 if mode == "float64" and self.device.type != "mps" else torch.float32
         return self.replace({name: x.to(DTYPES.get(mode, wide)) for name, x in self.floats.items()}, mode=mode)
@@ -184,44 +189,34 @@ def _evaluate(form: Form, c: Case) -> dict[str, Tensor]:
 
     Raises Fault if `form` writes into an input, an output or the incoming gradient, even if it raises an error.
     """
-    watched: list[tuple[str, Tensor, Tensor]] = []
+    watched = [_memory(x, f"its input {name}") for name, x in c.tensors.items()]
     try:
-        return _results(form, c, lambda name, x: watched.append((name, _memory(x), _memory(x).clone())))
+        with torch.autocast(c.device.type, torch.bfloat16, enabled=c.mode == "autocast"), c.context():
+            outputs = c.call(form, *c.inputs.values())
+        results, leaves = {f"output {i + 1}": y for i, y in enumerate(outputs)}, dict(c.leaves)
+        differentiable = [y for y in outputs if y.requires_grad][OUTPUTS[c.outputs]]
+        for create_graph in c.graphs if leaves and differentiable else ():
+            grads = [c.gradient(y.detach()).requires_grad_(create_graph) for y in differentiable]
+            watched += [_memory(y, "its output in the backward") for y in differentiable]
+            watched += [_memory(g, "the incoming gradient") for g in grads]
+            keep, of = len(c.graphs) > 1, [*leaves.values()]
+            gradients = torch.autograd.grad(differentiable, of, grads, keep, create_graph, materialize_grads=True)
+            results |= {f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)}
+            if create_graph:
+                # With a further term, as in a loss, autograd itself does not refuse a gradient without a graph.
+                differentiable = [g + x * x for g, x in zip(gradients, of, strict=True)]
+                leaves |= {f"incoming gradient {i + 1}": g for i, g in enumerate(grads)}
     finally:
         for name, memory, before in watched:
             if not torch.equal(memory, before):
                 raise Fault(f"it writes into {name}; write into a clone")
-
-
-def _memory(x: Tensor) -> Tensor:
-    """The bytes of the memory in which x lies, also between and beside its numbers."""
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())  # type: ignore[call-overload]
-
-
-def _results(form: Form, c: Case, watch: Callable[[str, Tensor], None]) -> dict[str, Tensor]:
-    for name, x in c.tensors.items():
-        watch(f"its input {name}", x)
-    for generator in (torch, *(x for x in c.inputs.values() if isinstance(x, torch.Generator))):
-        generator.manual_seed(c.seed)
-    with torch.autocast(c.device.type, torch.bfloat16, enabled=c.mode == "autocast"), c.context():
-        outputs = [y for y in tree_leaves(form(*c.inputs.values())) if y is not None]
-    results, leaves = {f"output {i + 1}": y for i, y in enumerate(outputs)}, dict(c.leaves)
-    differentiable = [y for y in outputs if y.requires_grad][OUTPUTS[c.outputs]]
-    for create_graph in (True, False) if c.second else (False,) * c.times:
-        if leaves and differentiable:
-            grads = [c.gradient(y.detach()).requires_grad_(create_graph) for y in differentiable]
-            for y, g in zip(differentiable, grads, strict=True):
-                watch("its output in the backward", y)
-                watch("the incoming gradient", g)
-            gradients = torch.autograd.grad(
-                differentiable, [*leaves.values()], grads, c.times > 1, create_graph, materialize_grads=True
-            )
-            results |= {f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)}
-        if create_graph:
-            # With a further term, as in a loss, autograd itself does not refuse a gradient without a graph.
-            differentiable = [g + x * x for g, x in zip(gradients, leaves.values(), strict=True)]
-            leaves |= {f"incoming gradient {i + 1}": g for i, g in enumerate(grads)}
     return results
+
+
+def _memory(x: Tensor, name: str = "") -> tuple[str, Tensor, Tensor]:
+    """The name, the bytes of all memory in which x lies, also between its numbers, and a copy of them."""
+    memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+    return name, memory, memory.clone()
 
 
 def _describe(name: str, y: Tensor | None) -> str:
@@ -248,10 +243,12 @@ def _compare(c: Case) -> tuple[float, float] | str:
         returned, expected = (_describe(name, results.get(name)) for results in (own, reference))
         if returned != expected:
             raise ValueError(f"it returns {returned}; the reference {expected}")
-    for (name, x), (result, y) in product(c.tensors.items(), own.items()):
-        if x.untyped_storage()._cdata == y.untyped_storage()._cdata:
-            what = f"as {result} " * (result[0] == "g")
-            raise ValueError(f"it returns {what}its input {name} or a view of it; return a clone")
+    for (name, x), result in product(c.tensors.items(), own):
+        if [y[result].untyped_storage()._cdata == x.untyped_storage()._cdata for y in (own, reference)] == [
+            True,
+            False,
+        ]:
+            raise ValueError(f"it returns its input {name} or a view of it; return a clone")
     exact = reference
     with suppress(Exception):  # the reference may not support float64
         exact = _evaluate(c.reference, c.in_mode("float64"))
@@ -268,54 +265,56 @@ def _compare(c: Case) -> tuple[float, float] | str:
 
 def _is_random(c: Case) -> bool:
     results = [_evaluate(c.reference, replace(c, seed=seed)) for seed in (0, 1)]
-    return any(not torch.equal(*(_memory(y[name]) for y in results)) for name in results[0])
+    return any(not torch.equal(*(_memory(y[name])[1] for y in results)) for name in results[0])
 
 
 def _judge(c: Case, own: Any, reference: Any, exact: Any) -> tuple[float, float]:
     """The largest errors of operation and reference. Raises ValueError if one of the operation is too large."""
     rounding = torch.finfo(torch.bfloat16 if c.mode == "autocast" else DTYPES.get(c.mode, torch.float32)).eps
+    long = max(x.numel() for x in c.tensors.values()) ** 0.5 * torch.finfo(torch.float32).eps  # a sum in sequence
     errors, noise = [*_errors(own, reference, exact, c.wild)], None
     for error, ref_error, name, numbers in errors:
-        if error > max(SLACK * ref_error, ROUNDINGS * rounding):  # the reference may have been exact by chance
+        if error > max(
+            SLACK * ref_error, ROUNDINGS * rounding, long
+        ):  # the reference may have been exact by chance
             noise = noise or _noise(c, exact, rounding)
             if error > SLACK * max(ref_error, noise[name]):
                 raise ValueError(f"{name}: error {error:.1e}, the reference's {ref_error:.1e}: {numbers}")
     return max([0.0, *(e[0] for e in errors)]), max([0.0, *(e[1] for e in errors)])
 
 
-class _Rounding(TorchDispatchMode):
-    """Multiplies all results of PyTorch's operators, also inside of fused ones, by 1 plus a random error."""
-
-    def __init__(self, size: float, draw: torch.Generator, fused: bool = True) -> None:
-        super().__init__()
-        self.size, self.draw, self.fused = size, draw, fused
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.fused and func in decomposition_table:
-            with _Rounding(self.size, self.draw, fused=False):
-                return decomposition_table[func](*args, **kwargs or {})
-        result = func(*args, **kwargs or {})
-        is_view = any(returned.alias_info for returned in func._schema.returns)
-        return result if is_view else tree_map_only(Tensor, self._round, result)
-
-    def _round(self, x: Tensor) -> Tensor:
-        errors = self.size * (2 * torch.rand(x.shape, generator=self.draw) - 1)
-        return x * (1 + errors.to(x)) if x.is_floating_point() else x
-
-
 def _noise(c: Case, exact: Any, rounding: float) -> dict[str, float]:
     """The errors, by name, that rounding errors in the inputs and inside of the reference cause."""
-    nearby = [c.replace({n: x * (1 + sign * rounding) for n, x in c.floats.items()}) for sign in (-1, 1)]
-    noise = [_evaluate(c.reference, case) for case in nearby]
-    for seed in range(3):
-        with _Rounding(rounding, torch.Generator().manual_seed(seed)):
-            noise.append(_evaluate(c.reference, c.in_mode("float64")))
+
+    class Rounding(TorchDispatchMode):  # multiplies results of PyTorch's operators by 1 plus a random error
+        fused, draw = True, torch.Generator().manual_seed(0)
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if self.fused and func in decomposition_table:
+                self.fused = False
+                with self:
+                    result = decomposition_table[func](*args, **kwargs or {})
+                self.fused = True
+                return result
+            result = func(*args, **kwargs or {})
+            is_view = any(returned.alias_info for returned in func._schema.returns)
+            return result if is_view else tree_map_only(Tensor, self.round, result)
+
+        def round(self, x: Tensor) -> Tensor:
+            errors = rounding * (2 * torch.rand(x.shape, generator=self.draw) - 1)
+            return x * (1 + errors.to(x)) if x.is_floating_point() else x
+
+    noise = []
+    changes = [(c.replace({n: x * (1 + s * rounding) for n, x in c.floats.items()}), nullcontext) for s in (-1, 1)]
+    for case, context in [*changes, *[(c.in_mode("float64"), Rounding)] * 3]:
+        with context():
+            noise.append(_evaluate(c.reference, case))
     low, high, *inside = ({name: error for error, _, name, _ in _errors(y, y, exact, True)} for y in noise)
     return {name: max(min(low[name], high[name]), *(errors[name] for errors in inside)) for name in low}
 
 
 def _errors(own: Any, reference: Any, exact: Any, wild: bool) -> Iterator[tuple[float, float, str, str]]:
-    """For each tensor: the largest errors of operation and reference, over finite numbers; name; the numbers there.
+    """For each tensor: the largest errors of operation and reference over finite numbers, its name, the numbers.
 
     Raises ValueError if a number that should be inf or NaN differs.
     """
@@ -325,17 +324,16 @@ def _errors(own: Any, reference: Any, exact: Any, wild: bool) -> Iterator[tuple[
         value, ref, want = (x[name].detach().to(exact[name].dtype) for x in (own, reference, exact))
         want = want.where(want.to(y.dtype).isfinite(), want.to(y.dtype).to(want.dtype))  # where it overflows
         largest = max(sizes[name], *(SMALL * size for output, size in sizes.items() if output[0] == name[0]))
-        useful = (ref - want).abs() <= largest / 2  # not where the reference overflows inside
-        equal = want.isfinite() & (value.isfinite() | ~useful)
+        overflows = want.isfinite() & ~((ref - want).abs() <= largest / 2)  # inside of the reference
+        equal = want.isfinite() & (value.isfinite() | overflows.any())
         equal |= torch.isclose(value, want, 0, 0, equal_nan=True) | torch.isclose(value, ref, 0, 0, equal_nan=True)
         if wild:
             is_gradient = name.startswith("gradient")
             equal |= (want == 0) & value.isnan() | ~want.isfinite() & ~value.isfinite() & is_gradient
         if not equal.all():
             raise ValueError(f"{name} has {float(value[~equal][0])}, the reference {float(want[~equal][0])}")
-        distances = [
-            (x - want).abs().where(x.isfinite() & want.isfinite() & ref.isfinite(), 0) for x in (value, ref)
-        ]
+        finite = value.isfinite() & want.isfinite() & ref.isfinite()
+        distances = [(x - want).abs().where(finite, 0) for x in (value, ref)]
         numbers = " for ".join(f"{float(x.flatten()[distances[0].argmax()]):.6g}" for x in (value, want))
         yield *(float(x.max()) / max(largest or 1.0, 2.0**-120) for x in distances), name, numbers
 
@@ -353,9 +351,8 @@ def _choices(c: Case) -> Iterator[Case]:
         yield replace(c, outputs=outputs, label=f"gradient{outputs}: " * bool(outputs))
     for names in chain.from_iterable(combinations(c.leaves, n) for n in range(len(c.leaves))):
         inputs = {name: x.detach().requires_grad_(name in names) for name, x in c.leaves.items()}
-        yield replace(
-            c, inputs=c.inputs | inputs, label=f"gradient of {' and '.join(names) or 'no input'} alone: "
-        )
+        label = f"gradient of {' and '.join(names) or 'no input'} alone: "
+        yield replace(c, inputs=c.inputs | inputs, label=label)
     double = partial(_with, torch.get_default_dtype, torch.set_default_dtype, torch.float64)
     for context in (torch.no_grad, torch.inference_mode, double):
         yield replace(c, context=context, label=f"under {getattr(context, '__name__', 'float64 by default')}: ")
@@ -433,8 +430,9 @@ def _resize(x: Tensor, place: int | None, lengths: dict[int, int]) -> Tensor:
     return x
 
 
-def _numbers(c: Case) -> Iterator[Case]:
-    """Cases in which a number, or a number in a sequence, is another one, or a tensor is None."""
+def _other_values(c: Case) -> Iterator[Case]:
+    """Cases in which a tensor, a number, or a number in a sequence is another one, or a tensor is None."""
+    yield from _variants(_values, c)
     for name, argument in c.inputs.items():
         leaves, spec = tree_flatten(argument)
         for i, x in enumerate(leaves):
@@ -445,16 +443,11 @@ def _numbers(c: Case) -> Iterator[Case]:
 
 
 def _others(x: Any) -> set[Any]:
-    match x:
-        case Tensor():
-            return {None}
-        case bool():
-            return {not x}
-        case int():
-            return {n for n in (x + 1, x - 1, 2 * x, x // 2) if n != x and (n >= 0 or x < 0)}
-        case float():
-            return {0.0, x / 2, 2 * x, x + 1} - {x}
-    return set()
+    if isinstance(x, Tensor | bool):
+        return {None} if isinstance(x, Tensor) else {not x}
+    if isinstance(x, int):
+        return {n for n in (x + 1, x - 1, 2 * x, x // 2) if n != x and (n >= 0 or x < 0)}
+    return {0.0, x / 2, 2 * x, x + 1} - {x} if isinstance(x, float) else set()
 
 
 def _gradcheck(c: Case) -> Iterator[Case]:
@@ -462,11 +455,7 @@ def _gradcheck(c: Case) -> Iterator[Case]:
     errors = _compare(c)
     if isinstance(errors, str) or errors[0] > 1e-9 or not c.leaves:
         raise NotTried(errors if isinstance(errors, str) else "no gradient, or computed in float32")
-
-    def form(*arguments: Any) -> tuple[Tensor, ...]:
-        torch.manual_seed(c.seed)
-        return tuple(y for y in tree_leaves(c.op(*arguments)) if y is not None and y.is_floating_point())
-
+    form = lambda *arguments: tuple(y for y in c.call(c.op, *arguments) if y.is_floating_point())
     fast = sum(x.numel() for x in c.leaves.values()) > 100
     torch.autograd.gradcheck(form, [*c.inputs.values()], fast_mode=fast, nondet_tol=1e-5)
     yield c
@@ -475,7 +464,7 @@ def _gradcheck(c: Case) -> Iterator[Case]:
 def _backward(c: Case) -> Iterator[Case]:
     """Check the shapes and dtypes of a custom backward's gradients, before autograd converts them."""
     yield c
-    outputs = [y for y in tree_leaves(c.op(*c.inputs.values())) if y.requires_grad]
+    outputs = [y for y in c.call(c.op, *c.inputs.values()) if y.requires_grad]
     function: Any = outputs[0].grad_fn if outputs else None
     if hasattr(function, "needs_input_grad"):
         gradients = compress(tree_leaves(function.apply(*map(_gradient, outputs))), function.needs_input_grad)
@@ -495,32 +484,30 @@ def _repeat(c: Case) -> Iterator[Case]:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(_compare, cases))
     yield from cases
-    yield replace(c, times=2, label="a second backward: ")
+    yield replace(c, graphs=(False, False), label="a second backward: ")
 
     def in_buffers(overwrite: bool, *arguments: Any) -> Any:
         buffers = [x / 2 if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
-        c.op(*buffers)
         pairs = [(b, x) for b, x in zip(buffers, arguments, strict=True) if b is not x]
-        for b, x in pairs:
-            b.copy_(x)
-        outputs = c.op(*buffers)
-        for b, _ in pairs if overwrite else ():
-            b.zero_()
+        for fill in (1, 0):
+            outputs = c.call(c.op, *buffers)
+            for b, x in pairs if fill or overwrite else ():
+                b.copy_(x * fill)
         return outputs
 
     yield replace(c, op=partial(in_buffers, False), label="after other numbers in the same memory: ")
-    label = "inputs overwritten before the backward: "
-    yield replace(c, op=partial(in_buffers, True), may_refuse=True, label=label)
-    doubled = lambda *arguments: [y.mul_(2) for y in tree_leaves(c.op(*arguments)) if y is not None]
-    twice = lambda *arguments: [y * 2 for y in tree_leaves(c.reference(*arguments)) if y is not None]
-    label = "outputs overwritten before the backward: "
-    yield replace(c, op=doubled, reference=twice, may_refuse=True, label=label)
+    doubled = lambda *arguments: [y.mul_(2) for y in c.call(c.op, *arguments)]
+    twice = lambda *arguments: [y * 2 for y in c.call(c.reference, *arguments)]
+    forms = {"inputs": (partial(in_buffers, True), c.reference), "outputs": (doubled, twice)}
+    for name, (op, reference) in forms.items():
+        label = f"{name} overwritten before the backward: "
+        yield replace(c, op=op, reference=reference, may_refuse=True, label=label)
 
 
 def _second(c: Case) -> Iterator[Case]:
     """Check that the operation's second derivatives are correct or raise an error."""
     if c.leaves:
-        yield replace(c, second=True, may_refuse=True)
+        yield replace(c, graphs=(True, False), may_refuse=True)
 
 
 def _vmap(c: Case) -> Iterator[Case]:
@@ -557,10 +544,9 @@ MODES = (*DTYPES, "autocast")
 ROWS: dict[str, tuple[Callable[[Case], Iterator[Case]], Sequence[str]]] = {
     **{mode: (_choices, [mode]) for mode in (*MODES, "float64")},
     "gradcheck": (_gradcheck, ["float64"]),
-    "backward": (_backward, MODES[:3]),
-    "numbers": (_numbers, ["float32", "float64"]),
+    "backward": (_backward, MODES[:2]),
     "NaN": (partial(_variants, _not_finite), MODES),
-    "values": (partial(_variants, _values), MODES[:2]),
+    "values": (_other_values, MODES[:2]),
     "sizes": (_sizes, MODES[:2]),
     "not contiguous": (partial(_variants, _layouts), MODES[:2]),
     "repeated": (_repeat, ["float32"]),
