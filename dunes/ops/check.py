@@ -8,7 +8,7 @@ to the reference in float64 (in float32 on Apple's GPU, which has no float64). E
 import math
 import warnings
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -241,10 +241,8 @@ def _compare(c: Case) -> tuple[float, float] | str:
         if returned != expected:
             raise ValueError(f"it returns {returned}; the reference {expected}")
     for (name, x), result in product(c.tensors.items(), own):
-        if [y[result].untyped_storage()._cdata == x.untyped_storage()._cdata for y in (own, reference)] == [
-            True,
-            False,
-        ]:
+        aliases = [y[result].untyped_storage()._cdata == x.untyped_storage()._cdata for y in (own, reference)]
+        if aliases == [True, False]:
             raise ValueError(f"it returns its input {name} or a view of it; return a clone")
     exact = reference
     with suppress(Exception):  # the reference may not support float64, where random numbers are others
@@ -263,10 +261,18 @@ def _judge(c: Case, own: Any, reference: Any, exact: Any) -> tuple[float, float]
     long = max(x.numel() for x in c.tensors.values()) ** 0.5 * torch.finfo(torch.float32).eps  # a sum in sequence
     worst = (0.0, 0.0)
     for name, error, ref_error, numbers in _errors(own, reference, exact, c):
-        if error > max(SLACK * ref_error, ROUNDINGS * rounding, long):
+        if error > max(SLACK * ref_error, ROUNDINGS * rounding, long) and error > SLACK * _nearby(c, name, exact):
             raise ValueError(f"{name}: error {error:.1e}, the reference's {ref_error:.1e}: {numbers}")
         worst = max(worst[0], error), max(worst[1], ref_error)
     return worst
+
+
+def _nearby(c: Case, name: str, exact: Any) -> float:
+    """The reference's error next to the inputs: at the inputs themselves it may be exact by chance."""
+    moved: Form = lambda x, sign: x * (1 + sign * torch.finfo(x.dtype).eps * _gradient(x).abs())
+    sides = [c.replace({n: moved(x, sign) for n, x in c.floats.items()}) for sign in (-1, 1)]
+    results = (_evaluate(c.reference, side) for side in sides)
+    return min(e for y in results for n, e, _, _ in _errors(y, y, exact, replace(c, wild=True)) if n == name)
 
 
 def _errors(own: Any, reference: Any, exact: Any, c: Case) -> Iterator[tuple[str, float, float, str]]:
@@ -281,14 +287,12 @@ def _errors(own: Any, reference: Any, exact: Any, c: Case) -> Iterator[tuple[str
         want = want.where(want.to(y.dtype).isfinite(), want.to(y.dtype).to(want.dtype))  # where it overflows
         # The errors of an output of softmax's kind reach gradients that cancel to nearly 0.
         floor = min(1.0, *(size for output, size in sizes.items() if output[0] == "o")) * (name[0] == "g")
-        others = [SMALL * size for output, size in sizes.items() if output[0] == name[0]]
-        largest = max(sizes[name], floor, *others)
+        largest = max(sizes[name], floor, *(SMALL * size for other, size in sizes.items() if other[0] == name[0]))
         overflows = want.isfinite() & ~((ref - want).abs() <= largest / 2)  # inside of the reference
         equal = want.isfinite() & (value.isfinite() | overflows.any())
         equal |= torch.isclose(value, want, 0, 0, equal_nan=True) | torch.isclose(value, ref, 0, 0, equal_nan=True)
-        if c.wild:
-            is_gradient = name.startswith("gradient")
-            equal |= (want == 0) & value.isnan() | ~want.isfinite() & ~value.isfinite() & is_gradient
+        lost = (want == 0) & value.isnan() | ~want.isfinite() & ~value.isfinite() & (name[0] == "g")
+        equal |= lost & c.wild
         if not equal.all():
             raise ValueError(f"{name} has {float(value[~equal][0])}, the reference {float(want[~equal][0])}")
         finite = value.isfinite() & want.isfinite() & ref.isfinite()
@@ -310,8 +314,7 @@ def _choices(c: Case) -> Iterator[Case]:
         yield replace(c, outputs=outputs, label=f"gradient{outputs}: " * bool(outputs))
     for names in chain.from_iterable(combinations(c.leaves, n) for n in range(len(c.leaves))):
         inputs = {name: x.detach().requires_grad_(name in names) for name, x in c.leaves.items()}
-        label = f"gradient of {' and '.join(names) or 'no input'} alone: "
-        yield replace(c, inputs=c.inputs | inputs, label=label)
+        yield replace(c, inputs=c.inputs | inputs, label=f"gradient of {' and '.join(names) or 'none'} alone: ")
     double = partial(_with, torch.get_default_dtype, torch.set_default_dtype, torch.float64)
     for context in (torch.no_grad, torch.inference_mode, double):
         yield replace(c, context=context, label=f"under {getattr(context, '__name__', 'float64 by default')}: ")
@@ -375,18 +378,14 @@ def _sizes(c: Case) -> Iterator[Case]:
     alone = [(place, {n: to}) for where, lengths in places for place, n, to in product(where, sizes, lengths)]
     together = [(None, dict(zip(sizes, odd, strict=False))) for odd in ([1] * len(sizes), range(17, 99, 2))]
     for place, lengths in [*((0, {n: 0}) for n in shapes[0][:1] if n), *alone, *together]:
-        resized = {name: _resize(x, place, lengths) for name, x in c.tensors.items()}
+        resized = dict(c.tensors)
+        for name, (d, n) in ((name, dim) for name, x in resized.items() for dim in enumerate(x.shape)):
+            if n in lengths and place in (None, d, d - c.tensors[name].dim()):
+                resized[name] = resized[name].index_select(d, torch.arange(lengths[n], device=c.device) % n)
         if sum(x.numel() for x in resized.values()) < 2**22:
             label = ", ".join(f"{to} in place of {n}" for n, to in lengths.items())
             label += f" in dimension {place}: " if place else ": "
             yield c.replace(resized, label=label, context=nan, may_refuse=place != 0 or 0 not in lengths.values())
-
-
-def _resize(x: Tensor, place: int | None, lengths: dict[int, int]) -> Tensor:
-    for d, n in enumerate(x.shape):
-        if n in lengths and place in (None, d, d - x.dim()):
-            x = x.index_select(d, torch.arange(lengths[n], device=x.device) % n)
-    return x
 
 
 def _other_values(c: Case) -> Iterator[Case]:
@@ -461,15 +460,18 @@ def _vmap(c: Case) -> Iterator[Case]:
     for names, dim in product({tuple(c.floats), *((name,) for name in c.floats)}, (0, -1)):
         stacked = {name: torch.stack([c.floats[name], c.floats[name] / 2], dim) for name in names}
         vmap: Form = partial(torch.func.vmap, in_dims=tuple(dim if name in stacked else None for name in c.inputs))
-        label = f"vmap over dimension {dim} of {' and '.join(names)}: "
+        label = f"vmap of {' and '.join(names)}: "
         yield c.replace(stacked, op=vmap(c.op), reference=vmap(c.reference), label=label, may_refuse=True)
 
 
 def _opcheck(c: Case) -> Iterator[Case]:
     """Run `torch.library.opcheck` on a torch operator, and its fake-tensor test on each memory layout."""
     operator = getattr(c.op, "operator", c.op)
-    falls_back = isinstance(c.op, Operation) and c.op.fallback_reason(c.device.type)
-    if falls_back or not isinstance(operator, CustomOpDef):
+    if (
+        isinstance(c.op, Operation)
+        and c.op.fallback_reason(c.device.type)
+        or not isinstance(operator, CustomOpDef)
+    ):
         raise NotTried("torch has no operator of it, or its kernels are missing here")
     torch.library.opcheck(operator, (*c.inputs.values(),))
     fake = lambda case: torch.library.opcheck(operator, (*case.inputs.values(),), test_utils="test_faketensor")
@@ -486,7 +488,7 @@ def _compile(c: Case) -> Iterator[Case]:
 
 
 MODES = (*DTYPES, "autocast")
-ROWS: dict[str, tuple[Callable[[Case], Iterator[Case]], Sequence[str]]] = {
+ROWS: dict[str, tuple[Callable[[Case], Iterable[Case]], Sequence[str]]] = {
     **{mode: (_choices, [mode]) for mode in (*MODES, "float64")},
     "gradcheck": (_gradcheck, ["float64"]),
     "backward": (_backward, MODES[:2]),
@@ -495,11 +497,7 @@ ROWS: dict[str, tuple[Callable[[Case], Iterator[Case]], Sequence[str]]] = {
     "sizes": (_sizes, MODES[:2]),
     "not contiguous": (partial(_variants, _layouts), MODES[:2]),
     "repeated": (_repeat, ["float32"]),
-    # Second derivatives are right, or raise an error.
-    "second derivative": (
-        lambda c: iter([replace(c, graphs=(True, False), may_refuse=True)]),
-        ["float64", "float32"],
-    ),
+    "second derivative": (lambda c: [replace(c, graphs=(True, False), may_refuse=True)], ["float64", "float32"]),
     "torch.func": (_vmap, ["float32"]),
     "opcheck": (_opcheck, MODES[:2]),
     "compiled": (_compile, ["float32"]),
