@@ -460,18 +460,14 @@ def _vmap(c: Case) -> Iterator[Case]:
     for names, dim in product({tuple(c.floats), *((name,) for name in c.floats)}, (0, -1)):
         stacked = {name: torch.stack([c.floats[name], c.floats[name] / 2], dim) for name in names}
         vmap: Form = partial(torch.func.vmap, in_dims=tuple(dim if name in stacked else None for name in c.inputs))
-        label = f"vmap of {' and '.join(names)}: "
-        yield c.replace(stacked, op=vmap(c.op), reference=vmap(c.reference), label=label, may_refuse=True)
+        yield c.replace(stacked, label=f"{names}: ", op=vmap(c.op), reference=vmap(c.reference), may_refuse=True)
 
 
 def _opcheck(c: Case) -> Iterator[Case]:
     """Run `torch.library.opcheck` on a torch operator, and its fake-tensor test on each memory layout."""
     operator = getattr(c.op, "operator", c.op)
-    if (
-        isinstance(c.op, Operation)
-        and c.op.fallback_reason(c.device.type)
-        or not isinstance(operator, CustomOpDef)
-    ):
+    falls_back = isinstance(c.op, Operation) and c.op.fallback_reason(c.device.type)
+    if falls_back or not isinstance(operator, CustomOpDef):
         raise NotTried("torch has no operator of it, or its kernels are missing here")
     torch.library.opcheck(operator, (*c.inputs.values(),))
     fake = lambda case: torch.library.opcheck(operator, (*case.inputs.values(),), test_utils="test_faketensor")
