@@ -1,6 +1,6 @@
 """The texts that the language server completes in are those of the editor, whatever characters they have.
 
-Editors end lines at \\n, \\r\\n and \\r and count columns in code units; `str.splitlines` ends lines elsewhere, too.
+Editors end lines at \\n, \\r\\n and \\r and count columns in code units. `str.splitlines` also ends others.
 """
 
 import asyncio
