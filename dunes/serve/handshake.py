@@ -12,9 +12,6 @@ TRIGGERS = " .(,=:<\"'"
 ACCEPTED = "dunes.accepted"
 """Command that an editor executes when a suggestion was accepted."""
 
-ENCODINGS = ("utf-8", "utf-16", "utf-32")
-"""Encodings in whose code units a client may count columns."""
-
 
 def capabilities(encoding: str) -> dict[str, Any]:
     """The capabilities of the server."""
@@ -48,7 +45,7 @@ def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes,
         client = content["params"]["capabilities"]
         general = client.get("general") or {}
         offered = general.get("positionEncodings") or ()
-        encoding = next((name for name in offered if name in ENCODINGS), "utf-16")
+        encoding = next((name for name in offered if name in ("utf-8", "utf-16", "utf-32")), "utf-16")
         if content["method"] != "initialize" or "id" not in content:
             raise ValueError
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -9,9 +9,11 @@ import io
 import json
 import re
 import threading
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import unquote, urlparse
@@ -23,7 +25,7 @@ from pygls.workspace import TextDocument
 
 from dunes import __version__
 from dunes.serve.handshake import ACCEPTED, TRIGGERS
-from dunes.text.lines import decode_text, position_offset
+from dunes.text.lines import decode_text, split_lines
 from dunes.units import plural
 
 if TYPE_CHECKING:
@@ -77,10 +79,14 @@ class Document(TextDocument):
         self._source = text[:start] + change.text + text[max(start, end) :]
 
     def offset_at_position(self, position: types.Position) -> int:
-        """The offset of a position, in characters from the start of the text."""
-        return position_offset(
-            self.source, position.line, position.character, self.position_codec.encoding or "utf-16"
-        )
+        """The offset in characters; positions behind a line or the text are its end."""
+        lines = split_lines(self.source)
+        if position.line >= len(lines):
+            return len(self.source)
+        line, column = lines[position.line].rstrip("\r\n"), position.character
+        if not line.isascii():
+            column = bisect_right([*accumulate(map(self.position_codec.client_num_units, line))], column)
+        return sum(map(len, lines[: position.line])) + min(column, len(line))
 
 
 class Server(LanguageServer):

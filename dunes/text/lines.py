@@ -5,43 +5,17 @@ https://microsoft.github.io/language-server-protocol/specifications/lsp/3.17/spe
 """
 
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate, islice
+from collections.abc import Iterator
 from pathlib import Path
 
 from dunes.units import plural
 
 _START = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
-_END = re.compile(r"\r\n?|\n")
-CODE_UNITS: Mapping[str, Callable[[str], int]] = {
-    "utf-8": lambda character: len(character.encode(errors="surrogatepass")),
-    "utf-16": lambda character: 1 + (character > "\uffff"),
-    "utf-32": len,
-}
-"""Number of code units of a character in each encoding of positions."""
 
 
 def split_lines(text: str) -> list[str]:
     """The lines with their line ends. The last has none, and is empty after a line end or in an empty text."""
     return _START.split(text)
-
-
-def position_offset(text: str, line: int, column: int, encoding: str) -> int:
-    """The offset in characters of an editor's position. `line` and `column` count from 0, `column` in code units.
-
-    A column beyond the line is its end, a line beyond the text is the text's end, and a column inside a character
-    is the character's start.
-    """
-    end_before = next(islice(_END.finditer(text), line - 1, None), None) if line else None
-    if line and end_before is None:
-        return len(text)
-    start = end_before.end() if end_before else 0
-    rest = _END.search(text, start)
-    content = text[start : rest.start() if rest else len(text)]
-    if content.isascii():
-        return start + min(column, len(content))
-    return start + bisect_right([*accumulate(map(CODE_UNITS[encoding], content))], column)
 
 
 def decode_text(data: bytes, source: str) -> str:
