@@ -119,6 +119,7 @@ def test_lines_are_split_where_positions_count_them():
     text = f"a\r\nb{NO_ENDS}c\rd\n\r\ne"
     lines = split_lines(text)
     assert lines == ["a\r\n", f"b{NO_ENDS}c\r", "d\n", "\r\n", "e"]
+    assert split_lines("") == split_lines("\r")[1:] == [""]
     assert [offset(text, i, 0, "utf-8") for i in range(5)] == [sum(map(len, lines[:i])) for i in range(5)]
 
 
