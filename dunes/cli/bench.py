@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -159,8 +158,6 @@ def parts(
     from dunes.progress import Display, shown_by
 
     plan = instrument.Plan(sources, instrument.read_variants(vary), minutes, seeds, size, tokenizer, budget)
-    # A run in a process of its own ends with this one.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with Display(Console(stderr=True, highlight=False)) as display, shown_by(display.state):
         rungs, failed = instrument.bench_parts(plan, out)
 
