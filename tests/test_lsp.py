@@ -5,6 +5,8 @@ Editors end lines at \\n, \\r\\n and \\r and count columns in code units. `str.s
 
 import asyncio
 import json
+import signal
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from textwrap import dedent
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dunes.serve import doctor
+from dunes.serve.handshake import message
 from dunes.text.lines import split_lines
 
 types = pytest.importorskip("lsprotocol.types")
@@ -191,3 +194,20 @@ async def _edit(uri):
 def test_doctor_reads_events_of_servers_that_do_not_escape_line_separators():
     event = json.dumps({"choices": [{"text": NO_ENDS[-3:]}]}, ensure_ascii=False)
     assert doctor._events(f"data: {event}\r\n\r\ndata: [DONE]\n\n".encode()) == NO_ENDS[-3:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_server_though_a_thread_waits_for_the_editor(number, tmp_path):
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "dunes", "lsp", str(tmp_path)], **pipes)
+    with process:
+        request = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {"capabilities": {}}}
+        process.stdin.write(message(request) + message({"jsonrpc": "2.0", "method": "initialized", "params": {}}))
+        process.stdin.flush()
+        said = b""
+        while b"showMessage" not in said:  # there is no model
+            said += process.stdout.read1()
+        process.send_signal(number)
+        assert process.wait(20) == -number
+        assert process.stderr.read() == b""

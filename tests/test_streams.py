@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 
 from conftest import eventually
-from dunes.cli.main import VERBS, WORK
+from dunes.cli import main
 
 PRINTS = """
     import sys
@@ -90,8 +90,17 @@ def test_a_full_pipe_that_does_not_block_is_waited_for(is_result, tmp_path):
     assert process.returncode == 0
 
 
-def test_every_verb_that_works_on_is_a_verb():
-    assert {*WORK} < {*VERBS}
+@pytest.mark.parametrize(("words", "is_result"), [
+    ("train code --out run", False), ("train code --dry-run", True), ("train -h", True), ("serve run", False),
+    ("serve run --config=vim", True), ("generate run", True), ("", True), ("--version", True), ("eval run", True),
+])  # fmt: skip
+def test_the_output_of_these_commands_is_their_result(words, is_result, monkeypatch):
+    passed = []
+    monkeypatch.setattr(main, "exit_with", lambda *arguments: passed.append(arguments[2]))
+    monkeypatch.setattr(sys, "argv", ["dunes", *words.split()])
+    main.main()
+    assert passed == [is_result]
+    assert {*main.WORK} < {*main.VERBS}
 
 
 CLEANS = """

@@ -35,7 +35,8 @@ QUICK = ("generate", "chat", "complete")
 FUNCTIONS = {"eval": "evaluate", "compile": "compile_"}
 """Names of the functions for verbs that have the name of a Python builtin."""
 WORK = ("train", "finetune", "convert", "export", "augment", "compile", "serve", "lsp")
-"""Verbs whose result is not their output: they go on, and succeed, if it cannot be written."""
+"""Verbs whose result is not their output, unless REPORTS are set: they succeed if it cannot be written."""
+REPORTS = {"-h", "--help", "--dry-run", "--config"}
 TRUST = {
     "trust_code": "Import functions that models' cards name, which runs code outside of this package.",
     "trust_sources": "Read training text that models' cards name, though this user did not train on it here.",
@@ -46,7 +47,8 @@ ABOUT = "Build, train, change and use small transformers on your own machine. --
 
 def main() -> None:
     """Run the command line. A user error prints one line and exits with status 2."""
-    exit_with(_main, "dunes", sys.argv[1:2] not in [[verb] for verb in WORK])
+    options = {word.partition("=")[0] for word in sys.argv[2:]}
+    exit_with(_main, "dunes", sys.argv[1:2] not in [[verb] for verb in WORK] or not REPORTS.isdisjoint(options))
 
 
 def _main() -> int:
