@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -207,7 +207,7 @@ def compare(
 def plot(
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
     out: Path = Path("runs/bench"),
-    over: str = "minutes",
+    over: Literal["minutes", "tokens", "steps"] = "minutes",
     as_json: Json = False,
 ) -> int:
     """Plot measurements over size and settings, and losses of training runs over time.
@@ -217,14 +217,12 @@ def plot(
     Args:
         paths: Files of measurements, and folders of training runs.
         out: Output folder for the plots.
-        over: X axis of loss curves: minutes, tokens or steps.
+        over: X axis of loss curves.
     """
     from dunes.bench import plot as plots
     from dunes.bench import rows
     from dunes.runs.run import METRICS, read_metrics
 
-    if over not in ("minutes", "tokens", "steps"):
-        raise ValueError(f"--over is {over!r}; it must be minutes, tokens or steps")
     if not paths:
         raise ValueError("nothing to plot; pass files of measurements or folders of training runs")
     laps = [row for p in paths if not p.is_dir() for row in rows.read_rows(p)]

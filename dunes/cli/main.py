@@ -130,18 +130,15 @@ def _open_streams(is_result: bool) -> None:
 
     Characters that the locale's encoding lacks are escaped. Streams that a caller has replaced stay.
     """
-    for number in range(3):
-        with suppress(OSError):
-            os.fstat(number)
-            continue
-        os.open(os.devnull, os.O_RDWR)  # gets the lowest number
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest that is free
+        pass
+    os.close(number)
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
-    for name, number in (("stdout", 1), ("stderr", 2)):
+    for number, name in enumerate(("stdout", "stderr"), 1):
         if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__"):
             output, encoding = Output(number, "w", closefd=False), stream.encoding if stream else "utf-8"
-            output.is_result = is_result and name == "stdout"
-            text = TextIOWrapper(BufferedWriter(output), encoding, "backslashreplace", line_buffering=True)
-            setattr(sys, name, text)
+            output.is_result = is_result and number == 1
+            setattr(sys, name, TextIOWrapper(BufferedWriter(output), encoding, "backslashreplace", None, True))
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
