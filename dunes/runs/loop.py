@@ -235,10 +235,8 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
 
 @contextmanager
 def _signals() -> Iterator[StopRequest]:
-    """Handle signals: the first SIGINT or SIGTERM requests a stop after the current step, a second exits at once.
-
-    SIGUSR1 requests a save.
-    """
+    """Handle signals: the first SIGINT, SIGTERM or SIGHUP requests a stop after the current step, a second exits
+    at once; SIGUSR1 requests a save. An ignored SIGHUP (nohup) stays ignored."""
     request = StopRequest()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -250,6 +248,8 @@ def _signals() -> Iterator[StopRequest]:
         request.save = True
 
     handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGUSR1: save}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = stop
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield request
