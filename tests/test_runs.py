@@ -150,6 +150,17 @@ def stop(config, folder, step, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "resumed", "warned"), [("60k", False, True), ("60k", True, False), ("", False, False)]
+)
+def test_only_the_size_that_a_user_sets_is_warned_of(code, monkeypatch, size, resumed, warned):
+    monkeypatch.setattr(train_module.autosize, "size_warning", lambda config: "warning: --size")
+    monkeypatch.setattr(train_module.autosize, "autosize_run", lambda c, *_: (replace(c, size="300000"), []))
+    shown, out = display()
+    train_module._choose_options(toy(code, size=size), SimpleNamespace(train=[]), None, shown, resumed)
+    assert ("--size" in out.getvalue()) is warned
+
+
 def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path, monkeypatch):
     config = toy(code, steps=90, batch=16)
     straight, halves = tmp_path / "straight", tmp_path / "halves"

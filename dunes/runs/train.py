@@ -110,7 +110,7 @@ def _choose_options(
         chosen, reasons = autosize.autosize_run(config, sum(d.size for d in corpus.train), resumed)
     for line in reasons:
         display.detail(line)
-    if base is None and config.size and (warning := autosize.size_warning(chosen)):
+    if base is None and config.size and not resumed and (warning := autosize.size_warning(chosen)):
         display.line(warning)
     parts_of_family = chosen.parts and isinstance(
         checkpoint.hf_config_of(autosize.meta_model(chosen), chosen.context_length), checkpoint.Architecture
