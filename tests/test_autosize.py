@@ -54,7 +54,7 @@ def test_more_minutes_a_faster_machine_and_more_text_make_a_larger_model():
 
 @pytest.mark.parametrize("half", [0.55, 1.8])
 def test_rates_measured_beside_other_programs_change_no_plan(monkeypatch, half):
-    """The dtype, size, steps and options are those of the idle machine; only what is expected of its speed differs."""
+    """Size, steps and options are those of the idle machine; only the expected speed differs."""
     plans = []
     for times in (1.0, half, None):
         rate = lambda typical, times=times: measure.Rate(typical * (times or 1), typical, times is not None)

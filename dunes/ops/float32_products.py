@@ -103,6 +103,8 @@ def mirror(matrix: Tensor) -> None:
     """Copy the upper triangle of a matrix (I, I) to the lower one."""
     for start, stop in _panels(len(matrix)):
         matrix[stop:, start:stop] = matrix[start:stop, stop:].T
+        square = matrix[start:stop, start:stop]  # some products of float32 are not exactly symmetric
+        square.copy_(square.triu() + square.triu(1).T)
 
 
 def _panels(inputs: int) -> Iterator[tuple[int, int]]:
