@@ -1,5 +1,6 @@
 """What is said of the machine is so."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -85,6 +86,7 @@ NONE = (float("inf"), float("inf"))
         (f"0::/{SCOPE}", V2.format("/"), {"user.slice/cpu.max": "1 0"}, NONE),
         ("", "", {}, NONE),
         ("no fields", "none\n", {}, NONE),
+        ("0::/", "5 1 no fields\n" + V2.format("/") + "\n9 - cgroup", {"cpu.max": "1 1"}, (1, NONE[0])),
         (None, None, {}, NONE),
     ],
 )
@@ -137,7 +139,7 @@ ARM = {"system": "Linux aarch64"}
 def test_the_dtype_follows_from_the_processor_alone(monkeypatch, facts, bfloat16):
     kind = machine.kind_of(facts)
     assert kind.bfloat16 == bfloat16 == (kind.rates[1] > 1.5 * kind.rates[0])
-    monkeypatch.setattr(machine, "kind_of", lambda facts: kind)
+    monkeypatch.setattr(machine, "_kind", lambda: kind)
     monkeypatch.setattr(machine, "_sample", lambda *_: pytest.fail("measured"))
     assert (measure.choose_dtype(torch.device("cpu")) == torch.bfloat16) == bfloat16
     assert measure.choose_dtype(torch.device("mps")) == torch.float32
@@ -202,7 +204,7 @@ def test_samples_are_of_threads_that_compute_alone_and_leave_no_trace(monkeypatc
     monkeypatch.setattr(machine, "SAMPLE_SECONDS", 0.005)
     by_core = machine._sample(work, torch.device("cpu"), 2)
     assert seen == {(0, 1), (1, 1)} or sys.platform != "linux"
-    assert all(len(seconds) >= machine.LEAST_SAMPLES for seconds in by_core)
+    assert all(len(seconds) >= machine.SAMPLES for seconds in by_core)
     machine._product(torch.float32, torch.device("cpu"), 8)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
@@ -299,6 +301,13 @@ def test_the_users_own_choice_of_waiting_is_respected(told):
     assert chosen() == (["2", "None", "None"] if told else ["1", "3000", "None"])
     assert chosen(GOMP_SPINCOUNT="7") == ["1", "7", "None"]
     assert chosen(OMP_WAIT_POLICY="ACTIVE") == ["1", "None", "ACTIVE"]
+
+
+@pytest.mark.parametrize(("ticks", "seconds", "count"), [(0.5, 2.0, 4), (9.0, 2.0, 3), (0.0, 2.0, 10_000)])
+def test_samples_end_after_their_time_or_where_the_clock_stands_still(ticks, seconds, count):
+    clock = (n * ticks for n in itertools.count())
+    times = machine._times(lambda: None, torch.device("cpu"), seconds, 3, clock.__next__)
+    assert times == [ticks] * count
 
 
 def test_rates_under_load_are_amounts_over_the_median_time(monkeypatch):

@@ -33,9 +33,9 @@ DEVICES = ("cpu", "cuda", "mps")
 _device_set: str | None = None
 FASTEST_CLOCK = 6.2e9
 """Cycles per second of the fastest processors sold; virtual machines do not report their own clock."""
-READERS = 16
-"""More cores than these share the same memory channels."""
-LEAST_SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
+READERS = 8
+"""More cores than these hardly read more from memory."""
+SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
 """Least samples of a rate, and their total seconds; the quartiles of samples that agree differ by less than this
 fraction of the median. Beside three busy processes on two cores, they differ by up to 0.34."""
 
@@ -202,20 +202,17 @@ def cgroup_limits(root: Path = Path("/")) -> tuple[float, float]:
 
 def _cgroups(root: Path) -> Iterator[Path]:
     """Folders of this process's control groups of versions 1 and 2, each followed by those that contain it."""
-    groups, mounts = ((root / "proc/self" / name).read_text().splitlines() for name in ("cgroup", "mountinfo"))
-    for mount in mounts:
+    texts = ((root / "proc/self" / name).read_bytes().decode(errors="replace") for name in ("cgroup", "mountinfo"))
+    groups, mounts = (text.splitlines() for text in texts)
+    for mount in (line for line in mounts if " - cgroup" in line):
         fields, (kind, *_, options) = (part.split() for part in mount.split(" - "))
         top, point = (re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), f).strip("/") for f in fields[3:5])
         above = [*filter(None, top.split("/"))]
         for _, controllers, path in (group.split(":", 2) for group in groups):
-            parts = [*filter(None, path.split("/"))]
-            if kind == ("cgroup" if controllers else "cgroup2") and {*controllers.split(",")} <= {
-                "",
-                *options.split(","),
-            }:
-                # Other paths belong to a namespace that is not this one's: the mounted folder is what is known.
-                known = parts[: len(above)] == above and ".." not in parts
-                inside = parts[len(above) :] if known else []
+            wanted, parts = {*controllers.split(",")}, [*filter(None, path.split("/"))]
+            if kind == ("cgroup" if controllers else "cgroup2") and wanted <= {"", *options.split(",")}:
+                # A path outside of the mounted folder is another namespace's: that folder is what is known.
+                inside = parts[len(above) :] if parts[: len(above)] == above and ".." not in parts else []
                 yield from ((root / point).joinpath(*inside[:n]) for n in range(len(inside), -1, -1))
 
 
@@ -232,9 +229,8 @@ def _free_in(group: Path) -> float:
     """Bytes that can be allocated before a control group reaches a limit of memory; infinite without limits."""
     free, cached = math.inf, 0
     with suppress(OSError, ValueError):  # cached files can be evicted; version 1 totals those of inner groups
-        cached = max(
-            map(int, re.findall(r"^(?:total_)?inactive_file (\d+)", (group / "memory.stat").read_text(), re.M))
-        )
+        evictable = re.compile(r"^(?:total_)?inactive_file (\d+)", re.M)
+        cached = max(map(int, evictable.findall((group / "memory.stat").read_text())))
     older = ("memory.limit_in_bytes", "memory.usage_in_bytes")
     for most, usage in (("memory.max", "memory.current"), ("memory.high", "memory.current"), older):
         with suppress(OSError, ValueError):
@@ -279,6 +275,7 @@ def kind_of(facts: Mapping[str, str]) -> Kind:
     return next(k for k in KINDS if all({*v.split()} <= words.get(n, set()) for n, v in k.where.items()))
 
 
+@functools.cache
 def _kind() -> Kind:
     return kind_of({"system": f"{platform.system()} {platform.machine()}"} | processor())
 
@@ -393,10 +390,11 @@ def _cached_rate(
 
     `prepare` returns the function for a number of cores; each core calls it with its own number.
     """
-    cpu, cores = device.type == "cpu", min(most_cores, torch.get_num_threads(), _usable_cores())
-    key = f"{name}-{device.type}" + f"-{cores}" * cpu
+    cpu, threads = device.type == "cpu", torch.get_num_threads()
+    key = f"{name}-{device.type}" + f"-{threads}" * cpu
     if key in _rates:
         return _rates[key]
+    cores = min(most_cores, threads, _usable_cores())
     full, half, read = zip(_kind().rates, _kind().most, strict=True)
     others = min(full[0], half[0]), half[1]
     rates = {"float32": full, "bfloat16": half, "read": read}.get(name.partition("-")[0], others)
@@ -425,25 +423,29 @@ def _cached_rate(
 def _sample(work: Callable[[int], object], device: torch.device, cores: int) -> list[list[float]]:
     """Seconds of each call, by core: on Linux processor time, while threads for all cores call at once."""
     if device.type != "cpu" or sys.platform != "linux":  # where libraries compute in threads that they hide
-        return [_times(lambda: work(0), device, SAMPLE_SECONDS)]
+        return [_times(lambda: work(0), device, SAMPLE_SECONDS, SAMPLES)]
     # Each thread computes alone: threads of a team spin while they wait for one that other programs interrupt.
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            take = lambda core: _times(lambda: work(core), device, SAMPLE_SECONDS, thread_time)
+            take = lambda core: _times(lambda: work(core), device, SAMPLE_SECONDS, SAMPLES, thread_time)
             return [*pool.map(take, range(cores))]
     finally:
         torch.set_num_threads(threads)
 
 
 def _times(
-    work: Callable[[], object], device: torch.device, seconds: float, clock: Callable[[], float] = perf_counter
+    work: Callable[[], object],
+    device: torch.device,
+    seconds: float,
+    least: int = 1,
+    clock: Callable[[], float] = perf_counter,
 ) -> list[float]:
-    """Seconds of each of several calls, which take `seconds` in total or longer."""
+    """Seconds of each of several calls: at least so many calls and, if the clock advances, so many seconds."""
     times = list[float]()
     for _ in range(2):  # the first calls load kernels
         work()
-    while len(times) < LEAST_SAMPLES or sum(times) < seconds:
+    while len(times) < least or (sum(times) < seconds and len(times) < 10_000):
         synchronize(device)
         start = clock()
         work()
