@@ -173,7 +173,7 @@ def test_a_rate_is_the_median_of_samples_that_agree_and_kept(rates, monkeypatch,
     )
     assert rates(9.0, 9.0, 9.0) == (WORK / 2, 0.12e12, True), "kept on disk"
     assert rates(2.0, 2.0, 2.0, cores=3) == (pytest.approx(3 * WORK / 2), pytest.approx(0.36e12), True)
-    (stored,) = tmp_path.rglob("float32-512-cpu-1")
+    (stored,) = tmp_path.rglob("float32-512-cpu-1-1")
     for text in ("nan", "-1", "inf", "4.23e12", ""):  # the last but one is 35 times what this core can
         stored.write_text(text)
         assert rates(2.0, 2.0, 2.0).value == WORK / 2

@@ -402,7 +402,7 @@ def _cached_rate(
     most = cores * rates[1] * FASTEST_CLOCK if cpu else math.inf
     path, value = None, 0.0
     with suppress(ValueError, OSError):  # no home folder, or no stored rate
-        path = cache_home() / "processor-rates" / str(fingerprint()["machine"]) / key
+        path = cache_home() / "processor-rates" / str(fingerprint()["machine"]) / f"{key}-{cores}"
         value = float(path.read_text())
     stored = sure = 0 < value < most
     if not stored:
