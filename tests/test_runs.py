@@ -149,7 +149,6 @@ def stop(config, folder, step, monkeypatch):
         return training_output(config, folder, status=130)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "resumed", "warned"), [("60k", False, True), ("60k", True, False), ("", False, False)]
 )
@@ -161,6 +160,7 @@ def test_only_the_size_that_a_user_sets_is_warned_of(code, monkeypatch, size, re
     assert ("--size" in out.getvalue()) is warned
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path, monkeypatch):
     config = toy(code, steps=90, batch=16)
     straight, halves = tmp_path / "straight", tmp_path / "halves"
