@@ -55,13 +55,15 @@ def test_more_minutes_a_faster_machine_and_more_text_make_a_larger_model():
 @pytest.mark.parametrize("half", [0.55, 1.8])
 def test_rates_measured_beside_other_programs_change_no_plan(monkeypatch, half):
     """Size, steps and options are those of the idle machine; only the expected speed differs."""
+    monkeypatch.setattr(autosize, "SIZES", [100_000, 200_000, 400_000])
+    monkeypatch.setattr(autosize, "memory_advice", lambda config: "")
     plans = []
     for times in (1.0, half, None):
         rate = lambda typical, times=times: measure.Rate(typical * (times or 1), typical, times is not None)
         monkeypatch.setattr(autosize.measure, "peak_matmul_rate", lambda dtype, device, r=rate: r(3e11))
         monkeypatch.setattr(autosize.measure, "peak_read_rate", lambda device, r=rate: r(2.6e10))
         config = TrainConfig(sources=(), minutes=0.5, dtype="float32", threads=2, vocab_size=512)
-        plans.append(autosize_run(config, 400_000))
+        plans.append(autosize_run(config, 1_200_000))
     (alone, said), (busy, said_busy), (_, guessed) = plans
     assert replace(alone, rate=0.0, matmul=0.0) == replace(busy, rate=0.0, matmul=0.0)
     assert alone.rate != busy.rate
