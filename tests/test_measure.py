@@ -187,7 +187,7 @@ def test_a_rate_that_is_impossible_or_unsure_is_typical_and_not_kept(rates, tmp_
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize(("milliseconds", "times"), [(1.2, 1), (4.4, 1), (0.9, 2), (4.7, 0.5), (22.0, 0.125)])
+@pytest.mark.parametrize(("milliseconds", "times"), [(0.8, 1), (6.6, 1), (0.7, 4), (6.8, 0.25), (22.0, 0.125)])
 def test_a_plan_has_the_typical_rate_unless_another_is_certain(rates, milliseconds, times):
     rate = rates(*[milliseconds] * 7)
     assert rate == (pytest.approx(WORK / milliseconds), pytest.approx(0.12e12 * times), True)

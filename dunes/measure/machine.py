@@ -33,6 +33,8 @@ DEVICES = ("cpu", "cuda", "mps")
 _device_set: str | None = None
 FASTEST_CLOCK = 6.2e9
 """Cycles per second of the fastest processors sold; virtual machines do not report their own clock."""
+FAR = 3.0
+"""Other programs and other virtual machines on a core hardly change its rate by more than this factor."""
 READERS = 8
 """More cores than these hardly read more from memory."""
 SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
@@ -81,8 +83,8 @@ KINDS = (
 class Rate(NamedTuple):
     """A rate per second: `value` as measured, or typical for this kind of processor if samples are not `sure`.
 
-    A plan uses `planned`, which does not vary as measurements do: the typical rate, or if `value` is more than
-    twice or less than half of it, that rate times a power of two.
+    A plan uses `planned`, which does not vary as measurements do: the typical rate, or if `value` differs from it
+    by more than a factor of FAR, that rate times a power of two.
     """
 
     value: float
@@ -413,7 +415,7 @@ def _cached_rate(
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, repr(value).encode())
-    far = sure and not typical / 2 <= value <= 2 * typical
+    far = sure and not typical / FAR <= value <= FAR * typical
     planned = typical * 2.0 ** (round(math.log2(value / typical)) if far else 0)
     return _rates.setdefault(
         key, Rate(value if sure else typical, planned, sure) if cpu else Rate(value, value, sure)

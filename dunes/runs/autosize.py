@@ -72,7 +72,7 @@ FEW_EPOCHS = 3.0
 class Machine:
     """Rates of a machine: of matrix products in `dtype` (FLOP/s), and of memory reads (bytes/s).
 
-    `planned` are the rates for plans (`measure.Rate`), by default the same. If `guessed`, some were not measured.
+    `planned` are the rates for plans (`measure.Rate`), by default the same. `guessed` rates are typical ones.
     """
 
     threads: int
@@ -80,7 +80,7 @@ class Machine:
     matmul: float
     read: float
     planned: tuple[float, float] | None = None
-    guessed: bool = False
+    guessed: tuple[bool, bool] = (False, False)
 
     @property
     def plan(self) -> "Machine":
@@ -116,7 +116,7 @@ def measure_machine(config: TrainConfig) -> Machine:
     assert config.dtype, "chosen before"
     device = measure.device()
     matmul, read = measure.peak_matmul_rate(autocast_dtype(config), device), measure.peak_read_rate(device)
-    planned, guessed = (matmul.planned, read.planned), not (matmul.sure and read.sure)
+    planned, guessed = (matmul.planned, read.planned), (not matmul.sure, not read.sure)
     return Machine(config.threads, config.dtype, matmul.value, read.value, planned, guessed)
 
 
@@ -388,11 +388,10 @@ def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str
 
 def describe_machine(machine: Machine) -> str:
     """One line of text with the measured rates of the machine."""
+    matmul, read = (" (a guess, typical of such processors)" * guessed for guessed in machine.guessed)
     return (
         f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
-        f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s"
-        + " (typical of such processors: measurements disagreed, so a guess)"
-        * machine.guessed
+        f"{machine.matmul / 1e12:.2f} TFLOP/s{matmul}, memory read at {machine.read / 1e9:.0f} GB/s{read}"
     )
 
 
