@@ -107,7 +107,9 @@ def test_products_in_float32_are_for_bfloat16_alone_and_where_they_are_faster(mo
 @pytest.mark.parametrize("instructions", [True, False])
 def test_the_choice_of_products_follows_from_the_processor_or_the_record(monkeypatch, instructions):
     """Results depend on it: a change that went on after a kill ended in other bytes once in some 16 times."""
-    monkeypatch.setattr(float32_products.measure, "has_fast_bfloat16", lambda device: instructions)
+    monkeypatch.setattr(
+        float32_products.measure, "choose_dtype", lambda device: torch.bfloat16 if instructions else torch.float32
+    )
     assert float32_products.float32_is_faster() is (not instructions)
     try:
         for recorded in (True, False):

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter, process_time, thread_time
+from time import perf_counter, thread_time
 from typing import NamedTuple
 
 import numpy as np
@@ -330,24 +330,14 @@ def model_flops_utilization(flops: float, seconds: float, dtype: torch.dtype, de
     return flops / seconds / max(peak_matmul_rate(d, device).value for d in {dtype, torch.float32})
 
 
-def processor_clock(device: torch.device) -> Callable[[], float]:
-    """A clock to compare two ways of computing: on a CPU, it counts the processor time of this process alone."""
-    return process_time if device.type == "cpu" else perf_counter
-
-
 def choose_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 if its matrix products are clearly faster on this device than float32's, else float32."""
-    return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
+    """bfloat16 if its matrix products are clearly faster on this device than float32's, else float32.
 
-
-def has_fast_bfloat16(device: torch.device) -> bool:
-    """True if bfloat16 products are clearly faster than float32's: GPUs from Ampere on, and CPUs by KINDS.
-
-    Apple's GPU saves memory by bfloat16, no time (https://github.com/karpathy/nanochat/pull/793).
+    They are on GPUs from Ampere on, and on CPUs by KINDS. Apple's GPU saves memory by bfloat16, no time
+    (https://github.com/karpathy/nanochat/pull/793).
     """
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return device.type == "cpu" and _kind().bfloat16
+    cuda = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if cuda or (device.type == "cpu" and _kind().bfloat16) else torch.float32
 
 
 def choose_threads() -> int:

@@ -56,7 +56,7 @@ def float32_is_faster() -> bool:
 
     Results depend on this choice, so it must not vary between runs: it follows from the kind of processor.
     """
-    return _recorded[0] if _recorded else not measure.has_fast_bfloat16(torch.device("cpu"))
+    return _recorded[0] if _recorded else measure.choose_dtype(torch.device("cpu")) == torch.float32
 
 
 class Float32Products(TorchFunctionMode):

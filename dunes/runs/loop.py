@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from time import monotonic, perf_counter, process_time
@@ -404,7 +403,7 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
     """A function that reports each step to the display."""
     losses: list[float] = []
     work, unit = flops(run.model, run.config.context_length), run.config.counted.replace("tokens", "tok")
-    mfu = partial(measure.model_flops_utilization, dtype=autocast_dtype(run.config), device=run.trainer.device)
+    dtype, mfu = autocast_dtype(run.config), measure.model_flops_utilization
 
     def report(step: Step) -> None:
         if step.skipped:
@@ -419,7 +418,9 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
             f"val {run.last.criterion:.3f}{run.last.unit}" if run.last else "",
             f"lr {run.trainer.learning_rates()[0] * step.lr_scale:.2g}",
             f"{format_count(step.count / step.seconds)} {unit}/s",
-            f"{mfu(work * step.count / ranks.count(), step.seconds):.0%} MFU" if run.config.matmul else "",
+            f"{mfu(work * step.count / ranks.count(), step.seconds, dtype, run.trainer.device):.0%} MFU"
+            if run.config.matmul
+            else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
             f"{format_seconds(round(run.seconds_left))} left",
         ]

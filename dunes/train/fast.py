@@ -10,14 +10,14 @@ gathered at once. The equivalent plain loop is `Trainer.run` on the same batches
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, islice
-from time import perf_counter
+from time import perf_counter, process_time
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dunes import measure, tree
+from dunes import tree
 from dunes.ops.kernels import one_line, why_not_compiled
 from dunes.progress import Line
 from dunes.train.loss import Loss
@@ -56,7 +56,7 @@ def fast_run(
     data, stream = [t.to(trainer.device) for t in tensors], iter(indices)
     gather = lambda index: tuple(t.index_select(0, index.to(t.device)) for t in data)
     seconds, changes = list[float](), list[Key]()
-    clock = measure.processor_clock(trainer.device)
+    clock = _clock(trainer)
     with _watched(trainer) as draws:
         start = clock()
         for step in trainer.run(map(gather, islice(stream, PLAIN_STEPS))):
@@ -72,6 +72,10 @@ def fast_run(
         unit = Unit(trainer, 1 if any(draws) or scheduled else steps_per_call, any(draws))
         stream = yield from _run_units(unit, gather, stream, min(seconds[1:]), line)
     yield from trainer.run(map(gather, stream))
+
+
+def _clock(trainer: Trainer) -> Callable[[], float]:
+    return process_time if trainer.device.type == "cpu" else perf_counter  # other programs take no processor time
 
 
 def why_plain(trainer: Trainer) -> str:
@@ -195,7 +199,7 @@ def _run_units(
 ) -> Generator[Step, None, Iterator[Tensor]]:
     """Yields the steps of complete units; returns the remaining indices, which are for the plain loop."""
     trainer, seconds, compiling = unit.trainer, list[float](), 0.0
-    clock = measure.processor_clock(trainer.device)
+    clock = _clock(trainer)
     while True:
         read = _read(trainer)
         if reason := _describe(trainer, [key for key in _changes(unit.read, read) if key[0] != "lr"]):
