@@ -149,6 +149,17 @@ def stop(config, folder, step, monkeypatch):
         return training_output(config, folder, status=130)
 
 
+@pytest.mark.parametrize(
+    ("size", "resumed", "warned"), [("60k", False, True), ("60k", True, False), ("", False, False)]
+)
+def test_only_the_size_that_a_user_sets_is_warned_of(code, monkeypatch, size, resumed, warned):
+    monkeypatch.setattr(train_module.autosize, "size_warning", lambda config: "warning: --size")
+    monkeypatch.setattr(train_module.autosize, "autosize_run", lambda c, *_: (replace(c, size="300000"), []))
+    shown, out = display()
+    train_module._choose_options(toy(code, size=size), SimpleNamespace(train=[]), None, shown, resumed)
+    assert ("--size" in out.getvalue()) is warned
+
+
 @pytest.mark.slow
 def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path, monkeypatch):
     config = toy(code, steps=90, batch=16)
