@@ -52,6 +52,27 @@ def test_more_minutes_a_faster_machine_and_more_text_make_a_larger_model():
     assert size_for(text=100_000) < size_for() <= size_for(text=10**10)
 
 
+@pytest.mark.parametrize("half", [0.55, 1.8])
+def test_rates_measured_beside_other_programs_change_no_plan(monkeypatch, half):
+    """Size, steps and options are those of the idle machine; only the expected speed differs."""
+    monkeypatch.setattr(autosize, "SIZES", [100_000, 200_000, 400_000])
+    monkeypatch.setattr(autosize, "memory_advice", lambda config: "")
+    plans = []
+    for times in (1.0, half, None):
+        rate = lambda typical, times=times: measure.Rate(typical * (times or 1), typical, times is not None)
+        monkeypatch.setattr(autosize.measure, "peak_matmul_rate", lambda dtype, device, r=rate: r(3e11))
+        monkeypatch.setattr(autosize.measure, "peak_read_rate", lambda device, r=rate: r(2.6e10))
+        config = TrainConfig(sources=(), minutes=0.5, dtype="float32", threads=2, vocab_size=512)
+        plans.append(autosize_run(config, 1_200_000))
+    (alone, said), (busy, said_busy), (_, guessed) = plans
+    assert replace(alone, rate=0.0, matmul=0.0) == replace(busy, rate=0.0, matmul=0.0)
+    assert alone.rate != busy.rate
+    assert said[1:] == said_busy[1:] == guessed[1:]
+    assert re.search(r"trains on \S+ tokens \(\d+ steps, ", said[2])
+    assert guessed[0].count("guess") == 2
+    assert "guess" not in said[0] + said_busy[0]
+
+
 def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
     assert size_for(size="12345678") == 12_345_678
     few, many = size_for(steps=100), size_for(steps=3_000)
@@ -258,11 +279,7 @@ def test_the_estimate_is_what_a_run_takes(family, most, code, tmp_path):
     assert 0.9 < float(done.stdout.split()[-1]) < most
 
 
-def test_a_reading_rate_is_bytes_over_time_and_an_error_of_memory_is_told_from_others(monkeypatch):
-    clock = iter([0.0, 0.0, 0.0, 0.5, 0.6, 0.6, 1.6, 9.9])
-    monkeypatch.setattr(measure.machine, "perf_counter", lambda: next(clock))
-    # Two sums, of half a second and of one: the faster one counts.
-    assert measure.read_rate(torch.device("cpu"), size=4000, seconds=2.0) == pytest.approx(4000 / 0.5)
+def test_an_error_of_memory_is_told_from_others():
     with pytest.raises(RuntimeError) as error:
         torch.empty(1 << 60)
     assert measure.out_of_memory(error.value)

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,13 +28,16 @@ from dunes.bench.runner import Lap, race
 from dunes.bench.subject import Setting, Work, of_folder, of_shape
 from dunes.cli import bench as cli
 from dunes.cli.main import run as run_command
+from dunes.measure import machine
 from dunes.ops import scaled_dot_product as attention
 from dunes.parts import Decoder
 from dunes.progress import shown_by
+from dunes.runs import loop
 from dunes.runs.run import Timings
 from dunes.runs.train import train
+from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
-from dunes.train import Trainer, adamw, cross_entropy
+from dunes.train import Step, Trainer, adamw, cross_entropy
 from dunes.train.loss import next_token_loss
 from dunes.tree import find, linear
 
@@ -92,10 +96,11 @@ def test_a_machine_that_slows_down_steadily_makes_no_difference_between_equals(r
 def test_rates_and_shares_are_what_they_are_called(monkeypatch):
     c = runner.cases("train", TINY)[0]
     work = Work(lambda _: None, amount=600, flops=8e9, bytes=3e9)
-    monkeypatch.setattr(measure, "matmul_rate", lambda dtype, device: 1e11)
+    monkeypatch.setattr(measure, "matmul_rate", lambda dtype, device: 2e11)
+    monkeypatch.setattr(machine, "peak_matmul_rate", lambda dtype, device: machine.Rate(1e11, 3e11, True))
     monkeypatch.setattr(measure, "read_rate", lambda device, size, seconds: 6e9)
     found = [runner._row("train", c, work, Lap("0", i, s, 1), runner.Ceilings()) for i, s in enumerate((2, 1, 4))]
-    assert [r["flop_share"] for r in found] == pytest.approx([0.04, 0.08, 0.02])
+    assert [r["flop_share"] for r in found] == pytest.approx([0.04, 0.08, 0.02]), "of the peak, not of the moment"
     assert [r["byte_share"] for r in found] == pytest.approx([0.25, 0.5, 0.125])
     summed = rows.summarize(found)
     assert (summed["seconds"], summed["rate"], summed["rounds"]) == (2, 300, 3)
@@ -104,16 +109,43 @@ def test_rates_and_shares_are_what_they_are_called(monkeypatch):
     assert summed["limit"] == pytest.approx(1200)  # 600 in the 0.5 s that reading takes
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_and_the_benchmark_give_a_model_the_same_mfu(monkeypatch, processes):
+    """Both are relative to the peak of now and of a process, not to the rate when a run was planned."""
+    c = runner.cases("train", TINY)[0]
+    work, peaks = (
+        benchmarks.BENCHMARKS["train"].make(c.subject, c.setting),
+        {torch.float32: 3e9, torch.bfloat16: 1e9},
+    )
+    monkeypatch.setattr(machine, "peak_matmul_rate", lambda dtype, device: machine.Rate(peaks[dtype], 1.0, True))
+    (row,) = [runner._row("train", c, work, Lap("0", 0, 2.0, 1), runner.Ceilings())]
+    monkeypatch.setattr(loop.ranks, "count", lambda: processes)
+    config = TrainConfig(context_length=c.setting.context, dtype="bfloat16", matmul=1.0)
+    optimizer = SimpleNamespace(learning_rates=lambda: [0.1], device=torch.device("cpu"), number=1)
+    run = SimpleNamespace(
+        model=work.model, config=config, trainer=optimizer, last=None, seconds_left=1.0, done=lambda n: 0.5
+    )
+    shown = []
+    report = loop._step_reporter(run, SimpleNamespace(state=lambda text, done: shown.append(text)))
+    report(Step(1, 2.0, work.amount * processes, 1.0, 1.0, False, 2.0))
+    (mfu,) = re.findall(r"(\d+)% MFU", shown[0])
+    assert 0 < row["flop_share"] < 1
+    assert f"{mfu}%" == f"{row['flop_share']:.0%}"
+
+
 def test_the_limit_is_reading_at_the_highest_rate_or_computing(monkeypatch):
     c = runner.cases("train", TINY)[0]
     reads = iter([2e9, 6e9, 3e9])
     monkeypatch.setattr(measure, "read_rate", lambda device, size, seconds: next(reads))
-    monkeypatch.setattr(measure, "matmul_rate", lambda dtype, device: {torch.float32: 1e11}.get(dtype, 1e9))
+    of_dtype = lambda dtype, device: {torch.float32: 1e11}.get(dtype, 1e9)
+    monkeypatch.setattr(measure, "matmul_rate", of_dtype)
+    monkeypatch.setattr(machine, "peak_matmul_rate", lambda *given: machine.Rate(of_dtype(*given), 1.0, True))
     half, ceilings = replace(c, setting=replace(c.setting, dtype="float16")), runner.Ceilings()
     work = Work(lambda _: None, amount=600, flops=8e9, bytes=3e9)
     laps = [runner._row("train", half, work, Lap("0", i, 2.0, 1), ceilings) for i in range(3)]
     assert [lap["byte_share"] for lap in laps] == pytest.approx([0.75, 0.25, 0.25])
     assert {lap["matmul"] for lap in laps} == {1e11}, "float32's, which computes float16 weights faster here"
+    assert {lap["flop_share"] for lap in laps} == {0.04}, "of the same"
     summed = rows.summarize(laps)
     assert (summed["byte_share"], summed["limit"]) == pytest.approx((0.25, 1200))
     assert rows.summarize([lap | {"flop_share": 0.5} for lap in laps])["limit"] == pytest.approx(600)

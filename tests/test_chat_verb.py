@@ -156,10 +156,11 @@ def test_piped_lines_are_commands_too_and_an_empty_line_separates_answers(bpe, s
     [
         ("/adapter other", "no adapter named 'other'"),
         ("/huh x", "/huh is not a command"),
-        ("/save /nowhere/a.jsonl", "No such file"),
+        ("/save nowhere/a.jsonl", "No such file"),
     ],
 )
-def test_a_piped_mistake_ends_the_conversation(line, message, bpe, scripted):  # noqa: F811
+def test_a_piped_mistake_ends_the_conversation(line, message, bpe, scripted, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
     chat, script, _ = scripted(bpe, "chatml")
     with pytest.raises((ValueError, OSError), match=message):
         run(chat, ["a", line, "b"], lambda piece: None)
@@ -219,30 +220,40 @@ def test_after_undo_only_ids_that_differ_are_evaluated(three):
     assert answered == "".join(fresh)
 
 
-def test_a_saved_conversation_is_finetuning_data(bpe, scripted, tmp_path):  # noqa: F811
+def test_a_saved_conversation_is_finetuning_data(bpe, scripted, tmp_path, monkeypatch):  # noqa: F811
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "home")
     chat, _, notes = scripted(bpe, "chatml", 'Hé "o"\n', system="Be brief.")
     path = tmp_path / "talk.jsonl"
-    run(chat, [f"/save {path}", "Hi\n", f"/save {path}\n"], lambda piece: None, interactive=True)
+    lines = [f"/save {path}", "Hi\n", f"/save {path}\n", "/save ~/b.jsonl"]
+    run(chat, lines, lambda piece: None, interactive=True)
     (record,) = read_records(path).rows
     talk = [("system", "Be brief."), ("user", "Hi"), ("assistant", 'Hé "o"\n')]
     assert [(turn.role, turn.text) for turn in record.turns] == talk
-    assert notes == ["there is no message yet", f"saved: {path}"]
+    assert notes[:2] == ["there is no message yet", f"saved: {path}"]
+    assert (tmp_path / "home" / "b.jsonl").read_bytes() == path.read_bytes()
     before = path.read_bytes()
     refused = {
         "": "expected a new file name",
         str(path): "expected a new file name",
-        "~nobody/a.jsonl": "No such file or directory",
+        "~no user of this machine/a.jsonl": "No such file or directory",
+        "~/no/a.jsonl": "No such file or directory",
         str(tmp_path): "expected a new file name",
         str(tmp_path / "a.txt"): "expected a new file name",
         str(tmp_path / "no" / "a.jsonl"): "No such file or directory",
         str(path / "a.jsonl"): "Not a directory",
     }
     run(chat, [f"/save {name}" for name in refused] + ["Ho"], lambda piece: None, interactive=True)
-    for note, words in zip(notes[2:], refused.values(), strict=True):
+    for note, words in zip(notes[3:], refused.values(), strict=True):
         assert words in note
         assert "\n" not in note
     assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["talk.jsonl"]
+    assert {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")} == {
+        "talk.jsonl",
+        "home",
+        "home/b.jsonl",
+    }
     assert len(chat.talk) == 4
 
 

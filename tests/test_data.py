@@ -303,9 +303,10 @@ def test_files_that_never_end_are_not_opened(tmp_path):
     assert names(collect_corpus([source])) == ["kept.py", "sub/kept.py"]
     followed = collect_corpus([source], follow_links=True)
     assert names(followed) == ["kept.py", "sub/kept.py"]
-    assert reasons(followed) == {"empty": ["log", "sub/.gitignore"]}
+    reason = "empty" if os.access(endless, os.R_OK) else "unreadable"  # only root may read it
+    assert reasons(followed) == {reason: ["log", "sub/.gitignore"]}
     for named in (endless, source / "log"):
-        refuses("1 empty", collect_corpus, [named])
+        refuses(f"1 {reason}", collect_corpus, [named])
 
 
 def test_what_is_linked_outside_is_read_if_asked_for_by_its_own_rules(tmp_path):

@@ -432,3 +432,244 @@ def test_an_operation_that_takes_whole_numbers_is_not_refused_for_it(mask, only)
 
     op = ops.operation(f"dunes_tests::where_{str(mask)[6:]}", reference=reference, compiled="reference")(where)
     ops.check(op, [(torch.arange(24).view(4, 6) % 2).to(mask), *arguments(False)], backend="aot_eager", seconds=0)
+
+
+def in_other_shapes(right: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: (right if args[0].shape == (4, 6) else wrong)(*args)
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fault: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.fault = fault
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return CubedBackward.apply(grad, *ctx.saved_tensors, ctx.fault), None
+
+
+class CubedBackward(torch.autograd.Function):
+    """Second derivatives with a fault: it writes, or a factor is wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, x: Tensor, fault: str) -> Tensor:
+        ctx.save_for_backward(grad, x)
+        ctx.fault = fault
+        return 3 * x * x * grad
+
+    @staticmethod
+    def backward(ctx: Any, second: Tensor) -> tuple[Tensor, Tensor, None]:
+        grad, x = ctx.saved_tensors
+        written = {"writes its input": x, "writes the gradient": grad, "writes its gradient": second}.get(
+            ctx.fault
+        )
+        if written is not None:
+            written.data.mul_(1.5)
+        factor = 2 if ctx.fault == "wrong" and x.dtype == torch.float32 else 1
+        return factor * second * 3 * x * x, 6 * x * grad * second, None
+
+
+def draws(*shape: int, ones: bool = False) -> Callable[[torch.Generator], Tensor]:
+    return lambda draw: torch.ones(shape) if ones else torch.randn(shape, generator=draw).requires_grad_()
+
+
+X = draws(4, 6)
+WRITES = {"exp": lambda x: (x.exp(), x.data.add_(1))[0], "grad": lambda grad, output: grad.mul_(output)}
+
+
+def refuses_odd(x: Tensor) -> Tensor:
+    if x.shape[-1] % 2:
+        x.data.add_(1)
+        raise ValueError("even widths alone")
+    return x.exp()
+
+
+def first_columns(count: int, dim: int) -> Callable[..., Any]:
+    def form(x: Tensor) -> Tensor:
+        y = x.exp()
+        return (
+            torch.cat(
+                [
+                    y.narrow(dim, 0, min(count, y.shape[dim])),
+                    0 * y.narrow(dim, count, max(0, y.shape[dim] - count)),
+                ],
+                dim,
+            )
+            if y.shape[dim] > count
+            else y
+        )
+
+    return form
+
+
+def kept_on_ctx(ctx: Any, x: Tensor) -> Tensor:
+    ctx.x = x
+    return x.square()
+
+
+OnCtx = type(
+    "OnCtx",
+    (torch.autograd.Function,),
+    {"forward": staticmethod(kept_on_ctx), "backward": staticmethod(lambda ctx, grad: 2 * grad * ctx.x)},
+)
+
+# Row, form, reference, arguments.
+WIDER: dict[str, tuple[str, Callable[..., Any], Callable[..., Any], list[Any]]] = {
+    "writes_where_the_size_is_another": ("sizes", in_other_shapes(exp, WRITES["exp"]), exp, [X]),
+    "writes_in_half_precision": (
+        "float16",
+        lambda x: (WRITES["exp"] if x.dtype == torch.float16 else exp)(x),
+        exp,
+        [X],
+    ),
+    "writes_and_refuses": ("sizes", refuses_odd, exp, [X]),
+    **{
+        f"second {fault}": ("second derivative", lambda x, fault=fault: Cubed.apply(x, fault), lambda x: x**3, [X])
+        for fault in ("writes its input", "writes the gradient", "writes its gradient", "wrong")
+    },
+    **{f"one_block_in_{dim}": ("sizes", first_columns(1024, dim), exp, [draws(2, 3, 4)]) for dim in range(3)},
+    "one_block_of_4096_columns": ("sizes", first_columns(4096, -1), exp, [X]),
+    "one_block_of_a_square": ("sizes", first_columns(1024, -1), exp, [draws(4, 4)]),
+    "inner_size_of_a_product": ("sizes", lambda x, y: x[:, :1024] @ y[:1024], torch.matmul, [X, draws(6, 5)]),
+    "ignores_a_neutral_factor": ("values", lambda x, k: x * 1, torch.mul, [X, 1.0]),
+    "ignores_a_small_number": (
+        "values",
+        lambda x, eps: (x.square() + 1e-6).sqrt(),
+        lambda x, eps: (x.square() + eps).sqrt(),
+        [X, 1e-6],
+    ),
+    "ignores_a_dimension": ("values", lambda x, dim: x.softmax(-1), torch.softmax, [X, -1]),
+    "ignores_a_flag": ("values", lambda x, up: x.tril(), lambda x, up: x.triu() if up else x.tril(), [X, False]),
+    "takes_zero_for_the_default": ("values", lambda x, k: x * (k or 1.0), torch.mul, [X, 2.0]),
+    "ignores_a_number_in_a_sequence": ("values", lambda x, pad: F.pad(x, (1, 1)), F.pad, [X, (1, 1)]),
+    "ignores_neutral_weights": (
+        "values",
+        lambda x, w: x.exp(),
+        lambda x, w: x.exp() * w,
+        [X, draws(6, ones=True)],
+    ),
+    "wrong_where_nothing_needs_a_gradient": (
+        "float32",
+        lambda x: x.exp() * (1 if x.requires_grad or not torch.is_grad_enabled() else 2),
+        exp,
+        [X],
+    ),
+    "keeps_its_input_unwatched": ("repeated", OnCtx.apply, torch.square, [X]),
+    "draws_at_another_rate": ("float32", lambda x, p: F.dropout(x, p) * (1 - p), F.dropout, [X, 0.5]),
+    "reference_refuses": ("float32", exp, lambda x: x.nothing, [X]),
+}
+
+
+@pytest.mark.parametrize("name", WIDER)
+@pytest.mark.parametrize("seeds", [[0], pytest.param(range(1, 25), marks=pytest.mark.slow)], ids=["one", "many"])
+def test_wider_faults_are_refused_at_every_seed(name, seeds, only):
+    row, form, reference, inputs = WIDER[name]
+    only(row)
+    for seed in seeds:
+        draw = torch.Generator().manual_seed(seed)
+        given = [x(draw) if callable(x) else x for x in inputs]
+        with pytest.raises(ValueError, match=f": {row}: "):
+            ops.check(form, given, reference, backend="aot_eager", seconds=0)
+
+
+def test_a_write_into_the_gradient_at_another_size_is_named(only):
+    only("sizes")
+
+    def forward(x: Tensor) -> Tensor:
+        return x.exp()
+
+    backward = in_other_shapes(exp_backward, WRITES["grad"])
+    op = ops.operation(
+        "dunes_tests::later",
+        reference=exp,
+        backward=lambda grad, output: backward(grad, output),
+        compiled="reference",
+    )
+    with pytest.raises(ValueError, match=r"writes into the incoming gradient; .* \(float32: 'x' \(\d+, 6\)\)$"):
+        ops.check(op(forward), arguments(True), backend="aot_eager", seconds=0)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    apart = x - x.mean(-1, keepdim=True)
+    return apart * (apart.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias
+
+
+class Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.softmax(-1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return y * grad - y * (grad * y).sum(-1, keepdim=True)
+
+
+def indices(most: int, *shape: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda draw: torch.randint(most, shape, generator=draw)
+
+
+RIGHT: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[Any]]] = {
+    "softmax": (Softmax.apply, lambda x: x.softmax(-1), [X]),
+    "layer_norm": (
+        layer_norm,
+        lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w, b, eps),
+        [X, draws(6), draws(6), 1e-5],
+    ),
+    "logsumexp": (lambda x: x.logsumexp(-1), lambda x: x.log_softmax(-1).neg()[..., 0] + x[..., 0], [X]),
+    "norm": (lambda x: x.norm(dim=-1), lambda x: torch.linalg.vector_norm(x, dim=-1), [X]),
+    "abs": (lambda x: x * x.sign(), torch.abs, [X]),
+    "square product": (lambda x, y: torch.einsum("ij,jk->ik", x, y), torch.matmul, [draws(6, 6), draws(6, 6)]),
+    "embedding": (lambda i, table: table[i], F.embedding, [indices(7, 3, 5), draws(7, 4)]),
+    "gather": (lambda x, i: torch.take_along_dim(x, i, 1), lambda x, i: x.gather(1, i), [X, indices(6, 4, 3)]),
+    "dropout": (lambda x, p: F.dropout(x, p), F.dropout, [X, 0.5]),
+    "dropout of a generator": (
+        lambda x, g: x * (torch.rand(x.shape, generator=g) > 0.5),
+        lambda x, g: x * (torch.rand(x.shape, generator=g) > 0.5),
+        [X, lambda draw: torch.Generator()],
+    ),
+    "cumsum": (lambda x: x.cumsum(-1), lambda x: x.mT.cumsum(0).mT, [X]),
+    "topk": (lambda x, k: x.sort(-1, descending=True).values[..., :k], lambda x, k: x.topk(k).values, [X, 3]),
+    "rotary": (
+        lambda x, cos, sin: rotated(x, cos, sin),
+        lambda x, cos, sin: (
+            x * torch.cat([cos, cos], -1)
+            + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * torch.cat([sin, sin], -1)
+        ),
+        [draws(5, 8), draws(5, 4), draws(5, 4)],
+    ),
+    "cross entropy": (lambda x, t: F.nll_loss(x.log_softmax(-1), t), F.cross_entropy, [X, indices(6, 4)]),
+    "tanh": (lambda x: 2 * (2 * x).sigmoid() - 1, torch.tanh, [X]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_operations_pass_at_every_seed(name, monkeypatch):
+    rows = {row: cases for row, cases in check_module.ROWS.items() if row not in ("compiled", "opcheck")}
+    monkeypatch.setattr(check_module, "ROWS", rows)
+    form, reference, inputs = RIGHT[name]
+    for seed in range(25):
+        draw = torch.Generator().manual_seed(seed)
+        ops.check(form, [x(draw) if callable(x) else x for x in inputs], reference, backend="aot_eager", seconds=0)
+
+
+def test_a_right_softmax_passes(only):
+    only("values", "not contiguous")
+    for seed in range(2):
+        ops.check(
+            Softmax.apply,
+            [X(torch.Generator().manual_seed(seed))],
+            torch.nn.Softmax(-1),
+            backend="aot_eager",
+            seconds=0,
+        )

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from itertools import count
-from time import perf_counter, sleep
+from time import perf_counter, process_time, sleep
 
 import pytest
 import torch
@@ -18,7 +18,17 @@ from dunes.measure import machine
 
 @pytest.mark.parametrize(
     ("variable", "quota", "threads"),
-    [(None, 99, 4), ("3", 99, 3), ("3,2", 1, 3), ("many", 99, 4), ("0", 99, 1), (None, 2, 2)],
+    [
+        (None, 99, 4),
+        ("3", 99, 3),
+        ("3,2", 1, 3),
+        ("many", 99, 4),
+        ("0", 99, 1),
+        (None, 2, 2),
+        (None, 1.5, 1),
+        (None, 0.1, 1),
+        (None, float("inf"), 4),
+    ],
 )
 def test_threads_are_those_of_the_environment_or_the_cores(monkeypatch, variable, quota, threads):
     """Eight processors of four cores; whatever else the machine does."""
@@ -27,70 +37,179 @@ def test_threads_are_those_of_the_environment_or_the_cores(monkeypatch, variable
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(machine.Path, "read_text", lambda path: str(int(path.parts[-3][3:]) % 4))
-    monkeypatch.setattr(machine, "_cpu_quota", lambda: quota)
+    monkeypatch.setattr(machine, "cgroup_limits", lambda: (quota, 0))
     assert measure.choose_threads() == threads
 
 
-def test_cores_of_a_container_are_those_of_its_quota(monkeypatch):
-    monkeypatch.setattr(machine.Path, "read_text", lambda path: "150000 100000\n")
-    assert machine._cpu_quota() == 2
-    monkeypatch.setattr(machine.Path, "read_text", lambda path: "max 100000\n")
-    assert machine._cpu_quota() > 1 << 30
-
-
-FEATURES = {"architecture": "x86_64", "amx_bf16": False, "avx512_bf16": False}
+V2 = "31 1 0:26 {} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
+V1 = "\n".join(
+    f"3{i} 1 0:2{i} {{}} /sys/fs/cgroup/{name} rw,relatime shared:9 - cgroup cgroup rw,{name}"
+    for i, name in enumerate(["memory", "cpu,cpuacct", "name=systemd"])
+)
+GROUPS = "5:memory:{0}\n4:cpu,cpuacct:{0}\n1:name=systemd:/elsewhere\n0::/"
+SCOPE = "user.slice/run.scope"
+G = 1 << 30
+NESTED = {
+    f"{SCOPE}/cpu.max": "max 100000", f"{SCOPE}/memory.max": "max", f"{SCOPE}/memory.current": "100",
+    "user.slice/cpu.max": "150000 100000", "user.slice/memory.max": str(3 * G), "cpu.stat": "usage_usec 1",
+    "user.slice/memory.current": str(G), "user.slice/memory.stat": f"anon 1\ninactive_file {G}\n",
+}  # fmt: skip
+OLDER = {
+    "cpu,cpuacct/a/b/cpu.cfs_quota_us": "-1", "cpu,cpuacct/a/b/cpu.cfs_period_us": "100000",
+    "cpu,cpuacct/a/cpu.cfs_quota_us": "100000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000",
+    "memory/a/b/memory.limit_in_bytes": str(9223372036854771712), "memory/a/b/memory.usage_in_bytes": "5",
+    "memory/a/memory.limit_in_bytes": str(2 * G), "memory/a/memory.usage_in_bytes": str(G),
+    "memory/a/memory.stat": f"inactive_file 3\ntotal_inactive_file {G // 2}\n",
+}  # fmt: skip
+CONTAINER = {name.replace("/a/", "/"): text for name, text in OLDER.items()}
+HYBRID = V1 + "\n41 1 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
+NONE = (float("inf"), float("inf"))
 
 
 @pytest.mark.parametrize(
-    ("features", "ratio", "dtype"),
+    ("groups", "mounts", "files", "limits"),
     [
-        (FEATURES, 9.0, torch.float32),
-        (FEATURES | {"amx_bf16": True, "avx512_bf16": True}, 0.1, torch.bfloat16),
-        (FEATURES | {"avx512_bf16": True}, 1.4, torch.float32),
-        (FEATURES | {"avx512_bf16": True}, 1.6, torch.bfloat16),
-        ({"architecture": "aarch64"}, 1.6, torch.bfloat16),
+        (f"0::/{SCOPE}", V2.format("/"), NESTED, (1.5, 3 * G)),
+        ("0::/elsewhere", V2.format("/"), NESTED, NONE),
+        ("0::/", V2.format("/"), {"cpu.max": "50000 100000"}, (0.5, float("inf"))),
+        ("0::/", V2.format("/"), {"memory.max": "max", "memory.high": "7", "memory.current": "5"}, (NONE[0], 2)),
+        ("0::/docker/x", V2.format("/docker/x"), {"cpu.max": "200000 100000"}, (2, float("inf"))),
+        ("0::/docker/x/y", V2.format("/docker/x"), {"y/cpu.max": "100000 100000"}, (1, float("inf"))),
+        ("0::/docker/xyz", V2.format("/docker/x"), {"yz/cpu.max": "1 1", "cpu.max": "3 1"}, (3, float("inf"))),
+        ("0::/../other", V2.format("/"), {"cpu.max": "100000 100000"}, (1, float("inf"))),
+        ("0::/a b", V2.replace("/sys/fs", "/sys/f\\040s").format("/"), {}, NONE),
+        (GROUPS.format("/a/b"), V1.format("/", "/", "/"), OLDER, (1, 1.5 * G)),
+        (GROUPS.format("/a/b"), V1.format("/a", "/a", "/"), CONTAINER, (1, 1.5 * G)),
+        (GROUPS.format("/docker/id"), V1.format("/", "/", "/"), OLDER, NONE),
+        (GROUPS.format("/a/b"), HYBRID.format("/", "/", "/"), OLDER | {"unified/cgroup.procs": "1"}, (1, 1.5 * G)),
+        (f"0::/{SCOPE}", V2.format("/"), {"user.slice/cpu.max": "broken"}, NONE),
+        (f"0::/{SCOPE}", V2.format("/"), {"user.slice/cpu.max": "1 0"}, NONE),
+        ("", "", {}, NONE),
+        ("no fields", "none\n", {}, NONE),
+        ("0::/", "5 1 no fields\n" + V2.format("/") + "\n9 - cgroup", {"cpu.max": "1 1"}, (1, NONE[0])),
+        (None, None, {}, NONE),
     ],
 )
-def test_the_dtype_follows_from_instructions_or_else_from_kept_rates(monkeypatch, features, ratio, dtype):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    monkeypatch.setattr(machine, "peak_matmul_rate", lambda d, device: ratio if d == torch.bfloat16 else 1.0)
-    monkeypatch.setattr(machine, "_unsure", set())
-    assert machine.choose_dtype.__wrapped__(torch.device("cpu")) == dtype
-    machine._unsure.add("on a busy machine")
-    measured = features.get("amx_bf16") is not True
-    assert machine.choose_dtype.__wrapped__(torch.device("cpu")) == (torch.float32 if measured else dtype)
+def test_the_smallest_limit_of_nested_groups_counts(tmp_path, groups, mounts, files, limits):
+    proc = tmp_path / "proc/self"
+    proc.mkdir(parents=True)
+    if groups is not None:
+        (proc / "cgroup").write_text(groups + "\n")
+        (proc / "mountinfo").write_text(f"23 1 0:2 / /proc rw - proc proc rw\n{mounts}\n")
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert machine.cgroup_limits(tmp_path) == limits
 
 
-def test_a_rate_is_that_of_an_idle_machine_and_kept(monkeypatch, tmp_path):
-    """Samples that other work disturbs differ and are slower; the next process measures again what is unsure."""
+def test_memory_at_its_limit_is_not_unknown(monkeypatch):
+    monkeypatch.setattr(machine, "cgroup_limits", lambda: (1, -5))
+    assert measure.free_memory(torch.device("cpu")) == (
+        1 if sys.platform == "linux" else pytest.approx(0, abs=1e15)
+    )
+
+
+ZEN5 = {"system": "Linux x86_64", "vendor_id": "AuthenticAMD", "cpu family": "26", "model": "2"}
+XEON = {"system": "Linux x86_64", "vendor_id": "GenuineIntel", "cpu family": "6", "model": "143"}
+AVX512 = "fma avx2 avx512f avx512_bf16"
+ARM = {"system": "Linux aarch64"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "bfloat16"),
+    [
+        (XEON | {"flags": f"{AVX512} amx_bf16 amx_tile"}, True),
+        (XEON | {"flags": AVX512}, False),
+        (XEON | {"flags": AVX512, "model": "85"}, True),
+        (XEON | {"flags": "avx2 avx512f", "model": "85"}, False),
+        (XEON | {"flags": "avx2"}, False),
+        (XEON | {"flags": "sse2"}, False),
+        (ZEN5 | {"flags": AVX512}, True),
+        (ZEN5 | {"flags": AVX512, "cpu family": "25", "model": "17"}, True),
+        (ZEN5 | {"flags": "avx2", "cpu family": "25", "model": "1"}, False),
+        (ARM | {"Features": "asimd sve i8mm bf16"}, True),
+        (ARM | {"Features": "asimd sve svebf16"}, False),
+        (ARM, False),
+        ({"system": "Darwin arm64"}, False),
+        ({"system": "Linux riscv64"}, False),
+        ({}, False),
+    ],
+)
+def test_the_dtype_follows_from_the_processor_alone(monkeypatch, facts, bfloat16):
+    kind = machine.kind_of(facts)
+    assert kind.bfloat16 == bfloat16 == (kind.rates[1] > 1.5 * kind.rates[0])
+    monkeypatch.setattr(machine, "_kind", lambda: kind)
+    monkeypatch.setattr(machine, "_sample", lambda *_: pytest.fail("measured"))
+    assert (measure.choose_dtype(torch.device("cpu")) == torch.bfloat16) == bfloat16
+    assert measure.choose_dtype(torch.device("mps")) == torch.float32
+    for rate, operations in zip(kind.rates[:2], kind.most, strict=False):
+        assert 1e12 * rate < operations * machine.FASTEST_CLOCK
+
+
+@pytest.fixture
+def rates(monkeypatch, tmp_path):
+    """A function that returns the rate of products of a Zen 5 core whose calls take so many milliseconds."""
     monkeypatch.setenv("DUNES_HOME", str(tmp_path))
-    monkeypatch.setattr(machine, "LONGEST", 0.0)
-    busy, sampled = itertools.cycle([3.0, 5.0, 10.0, 4.0, 9.9, 2.0, 9.8]), []
-    sample = lambda samples: sampled.append(next(samples)) or sampled[-1]
-    kept = lambda samples: machine._cached_rate("x", torch.device("cpu"), lambda: sample(samples))
+    monkeypatch.setattr(machine, "_kind", lambda: machine.kind_of(ZEN5 | {"flags": AVX512}))
     monkeypatch.setattr(machine, "_rates", {})
-    monkeypatch.setattr(machine, "_unsure", set())
-    monkeypatch.setattr(machine, "wait_times", dict)
-    assert kept(2.0 ** (n % 900) for n in itertools.count()) > 3
-    assert not list(tmp_path.rglob("x-*")), "they do not agree"
-    monkeypatch.setattr(machine, "LONGEST", 1.0)
-    machine._rates.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(machine, "wait_times", lambda: {"1": perf_counter()})  # one thread waits all the time
-        assert kept(itertools.repeat(4.0)) == 4.0
-    assert not list(tmp_path.rglob("x-*")), "they agree beside other programs"
-    machine._rates.clear()
-    assert kept(busy) == 10.0
-    count = len(sampled)
-    machine._rates.clear()
-    assert kept(busy) == 10.0
-    assert len(sampled) == count, "kept on disk"
-    next(tmp_path.rglob("x-*")).write_text("nan")
-    assert kept(busy) == 10.0
-    assert len(sampled) > count
-    machine._rates.clear()
+
+    def rate(*milliseconds, dtype=torch.float32, cores=1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+        monkeypatch.setattr(machine, "_usable_cores", lambda: cores)
+        monkeypatch.setattr(machine, "_sample", lambda *_: [[t / 1e3 for t in milliseconds]] * cores)
+        machine._rates.clear()
+        return measure.peak_matmul_rate(dtype, torch.device("cpu"))
+
+    return rate
+
+
+WORK = 2 * 512**3 / 1e-3  # FLOP/s of one product in a millisecond, 0.27 TFLOP/s
+
+
+def test_a_rate_is_the_median_of_samples_that_agree_and_kept(rates, monkeypatch, tmp_path):
+    assert rates(2.0, 2.1, 2.0, 1.9, 2.0, 2.0, 0.05) == (WORK / 2, 0.12e12, True), (
+        "a jump of the clock is one sample"
+    )
+    assert rates(9.0, 9.0, 9.0) == (WORK / 2, 0.12e12, True), "kept on disk"
+    assert rates(2.0, 2.0, 2.0, cores=3) == (pytest.approx(3 * WORK / 2), pytest.approx(0.36e12), True)
+    (stored,) = tmp_path.rglob("float32-512-cpu-1-1")
+    for text in ("nan", "-1", "inf", "4.23e12", ""):  # the last but one is 35 times what this core can
+        stored.write_text(text)
+        assert rates(2.0, 2.0, 2.0).value == WORK / 2
     monkeypatch.setenv("DUNES_HOME", "/proc/none")
-    assert kept(busy) == 10.0, "a folder that cannot be written to"
+    assert rates(2.0, 2.0, 2.0).sure, "a folder that cannot be written to"
+
+
+@pytest.mark.parametrize("milliseconds", [(0.05,) * 9, (0.0,) * 9, (1.0, 2.0, 4.0, 8.0, 16.0)])
+def test_a_rate_that_is_impossible_or_unsure_is_typical_and_not_kept(rates, tmp_path, milliseconds):
+    assert rates(*milliseconds) == (0.12e12, 0.12e12, False)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(("milliseconds", "times"), [(0.8, 1), (6.6, 1), (0.7, 4), (6.8, 0.25), (22.0, 0.125)])
+def test_a_plan_has_the_typical_rate_unless_another_is_certain(rates, milliseconds, times):
+    rate = rates(*[milliseconds] * 7)
+    assert rate == (pytest.approx(WORK / milliseconds), pytest.approx(0.12e12 * times), True)
+
+
+def test_samples_are_of_threads_that_compute_alone_and_leave_no_trace(monkeypatch):
+    state, seen, threads = torch.get_rng_state(), set(), torch.get_num_threads()
+
+    def work(core):
+        seen.add((core, torch.get_num_threads()))
+        sleep(0.001)  # another program's turn
+        sum(range(20_000))
+
+    monkeypatch.setattr(machine, "SAMPLE_SECONDS", 0.005)
+    before = process_time()
+    by_core = machine._sample(work, torch.device("cpu"), 2)
+    assert sum(map(sum, by_core)) <= process_time() - before or sys.platform != "linux"
+    assert seen == {(0, 1), (1, 1)} or sys.platform != "linux"
+    assert all(len(seconds) >= machine.SAMPLES for seconds in by_core)
+    machine._product(torch.float32, torch.device("cpu"), 8)
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.skipif(not cores.reports_waits(), reason="the kernel does not count how long threads wait")
@@ -186,12 +305,17 @@ def test_the_users_own_choice_of_waiting_is_respected(told):
     assert chosen(OMP_WAIT_POLICY="ACTIVE") == ["1", "None", "ACTIVE"]
 
 
-def test_a_matmul_rate_is_operations_over_time(monkeypatch):
-    clock = iter([10.0, *[10.5] * 9])
-    monkeypatch.setattr(machine, "perf_counter", lambda: next(clock))
-    # The clock starts after the second product; the third ends half a second later.
-    rate = measure.matmul_rate(torch.float32, torch.device("cpu"), size=64, seconds=0.1)
-    assert rate == pytest.approx(2 * 64**3 * 1 / 0.5)
+@pytest.mark.parametrize(("ticks", "seconds", "count"), [(0.5, 2.0, 4), (9.0, 2.0, 3), (0.0, 2.0, 10_000)])
+def test_samples_end_after_their_time_or_where_the_clock_stands_still(ticks, seconds, count):
+    clock = (n * ticks for n in itertools.count())
+    times = machine._times(lambda: None, torch.device("cpu"), seconds, 3, clock.__next__)
+    assert times == [ticks] * count
+
+
+def test_rates_under_load_are_amounts_over_the_median_time(monkeypatch):
+    monkeypatch.setattr(machine, "_times", lambda work, device, seconds: [0.5, 0.25, 1e-9, 0.5, 9.0])
+    assert measure.matmul_rate(torch.float32, torch.device("cpu"), size=64) == pytest.approx(2 * 64**3 / 0.5)
+    assert measure.read_rate(torch.device("cpu"), size=4000) == pytest.approx(4000 / 0.5)
 
 
 def test_peak_memory_grows_by_what_is_held():

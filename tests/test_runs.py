@@ -149,6 +149,17 @@ def stop(config, folder, step, monkeypatch):
         return training_output(config, folder, status=130)
 
 
+@pytest.mark.parametrize(
+    ("size", "resumed", "warned"), [("60k", False, True), ("60k", True, False), ("", False, False)]
+)
+def test_only_the_size_that_a_user_sets_is_warned_of(code, monkeypatch, size, resumed, warned):
+    monkeypatch.setattr(train_module.autosize, "size_warning", lambda config: "warning: --size")
+    monkeypatch.setattr(train_module.autosize, "autosize_run", lambda c, *_: (replace(c, size="300000"), []))
+    shown, out = display()
+    train_module._choose_options(toy(code, size=size), SimpleNamespace(train=[]), None, shown, resumed)
+    assert ("--size" in out.getvalue()) is warned
+
+
 @pytest.mark.slow
 def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path, monkeypatch):
     config = toy(code, steps=90, batch=16)
@@ -647,15 +658,18 @@ def test_the_rest_of_a_line_is_learned(tmp_path):
         assert cut + CompletionEngine(loaded).complete(prefix).text == "import itertools"
 
 
-def start(code, folder):
-    command = [sys.executable, "-m", "dunes", "train", str(code), "--out", str(folder), "--size", "60k"]
-    command += ["--context-length", "32", "--steps", "100000"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+TRAIN = ("train", "--size", "60k", "--context-length", "32")
 
 
-def started(code, folder):
-    """A training process that has done some steps."""
-    process = start(code, folder)
+def start(source, folder, verb, *options, steps=100_000, before=None):
+    command = [sys.executable, "-m", "dunes", verb, source, "--out", folder, "--steps", steps, *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*map(str, command)], **pipes, preexec_fn=before)
+
+
+def started(source, folder, *options, **more):
+    """A process that has trained some steps."""
+    process = start(source, folder, *options or TRAIN, **more)
     limit = time.monotonic() + 90
     while len(read_metrics(folder / "metrics.jsonl")) < 8:
         assert process.poll() is None, process.stdout.read()
@@ -696,6 +710,38 @@ def test_sigusr1_saves_and_goes_on_and_sigterm_saves_and_says_how_to_go_on(code,
     assert checkpoint.latest_state(folder).name == f"step-{done:06}"
     assert checkpoint.load(folder).card["trained"]["steps"] == done
     assert (folder / "loss.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_terminal_that_is_closed_ends_training_and_finetuning_with_their_state_saved(code, tmp_path):
+    folders = {"train": tmp_path / "run", "finetune": tmp_path / "tuned"}
+    rows = [json.dumps({"prompt": f"{i} + {i}", "completion": f"{2 * i}"}) for i in range(60)]
+    (tmp_path / "data.jsonl").write_text("\n".join(rows))
+    options = {"train": TRAIN, "finetune": ("finetune", "--data", tmp_path / "data.jsonl", "--batch", "1")}
+    for verb, folder in folders.items():
+        process = started({"train": code, "finetune": folders["train"]}[verb], folder, *options[verb])
+        process.stdout.close()  # as its terminal is
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(60) == 128 + signal.SIGHUP
+        steps = read_metrics(folder / "metrics.jsonl")[-1]["step"]
+        assert checkpoint.latest_state(folder).name == f"step-{steps:06}"
+        checkpoint.load(folder)
+
+
+@pytest.mark.slow
+def test_training_goes_on_without_an_output_or_a_terminal(code, tmp_path):
+    """Under nohup, with nobody who reads, and with its output closed."""
+    nohup = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    process = started(code, tmp_path / "run", *TRAIN, "--no-complete", steps=60, before=nohup)
+    process.stdout.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(90) == 0
+    assert checkpoint.load(tmp_path / "run").card["trained"]["steps"] == 60
+    close = lambda: (os.close(1), os.close(2))
+    process = start(code, tmp_path / "closed", *TRAIN, "--no-complete", steps=3, before=close)
+    assert process.communicate(timeout=90)[0] == ""
+    assert process.returncode == 0
+    assert checkpoint.load(tmp_path / "closed").card["trained"]["steps"] == 3
 
 
 @pytest.mark.slow

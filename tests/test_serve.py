@@ -811,7 +811,8 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
     assert complete_by_server(run, BEFORE, "\n", file) is None
     process, _ = started(run, "--no-follow")
     assert complete_by_server(run, BEFORE, "\n", file) == expected.rstrip("\n")
-    assert ended(process) == (0, "")
+    assert ended(process, signal.SIGHUP) == (0, "")
+    assert not socket_file(run).exists()
 
 
 def test_a_server_leaves_the_socket_of_the_one_that_followed_it(run, tmp_path):

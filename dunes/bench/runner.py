@@ -260,6 +260,8 @@ class Ceilings:
 def _row(name: str, c: Case, work: Work, lap: Lap, ceilings: Ceilings) -> rows.Row:
     matmul = ceilings.matmul(c.setting.dtype, c.setting.threads, lap.round)
     read = ceilings.read(c.bytes, c.setting.threads, lap.round)
+    dtype, device = getattr(torch, c.setting.dtype), measure.device()
+    mfu = measure.model_flops_utilization(work.flops, lap.seconds, dtype, device) if work.flops else None
     return {
         "benchmark": name,
         "subject": c.subject.name,
@@ -272,7 +274,7 @@ def _row(name: str, c: Case, work: Work, lap: Lap, ceilings: Ceilings) -> rows.R
         **{name: getattr(work, name) for name in ("amount", "unit", "flops", "bytes")},
         "matmul": matmul,
         "read": read,
-        "flop_share": work.flops / lap.seconds / matmul if work.flops else None,
+        "flop_share": mfu,
         "byte_share": work.bytes / lap.seconds / read if work.bytes else None,
         "peak_bytes": c.peak,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -47,8 +47,7 @@ def merge(
     from dunes.text import templates
 
     torch_dtype = None if dtype is None else getattr(torch, dtype)
-    for line in export(checkpoint.locate_model(model).folder, out, into, torch_dtype, any_base).lines():
-        print(line)
+    print("\n".join(export(checkpoint.locate_model(model).folder, out, into, torch_dtype, any_base).lines()))
     loaded = checkpoint.load(out)
     if loaded.tokenizer is not None:
         verb = "generate" if templates.find_template(loaded.tokenizer, loaded.card) is None else "chat"

@@ -2,11 +2,10 @@
 
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -159,8 +158,6 @@ def parts(
     from dunes.progress import Display, shown_by
 
     plan = instrument.Plan(sources, instrument.read_variants(vary), minutes, seeds, size, tokenizer, budget)
-    # A run in a process of its own ends with this one.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with Display(Console(stderr=True, highlight=False)) as display, shown_by(display.state):
         rungs, failed = instrument.bench_parts(plan, out)
 
@@ -210,7 +207,7 @@ def compare(
 def plot(
     paths: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH")],
     out: Path = Path("runs/bench"),
-    over: str = "minutes",
+    over: Literal["minutes", "tokens", "steps"] = "minutes",
     as_json: Json = False,
 ) -> int:
     """Plot measurements over size and settings, and losses of training runs over time.
@@ -220,14 +217,12 @@ def plot(
     Args:
         paths: Files of measurements, and folders of training runs.
         out: Output folder for the plots.
-        over: X axis of loss curves: minutes, tokens or steps.
+        over: X axis of loss curves.
     """
     from dunes.bench import plot as plots
     from dunes.bench import rows
     from dunes.runs.run import METRICS, read_metrics
 
-    if over not in ("minutes", "tokens", "steps"):
-        raise ValueError(f"--over is {over!r}; it must be minutes, tokens or steps")
     if not paths:
         raise ValueError("nothing to plot; pass files of measurements or folders of training runs")
     laps = [row for p in paths if not p.is_dir() for row in rows.read_rows(p)]

@@ -1,6 +1,7 @@
 """Run the command line, also for recipes. Only the verbs' functions import torch, so that help is fast."""
 
 import atexit
+import errno
 import gc
 import os
 import platform
@@ -12,8 +13,10 @@ from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from functools import partial, wraps
 from importlib import import_module, metadata
 from inspect import Parameter, Signature, signature
-from io import StringIO
+from io import BufferedWriter, FileIO, StringIO, TextIOWrapper
+from select import select
 from time import sleep
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import tyro
@@ -31,6 +34,9 @@ QUICK = ("generate", "chat", "complete")
 """Verbs whose arguments are parsed without the other verbs, since people wait for their first token."""
 FUNCTIONS = {"eval": "evaluate", "compile": "compile_"}
 """Names of the functions for verbs that have the name of a Python builtin."""
+WORK = ("train", "finetune", "convert", "export", "augment", "compile", "serve", "lsp")
+"""Verbs whose result is not their output, unless REPORTS are set: they succeed if it cannot be written."""
+REPORTS = {"-h", "--help", "--dry-run", "--config"}
 TRUST = {
     "trust_code": "Import functions that models' cards name, which runs code outside of this package.",
     "trust_sources": "Read training text that models' cards name, though this user did not train on it here.",
@@ -41,12 +47,14 @@ ABOUT = "Build, train, change and use small transformers on your own machine. --
 
 def main() -> None:
     """Run the command line. A user error prints one line and exits with status 2."""
-    exit_with(_main, "dunes")
+    options = {word.partition("=")[0] for word in sys.argv[2:]}
+    exit_with(_main, "dunes", sys.argv[1:2] not in [[verb] for verb in WORK] or not REPORTS.isdisjoint(options))
 
 
 def _main() -> int:
     warnings.showwarning = _show_warning
     if int(os.environ.get("WORLD_SIZE") or "1") > 1:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, for a rank that may wait for another
         if os.environ.get("RANK") not in (None, "0"):  # errors of the command line are reported by the first rank
             sys.stderr = errors = StringIO()  # until `ranks.joined`
             atexit.register(_report_late, errors)
@@ -97,19 +105,70 @@ def _report_late(errors: StringIO) -> None:
         print(errors.getvalue(), file=sys.__stderr__, end="")
 
 
-def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
+class Output(FileIO):
+    """A standard stream: what cannot be written ends the command if it `is_result`, and is dropped otherwise."""
+
+    is_result = False
+
+    def write(self, data: Any) -> int:
+        """Write the bytes and return their number. Raises SystemExit if the reader has closed the pipe."""
+        try:
+            while (written := super().write(data)) is None:  # another process has made it non-blocking
+                select([], [self], [])
+            return written
+        except OSError as error:
+            if not self.is_result:
+                return len(data)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # for what is still buffered
+            if error.errno == errno.EPIPE:
+                raise SystemExit(128 + signal.SIGPIPE) from None
+            raise OSError(error.errno, error.strerror, "standard output") from None
+
+
+def _open_streams(is_result: bool) -> None:
+    """Open the standard streams. Those that were closed become /dev/null, for other files would get their numbers.
+
+    Characters that the locale's encoding lacks are escaped. Streams that a caller has replaced stay.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest that is free
+        pass
+    os.close(number)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__"):
+            output, encoding = Output(number, "w", closefd=False), stream.encoding if stream else "utf-8"
+            output.is_result = is_result and number == 1
+            setattr(sys, name, TextIOWrapper(BufferedWriter(output), encoding, "backslashreplace", None, True))
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """End by a signal, with cleanup as after Ctrl-C; the next signal ends the process at once."""
+    die_by_signals()
+    sys.exit(128 + number)
+
+
+def die_by_signals() -> None:
+    """Let SIGINT, SIGTERM and SIGHUP end the process at once, without cleanup, unless they are ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def exit_with(work: Callable[[], int | None], program: str, is_result: bool = True) -> NoReturn:
     """Call `work`, and exit with the status that it returns (0 for None).
 
-    For a user error, print one line and exit with 2; after Ctrl-C, exit with 130.
+    For a user error, print one line and exit with 2; after Ctrl-C, exit with 130. Output that cannot be written is
+    such an error if it `is_result`, and is dropped otherwise.
     """
+    _open_streams(is_result)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _end)
     share_cores()
     try:
         status = work() or 0
         if not sys.stdout.closed:  # a language server has closed it
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader closed the pipe, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        status = 128 + signal.SIGPIPE
     except (ValueError, OSError) as error:
         if os.environ.get("DUNES_TRACEBACK"):
             raise

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from dunes.cli.main import die_by_signals
 from dunes.extra import extra
 from dunes.flags import flag
 
@@ -80,7 +80,7 @@ def serve(
     from dunes.serve.running import Running
 
     try:
-        running = Running(_folders(models), acceptance, adapter, _say, not no_follow)
+        running = Running(_folders(models), acceptance, adapter, partial(print, file=sys.stderr), not no_follow)
     except BaseException:
         for listener in sockets:
             listener.close()
@@ -142,11 +142,11 @@ def lsp(
     def load() -> "Running":
         from dunes.serve.running import Running
 
-        return Running([folder], acceptance, (), _say, not no_follow)
+        return Running([folder], acceptance, (), partial(print, file=sys.stderr), not no_follow)
 
-    start(
-        partial(copy_context().run, load), stdin, stdout, *first
-    )  # the loading thread inherits the trust settings
+    die_by_signals()  # cleanup would wait for the thread that reads
+    # The loading thread inherits the trust settings.
+    start(partial(copy_context().run, load), stdin, stdout, *first)
     return 0
 
 
@@ -179,12 +179,6 @@ def doctor(
         print(f"{'FAILS' if line.problem else 'ok':5}  {line.client}: {line.problem or line.text}")
         failed |= bool(line.problem)
     return 1 if failed else 0
-
-
-def _say(line: str) -> None:
-    """Print a line to standard error; ignores errors, as standard error may be closed while the server runs."""
-    with suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
 
 
 def _folders(models: tuple[str, ...]) -> list[Path]:

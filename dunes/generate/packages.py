@@ -173,13 +173,13 @@ def _choose_dtype(model: nn.Module, context_length: int) -> torch.dtype:
 
 
 def _fastest(steps: Mapping[torch.dtype, CompiledStep]) -> torch.dtype:
-    """The dtype whose step takes the least time for a token; the steps run in turn."""
+    """The dtype whose step takes the least processor time for a token; the steps run in turn."""
 
     def seconds(step: CompiledStep) -> float:
         step.example.truncate(torch.tensor([CHECKED - 1]))
-        start = time.perf_counter()
+        start = time.process_time()
         step([0], step.example)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     rounds = [{dtype: seconds(step) for dtype, step in steps.items()} for _ in range(TIMED)]
     return min(steps, key=lambda dtype: min(times[dtype] for times in rounds))

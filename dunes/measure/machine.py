@@ -1,8 +1,8 @@
 """Properties of this machine: device, memory, rates, and the dtype and number of threads that suit it.
 
-Training results depend on the dtype and the number of threads. So these are chosen by instruction sets and cores,
-and not by the current load. If only a measurement can decide, it continues until samples agree; the result is
-stored in the cache folder for this machine and version of PyTorch.
+Training results depend on the dtype and the number of threads. So these follow from the kind of processor and from
+the cores that this process may use, never from a measurement. Rates, by which a run's size is chosen, are measured
+by the processor time of threads, which other programs hardly change.
 """
 
 import ctypes
@@ -15,34 +15,85 @@ import re
 import resource
 import subprocess
 import sys
-from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
+from statistics import median, quantiles
+from time import perf_counter, thread_time
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dunes.cores import FREE, wait_times, waiting_seconds
 from dunes.files.atomic import cache_home, write_file
 
 DEVICES = ("cpu", "cuda", "mps")
 """The device types that `set_device` accepts."""
 _device_set: str | None = None
-FASTER = 1.5
-"""bfloat16 is chosen if its matrix products are more than this many times as fast as float32's."""
-AGREEMENT = 0.95
-"""Samples agree if they reach this fraction of the best sample."""
-AGREEING = 3
-"""Number of samples that must agree."""
-LONGEST = 2.0
-"""Maximum seconds of a measurement. If samples do not agree by then, the machine is busy, and the result is not
-stored."""
-_rates: dict[str, float] = {}
-"""Rates that this process has measured, by name."""
-_unsure: set[str] = set()
-"""Names of rates that are not stored, since samples did not agree."""
+FASTEST_CLOCK = 6.2e9
+"""Cycles per second of the fastest processors sold; virtual machines do not report their own clock."""
+FAR = 3.0
+"""Other programs and other virtual machines on a core hardly change its rate by more than this factor."""
+READERS = 8
+"""More cores than these hardly read more from memory."""
+SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
+"""Least samples of a rate, and their total seconds; the quartiles of samples that agree differ by less than this
+fraction of the median. Beside three busy processes on two cores, they differ by up to 0.34."""
+
+
+class Kind(NamedTuple):
+    """A kind of processor: all processors whose facts (`processor`) contain the words in `where`.
+
+    `bfloat16` is True if its matrix products are clearly faster than float32's. `rates` are typical for a core:
+    TFLOP/s of products in float32 and bfloat16, GB/s of memory reads. `most` are bounds of a core: operations per
+    cycle in float32 and in 16 bits, and bytes per cycle.
+    """
+
+    where: Mapping[str, str]
+    bfloat16: bool
+    rates: tuple[float, float, float]
+    most: tuple[int, int, int] = (64, 128, 32)
+
+
+AMD, BF16 = {"vendor_id": "AuthenticAMD"}, {"flags": "avx512_bf16"}
+KINDS = (
+    # AMX, measured on two Xeons: 0.15, and 0.58 and 1.0.
+    Kind({"flags": "amx_bf16"}, True, (0.15, 0.76, 13), (64, 1024, 32)),
+    # Zen 5, measured: 0.12, and 0.44 to 0.50. Then Zen 4, measured: 0.09 and 0.21.
+    Kind(AMD | BF16 | {"cpu family": "26"}, True, (0.12, 0.47, 17)),
+    Kind(AMD | BF16, True, (0.1, 0.24, 17)),
+    # Cooper Lake, training ResNet-50: 1.7 times as fast, http://www.anandtech.com/show/15862
+    Kind(BF16 | {"vendor_id": "GenuineIntel", "model": "85"}, True, (0.12, 0.2, 10)),
+    # A later Xeon whose AMX a virtual machine hides, measured: 0.154 and 0.084.
+    Kind(BF16, False, (0.15, 0.084, 13)),
+    # oneDNN emulates bfloat16, at half the rate or less: https://github.com/uxlfoundation/oneDNN/issues/493
+    Kind({"flags": "avx512f"}, False, (0.12, 0.05, 10)),
+    # Zen 3, measured: 0.054 and 0.001. Intel's AVX2 is as slow: https://github.com/pytorch/pytorch/issues/146508
+    Kind({"flags": "avx2"}, False, (0.07, 0.001, 10), (32, 32, 32)),
+    # Apple, 76 tokens/s and 26 in bfloat16: https://github.com/pytorch/torchchat/issues/651
+    Kind({"system": "Darwin"}, False, (0.25, 0.02, 25), (512, 512, 32)),
+    # ARM, 1.9 times as fast on Graviton3: https://github.com/pytorch/pytorch/pull/91763
+    Kind({"system": "aarch64", "Features": "bf16"}, True, (0.06, 0.15, 15), (128, 256, 32)),
+    Kind({}, False, (0.03, 0.002, 8), (128, 256, 32)),
+)
+"""The first that fits is a processor's kind. Rates that were not measured are guessed by clock and width."""
+
+
+class Rate(NamedTuple):
+    """A rate per second: `value` as measured, or typical for this kind of processor if samples are not `sure`.
+
+    A plan uses `planned`, which does not vary as measurements do: the typical rate, or if `value` differs from it
+    by more than a factor of FAR, that rate times a power of two.
+    """
+
+    value: float
+    planned: float
+    sure: bool
+
+
+_rates: dict[str, Rate] = {}
+"""Rates that this process has read or measured, by name."""
 
 
 def set_device(name: str | None) -> None:
@@ -134,19 +185,56 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     with suppress(OSError, ValueError), open("/proc/meminfo") as file:
         fields = dict(line.split(":") for line in file)
-        return min(int(fields["MemAvailable"].split()[0]) * 1024, _cgroup_free())
+        return int(max(1, min(int(fields["MemAvailable"].split()[0]) * 1024, cgroup_limits()[1])))
     with suppress(OSError, ValueError):  # total memory, if the system reports only that
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") - resident_memory()
     return 0
 
 
-def _cgroup_free() -> int:
-    """Bytes that this process can still allocate before it reaches its container's memory limit."""
-    free, group, cached = sys.maxsize, Path("/sys/fs/cgroup"), 0
-    with suppress(OSError, ValueError):  # cached files can be evicted
-        cached = int(re.findall(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.M)[0])
-    older = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
-    for most, usage in (("memory.max", "memory.current"), older):
+def cgroup_limits(root: Path = Path("/")) -> tuple[float, float]:
+    """Processors, and bytes still free, that this process's control groups allow; infinite without limits.
+
+    A group and all that contain it have limits, of which the smallest counts. `root` contains the folder proc.
+    """
+    limits = [(math.inf, math.inf)]
+    with suppress(OSError, ValueError, IndexError):
+        limits.extend((_quota(group), _free_in(group)) for group in _cgroups(root))
+    return min(quota for quota, _ in limits), min(free for _, free in limits)
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Folders of this process's control groups of versions 1 and 2, each followed by those that contain it."""
+    texts = ((root / "proc/self" / name).read_bytes().decode(errors="replace") for name in ("cgroup", "mountinfo"))
+    groups, mounts = (text.splitlines() for text in texts)
+    for mount in (line for line in mounts if " - cgroup" in line):
+        fields, (kind, *_, options) = (part.split() for part in mount.split(" - "))
+        top, point = (re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), f).strip("/") for f in fields[3:5])
+        above = [*filter(None, top.split("/"))]
+        for _, controllers, path in (group.split(":", 2) for group in groups):
+            wanted, parts = {*controllers.split(",")}, [*filter(None, path.split("/"))]
+            if kind == ("cgroup" if controllers else "cgroup2") and wanted <= {"", *options.split(",")}:
+                # A path outside of the mounted folder is another namespace's: that folder is what is known.
+                inside = parts[len(above) :] if parts[: len(above)] == above and ".." not in parts else []
+                yield from ((root / point).joinpath(*inside[:n]) for n in range(len(inside), -1, -1))
+
+
+def _quota(group: Path) -> float:
+    """Number of processors in the quota of a control group; infinite without a quota."""
+    for files in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        with suppress(OSError, ValueError, ZeroDivisionError):
+            quota, period = map(int, " ".join((group / file).read_text() for file in files).split())
+            return quota / period if quota > 0 else math.inf
+    return math.inf
+
+
+def _free_in(group: Path) -> float:
+    """Bytes that can be allocated before a control group reaches a limit of memory; infinite without limits."""
+    free, cached = math.inf, 0
+    with suppress(OSError, ValueError):  # cached files can be evicted; version 1 totals those of inner groups
+        evictable = re.compile(r"^(?:total_)?inactive_file (\d+)", re.M)
+        cached = max(map(int, evictable.findall((group / "memory.stat").read_text())))
+    older = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for most, usage in (("memory.max", "memory.current"), ("memory.high", "memory.current"), older):
         with suppress(OSError, ValueError):
             free = min(free, int((group / most).read_text()) - int((group / usage).read_text()) + cached)
     return free
@@ -174,12 +262,24 @@ def fingerprint() -> dict[str, str | int]:
 
 @functools.cache
 def processor() -> dict[str, str]:
-    """Name and instruction sets of the processor ("flags" on x86, "Features" on ARM). Empty except on Linux."""
+    """Name, family and instruction sets of the processor ("flags" on x86, "Features" on ARM); empty off Linux."""
     with suppress(OSError):
         fields = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
         values = {key.strip(): value.strip() for key, _, value in fields}
-        return {key: values[key] for key in ("model name", "CPU part", "flags", "Features") if key in values}
+        names = ("vendor_id", "cpu family", "model", "model name", "CPU part", "flags", "Features")
+        return {key: values[key] for key in names if key in values}
     return {}
+
+
+def kind_of(facts: Mapping[str, str]) -> Kind:
+    """The first of KINDS that fits these facts, those of `processor` and `system` like "Linux x86_64"."""
+    words = {name: {*text.split()} for name, text in facts.items()}
+    return next(k for k in KINDS if all({*v.split()} <= words.get(n, set()) for n, v in k.where.items()))
+
+
+@functools.cache
+def _kind() -> Kind:
+    return kind_of({"system": f"{platform.system()} {platform.machine()}"} | processor())
 
 
 def total_memory(device: torch.device) -> int:
@@ -192,62 +292,52 @@ def total_memory(device: torch.device) -> int:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seconds: float = 0.1) -> float:
-    """FLOP/s of a product of two square matrices of this size, measured under the current load."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
-    count, start = 0, 0.0
-    while count < 3 or perf_counter() - start < seconds:
-        a @ b
-        synchronize(device)
-        count += 1
-        if count == 2:  # the first ones load kernels
-            count, start = 2, perf_counter()
-    return 2 * size**3 * (count - 2) / (perf_counter() - start)
+    """FLOP/s of a product of two square matrices of this size, measured under the current load: the median."""
+    work = _product(dtype, device, size)
+    return 2 * size**3 / median(_times(lambda: work(0), device, seconds))
 
 
 def read_rate(device: torch.device, size: int = 1 << 28, seconds: float = 0.2) -> float:
-    """Memory read bandwidth in bytes/s under the current load: the fastest of several sums over `size` bytes."""
+    """Memory read bandwidth in bytes/s under the current load: the median of several sums over `size` bytes."""
     x = torch.ones(size // 4, device=device)
-    best, start = 0.0, perf_counter()
-    while perf_counter() - start < seconds or not best:
-        before = perf_counter()
-        x.sum()
-        synchronize(device)
-        best = max(best, x.nbytes / (perf_counter() - before))
-    return best
+    return x.nbytes / median(_times(x.sum, device, seconds))
 
 
-def peak_matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 512) -> float:
-    """FLOP/s of a product of square matrices on this machine when it is idle; measured once, then cached."""
-    # One product per sample: a longer sample would be interrupted on a busy machine.
-    return _cached_rate(f"matmul-{str(dtype)[6:]}-{size}", device, lambda: matmul_rate(dtype, device, size, 0.0))
+def peak_matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 512) -> Rate:
+    """FLOP/s of products of square matrices with all cores that PyTorch may use; measured once, then cached."""
+    prepare = lambda cores: _product(dtype, device, size)
+    return _cached_rate(f"{str(dtype)[6:]}-{size}", device, prepare, 2 * size**3)
 
 
-def peak_read_rate(device: torch.device) -> float:
-    """Memory read bandwidth in bytes/s of this machine when it is idle; measured once, then cached."""
-    return _cached_rate("read", device, lambda: read_rate(device, 1 << 26, 0.0))
+def _product(dtype: torch.dtype, device: torch.device, size: int) -> Callable[[int], object]:
+    own = torch.Generator().manual_seed(0)  # the global state belongs to training
+    a, b = (torch.randn(size, size, generator=own).to(device, dtype) for _ in "ab")
+    return lambda core: a @ b
 
 
-@functools.cache
+def peak_read_rate(device: torch.device, size: int = 1 << 25) -> Rate:
+    """Memory read bandwidth in bytes/s with all cores that PyTorch may use; measured once, then cached."""
+
+    def prepare(cores: int) -> Callable[[int], object]:
+        parts = torch.ones(cores, size // 4, device=device)
+        return lambda core: parts[core].sum()
+
+    return _cached_rate("read", device, prepare, size, READERS)
+
+
+def model_flops_utilization(flops: float, seconds: float, dtype: torch.dtype, device: torch.device) -> float:
+    """MFU: a model's FLOP/s over the peak rate of products in `dtype`, or in float32 if that is faster here."""
+    return flops / seconds / max(peak_matmul_rate(d, device).value for d in {dtype, torch.float32})
+
+
 def choose_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 if its matrix products are clearly faster on this device than float32's, else float32."""
-    fast = has_fast_bfloat16(device)
-    if fast is None:
-        half, full = (peak_matmul_rate(d, device) for d in (torch.bfloat16, torch.float32))
-        fast = not _unsure and half > FASTER * full  # if unsure, the safe choice
-    return torch.bfloat16 if fast else torch.float32
+    """bfloat16 if its matrix products are clearly faster on this device than float32's, else float32.
 
-
-def has_fast_bfloat16(device: torch.device) -> bool | None:
-    """True if the device has instructions for fast bfloat16 products, False if not, None if only timing tells."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type != "cpu":
-        return None
-    features = torch.cpu.get_capabilities()
-    if features.get("architecture") != "x86_64":
-        return None
-    # With AVX512_BF16 alone some processors are faster (Zen 4) and some slower (Xeon).
-    return True if features["amx_bf16"] else None if features["avx512_bf16"] else False
+    They are on GPUs from Ampere on, and on CPUs by KINDS. Apple's GPU saves memory by bfloat16, no time
+    (https://github.com/karpathy/nanochat/pull/793).
+    """
+    cuda = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if cuda or (device.type == "cpu" and _kind().bfloat16) else torch.float32
 
 
 def choose_threads() -> int:
@@ -255,12 +345,16 @@ def choose_threads() -> int:
     if threads := os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip():
         with suppress(ValueError):
             return max(1, int(threads))
-    return max(1, min(_physical_cores(), _cpu_quota()))
+    return _usable_cores()
 
 
 def use_best_threads() -> None:
     """Set PyTorch's number of threads to the result of `choose_threads`."""
     torch.set_num_threads(choose_threads())
+
+
+def _usable_cores() -> int:
+    return max(1, int(min(_physical_cores(), cgroup_limits()[0])))
 
 
 def _physical_cores() -> int:
@@ -277,42 +371,76 @@ def _physical_cores() -> int:
     return len(siblings) or len(usable)
 
 
-def _cpu_quota() -> int:
-    """Number of processors in the container's CPU quota, rounded up; very large without a quota."""
-    with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return math.ceil(int(quota) / int(period))
-    return sys.maxsize
+def _cached_rate(
+    name: str,
+    device: torch.device,
+    prepare: Callable[[int], Callable[[int], object]],
+    amount: float,
+    most_cores: int = sys.maxsize,
+) -> Rate:
+    """The rate of a function that does `amount`; a rate that is sure is cached on disk.
 
-
-def _cached_rate(name: str, device: torch.device, sample: Callable[[], float]) -> float:
-    """The highest sample of a rate; samples are taken until they agree. Cached on disk for this machine."""
-    name = f"{name}-{device.type}" + f"-{torch.get_num_threads()}" * (device.type == "cpu")
-    if name in _rates:
-        return _rates[name]
-    path = None
+    `prepare` returns the function for a number of cores; each core calls it with its own number.
+    """
+    cpu, threads = device.type == "cpu", torch.get_num_threads()
+    key = f"{name}-{device.type}" + f"-{threads}" * cpu
+    if key in _rates:
+        return _rates[key]
+    cores = min(most_cores, threads, _usable_cores())
+    full, half, read = zip(_kind().rates, _kind().most, strict=True)
+    others = min(full[0], half[0]), half[1]
+    rates = {"float32": full, "bfloat16": half, "read": read}.get(name.partition("-")[0], others)
+    typical = cores * rates[0] * (1e9 if name == "read" else 1e12)
+    most = cores * rates[1] * FASTEST_CLOCK if cpu else math.inf
+    path, value = None, 0.0
     with suppress(ValueError, OSError):  # no home folder, or no stored rate
-        path = cache_home() / "peak-rates" / str(fingerprint()["machine"]) / name
-        if 0 < (rate := float(path.read_text())) < math.inf:
-            return rate
-    start, before = perf_counter(), wait_times()
-    rates = sorted(sample() for _ in range(AGREEING))
-    while not (sure := _is_sure(rates, start, before)) and perf_counter() - start < LONGEST:
-        insort(rates, sample())
-    _rates[name] = rates[-1]
-    if not sure:
-        _unsure.add(name)
-    if sure and path is not None:
+        path = cache_home() / "processor-rates" / str(fingerprint()["machine"]) / f"{key}-{cores}"
+        value = float(path.read_text())
+    stored = sure = 0 < value < most
+    if not stored:
+        samples = _sample(prepare(cores), device, cores)
+        value = sum(amount / max(1e-12, median(seconds)) for seconds in samples)
+        sure = value < most and all(high - low < SPREAD * mid for low, mid, high in map(quantiles, samples))
+    if sure and not stored and path is not None:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, repr(rates[-1]).encode())
-    return rates[-1]
+            write_file(path, repr(value).encode())
+    far = sure and not typical / FAR <= value <= FAR * typical
+    planned = typical * 2.0 ** (round(math.log2(value / typical)) if far else 0)
+    return _rates.setdefault(
+        key, Rate(value if sure else typical, planned, sure) if cpu else Rate(value, value, sure)
+    )
 
 
-def _is_sure(rates: Sequence[float], start: float, before: Mapping[str, float]) -> bool:
-    """True if samples agree, and threads hardly waited for cores since `start`.
+def _sample(work: Callable[[int], object], device: torch.device, cores: int) -> list[list[float]]:
+    """Seconds of each call, by core: on Linux processor time, while threads for all cores call at once."""
+    if device.type != "cpu" or sys.platform != "linux":  # where libraries compute in threads that they hide
+        return [_times(lambda: work(0), device, SAMPLE_SECONDS, SAMPLES)]
+    # Each thread computes alone: threads of a team spin while they wait for one that other programs interrupt.
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            take = lambda core: _times(lambda: work(core), device, SAMPLE_SECONDS, SAMPLES, thread_time)
+            return [*pool.map(take, range(cores))]
+    finally:
+        torch.set_num_threads(threads)
 
-    Without the second condition, samples could also agree under a steady load.
-    """
-    alone = waiting_seconds(before, wait_times()) <= FREE * (perf_counter() - start)
-    return alone and rates[-AGREEING] >= AGREEMENT * rates[-1]
+
+def _times(
+    work: Callable[[], object],
+    device: torch.device,
+    seconds: float,
+    least: int = 1,
+    clock: Callable[[], float] = perf_counter,
+) -> list[float]:
+    """Seconds of each of several calls: at least so many calls and, if the clock advances, so many seconds."""
+    times = list[float]()
+    for _ in range(2):  # the first calls load kernels
+        work()
+    while len(times) < least or (sum(times) < seconds and len(times) < 10_000):
+        synchronize(device)
+        start = clock()
+        work()
+        synchronize(device)
+        times.append(clock() - start)
+    return times

@@ -1,15 +1,14 @@
 """Checks that compare an operation with its reference: dtypes, gradients, layouts, sizes and compilation.
 
 A case in which the reference raises an error is skipped. The operation's error may be about as large as the
-reference's error in the same dtype. Both errors are relative to the reference in float64 (in float32 on Apple's
-GPU, which has no float64).
+reference's error in the same dtype, or as rounding errors inside of the reference make it. All errors are relative
+to the reference in float64 (in float32 on Apple's GPU, which has no float64). Every call starts with equal seeds.
 """
 
 import math
 import warnings
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dunes import measure
 from dunes.ops.kernels import missing_compiler
@@ -42,6 +41,10 @@ OUTPUTS = {"": slice(None), " of the first output alone": slice(1), " of the las
 
 class NotTried(Exception):
     """Raised by a check that does not apply; the message is the reason."""
+
+
+class Fault(ValueError):
+    """Raised by a check for what no operation may do, also where it may raise errors."""
 
 
 class Report(NamedTuple):
@@ -82,7 +85,7 @@ def check(
         raise ValueError(f"{name}: {len(inputs)} inputs for {len(names)} parameters; give each its own")
     case, report = Case(op, reference, dict(zip(names, inputs, strict=True)), backend), Report([], [])
     case = case.replace({name: x.detach().clone() for name, x in case.tensors.items()})
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.filterwarnings("ignore", ".*(determinis|torch.func)")  # fallbacks are checked on purpose
         for row in ROWS:
             report.checks.append(_attempt(row, case, [c.name for c in report.failures()]))
@@ -107,10 +110,12 @@ def _attempt(row: str, plain_case: "Case", wrong: Sequence[str]) -> Check:
     except NotTried as reason:
         results.append(str(reason))
     except Exception as error:  # any error of the operation is the result to show
-        return Check(row, "failed", f"{case.label}{_line(error)}" + f" ({case.mode})" * (row != case.mode))
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in case.tensors.items())
+        return Check(row, "failed", f"{case.label}{_line(error)} ({case.mode}: {shapes})")
     errors = [pair for pair in results if isinstance(pair, tuple)]
     if not errors:
-        return Check(row, "ok" if results[-1].startswith("refused") else "not tried", results[-1])
+        other = "failed" if row == "float32" else "not tried"  # the arguments themselves must be compared
+        return Check(row, "ok" if results[-1].startswith("refused") else other, results[-1])
     worst, ref_error = (max(pair) for pair in zip(*errors, strict=True))
     return Check(row, "ok", f"{plural(len(errors), 'case')}, error {worst:.1e}, the reference's {ref_error:.1e}")
 
@@ -140,6 +145,9 @@ class Case:
     context: Form = nullcontext
     may_refuse: bool = False
     wild: bool = False  # inputs are not finite: gradients may have inf for NaN, and NaN for 0
+    seed: int = 0
+    graphs: tuple[bool, ...] = (False,)  # for each backward: True if the next one differentiates its gradients
+    after: Form | None = None  # another check of the case, for results that are right
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -162,31 +170,50 @@ class Case:
         like = {name: x.detach().requires_grad_(name in self.leaves) for name, x in tensors.items()}
         return replace(self, inputs=self.inputs | like, **changes)
 
+    def call(self, form: Form, *arguments: Any) -> list[Tensor]:
+        """The outputs of `form`, which draws equal random numbers in each call."""
+        for seed in (torch.manual_seed, *(x.manual_seed for x in arguments if isinstance(x, torch.Generator))):
+            seed(self.seed)
+        return [y for y in tree_leaves(form(*arguments)) if y is not None]
+
     def in_mode(self, mode: str) -> "Case":
         wide = torch.float64 if mode == "float64" and self.device.type != "mps" else torch.float32
         return self.replace({name: x.to(DTYPES.get(mode, wide)) for name, x in self.floats.items()}, mode=mode)
 
 
-def _evaluate(form: Form, c: Case, create_graph: bool = False) -> dict[str, Tensor]:
+def _evaluate(form: Form, c: Case) -> dict[str, Tensor]:
     """The outputs and gradients of `form`, by name.
 
-    Raises ValueError if `form` writes into an input, an output or the incoming gradient.
+    Raises Fault if `form` writes into an input, an output or the incoming gradient, even if it raises an error.
     """
-    originals = [(f"its input {name}", x, x.detach().clone()) for name, x in c.tensors.items()]
-    with torch.autocast(c.device.type, torch.bfloat16, enabled=c.mode == "autocast"), c.context():
-        outputs = tree_leaves(form(*c.inputs.values()))
-    results = {f"output {i + 1}": y for i, y in enumerate(outputs)}
-    differentiable = [y for y in outputs if y.requires_grad][OUTPUTS[c.outputs]]
-    if c.leaves and differentiable:
-        grads, leaves = [c.gradient(y) for y in differentiable], [*c.leaves.values()]
-        originals += [("its output in the backward", y, y.detach().clone()) for y in differentiable]
-        originals += [("the incoming gradient", g, g.clone()) for g in grads]
-        gradients = torch.autograd.grad(differentiable, leaves, grads, None, create_graph, materialize_grads=True)
-        results |= {f"gradient of {name}": g for name, g in zip(c.leaves, gradients, strict=True)}
-    for name, x, before in originals:
-        if not torch.isclose(x, before, 0, 0, equal_nan=True).all():
-            raise ValueError(f"it writes into {name}; write into a clone")
+    watched = [_memory(x, f"its input {name}") for name, x in c.tensors.items()]
+    try:
+        with torch.autocast(c.device.type, torch.bfloat16, enabled=c.mode == "autocast"), c.context():
+            outputs = c.call(form, *c.inputs.values())
+        results, leaves = {f"output {i + 1}": y for i, y in enumerate(outputs)}, dict(c.leaves)
+        differentiable = [y for y in outputs if y.requires_grad][OUTPUTS[c.outputs]]
+        for create_graph in c.graphs if leaves and differentiable else ():
+            grads = [c.gradient(y.detach()).requires_grad_(create_graph) for y in differentiable]
+            watched += [_memory(y, "its output in the backward") for y in differentiable]
+            watched += [_memory(g, "the incoming gradient") for g in grads]
+            keep, of = len(c.graphs) > 1, [*leaves.values()]
+            gradients = torch.autograd.grad(differentiable, of, grads, keep, create_graph, materialize_grads=True)
+            results |= {f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)}
+            if create_graph:
+                # With a further term, as in a loss, autograd itself does not refuse a gradient without a graph.
+                differentiable = [g + x * x for g, x in zip(gradients, of, strict=True)]
+                leaves |= {f"incoming gradient {i + 1}": g for i, g in enumerate(grads)}
+    finally:
+        for name, memory, before in watched:
+            if not torch.equal(memory, before):
+                raise Fault(f"it writes into {name}; write into a clone")
     return results
+
+
+def _memory(x: Tensor, name: str = "") -> tuple[str, Tensor, Tensor]:
+    """The name, the bytes of all memory in which x lies, also between its numbers, and a copy of them."""
+    memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+    return name, memory, memory.clone()
 
 
 def _describe(name: str, y: Tensor | None) -> str:
@@ -205,33 +232,51 @@ def _compare(c: Case) -> tuple[float, float] | str:
     try:
         own = _evaluate(c.op, c)
     except Exception as error:
-        if c.may_refuse or c.mode in ("float16", "float64"):
-            return f"{'refused' if c.may_refuse else 'it refuses ' + c.mode}: {_line(error)}"
-        raise
+        wrong = isinstance(error, Fault) or "invalid gradient" in str(error)
+        if wrong or not (c.may_refuse or c.mode in ("float16", "float64")):
+            raise
+        return f"{'refused' if c.may_refuse else 'it refuses ' + c.mode}: {_line(error)}"
     for name in own | reference:
         returned, expected = (_describe(name, results.get(name)) for results in (own, reference))
         if returned != expected:
             raise ValueError(f"it returns {returned}; the reference {expected}")
-    for name, output in product(c.tensors, own):
-        if output[0] == "o" and c.tensors[name].untyped_storage()._cdata == own[output].untyped_storage()._cdata:
+    for (name, x), result in product(c.tensors.items(), own):
+        aliases = [y[result].untyped_storage()._cdata == x.untyped_storage()._cdata for y in (own, reference)]
+        if aliases == [True, False]:
             raise ValueError(f"it returns its input {name} or a view of it; return a clone")
     exact = reference
-    with suppress(Exception):  # the reference may not support float64
-        exact = _evaluate(c.reference, c.in_mode("float64"))
-    errors = [(0.0, 0.0, ""), *_errors(own, reference, exact, c.wild)]
-    (own_error, _, name), ref_error = max(errors), max(error for _, error, _ in errors)
+    with suppress(Exception):  # the reference may not support float64, where random numbers are others
+        other = _evaluate(c.reference, replace(c, seed=1))
+        if all(torch.equal(_memory(y)[1], _memory(other[name])[1]) for name, y in reference.items()):
+            exact = _evaluate(c.reference, c.in_mode("float64"))
+    errors = _judge(c, own, reference, exact)
+    if c.after:
+        c.after(c)
+    return errors
+
+
+def _judge(c: Case, own: Any, reference: Any, exact: Any) -> tuple[float, float]:
+    """The largest errors of operation and reference. Raises ValueError if one of the operation is too large."""
     rounding = torch.finfo(torch.bfloat16 if c.mode == "autocast" else DTYPES.get(c.mode, torch.float32)).eps
-    if own_error > max(SLACK * ref_error, ROUNDINGS * rounding):  # the reference may have been exact by chance
-        nearby = [c.replace({n: x * (1 + sign * rounding) for n, x in c.floats.items()}) for sign in (-1, 1)]
-        references = [_evaluate(c.reference, case) for case in nearby]
-        ref_error = max(ref_error, min(max(_errors(y, y, exact, True))[0] for y in references))
-        if own_error > SLACK * ref_error:
-            raise ValueError(f"{name}: error {own_error:.1e}, the reference's {ref_error:.1e}")
-    return own_error, ref_error
+    long = max(x.numel() for x in c.tensors.values()) ** 0.5 * torch.finfo(torch.float32).eps  # a sum in sequence
+    worst = (0.0, 0.0)
+    for name, error, ref_error, numbers in _errors(own, reference, exact, c):
+        if error > max(SLACK * ref_error, ROUNDINGS * rounding, long) and error > SLACK * _nearby(c, name, exact):
+            raise ValueError(f"{name}: error {error:.1e}, the reference's {ref_error:.1e}: {numbers}")
+        worst = max(worst[0], error), max(worst[1], ref_error)
+    return worst
 
 
-def _errors(own: Any, reference: Any, exact: Any, wild: bool) -> Iterator[tuple[float, float, str]]:
-    """For each tensor: the largest errors of operation and reference, over finite numbers, and the tensor's name.
+def _nearby(c: Case, name: str, exact: Any) -> float:
+    """The reference's error next to the inputs: at the inputs themselves it may be exact by chance."""
+    moved: Form = lambda x, sign: x * (1 + sign * torch.finfo(x.dtype).eps * _gradient(x).abs())
+    sides = [c.replace({n: moved(x, sign) for n, x in c.floats.items()}) for sign in (-1, 1)]
+    results = (_evaluate(c.reference, side) for side in sides)
+    return min(e for y in results for n, e, _, _ in _errors(y, y, exact, replace(c, wild=True)) if n == name)
+
+
+def _errors(own: Any, reference: Any, exact: Any, c: Case) -> Iterator[tuple[str, float, float, str]]:
+    """For each tensor: the largest errors of operation and reference over finite numbers, its name, the numbers.
 
     Raises ValueError if a number that should be inf or NaN differs.
     """
@@ -240,16 +285,20 @@ def _errors(own: Any, reference: Any, exact: Any, wild: bool) -> Iterator[tuple[
     for name, y in ((name, y) for name, y in own.items() if y.numel()):
         value, ref, want = (x[name].detach().to(exact[name].dtype) for x in (own, reference, exact))
         want = want.where(want.to(y.dtype).isfinite(), want.to(y.dtype).to(want.dtype))  # where it overflows
-        equal = want.isfinite() & (value.isfinite() | ~ref.isfinite())
+        # The errors of an output of softmax's kind reach gradients that cancel to nearly 0.
+        floor = min(1.0, *(size for output, size in sizes.items() if output[0] == "o")) * (name[0] == "g")
+        largest = max(sizes[name], floor, *(SMALL * size for other, size in sizes.items() if other[0] == name[0]))
+        overflows = want.isfinite() & ~((ref - want).abs() <= largest / 2)  # inside of the reference
+        equal = want.isfinite() & (value.isfinite() | overflows.any())
         equal |= torch.isclose(value, want, 0, 0, equal_nan=True) | torch.isclose(value, ref, 0, 0, equal_nan=True)
-        if wild:
-            is_gradient = name.startswith("gradient")
-            equal |= (want == 0) & value.isnan() | ~want.isfinite() & ~value.isfinite() & is_gradient
+        lost = (want == 0) & value.isnan() | ~want.isfinite() & ~value.isfinite() & (name[0] == "g")
+        equal |= lost & c.wild
         if not equal.all():
             raise ValueError(f"{name} has {float(value[~equal][0])}, the reference {float(want[~equal][0])}")
-        largest = max(sizes[name], *(SMALL * size for output, size in sizes.items() if output[0] == name[0]))
-        distances = [(x - want).abs().where(x.isfinite() & want.isfinite(), 0).max() for x in (value, ref)]
-        yield *(float(x) / max(largest or 1.0, 2.0**-120) for x in distances), name
+        finite = value.isfinite() & want.isfinite() & ref.isfinite()
+        distances = [(x - want).abs().where(finite, 0) for x in (value, ref)]
+        numbers = " for ".join(f"{float(x.flatten()[distances[0].argmax()]):.6g}" for x in (value, want))
+        yield name, *(float(x.max()) / max(largest or 1.0, 2.0**-120) for x in distances), numbers
 
 
 def _with(get: Form, change: Form, value: Any) -> ExitStack:
@@ -263,9 +312,9 @@ def _choices(c: Case) -> Iterator[Case]:
     """Cases that vary which inputs require a gradient, which outputs receive one, or the context of the call."""
     for outputs in OUTPUTS:
         yield replace(c, outputs=outputs, label=f"gradient{outputs}: " * bool(outputs))
-    for names in chain.from_iterable(combinations(c.leaves, n) for n in range(1, len(c.leaves))):
+    for names in chain.from_iterable(combinations(c.leaves, n) for n in range(len(c.leaves))):
         inputs = {name: x.detach().requires_grad_(name in names) for name, x in c.leaves.items()}
-        yield replace(c, inputs=c.inputs | inputs, label=f"gradient of {' and '.join(names)} alone: ")
+        yield replace(c, inputs=c.inputs | inputs, label=f"gradient of {' and '.join(names) or 'none'} alone: ")
     double = partial(_with, torch.get_default_dtype, torch.set_default_dtype, torch.float64)
     for context in (torch.no_grad, torch.inference_mode, double):
         yield replace(c, context=context, label=f"under {getattr(context, '__name__', 'float64 by default')}: ")
@@ -309,31 +358,54 @@ def _not_finite(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _values(x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield "the reverse of", x.flatten().flip(0).view(x.shape)
     if x.is_floating_point():
         yield "whole numbers in", x.round()
+        yield "other numbers in", x + _gradient(x)
         # Squares of large numbers overflow; GPUs may flush subnormal ones.
         for factor in (0, 1 / 128, 128, 2.0**66, *([2.0**-129] if x.device.type == "cpu" else ())):
             yield f"{factor:.2g} times", x * factor
 
 
 def _sizes(c: Case) -> Iterator[Case]:
-    """Cases in which every dimension of one size gets another size. Uninitialised memory is filled with NaN."""
+    """Cases in which dimensions get other sizes. Uninitialised memory is filled with NaN."""
     if c.device.type != "cpu" and len(c.floats) < len(c.tensors):
         raise NotTried("an index out of bounds ends the process on this device")
     nan = partial(_with, torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, 1)
-    for lengths, dims in (((0,), 1), ((0, 1, 3, 7, 17, 33, 257), None), ((1031, 4099), 1)):
-        sizes = {n for x in [*c.tensors.values()][:dims] for n in x.shape[:dims] if n}
-        for size, n in product(sorted(sizes), lengths):
-            resized = {name: _resize(x, size, n, dims) for name, x in c.tensors.items()}
-            if sum(x.numel() for x in resized.values()) < 2**20:
-                label, may_refuse = f"{n} in place of {size}: ", lengths != (0,)
-                yield c.replace(resized, label=label, context=nan, may_refuse=may_refuse)
+    shapes = [x.shape for x in c.tensors.values()]
+    sizes, dims = sorted({n for shape in shapes for n in shape if n}), range(-max(map(len, shapes)), 0)
+    places = [((None,), (0, 1, 3, 7, 17, 33, 257, 1031)), (dims, (1031,)), ((0, -1), (4099,))]
+    alone = [(place, {n: to}) for where, lengths in places for place, n, to in product(where, sizes, lengths)]
+    together = [(None, dict(zip(sizes, odd, strict=False))) for odd in ([1] * len(sizes), range(17, 99, 2))]
+    for place, lengths in [*((0, {n: 0}) for n in shapes[0][:1] if n), *alone, *together]:
+        resized = dict(c.tensors)
+        for name, (d, n) in ((name, dim) for name, x in resized.items() for dim in enumerate(x.shape)):
+            if n in lengths and place in (None, d, d - c.tensors[name].dim()):
+                resized[name] = resized[name].index_select(d, torch.arange(lengths[n], device=c.device) % n)
+        if sum(x.numel() for x in resized.values()) < 2**22:
+            label = ", ".join(f"{to} in place of {n}" for n, to in lengths.items())
+            label += f" in dimension {place}: " if place else ": "
+            yield c.replace(resized, label=label, context=nan, may_refuse=place != 0 or 0 not in lengths.values())
 
 
-def _resize(x: Tensor, size: int, to: int, dims: int | None) -> Tensor:
-    for d in (d for d, n in enumerate(x.shape[:dims]) if n == size):
-        x = x.index_select(d, torch.arange(to, device=x.device) % size)
-    return x
+def _other_values(c: Case) -> Iterator[Case]:
+    """Cases in which a tensor, a number, or a number in a sequence is another one, or a tensor is None."""
+    yield from _variants(_values, c)
+    for name, argument in c.inputs.items():
+        leaves, spec = tree_flatten(argument)
+        for i, x in enumerate(leaves):
+            for other in _others(x):
+                changed = tree_unflatten([*leaves[:i], other, *leaves[i + 1 :]], spec)
+                label = f"{changed} in place of {'a tensor' if isinstance(x, Tensor) else x} as {name}: "
+                yield replace(c, inputs=c.inputs | {name: changed}, label=label, may_refuse=True, wild=True)
+
+
+def _others(x: Any) -> set[Any]:
+    if isinstance(x, Tensor | bool):
+        return {None} if isinstance(x, Tensor) else {not x}
+    if isinstance(x, int):
+        return {n for n in (x + 1, x - 1, 2 * x, x // 2) if n != x and (n >= 0 or x < 0)}
+    return {0.0, x / 2, 2 * x, x + 1} - {x} if isinstance(x, float) else set()
 
 
 def _gradcheck(c: Case) -> Iterator[Case]:
@@ -341,7 +413,7 @@ def _gradcheck(c: Case) -> Iterator[Case]:
     errors = _compare(c)
     if isinstance(errors, str) or errors[0] > 1e-9 or not c.leaves:
         raise NotTried(errors if isinstance(errors, str) else "no gradient, or computed in float32")
-    form = lambda *arguments: tuple(y for y in tree_leaves(c.op(*arguments)) if y.is_floating_point())
+    form = lambda *arguments: tuple(y for y in c.call(c.op, *arguments) if y.is_floating_point())
     fast = sum(x.numel() for x in c.leaves.values()) > 100
     torch.autograd.gradcheck(form, [*c.inputs.values()], fast_mode=fast, nondet_tol=1e-5)
     yield c
@@ -350,7 +422,7 @@ def _gradcheck(c: Case) -> Iterator[Case]:
 def _backward(c: Case) -> Iterator[Case]:
     """Check the shapes and dtypes of a custom backward's gradients, before autograd converts them."""
     yield c
-    outputs = [y for y in tree_leaves(c.op(*c.inputs.values())) if y.requires_grad]
+    outputs = [y for y in c.call(c.op, *c.inputs.values()) if y.requires_grad]
     function: Any = outputs[0].grad_fn if outputs else None
     if hasattr(function, "needs_input_grad"):
         gradients = compress(tree_leaves(function.apply(*map(_gradient, outputs))), function.needs_input_grad)
@@ -362,33 +434,33 @@ def _backward(c: Case) -> Iterator[Case]:
 
 
 def _repeat(c: Case) -> Iterator[Case]:
-    """Cases that make another call between forward and backward; each case also runs in four threads at once."""
+    """Cases of several calls, and of tensors that are overwritten."""
     halves = c.replace({name: x / 2 for name, x in c.floats.items()})
     interrupted = lambda *arguments: (c.op(*arguments), _evaluate(c.op, halves))[0]
-    cases = [replace(case, op=interrupted) for case in (c, halves)] * 4
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(_compare, cases))
-    yield from cases
+    yield from [replace(case, op=interrupted) for case in (c, halves)] * 4
+    yield replace(c, graphs=(False, False), label="a second backward: ")
 
+    def in_buffers(overwrite: bool, *arguments: Any) -> Any:
+        buffers = [x / 2 if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
+        pairs = [(b, x) for b, x in zip(buffers, arguments, strict=True) if b is not x]
+        for fill in (1, 0):
+            outputs = c.call(c.op, *buffers)
+            for b, x in pairs if fill or overwrite else ():
+                b.copy_(x * fill)
+        return outputs
 
-def _second(c: Case) -> Iterator[Case]:
-    """Check that the operation's second derivatives are correct or raise an error."""
-
-    def derivative(form: Form, *arguments: Any) -> list[Tensor]:
-        case = replace(c, inputs=dict(zip(c.inputs, arguments, strict=True)))
-        results = _evaluate(form, case, create_graph=True)
-        # With a further term, as in a loss, autograd itself does not refuse a gradient without a graph.
-        return [results[f"gradient of {name}"] + x * x for name, x in case.leaves.items()]
-
-    if c.leaves:
-        yield replace(c, op=partial(derivative, c.op), reference=partial(derivative, c.reference), may_refuse=True)
+    yield replace(c, op=partial(in_buffers, False), label="after other numbers in the same memory: ")
+    yield replace(
+        c, op=partial(in_buffers, True), may_refuse=True, label="inputs overwritten before the backward: "
+    )
 
 
 def _vmap(c: Case) -> Iterator[Case]:
     """Check that torch.func.vmap of the operation equals torch.func.vmap of the reference, or raises an error."""
-    stacked = {name: torch.stack([x, x / 2]) for name, x in c.floats.items()}
-    vmap: Form = partial(torch.func.vmap, in_dims=tuple(0 if name in stacked else None for name in c.inputs))
-    yield c.replace(stacked, op=vmap(c.op), reference=vmap(c.reference), may_refuse=True)
+    for names, dim in product({tuple(c.floats), *((name,) for name in c.floats)}, (0, -1)):
+        stacked = {name: torch.stack([c.floats[name], c.floats[name] / 2], dim) for name in names}
+        vmap: Form = partial(torch.func.vmap, in_dims=tuple(dim if name in stacked else None for name in c.inputs))
+        yield c.replace(stacked, label=f"{names}: ", op=vmap(c.op), reference=vmap(c.reference), may_refuse=True)
 
 
 def _opcheck(c: Case) -> Iterator[Case]:
@@ -397,10 +469,10 @@ def _opcheck(c: Case) -> Iterator[Case]:
     falls_back = isinstance(c.op, Operation) and c.op.fallback_reason(c.device.type)
     if falls_back or not isinstance(operator, CustomOpDef):
         raise NotTried("torch has no operator of it, or its kernels are missing here")
-    torch.library.opcheck(operator, tuple(c.inputs.values()))
-    for case in chain([c], _variants(_layouts, replace(c, inputs=c.inputs | c.floats))):
-        yield case
-        torch.library.opcheck(operator, tuple(case.inputs.values()), test_utils="test_faketensor")
+    torch.library.opcheck(operator, (*c.inputs.values(),))
+    fake = lambda case: torch.library.opcheck(operator, (*case.inputs.values(),), test_utils="test_faketensor")
+    plain = replace(c, inputs=c.inputs | c.floats, after=fake)
+    yield from chain([plain], _variants(_layouts, plain), _sizes(plain))
 
 
 def _compile(c: Case) -> Iterator[Case]:
@@ -412,42 +484,37 @@ def _compile(c: Case) -> Iterator[Case]:
 
 
 MODES = (*DTYPES, "autocast")
-ROWS: dict[str, tuple[Callable[[Case], Iterator[Case]], Sequence[str]]] = {
+ROWS: dict[str, tuple[Callable[[Case], Iterable[Case]], Sequence[str]]] = {
     **{mode: (_choices, [mode]) for mode in (*MODES, "float64")},
     "gradcheck": (_gradcheck, ["float64"]),
-    "backward": (_backward, ["float32"]),
+    "backward": (_backward, MODES[:2]),
     "NaN": (partial(_variants, _not_finite), MODES),
-    "values": (partial(_variants, _values), MODES[:2]),
+    "values": (_other_values, MODES[:2]),
     "sizes": (_sizes, MODES[:2]),
     "not contiguous": (partial(_variants, _layouts), MODES[:2]),
     "repeated": (_repeat, ["float32"]),
-    "second derivative": (_second, ["float64"]),
+    "second derivative": (lambda c: [replace(c, graphs=(True, False), may_refuse=True)], ["float64", "float32"]),
     "torch.func": (_vmap, ["float32"]),
-    "opcheck": (_opcheck, ["float32"]),
+    "opcheck": (_opcheck, MODES[:2]),
     "compiled": (_compile, ["float32"]),
 }
 
 
 def _times(c: Case, seconds: float) -> Iterator[Times]:
     """Median seconds of reference and operation, called in turn, without and with the backward pass."""
-    arguments, leaves = [*c.inputs.values()], [*c.leaves.values()]
-
-    def with_backward(form: Form) -> None:
-        outputs = [y for y in tree_leaves(form(*arguments)) if y.requires_grad]
-        torch.autograd.grad(outputs, leaves, outputs, allow_unused=True)
-
-    calls = {"": lambda form: form(*arguments)} | ({", with backward": with_backward} if leaves else {})
-    pairs = {"eager": [c.reference, c.op]}
+    forms = {"eager": [c.reference, c.op]}
     with suppress(NotTried):
-        pairs[f"compiled ({c.backend})"] = [next(_compile(replace(c, op=form))).op for form in pairs["eager"]]
-    for (name, pair), (label, call) in product(pairs.items(), calls.items()):
+        forms[f"compiled ({c.backend})"] = [next(_compile(replace(c, op=form))).op for form in forms["eager"]]
+    for (name, pair), backward in product(forms.items(), (False, True) if c.leaves else (False,)):
         durations: list[list[float]] = [[], []]
         end = perf_counter() + 2 * seconds
-        with torch.set_grad_enabled(bool(label)):
-            while perf_counter() < end or len(durations[1]) < 5:
-                for form, times in zip(pair, durations, strict=True):
-                    start = perf_counter()
-                    call(form)
-                    measure.synchronize(c.device)
-                    times.append(perf_counter() - start)
-        yield Times(name + label, *map(median, durations))
+        while perf_counter() < end or len(durations[1]) < 5:
+            for form, times in zip(pair, durations, strict=True):
+                start = perf_counter()
+                with torch.set_grad_enabled(backward):
+                    outputs = [y for y in tree_leaves(form(*c.inputs.values())) if y.requires_grad]
+                if backward:
+                    torch.autograd.grad(outputs, [*c.leaves.values()], outputs, allow_unused=True)
+                measure.synchronize(c.device)
+                times.append(perf_counter() - start)
+        yield Times(name + ", with backward" * backward, *map(median, durations))

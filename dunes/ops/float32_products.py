@@ -54,15 +54,9 @@ def repeat_choice(faster: bool | None) -> None:
 def float32_is_faster() -> bool:
     """True if float32 products are clearly faster than bfloat16 products on this machine.
 
-    Results depend on this choice, so it must not vary between runs: it follows from the instruction set, or, if
-    that does not decide, from rates that are measured once and cached for this machine.
+    Results depend on this choice, so it must not vary between runs: it follows from the kind of processor.
     """
-    if _recorded:
-        return _recorded[0]
-    if (fast := measure.has_fast_bfloat16(torch.device("cpu"))) is not None:
-        return not fast
-    full, half = (measure.peak_matmul_rate(d, torch.device("cpu"), 256) for d in (torch.float32, torch.bfloat16))
-    return full > 1.3 * half
+    return _recorded[0] if _recorded else measure.choose_dtype(torch.device("cpu")) == torch.float32
 
 
 class Float32Products(TorchFunctionMode):
@@ -109,6 +103,8 @@ def mirror(matrix: Tensor) -> None:
     """Copy the upper triangle of a matrix (I, I) to the lower one."""
     for start, stop in _panels(len(matrix)):
         matrix[stop:, start:stop] = matrix[start:stop, stop:].T
+        square = matrix[start:stop, start:stop]  # some products of float32 are not exactly symmetric
+        square.copy_(square.triu() + square.triu(1).T)
 
 
 def _panels(inputs: int) -> Iterator[tuple[int, int]]:

@@ -70,12 +70,23 @@ FEW_EPOCHS = 3.0
 
 @dataclass(frozen=True)
 class Machine:
-    """Measured rates of a machine: of matrix products in `dtype` (FLOP/s), and of memory reads (bytes/s)."""
+    """Rates of a machine: of matrix products in `dtype` (FLOP/s), and of memory reads (bytes/s).
+
+    `planned` are the rates for plans (`measure.Rate`), by default the same. `guessed` rates are typical ones.
+    """
 
     threads: int
     dtype: Dtype
     matmul: float
     read: float
+    planned: tuple[float, float] | None = None
+    guessed: tuple[bool, bool] = (False, False)
+
+    @property
+    def plan(self) -> "Machine":
+        """The machine with the rates for plans, which do not depend on other programs."""
+        matmul, read = self.planned or (self.matmul, self.read)
+        return replace(self, matmul=matmul, read=read)
 
 
 def with_hardware(config: T) -> T:
@@ -104,8 +115,9 @@ def measure_machine(config: TrainConfig) -> Machine:
     assert config.threads, "chosen before"
     assert config.dtype, "chosen before"
     device = measure.device()
-    matmul = measure.peak_matmul_rate(autocast_dtype(config), device)
-    return Machine(config.threads, config.dtype, matmul, measure.peak_read_rate(device))
+    matmul, read = measure.peak_matmul_rate(autocast_dtype(config), device), measure.peak_read_rate(device)
+    planned, guessed = (matmul.planned, read.planned), (not matmul.sure, not read.sure)
+    return Machine(config.threads, config.dtype, matmul.value, read.value, planned, guessed)
 
 
 def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig, Machine]:
@@ -133,13 +145,13 @@ def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple
     if complete and (resumed or regularized):
         return config if resumed else with_hardware(config), []
     config, machine = with_machine(config, COMPLETION_CONTEXT if config.complete else CONTEXT)
-    full, expected = choose_size(config, size, machine)
+    full, expected = choose_size(config, size, machine.plan)
     repeated = full.complete and expected.epochs > FEW_EPOCHS
     if full.dropout is None and not resumed:
         full = replace(full, dropout=DROPOUT if repeated else 0.0)
     if full.weight_decay is None and repeated and not resumed:
         full = replace(full, weight_decay=WEIGHT_DECAY)
-    full = replace(full, rate=expected.rate)
+    full = replace(full, rate=estimate(full, size, machine).rate)
     return full, describe_choice(full, machine, expected, why="" if config.size or config.steps else WHY)
 
 
@@ -376,9 +388,10 @@ def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str
 
 def describe_machine(machine: Machine) -> str:
     """One line of text with the measured rates of the machine."""
+    matmul, read = (" (a guess, typical of such processors)" * guessed for guessed in machine.guessed)
     return (
         f"this machine: {plural(machine.threads, 'thread')}, {machine.dtype} at "
-        f"{machine.matmul / 1e12:.2f} TFLOP/s, memory read at {machine.read / 1e9:.0f} GB/s"
+        f"{machine.matmul / 1e12:.2f} TFLOP/s{matmul}, memory read at {machine.read / 1e9:.0f} GB/s{read}"
     )
 
 
@@ -390,11 +403,12 @@ def format_parameters(total: int, active: int) -> str:
 
 def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, why: str) -> list[str]:
     """Lines that report the chosen options; `why` is the reason for the size if it was chosen automatically."""
+    steps = round(expected.tokens / (config.batch * config.context_length))
     return [
         describe_machine(machine),
         f"chosen for {config.length}: {format_parameters(expected.parameters, expected.active)}, "
         f"batch size {config.batch}, context length {config.context_length}",
         f"at about {format_count(expected.rate)} tokens/s, trains on {format_count(expected.tokens)} tokens "
-        f"({expected.epochs:.1f} epochs){why}; estimated: {expected.bits:.2f} bits/byte",
+        f"({plural(steps, 'step')}, {expected.epochs:.1f} epochs){why}; estimated: {expected.bits:.2f} bits/byte",
         memory_advice(config),
     ]

@@ -24,7 +24,7 @@ from dunes.files.atomic import fsync_path
 from dunes.files.json_file import append_text
 from dunes.measure import ranks
 from dunes.progress import Display, Line
-from dunes.runs.autosize import flops
+from dunes.runs.autosize import autocast_dtype, flops
 from dunes.runs.compiled_loss import compile_loss
 from dunes.runs.config import RunOptions, T
 from dunes.runs.picture import load_picture, loss_picture, smooth, with_violation
@@ -235,10 +235,8 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
 
 @contextmanager
 def _signals() -> Iterator[StopRequest]:
-    """Handle signals: the first SIGINT or SIGTERM requests a stop after the current step, a second exits at once.
-
-    SIGUSR1 requests a save.
-    """
+    """Handle signals: the first SIGINT, SIGTERM or SIGHUP requests a stop after the current step, a second exits
+    at once; SIGUSR1 requests a save. An ignored SIGHUP (nohup) stays ignored."""
     request = StopRequest()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -250,6 +248,8 @@ def _signals() -> Iterator[StopRequest]:
         request.save = True
 
     handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGUSR1: save}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = stop
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield request
@@ -403,6 +403,7 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
     """A function that reports each step to the display."""
     losses: list[float] = []
     work, unit = flops(run.model, run.config.context_length), run.config.counted.replace("tokens", "tok")
+    dtype, mfu = autocast_dtype(run.config), measure.model_flops_utilization
 
     def report(step: Step) -> None:
         if step.skipped:
@@ -417,8 +418,8 @@ def _step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
             f"val {run.last.criterion:.3f}{run.last.unit}" if run.last else "",
             f"lr {run.trainer.learning_rates()[0] * step.lr_scale:.2g}",
             f"{format_count(step.count / step.seconds)} {unit}/s",
-            f"{work * step.count / step.seconds / run.config.matmul:.0%} MFU"
-            if unit == "tok" and run.config.matmul
+            f"{mfu(work * step.count / ranks.count(), step.seconds, dtype, run.trainer.device):.0%} MFU"
+            if run.config.matmul
             else "",
             f"{measure.peak_memory(run.trainer.device) / 1e9:.1f} GB",
             f"{format_seconds(round(run.seconds_left))} left",

@@ -110,7 +110,7 @@ def _choose_options(
         chosen, reasons = autosize.autosize_run(config, sum(d.size for d in corpus.train), resumed)
     for line in reasons:
         display.detail(line)
-    if base is None and config.size and (warning := autosize.size_warning(chosen)):
+    if base is None and config.size and not resumed and (warning := autosize.size_warning(chosen)):
         display.line(warning)
     parts_of_family = chosen.parts and isinstance(
         checkpoint.hf_config_of(autosize.meta_model(chosen), chosen.context_length), checkpoint.Architecture
@@ -121,7 +121,7 @@ def _choose_options(
             f"note: no Hugging Face config names {what}; the model will be a folder that dunes reads, and "
             "transformers does not"
         )
-    if chosen.family in MIXTURES and chosen.top_k == 1 < chosen.expert_count:
+    if chosen.family in MIXTURES and chosen.top_k == 1 < chosen.expert_count and not resumed:
         display.line(
             "note: the weight of a token's only expert is always 1, so the router learns nothing from the text; "
             "--experts-per-token 2 lets it"

@@ -66,8 +66,8 @@ def _zed(data: bytes) -> str:
 
 
 def _events(data: bytes) -> str:
-    lines = [line[6:] for line in data.decode().splitlines() if line.startswith("data: ")]
-    if lines[-1:] != ["[DONE]"]:
+    lines = [line[6:] for line in data.splitlines() if line.startswith(b"data: ")]
+    if lines[-1:] != [b"[DONE]"]:
         raise ValueError("the stream does not end with data: [DONE]")
     return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
 

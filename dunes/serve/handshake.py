@@ -44,7 +44,8 @@ def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes,
         content = json.loads(body)
         client = content["params"]["capabilities"]
         general = client.get("general") or {}
-        encoding = "utf-8" if "utf-8" in (general.get("positionEncodings") or ()) else "utf-16"
+        offered = general.get("positionEncodings") or ()
+        encoding = next((name for name in offered if name in ("utf-8", "utf-16", "utf-32")), "utf-16")
         if content["method"] != "initialize" or "id" not in content:
             raise ValueError
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -101,7 +101,7 @@ def is_loopback(host: str) -> bool:
 
 
 def run(app: ASGIApp, sockets: Sequence[socket.socket], ready: Callable[[], object]) -> None:
-    """Serve the application until SIGINT or SIGTERM; `ready` is called once it serves."""
+    """Serve the application until SIGINT, SIGTERM or SIGHUP; `ready` is called once it serves."""
     options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
     options |= {"lifespan": "off", "ws": "none", "http": DeadlineProtocol, "timeout_keep_alive": 75}
     options |= {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": ENDING}
@@ -113,7 +113,8 @@ async def _serve(server: uvicorn.Server, sockets: list[socket.socket], ready: Ca
         server.force_exit = server.should_exit  # the second signal ends it at once
         server.should_exit = True
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)  # nohup ignores it
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     # uvicorn would end the process by the signal instead of with a status.
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]

@@ -9,9 +9,11 @@ import io
 import json
 import re
 import threading
+from bisect import bisect_right
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from urllib.parse import unquote, urlparse
@@ -19,9 +21,11 @@ from urllib.parse import unquote, urlparse
 from lsprotocol import types
 from pygls.io_ import StdoutWriter
 from pygls.lsp.server import LanguageServer
+from pygls.workspace import TextDocument
 
 from dunes import __version__
 from dunes.serve.handshake import ACCEPTED, TRIGGERS
+from dunes.text.lines import decode_text, split_lines
 from dunes.units import plural
 
 if TYPE_CHECKING:
@@ -64,6 +68,27 @@ class Replayed:
         return data + self._rest.read(n - len(data)) if len(data) < n else data
 
 
+class Document(TextDocument):
+    """An open file. Its lines end as the protocol says; the library's end where `str.splitlines` splits."""
+
+    def apply_change(self, change: types.TextDocumentContentChangeEvent) -> None:
+        """Replace a range of the text, or all of it."""
+        text, start, end = self.source, 0, len(self.source)
+        if isinstance(change, types.TextDocumentContentChangePartial):
+            start, end = map(self.offset_at_position, (change.range.start, change.range.end))
+        self._source = text[:start] + change.text + text[max(start, end) :]
+
+    def offset_at_position(self, position: types.Position) -> int:
+        """The offset in characters; positions behind a line or the text are its end."""
+        lines = split_lines(self.source)
+        if position.line >= len(lines):
+            return len(self.source)
+        line, column = lines[position.line].rstrip("\r\n"), position.character
+        if not line.isascii():
+            column = bisect_right([*accumulate(map(self.position_codec.client_num_units, line))], column)
+        return sum(map(len, lines[: position.line])) + min(column, len(line))
+
+
 class Server(LanguageServer):
     """The language server, which has the models once they are loaded, and the newest request."""
 
@@ -76,7 +101,7 @@ class Server(LanguageServer):
         self._timers = dict[str, asyncio.TimerHandle]()
         # The library sets an attribute on the function, which a method does not allow.
         self.feature(types.INITIALIZED)(partial(self._begin))
-        self.feature(types.TEXT_DOCUMENT_DID_OPEN)(partial(self._change))
+        self.feature(types.TEXT_DOCUMENT_DID_OPEN)(partial(self._open))
         self.feature(types.TEXT_DOCUMENT_DID_CHANGE)(partial(self._change))
         self.feature(types.TEXT_DOCUMENT_DID_CLOSE)(partial(self._close))
         self.feature(types.SHUTDOWN)(partial(self._shut_down))
@@ -97,7 +122,13 @@ class Server(LanguageServer):
             with suppress(Exception):
                 self.window_show_message(message)
 
-    def _change(self, params: types.DidOpenTextDocumentParams | types.DidChangeTextDocumentParams) -> None:
+    def _open(self, params: types.DidOpenTextDocumentParams) -> None:
+        opened, codec = params.text_document, self.workspace.position_codec
+        document = Document(opened.uri, opened.text, opened.version, opened.language_id, position_codec=codec)
+        self.workspace.text_documents[unquote(opened.uri)] = document  # replaces the library's
+        self._index_later(opened.uri)
+
+    def _change(self, params: types.DidChangeTextDocumentParams) -> None:
         self._index_later(params.text_document.uri)
 
     def _close(self, params: types.DidCloseTextDocumentParams) -> None:
@@ -126,8 +157,8 @@ class Server(LanguageServer):
             self._index_later(uri)
             return
         self._timers.pop(uri, None)
-        if uri in self.workspace.text_documents:
-            self._take_in(uri, self.workspace.text_documents[uri].source)
+        if document := self.workspace.text_documents.get(unquote(uri)):
+            self._take_in(uri, document.source)
 
     def _take_in(self, uri: str, text: str | None) -> None:
         """Let completions in other files copy from this text; if it is None, from the saved file."""
@@ -135,8 +166,8 @@ class Server(LanguageServer):
         def work() -> None:
             if running is not None:
                 path, content = _path(uri), text
-                with suppress(OSError, UnicodeDecodeError, ValueError):
-                    content = Path(path).read_text(encoding="utf-8") if text is None else text
+                with suppress(OSError, ValueError):
+                    content = decode_text(Path(path).read_bytes(), path) if text is None else text
                 running.take_in(path, content)
 
         running = self._running
@@ -148,9 +179,8 @@ class Server(LanguageServer):
 
     def _split_at(self, uri: str, position: types.Position) -> tuple[str, str] | None:
         """The text of an open file before and after a position; None if the file is not open."""
-        if uri not in self.workspace.text_documents:
+        if (document := self.workspace.text_documents.get(unquote(uri))) is None:
             return None
-        document = self.workspace.text_documents[uri]
         offset = document.offset_at_position(position)
         return document.source[:offset], document.source[offset:]
 

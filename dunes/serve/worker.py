@@ -134,6 +134,5 @@ class Worker:
             pass
         except Exception as error:
             if not isinstance(error, Refused):
-                with suppress(OSError, ValueError):  # nobody may read it
-                    traceback.print_exception(error)
+                traceback.print_exception(error)
             task.emit(error)

@@ -6,16 +6,16 @@ https://microsoft.github.io/language-server-protocol/specifications/lsp/3.17/spe
 
 import re
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 from dunes.units import plural
 
-_START = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
-
 
 def split_lines(text: str) -> list[str]:
     """The lines with their line ends. The last has none, and is empty after a line end or in an empty text."""
-    return _START.split(text)
+    lines = [*StringIO(text, newline="")]
+    return lines if lines and lines[-1][-1] not in "\r\n" else [*lines, ""]
 
 
 def decode_text(data: bytes, source: str) -> str:

@@ -1,0 +1,213 @@
+"""The texts that the language server completes in are those of the editor, whatever characters they have.
+
+Editors end lines at \\n, \\r\\n and \\r and count columns in code units. `str.splitlines` also ends others.
+"""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from textwrap import dedent
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dunes.serve import doctor
+from dunes.serve.handshake import message
+from dunes.text.lines import split_lines
+
+types = pytest.importorskip("lsprotocol.types")
+pytest.importorskip("pygls")
+
+ENCODINGS = ["utf-8", "utf-16", "utf-32"]
+NO_ENDS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
+"""Characters where Python splits lines, and no editor does."""
+pieces = st.sampled_from(["a", "é", "漢", "🙂", "\t", "\n", "\r", "\r\n", *NO_ENDS, "\ud83d", "\ude42"])
+texts = st.lists(pieces, max_size=12).map("".join)
+
+
+def size(character, encoding):
+    if encoding == "utf-32":
+        return 1
+    code = ord(character)
+    if encoding == "utf-16":
+        return 2 if code >= 0x10000 else 1
+    return 1 + (code >= 0x80) + (code >= 0x800) + (code >= 0x10000)
+
+
+@dataclass
+class Editor:
+    """An editor that walks through its text from the start to know where it is."""
+
+    text: str
+    encoding: str
+    sent: list = field(default_factory=list)
+
+    def position(self, offset):
+        """Line and column; None between \\r and \\n, where no cursor can be."""
+        line = column = i = 0
+        while i < offset:
+            if self.text[i : i + 2] == "\r\n":
+                line, column, i = line + 1, 0, i + 2
+            elif self.text[i] in "\r\n":
+                line, column, i = line + 1, 0, i + 1
+            else:
+                column, i = column + size(self.text[i], self.encoding), i + 1
+        return (line, column) if i == offset else None
+
+    def cursors(self):
+        """(offset, position) pairs, also of positions behind a line's end and behind the last line."""
+        all_pairs = ((i, self.position(i)) for i in range(len(self.text) + 1))
+        pairs = [(i, place) for i, place in all_pairs if place is not None]
+        ends = [(i, place) for i, place in pairs if i == len(self.text) or self.text[i] in "\r\n"]
+        behind = [(i, (line, column + more)) for i, (line, column) in ends for more in (1, 1000)]
+        last, (line, _) = pairs[-1]
+        return pairs + behind + [(last, (line + more, 0)) for more in (1, 7)]
+
+    def replace(self, start, end, new):
+        (i, a), (j, b) = start, end
+        self.sent.append(
+            types.TextDocumentContentChangePartial(types.Range(types.Position(*a), types.Position(*b)), new)
+        )
+        self.text = self.text[:i] + new + self.text[j:]
+
+
+def document(text, encoding):
+    from pygls.workspace import PositionCodec
+
+    from dunes.serve.lsp import Document
+
+    return Document("file:///a.py", text, position_codec=PositionCodec(encoding))
+
+
+def offset(text, line, column, encoding):
+    return document(text, encoding).offset_at_position(types.Position(line, column))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(text=texts, edits=st.lists(st.tuples(texts, st.booleans()), max_size=4), data=st.data())
+def test_after_any_edits_the_text_is_the_editors(encoding, text, edits, data):
+    editor, ours = Editor(text, encoding), document(text, encoding)
+    for new, is_whole in edits:
+        if is_whole:
+            editor.text = new
+            change = types.TextDocumentContentChangeWholeDocument(new)
+        else:
+            start, end = sorted(data.draw(st.lists(st.sampled_from(editor.cursors()), min_size=2, max_size=2)))
+            editor.replace(start, end, new)
+            change = editor.sent[-1]
+        ours.apply_change(change)
+        assert ours.source == editor.text
+    for offset, place in editor.cursors():
+        assert ours.offset_at_position(types.Position(*place)) == offset
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_positions_of_an_empty_text_and_inside_a_character(encoding):
+    assert [offset("", *place, encoding) for place in ((0, 0), (0, 9), (3, 0))] == [0, 0, 0]
+    units = size("🙂", encoding)
+    assert [offset("é\na🙂b", 1, 1 + i, encoding) for i in range(units + 1)] == [3] * units + [4]
+    ours = document("", encoding)
+    ours.apply_change(
+        types.TextDocumentContentChangePartial(types.Range(types.Position(5, 5), types.Position(9, 0)), "x")
+    )
+    assert ours.source == "x"
+
+
+def test_lines_are_split_where_positions_count_them():
+    text = f"a\r\nb{NO_ENDS}c\rd\n\r\ne"
+    lines = split_lines(text)
+    assert lines == ["a\r\n", f"b{NO_ENDS}c\r", "d\n", "\r\n", "e"]
+    assert split_lines("") == split_lines("\r")[1:] == [""]
+    assert [offset(text, i, 0, "utf-8") for i in range(5)] == [sum(map(len, lines[:i])) for i in range(5)]
+
+
+def test_a_client_sees_its_own_text_over_pipes(tmp_path):
+    """A file in a folder with a space, with all kinds of characters, edited by several changes at once."""
+    asyncio.run(_edit((tmp_path / "é folder" / "new file.py").as_uri()))
+
+
+ECHO = """
+    import json, sys
+    from types import SimpleNamespace
+
+    from dunes.serve.handshake import shake_hands
+    from dunes.serve.lsp import start
+    from dunes.serve.requests import Answer
+
+    def submit(request, emit):
+        emit([Answer(json.dumps([request.before, request.after, request.name]))])
+        return SimpleNamespace(cancel=lambda: None)
+
+    nothing = lambda *_: None
+    running = SimpleNamespace(worker=SimpleNamespace(submit=submit), take_in=nothing, close=nothing)
+    pipes = sys.stdin.buffer, sys.stdout.buffer
+    start(lambda: running, *pipes, *shake_hands(*pipes, "1"))
+"""
+
+
+async def _edit(uri):
+    from pygls.lsp.client import BaseLanguageClient
+
+    client = BaseLanguageClient("test", "1")
+    await client.start_io(sys.executable, "-c", dedent(ECHO))
+    general = types.GeneralClientCapabilities(position_encodings=["utf-16"])
+    await client.initialize_async(types.InitializeParams(types.ClientCapabilities(general=general)))
+    client.initialized(types.InitializedParams())
+    editor = Editor(f"\x0cx = '🙂{NO_ENDS}'\ny\r\nlast line", "utf-16")
+    client.text_document_did_open(
+        types.DidOpenTextDocumentParams(types.TextDocumentItem(uri, "python", 1, editor.text))
+    )
+
+    async def check(version):
+        newer = types.VersionedTextDocumentIdentifier(version, uri)
+        client.text_document_did_change(types.DidChangeTextDocumentParams(newer, editor.sent))
+        editor.sent = []
+        for offset, place in editor.cursors():
+            identifier = types.TextDocumentIdentifier(uri)
+            asked = types.CompletionParams(identifier, types.Position(*place))
+            found = await client.text_document_completion_async(asked)
+            before, after, name = json.loads(found.items[0].text_edit.new_text)
+            assert (before, after) == (editor.text[:offset], editor.text[offset:])
+            assert name.endswith("/é folder/new file.py")
+
+    await check(2)
+    for cursors, new in (
+        ((0, 1), "🙂\r"),
+        ((3, 3), "\n\u2028"),
+        ((5, 8), ""),
+        ((2, 2), "\n"),
+        ((9, 20), "é\x85\r"),
+    ):
+        start, end = (editor.cursors()[i] for i in cursors)
+        editor.replace(start, end, new)
+    await check(3)
+    await client.shutdown_async(None)
+    client.exit(None)
+    assert await asyncio.wait_for(client._server.wait(), 20) == 0
+
+
+def test_doctor_reads_events_of_servers_that_do_not_escape_line_separators():
+    event = json.dumps({"choices": [{"text": NO_ENDS[-3:]}]}, ensure_ascii=False)
+    assert doctor._events(f"data: {event}\r\n\r\ndata: [DONE]\n\n".encode()) == NO_ENDS[-3:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_server_though_a_thread_waits_for_the_editor(number, tmp_path):
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "dunes", "lsp", str(tmp_path)], **pipes)
+    with process:
+        request = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {"capabilities": {}}}
+        process.stdin.write(message(request) + message({"jsonrpc": "2.0", "method": "initialized", "params": {}}))
+        process.stdin.flush()
+        said = b""
+        while b"showMessage" not in said:  # there is no model
+            said += process.stdout.read1()
+        process.send_signal(number)
+        assert process.wait(20) == -number
+        assert process.stderr.read() == b""
