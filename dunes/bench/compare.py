@@ -5,6 +5,7 @@ Laps of the same case are paired by round (`evaluate.comparison.paired_ratio`).
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -30,7 +31,7 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """True if A and B differ at the given confidence, by more than the machine did: A was measured before B."""
+        """True if A and B differ at the given confidence, by more than the machine itself."""
         low, high = self.interval or (1.0, 1.0)
         return not low / self.drift <= 1.0 <= high * self.drift
 
@@ -79,7 +80,9 @@ def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) 
         )
     ceilings, same = _ceilings(a, b), all(a[0].get(n) == b[0].get(n) for n in ("machine", "cpu"))
     drift = max((max(x / y, y / x) for x, y in ceilings.values() if same), default=1.0)
-    results = [_difference(_label(columns, key), sides[0][key], sides[1][key], confidence, drift) for key in common]
+    measured = partial(_difference, confidence=confidence, drift=drift)
+    results = [measured(_label(columns, key), sides[0][key], sides[1][key]) for key in common]
+
     unmatched = [_label(columns, key) for key in sides[0].keys() ^ sides[1].keys()]
     values = ((n, a[0].get(n), b[0].get(n)) for n in (*fixed, "machine", "cpu", "torch", "commit"))
     return Comparison(results, sorted(unmatched), {n: (x, y) for n, x, y in values if x != y} | ceilings)
@@ -100,12 +103,10 @@ def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
     return results
 
 
-def _difference(
-    label: str, a: Sequence[Row], b: Sequence[Row], confidence: float, drift: float
-) -> Difference:
+def _difference(label: str, a: Sequence[Row], b: Sequence[Row], confidence: float, drift: float) -> Difference:
     sides = [{int(row.get("round", i)): float(row["seconds"]) for i, row in enumerate(side)} for side in (a, b)]
     both = [n for n in sides[0] if n in sides[1]]
     if not both:
         raise ValueError(f"{label}: no round was measured in both; measure again")
-    pairs = ([side[n] for n in both] for side in sides)
-    return Difference(label, *paired_ratio(*pairs, confidence), len(both), drift)
+    first, second = ([side[n] for n in both] for side in sides)
+    return Difference(label, *paired_ratio(first, second, confidence), len(both), drift)

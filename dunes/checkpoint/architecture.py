@@ -98,7 +98,7 @@ class Architecture:
 
     @property
     def trust_option(self) -> str:
-        """" --trust-code" if opening a folder of this model needs it, otherwise empty."""
+        """ " --trust-code" if opening a folder of this model needs it, otherwise empty."""
         return "" if self.function is None or OURS.fullmatch(self.family) else " --trust-code"
 
     def record(self) -> dict[str, Any]:

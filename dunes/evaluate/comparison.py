@@ -76,8 +76,8 @@ class Speed:
     @classmethod
     def of(cls, rounds: Sequence[tuple[float, float]]) -> "Speed":
         """The speed from the tokens/s (before, after) of each round."""
-        ratio, interval = paired_ratio([a for a, _ in rounds], [b for _, b in rounds], CONFIDENCE)
-        return cls(*(median(side) for side in zip(*rounds, strict=True)), ratio, interval)
+        before, after = ([pair[side] for pair in rounds] for side in (0, 1))
+        return cls(median(before), median(after), *paired_ratio(before, after, CONFIDENCE))
 
     @property
     def differs(self) -> bool:
@@ -278,6 +278,5 @@ if __name__ == "__main__":
     trust, threads, ids_file, *paths = sys.argv[1:]
     torch.set_num_threads(int(threads))
     with checkpoint.trust_cards(bool(trust)):
-        parts = [Path(path) for path in paths]
-        work = measure_folder(parts[0], Path(ids_file)) if len(parts) == 1 else measure_speeds(parts, Path(ids_file))
-        print(json.dumps(work))
+        folders, file = [Path(path) for path in paths], Path(ids_file)
+        print(json.dumps(measure_folder(folders[0], file) if len(folders) == 1 else measure_speeds(folders, file)))

@@ -4,7 +4,9 @@
 
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from contextlib import suppress
+from inspect import signature
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -214,6 +216,77 @@ def documents_by_length(positions: Tensor) -> list[Tensor]:
         real[first[lengths == n, None] + torch.arange(n, device=positions.device)]
         for n in torch.unique(lengths).tolist()
     ]
+
+
+class WithoutContext(nn.Module):
+    """A part that is called with x alone, in a slot that is called with a context, too."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.loses_context = base, any("ctx" in (_parameters(m) or ()) for m in base.modules())
+
+    @property
+    def supports_packing(self) -> bool | None:
+        """True, as far as it depends on this class; None if a part inside would need the context."""
+        return None if self.loses_context else True
+
+    def forward(self, x: Tensor, *context: Any) -> Tensor:
+        """The part's output for x, both (B, T, dim). Raises ValueError if it is no tensor of this shape."""
+        y: Any = self.base(x)
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            found = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
+            raise ValueError(f"{type(self.base).__name__} returned {found}; expected a tensor {tuple(x.shape)}")
+        return y
+
+
+Part = TypeVar("Part", bound=Callable[..., Any])
+
+
+def fitted(slot: str, part: Part, arguments: str) -> Part:
+    """The part, which can be called with these arguments, such as "x, ctx, layer".
+
+    Raises ValueError, with the slot's name, for another one. torch's own modules take no context, whatever their
+    further parameters are, and a part with a parameter `ctx` is not called without it.
+    """
+    names, count = _parameters(part), arguments.count(",") + 1
+    foreign = count > 1 and _forward(part).__module__.startswith("torch.nn.modules.")
+    if foreign or not _takes(part, count) or (count == 1 and "ctx" in (names or ())):
+        name = getattr(part, "__name__", type(part).__name__)
+        raise ValueError(
+            f"{slot} is called with ({arguments}) by position, but {name} takes ({', '.join(names or ())}); write a "
+            f"module around it whose forward takes ({arguments})"
+        )
+    return part
+
+
+def with_context(slot: str, part: nn.Module) -> nn.Module:
+    """The part for a slot that is called with (x, ctx, layer); one that takes x alone becomes a `WithoutContext`.
+
+    Raises ValueError like `fitted`.
+    """
+    takes_all = _takes(part, 3) and not _forward(part).__module__.startswith("torch.nn.modules.")
+    if not takes_all and _takes(part, 1) and "ctx" not in (_parameters(part) or ()):
+        return WithoutContext(part)
+    return fitted(slot, part, "x, ctx, layer")
+
+
+def _forward(part: Any) -> Any:
+    return getattr(part, "forward", part)
+
+
+def _parameters(part: Any) -> list[str] | None:
+    """The names of the parameters of a part's forward; None if they are unknown, as of compiled code."""
+    with suppress(ValueError, TypeError):
+        return [*signature(_forward(part)).parameters]
+    return None
+
+
+def _takes(part: Any, count: int) -> bool:
+    if _parameters(part) is None:
+        return True
+    with suppress(TypeError):
+        return bool(signature(_forward(part)).bind(*[None] * count))
+    return False
 
 
 PER_TOKEN = {
