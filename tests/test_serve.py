@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import math
 import os
 import shutil
 import signal
@@ -595,7 +596,9 @@ def test_what_a_server_says_of_itself(port, run):
     assert b"https://" not in page
     told = ok(port, "/suggest", {"before": BEFORE, "tokens": True})
     assert told["suggestions"][0]["text"].startswith("ue_3")
-    assert "".join(t["text"] for t in told["tokens"]).endswith(told["suggestions"][0]["text"])
+    assert "".join(t["text"] for t in told["tokens"]).startswith(told["suggestions"][0]["text"])
+    product = math.prod(token["probability"] for token in told["tokens"])
+    assert product == pytest.approx(told["suggestions"][0]["line"], rel=1e-3)
 
 
 @pytest.mark.parametrize(

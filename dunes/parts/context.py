@@ -251,10 +251,10 @@ def fitted(slot: str, part: Part, arguments: str) -> Part:
     names, count = _parameters(part), arguments.count(",") + 1
     foreign = count > 1 and _forward(part).__module__.startswith("torch.nn.modules.")
     if foreign or not _takes(part, count) or (count == 1 and "ctx" in (names or ())):
-        name = getattr(part, "__name__", type(part).__name__)
+        name, taken = getattr(part, "__name__", type(part).__name__), ", ".join(names or ())
         raise ValueError(
-            f"{slot} is called with ({arguments}) by position, but {name} takes ({', '.join(names or ())}); write a "
-            f"module around it whose forward takes ({arguments})"
+            f"{slot} is called with ({arguments}) by position, but {name} takes ({taken}); write a module around it "
+            f"whose forward takes ({arguments})"
         )
     return part
 
