@@ -253,8 +253,8 @@ def fitted(slot: str, part: Part, arguments: str) -> Part:
     if foreign or not _takes(part, count) or (count == 1 and "ctx" in (names or ())):
         name, taken = getattr(part, "__name__", type(part).__name__), ", ".join(names or ())
         raise ValueError(
-            f"{slot} is called with ({arguments}) by position, but {name} takes ({taken}); write a module around it "
-            f"whose forward takes ({arguments})"
+            f"{slot} is called with ({arguments}) by position, but {name} takes ({taken}); write a module around "
+            f"it whose forward takes ({arguments})"
         )
     return part
 
