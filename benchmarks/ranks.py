@@ -13,6 +13,7 @@ processor time of a step in one process, here and at an earlier commit, in alter
 
 import atexit
 import json
+import math
 import os
 import subprocess
 import sys
@@ -155,7 +156,7 @@ def print_times(rows: list[dict[str, Any]], size: float, alone: float) -> float:
 
 def compare_with(commit: str, rounds: int = 16) -> None:
     """Print the ratio of a step's processor time here to that at the commit, with its 95 % interval."""
-    from dunes.evaluate.comparison import paired_ratio
+    from dunes.bench.compare import hodges_lehmann
 
     def once(process: subprocess.Popen[str]) -> float:
         process.stdin.write("time\n")
@@ -166,16 +167,16 @@ def compare_with(commit: str, rounds: int = 16) -> None:
         archive = subprocess.run(["git", "-C", ROOT, "archive", commit, "dunes"], capture_output=True, check=True)
         subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        command, pairs = [sys.executable, "-P", "-c", STEPS], []
+        command, logs = [sys.executable, "-P", "-c", STEPS], []
         trees = [os.environ | {"PYTHONPATH": str(tree)} for tree in (folder, ROOT)]
         sides = [subprocess.Popen(command, cwd=folder, env=tree, **pipes) for tree in trees]
         for number in range(-1, rounds):
             seconds = {side: once(side) for side in (sides if number % 2 else reversed(sides))}
-            pairs += [[seconds[side] for side in sides]] if number >= 0 else []  # the first warms up
+            logs += [math.log(seconds[sides[1]] / seconds[sides[0]])] if number >= 0 else []  # the first warms up
         for side in sides:
             side.communicate("end\n")
-    ratio, interval = paired_ratio(*zip(*pairs, strict=True), 0.95)
-    print(f"here / {commit}: {ratio:.4f}", interval and [round(end, 4) for end in interval])
+    ratio, interval = hodges_lehmann(logs, 0.95)
+    print(f"here / {commit}: {math.exp(ratio):.4f}", interval and [round(math.exp(end), 4) for end in interval])
 
 
 def main(

@@ -1,16 +1,20 @@
 """Find significant differences between two sets of measurements, A and B.
 
-Laps of the same case are paired by round (`evaluate.comparison.paired_ratio`).
+Laps of the same case are paired by round. The estimate is the Hodges-Lehmann median of the logarithms of the
+ratios. The interval is Wilcoxon's signed-rank interval: it assumes no normal distribution and is robust to
+outliers (https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator,
+https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
 from dunes.bench.rows import SETTING, Row, group_rows
-from dunes.evaluate.comparison import paired_ratio
 
 CONFIDENCE = 0.99
 
@@ -105,8 +109,30 @@ def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
 
 def _difference(label: str, a: Sequence[Row], b: Sequence[Row], confidence: float, drift: float) -> Difference:
     sides = [{int(row.get("round", i)): float(row["seconds"]) for i, row in enumerate(side)} for side in (a, b)]
-    both = [n for n in sides[0] if n in sides[1]]
-    if not both:
+    logs = [math.log(sides[1][n] / sides[0][n]) for n in sides[0] if n in sides[1]]
+    if not logs:
         raise ValueError(f"{label}: no round was measured in both; measure again")
-    first, second = ([side[n] for n in both] for side in sides)
-    return Difference(label, *paired_ratio(first, second, confidence), len(both), drift)
+    middle, interval = hodges_lehmann(logs, confidence)
+    ratios = interval and (math.exp(interval[0]), math.exp(interval[1]))
+    return Difference(label, math.exp(middle), ratios, len(logs), drift)
+
+
+def hodges_lehmann(
+    values: Sequence[float], confidence: float = CONFIDENCE
+) -> tuple[float, tuple[float, float] | None]:
+    """The Hodges-Lehmann median of the values and its confidence interval, which is None for too few values."""
+    means = sorted((x + y) / 2 for i, x in enumerate(values) for y in values[i:])
+    count = _critical(len(values), (1 - confidence) / 2)
+    return median(means), None if count is None else (means[count], means[-1 - count])
+
+
+def _critical(n: int, tail: float) -> int | None:
+    """Number of sorted means to cut at either end, for Wilcoxon's signed ranks of n values; None for too small n.
+
+    It is the largest s with P(sum of positive ranks <= s) <= `tail`.
+    """
+    counts = [1]
+    for rank in range(1, n + 1):  # counts[s]: the number of the 2^n sign patterns whose positive ranks sum to s
+        counts = [x + y for x, y in zip([0] * rank + counts, counts + [0] * rank, strict=True)]
+    cut = sum(below <= tail * 2**n for below in accumulate(counts))
+    return cut - 1 if cut else None

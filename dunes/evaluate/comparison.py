@@ -2,9 +2,7 @@
 
 Each folder is measured in its own process, so that the memory of one model is measured alone, as a user runs it.
 Their speeds are taken in one more process, in alternation and by processor time on one thread: the speed of a
-machine changes by more than most changes of a model, and waiting threads use processor time, too. The interval of
-the ratios is Wilcoxon's signed-rank interval, which assumes no normal distribution and is robust to outliers
-(https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator, https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
+machine changes by more than most changes of a model, and waiting threads use processor time, too.
 """
 
 import json
@@ -43,7 +41,6 @@ WRITTEN = 16
 """Maximum number of tokens, after the first generated token, whose decoding is timed."""
 ROUNDS, SECONDS = (6, 40), 5.0
 """Minimum and maximum number of rounds, and the processor time after which no further round begins."""
-CONFIDENCE = 0.95
 PHASES = {"prefill": "reading a prompt", "decode": "decoding"}
 
 
@@ -63,52 +60,51 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians of tokens/s on one thread, and the paired ratio after / before with its interval of 95 %.
+    """Medians of tokens/s on one thread, and of the paired ratios after / before with a 95 % interval.
 
-    The interval is None if the rounds were too few.
+    The interval, `low` to `high`, is that of the sign test, which assumes no distribution.
     """
 
     before: float
     after: float
     ratio: float
-    interval: tuple[float, float] | None
+    low: float
+    high: float
 
     @classmethod
     def of(cls, rounds: Sequence[tuple[float, float]]) -> "Speed":
-        """The speed from the tokens/s (before, after) of each round."""
-        before, after = ([pair[side] for pair in rounds] for side in (0, 1))
-        return cls(median(before), median(after), *paired_ratio(before, after, CONFIDENCE))
+        """The speed from the tokens/s (before, after) of at least six rounds."""
+        ratios, count = sorted(after / before for before, after in rounds), len(rounds)
+        tails = accumulate(math.comb(count, i) for i in range(count))
+        cut = sum(tail <= 0.025 * 2**count for tail in tails)
+        before, after = (median(side) for side in zip(*rounds, strict=True))
+        return cls(before, after, median(ratios), ratios[cut - 1], ratios[-cut])
 
     @property
     def differs(self) -> bool:
         """True if the interval does not contain 1."""
-        return self.interval is not None and not self.interval[0] <= 1 <= self.interval[1]
+        return not self.low <= 1 <= self.high
 
     def __str__(self) -> str:
-        interval = " [{:.2f}, {:.2f}]".format(*self.interval) if self.interval else ""
-        return f"{self.ratio:.2f}{interval} times" if self.differs else f"no difference seen{interval}"
+        found = f"{self.ratio:.2f} times" if self.differs else "no difference seen"
+        return f"{found} [{self.low:.2f}, {self.high:.2f}]"
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Both measurements, and the fraction of validation tokens after which both models predict the same token.
 
-    `speeds` are those of PHASES, or the reason why they were not measured.
+    `speeds` are those of PHASES, or empty if memory does not hold both models at once.
     """
 
     before: Measurement
     after: Measurement
     agreement: float | None
-    speeds: Mapping[str, Speed] | str
+    speeds: Mapping[str, Speed]
 
     def warnings(self) -> list[str]:
         """A list with one line if decoding or prefill became slower, otherwise empty."""
-        speeds = {} if isinstance(self.speeds, str) else self.speeds
-        slower = [
-            f"{PHASES[phase]} takes {1 / speed.ratio:.2f} times"
-            for phase, speed in speeds.items()
-            if speed.differs and speed.ratio < 1
-        ]
+        slower = [f"{PHASES[n]} takes {1 / s.ratio:.2f} times" for n, s in self.speeds.items() if s.high < 1]
         return [f"slower: {' and '.join(slower)} as long as before"] if slower else []
 
     def lines(self) -> list[str]:
@@ -126,40 +122,13 @@ class Comparison:
             ]
         for name, x, y in (("size on disk", a.size, b.size), ("peak memory", a.memory, b.memory)):
             rows.append(f"{name:18}{format_bytes(x):>12}{format_bytes(y):>12}  {y / max(1, x):.2f} times")
-        if isinstance(self.speeds, str):
-            rows.append(f"speed not measured: {self.speeds}")
-        else:
-            for name, speed in self.speeds.items():
-                rows.append(f"{name + ', tokens/s':18}{speed.before:12,.0f}{speed.after:12,.0f}  {speed}")
+        for name, speed in self.speeds.items():
+            rows.append(f"{name + ', tokens/s':18}{speed.before:12,.0f}{speed.after:12,.0f}  {speed}")
+        if not self.speeds:
+            rows.append("speed not measured: both models at once do not fit into the free memory")
         forms = a.form if a.form == b.form else f"before {a.form}, after {b.form}"
         rows.append(f"decoded by {forms}, on one thread; dunes compile MODEL makes a compiled step")
         return rows
-
-
-def paired_ratio(
-    a: Sequence[float], b: Sequence[float], confidence: float
-) -> tuple[float, tuple[float, float] | None]:
-    """The Hodges-Lehmann estimate of b / a for pairs of measurements, and its confidence interval.
-
-    The interval is None if the pairs are too few.
-    """
-    logs = [math.log(y / x) for x, y in zip(a, b, strict=True)]
-    means = sorted((x + y) / 2 for i, x in enumerate(logs) for y in logs[i:])
-    cut = _critical(len(logs), (1 - confidence) / 2)
-    interval = None if cut is None else (math.exp(means[cut]), math.exp(means[-1 - cut]))
-    return math.exp(median(means)), interval
-
-
-def _critical(n: int, tail: float) -> int | None:
-    """Number of sorted means to cut at either end, for Wilcoxon's signed ranks of n values; None for too small n.
-
-    It is the largest s with P(sum of positive ranks <= s) <= `tail`.
-    """
-    counts = [1]
-    for rank in range(1, n + 1):  # counts[s]: the number of the 2^n sign patterns whose positive ranks sum to s
-        counts = [x + y for x, y in zip([0] * rank + counts, counts + [0] * rank, strict=True)]
-    cut = sum(below <= tail * 2**n for below in accumulate(counts))
-    return cut - 1 if cut else None
 
 
 def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparison | str:
@@ -169,15 +138,14 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
             if ids is not None:
                 _write_ids(Path(scratch) / "ids.npz", ids)
             first, second = (_run_measurement([folder], Path(scratch)) for folder in (before, after))
-            need, free = first["memory"] + second["memory"], measure.free_memory(torch.device("cpu"))
-            speeds: Any = f"both models need {format_bytes(need)} at once, and {format_bytes(free)} are free"
-            if need <= free or not free:
-                rounds = _run_measurement([before, after], Path(scratch))
-                speeds = {phase: Speed.of(rounds[phase]) for phase in PHASES}
+            free = measure.free_memory(torch.device("cpu"))
+            fits = not free or first["memory"] + second["memory"] <= free
+            rounds = _run_measurement([before, after], Path(scratch)) if fits else {}
     except (ValueError, OSError) as error:  # do not lose the work that is to be reported
         return f"not measured: {error}"
     top = [np.array(facts.pop("top")) for facts in (first, second)]
     agreement = float((top[0] == top[1]).mean()) if len(top[0]) else None
+    speeds = {phase: Speed.of(laps) for phase, laps in rounds.items()}
     return Comparison(Measurement(**first), Measurement(**second), agreement, speeds)
 
 
@@ -242,12 +210,10 @@ def measure_speeds(folders: Sequence[Path], file: Path) -> dict[str, list[tuple[
     torch.set_num_threads(1)
     ids = _read_ids(file) if file.is_file() else None
     models = [(loaded := checkpoint.load(folder), load_step(loaded.model)) for folder in folders]
-    rounds: list[list[tuple[float, float]]] = []
-    start = process_time()
+    rounds, start = list[list[tuple[float, float]]](), process_time()
     while len(rounds) <= ROUNDS[0] or (len(rounds) <= ROUNDS[1] and process_time() - start < SECONDS):
-        turns = list(enumerate(models))[:: -1 if len(rounds) % 2 else 1]
-        laps = {number: _speeds(*model, ids) for number, model in turns}
-        rounds.append([laps[number] for number in range(len(models))])
+        order = -1 if len(rounds) % 2 else 1
+        rounds.append([_speeds(*model, ids) for model in models[::order]][::order])
     # The first round loads kernels.
     return {phase: [tuple(lap[i] for lap in laps) for laps in rounds[1:]] for i, phase in enumerate(PHASES)}
 

@@ -60,13 +60,8 @@ class Attention(nn.Module):
             raise ValueError(f"{plural(heads, 'head')} are no multiple of {kv_heads} key/value heads")
         if window is not None and window < 1:
             raise ValueError(f"window is {window}; it must be at least 1, the token itself")
-        for name, part, arguments in (
-            ("q_norm", q_norm, "x"),
-            ("k_norm", k_norm, "x"),
-            ("position", position, "x, ctx"),
-        ):
-            if part is not None:
-                fitted(name, part, arguments)
+        for name, part in (("q_norm", q_norm), ("k_norm", k_norm), ("position", position)):
+            _ = part and fitted(name, part, "x, ctx" if name == "position" else "x")
         self.q = nn.Linear(dim, heads * head_dim, bias)
         self.k = nn.Linear(dim, kv_heads * head_dim, bias)
         self.v = nn.Linear(dim, kv_heads * head_dim, bias)

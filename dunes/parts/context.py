@@ -5,8 +5,8 @@
 import warnings
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from inspect import signature
-from typing import Any, TypeVar
+from inspect import Signature, signature
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from dunes.parts.cache import Cache
 from dunes.parts.recurrent_cache import RecurrentCache
 from dunes.units import plural
 
+Part = TypeVar("Part", bound=Callable[..., Any])
 Bias = Callable[[Tensor, Tensor], Tensor]
 """Given the positions of queries (B or 1, T) and keys (B or 1, S), returns what is added to the scores of
 attention, broadcastable to (B, H, T, S)."""
@@ -221,25 +222,18 @@ def documents_by_length(positions: Tensor) -> list[Tensor]:
 class WithoutContext(nn.Module):
     """A part that is called with x alone, in a slot that is called with a context, too."""
 
+    supports_packing = True
+
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
-        self.base, self.loses_context = base, any("ctx" in (_parameters(m) or ()) for m in base.modules())
-
-    @property
-    def supports_packing(self) -> bool | None:
-        """True, as far as it depends on this class; None if a part inside would need the context."""
-        return None if self.loses_context else True
+        self.base = base
 
     def forward(self, x: Tensor, *context: Any) -> Tensor:
         """The part's output for x, both (B, T, dim). Raises ValueError if it is no tensor of this shape."""
         y: Any = self.base(x)
-        if not isinstance(y, Tensor) or y.shape != x.shape:
-            found = tuple(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
+        if (found := getattr(y, "shape", type(y).__name__)) != x.shape:
             raise ValueError(f"{type(self.base).__name__} returned {found}; expected a tensor {tuple(x.shape)}")
-        return y
-
-
-Part = TypeVar("Part", bound=Callable[..., Any])
+        return cast(Tensor, y)
 
 
 def fitted(slot: str, part: Part, arguments: str) -> Part:
@@ -248,45 +242,35 @@ def fitted(slot: str, part: Part, arguments: str) -> Part:
     Raises ValueError, with the slot's name, for another one. torch's own modules take no context, whatever their
     further parameters are, and a part with a parameter `ctx` is not called without it.
     """
-    names, count = _parameters(part), arguments.count(",") + 1
-    foreign = count > 1 and _forward(part).__module__.startswith("torch.nn.modules.")
-    if foreign or not _takes(part, count) or (count == 1 and "ctx" in (names or ())):
-        name, taken = getattr(part, "__name__", type(part).__name__), ", ".join(names or ())
-        raise ValueError(
-            f"{slot} is called with ({arguments}) by position, but {name} takes ({taken}); write a module around "
-            f"it whose forward takes ({arguments})"
-        )
-    return part
+    alone, call = "," not in arguments, _signature(part)
+    calls = map(_signature, part.modules()) if isinstance(part, nn.Sequential) else [call]
+    torchs = type(part).__module__.startswith("torch.nn.modules.")
+    fits = not any("ctx" in c.parameters for c in calls) if alone else not torchs
+    with suppress(TypeError):
+        call.bind(*arguments.split(","))
+        if fits:
+            return part
+    name, taken = getattr(part, "__name__", type(part).__name__), ", ".join(call.parameters)
+    raise ValueError(
+        f"{slot} is called with ({arguments}) by position, but {name} takes ({taken}); put it into a module"
+    )
 
 
 def with_context(slot: str, part: nn.Module) -> nn.Module:
-    """The part for a slot that is called with (x, ctx, layer); one that takes x alone becomes a `WithoutContext`.
-
-    Raises ValueError like `fitted`.
-    """
-    takes_all = _takes(part, 3) and not _forward(part).__module__.startswith("torch.nn.modules.")
-    if not takes_all and _takes(part, 1) and "ctx" not in (_parameters(part) or ()):
-        return WithoutContext(part)
-    return fitted(slot, part, "x, ctx, layer")
-
-
-def _forward(part: Any) -> Any:
-    return getattr(part, "forward", part)
+    """The part, called with (x, ctx, layer); one that takes x alone is in a `WithoutContext`. Else as `fitted`."""
+    try:
+        return fitted(slot, part, "x, ctx, layer")
+    except ValueError:
+        with suppress(ValueError):
+            return WithoutContext(fitted(slot, part, "x"))
+        raise
 
 
-def _parameters(part: Any) -> list[str] | None:
-    """The names of the parameters of a part's forward; None if they are unknown, as of compiled code."""
-    with suppress(ValueError, TypeError):
-        return [*signature(_forward(part)).parameters]
-    return None
-
-
-def _takes(part: Any, count: int) -> bool:
-    if _parameters(part) is None:
-        return True
-    with suppress(TypeError):
-        return bool(signature(_forward(part)).bind(*[None] * count))
-    return False
+def _signature(part: Any) -> Signature:
+    try:
+        return signature(getattr(part, "forward", part))
+    except ValueError:  # of code that is no Python
+        return signature(lambda *arguments: None)
 
 
 PER_TOKEN = {

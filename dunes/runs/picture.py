@@ -59,9 +59,8 @@ def comparison_picture(comparison: Comparison, path: Path) -> None:
     """Draw a bar chart, as a PNG, of a model's size, memory and speed after a change relative to before it."""
     a, b = comparison.before, comparison.after
     ratios = {"size on disk": b.size / max(1, a.size), "peak memory": b.memory / max(1, a.memory)}
-    speeds = {} if isinstance(comparison.speeds, str) else comparison.speeds
-    labels = [f"{ratio:.2f} times" for ratio in ratios.values()] + [str(speed) for speed in speeds.values()]
-    ratios |= {f"{PHASES[phase]}, tokens/s": speed.ratio for phase, speed in speeds.items()}
+    labels = [f"{ratio:.2f}" for ratio in ratios.values()] + [str(speed) for speed in comparison.speeds.values()]
+    ratios |= {f"{PHASES[phase]}, tokens/s": speed.ratio for phase, speed in comparison.speeds.items()}
     loss = "" if a.loss is None or b.loss is None else f"; validation loss {a.loss:.4f} to {b.loss:.4f} nats/token"
     with _figure(path, 8, 3.5) as figure:
         axes = figure.add_subplot()
