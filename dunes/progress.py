@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from shutil import get_terminal_size
 from time import monotonic
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -30,8 +31,8 @@ Show = Callable[[str, float], object]
 """A function that is called with a description of the current phase and the fraction of the work done."""
 _show: ContextVar[Show] = ContextVar("show", default=lambda text, done: None)
 _listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
-WIDTH = 240
-"""Maximum line width of tables, in characters. Narrow terminals wrap lines: truncated figures would mislead."""
+WIDTH = 100
+"""Maximum line width of tables where no terminal has a width, in characters."""
 
 
 def _console() -> "Console":
@@ -180,17 +181,25 @@ def each(items: Collection[T], start: float = 0.0, end: float = 1.0) -> Iterator
         report(1)
 
 
-def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a table: labels and bars left-aligned, figures right-aligned."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], keys: int = 1) -> None:
+    """Print a table: labels and bars left-aligned, figures right-aligned.
 
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 or not column else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*map(escape, line))
-    Console(width=WIDTH, highlight=False, soft_wrap=True).print(table)
+    A table that is wider than the terminal is printed in several parts, since truncated or wrapped figures would
+    mislead. Each part has the first `keys` columns, which identify a line, and at least one other.
+    """
+    from rich.cells import cell_len
+
+    most = get_terminal_size((WIDTH, 0)).columns
+    cells = [list(column) for column in zip(columns, *lines, strict=True)]
+    for number, column in enumerate(cells):
+        width = max(map(cell_len, column))
+        for line, text in enumerate(column):
+            space = " " * (width - cell_len(text))
+            column[line] = text + space if number == 0 or not columns[number] else space + text
+    labels, parts = cells[:keys], list[list[list[str]]]()
+    for column in cells[keys:]:
+        if not parts or sum(cell_len(c[0]) + 2 for c in (*parts[-1], column)) - 2 > most:
+            parts.append([*labels])
+        parts[-1].append(column)
+    texts = ["\n".join("  ".join(row).rstrip() for row in zip(*part, strict=True)) for part in parts or [labels]]
+    print(*filter(None, [title]), "\n\n".join(texts), sep="\n")

@@ -2,7 +2,9 @@
 
 import asyncio
 import http.client
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -593,9 +595,17 @@ def test_what_a_server_says_of_itself(port, run):
     assert status == 200
     assert b"http://" not in page.replace(b"http://www.w3.org", b"")
     assert b"https://" not in page
-    told = ok(port, "/suggest", {"before": BEFORE, "tokens": True})
-    assert told["suggestions"][0]["text"].startswith("ue_3")
-    assert "".join(t["text"] for t in told["tokens"]).endswith(told["suggestions"][0]["text"])
+    assert ok(port, "/suggest", {"before": BEFORE, "tokens": True})["suggestions"][0]["text"].startswith("ue_3")
+
+
+def test_the_tokens_of_the_page_have_the_probabilities_of_the_line_that_it_shows(port):
+    for typed, after in itertools.product(range(len(BEFORE) - 12, len(BEFORE) + 1), ["", "\n    return 3\n"]):
+        told = ok(port, "/suggest", {"before": BEFORE[:typed], "after": after, "tokens": True})
+        best, tokens = told["suggestions"][0], told["tokens"]
+        assert "".join(token["text"] for token in tokens).startswith(best["text"])
+        assert all(token["text"] for token in tokens)
+        product = math.prod(token["probability"] for token in tokens)
+        assert product == pytest.approx(best["line"], rel=1e-3) or not best["text"]
 
 
 @pytest.mark.parametrize(

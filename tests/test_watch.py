@@ -180,7 +180,8 @@ def test_a_table_has_shapes_flops_and_memory_and_leaves_no_trace(capsys):
     assert tree.layers(network)[0].flops is None
 
 
-def test_long_stacks_are_folded(capsys):
+def test_long_stacks_are_folded(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     network = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(30)], nn.Linear(4, 2))
     tree.print_layers(tree.layers(network, torch.rand(2, 4)))
     lines = capsys.readouterr().out.strip().splitlines()
@@ -325,7 +326,8 @@ def test_a_network_that_must_run_itself_is_not_changed_and_draws_no_number():
     assert hook_tables(network) == tables
 
 
-def test_memory_counts_each_tensor_once_and_only_numbered_modules_are_folded(capsys):
+def test_memory_counts_each_tensor_once_and_only_numbered_modules_are_folded(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     network = nn.ModuleDict({"left": nn.Linear(2, 2), "right": nn.Linear(2, 2), "norm": nn.BatchNorm1d(3)})
     network["right"].weight = network["left"].weight
     sizes = {layer.name: layer.bytes for layer in tree.layers(network)}

@@ -96,6 +96,11 @@ class Architecture:
             f"build={name[:200].rpartition(':')[2]}"
         )
 
+    @property
+    def trust_option(self) -> str:
+        """ " --trust-code" if opening a folder of this model needs it, otherwise empty."""
+        return "" if self.function is None or OURS.fullmatch(self.family) else " --trust-code"
+
     def record(self) -> dict[str, Any]:
         """The card's entries for this architecture."""
         entries: dict[str, Any] = {"family": {"function": self.family, "arguments": self.config}}

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from dunes import checkpoint, measure
+from dunes.checkpoint import Architecture
 from dunes.completion import LineCompleter
 from dunes.completion.completer import CopyCompleter
 from dunes.completion.copy_gate import Places, fit_gate, places_of, write_gate
@@ -81,28 +82,29 @@ def prepare_completion(
     return CompletionFiles(index_texts(texts, tokenizer), gate, all_texts, sources, follow_links)
 
 
-def begin_completion(run: Path, files: CompletionFiles) -> str:
+def begin_completion(run: Path, files: CompletionFiles, architecture: Architecture) -> str:
     """Write the index of a run, so that lines can be copied during training. Returns a line for the user."""
     write_index(run, files.index, files.sources, files.follow_links)
-    folder = shlex.quote(str(run))
+    folder = shlex.quote(str(run)) + architecture.trust_option
     return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
 
 
-def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
+def finish_completion(run: Path, files: CompletionFiles, seconds: float, architecture: Architecture) -> str:
     """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
 
-    `seconds` is the duration of the run; the fit takes a few percent of it. Returns a line for the user.
+    `seconds` is the duration of the run; the fit takes a few percent of it. The saved model is loaded with the
+    function of `architecture`, which built it in this process. Returns a line for the user.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for single tokens, more threads only wait for each other
     try:
-        return _finish(run, files, seconds)
+        return _finish(run, files, seconds, architecture)
     finally:
         torch.set_num_threads(threads)
 
 
-def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
-    loaded = checkpoint.load_with_tokenizer(run, measure.device())
+def _finish(run: Path, files: CompletionFiles, seconds: float, architecture: Architecture) -> str:
+    loaded = checkpoint.load(run, measure.device(), build=architecture.function)
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     texts = [pair for pair in files.gate if pair[1].strip()]
     fitted, facts = fit_mixture(engine, texts, _scale(PLACES, seconds))
@@ -127,7 +129,8 @@ def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
         )
     return (
         f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
-        f"({plural(len(texts), 'file')}){verdict}; measure it: dunes eval {shlex.quote(str(run))} --completion"
+        f"({plural(len(texts), 'file')}){verdict}; measure it: dunes eval "
+        f"{shlex.quote(str(run))}{architecture.trust_option} --completion"
     )
 
 

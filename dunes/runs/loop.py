@@ -486,7 +486,8 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
         display.line(line)
     loads = f"   load of experts: {folder}/{LOAD_PICTURE}" if drawn else ""
     display.line(f"loss curve: {folder}/loss.png   samples: {folder}/samples.md{loads}")
-    resume = f"resume with: dunes {run.config.VERB} --out {folder} --resume"
+    trust = run.task.loaded.architecture.trust_option
+    resume = f"resume with: dunes {run.config.VERB} --out {folder} --resume{trust}"
     display.line(resume if interrupted else next_steps)
     return status
 

@@ -233,7 +233,7 @@ class ServedModel:
                 answer.new_tokens = len(completer.files.line(answer.text))
                 answer.prompt_tokens = min(prompt_tokens, completer.loaded.context_length)
             if request.explains:
-                tokens = completer.explain(request.before, suggestions[0].text, name, is_cancelled)
+                tokens = completer.explain(request.before, request.after, name, options)
                 answers[0].explained = {"file": name, "tokens": tokens, "threshold": min(1.0, self.threshold)}
         return answers
 
