@@ -20,6 +20,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from conftest import data, refuses
 from dunes.data import (
     check_report,
+    collect_corpus,
     data_report,
     examples,
     preflight,
@@ -329,6 +330,34 @@ def test_a_bad_row_is_named(which, tmp_path):
     message = refuses(expected, read_records, put(tmp_path, content))
     assert message.startswith(str(tmp_path / "data.json"))
     assert len(message) < 700
+
+
+TWICE = '{"output": "a", "instruction": "b", "output": "c"}'
+DEEP = '{"messages": [{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]}'
+CALL = {"function": {"name": "f", "arguments": '{"city": "Rome", "city": "Oslo"}'}}
+REPEATED = {
+    "a line": (lines(FORMS["alpaca"]) + "\n\n" + TWICE, "data.json, line 3: .*'output' occurs twice"),
+    "the first line": (TWICE, "data.json, line 1: .*'output' occurs twice"),
+    "equal values": ('{"text": "a", "text": "a"}', "line 1: .*'text' occurs twice"),
+    "a message": (DEEP, "line 1: .*'content' occurs twice"),
+    "a list": (f'[{json.dumps(FORMS["alpaca"])},\n{json.dumps(FORMS["alpaca"])} ,\n {TWICE}]', "row 3, line 3: .*'output' occurs twice"),
+    "a list's first": (f"\ufeff\n[ {TWICE}]", "row 1, line 2: .*'output' occurs twice"),
+    "gzipped": (gzip.compress(TWICE.encode()), "line 1: .*'output' occurs twice"),
+    "a call": (lines(said({"role": "assistant", "tool_calls": [CALL]})), "line 1: .*'city' occurs twice"),
+    "tools": (lines(FORMS["messages"] | {"tools": '[{"name": "f", "name": "g"}]'}), "line 1: tools: .*'name' occurs twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", REPEATED)
+@pytest.mark.parametrize("name", ["data.json", "rows.txt"])
+def test_a_key_that_occurs_twice_is_refused(which, name, tmp_path):
+    """Also in a file that is a file of records by its first row alone: it must not become plain text."""
+    content, expected = REPEATED[which]
+    path = put(tmp_path, content, name)
+    assert str(path) in refuses(expected.replace("data.json", name), read_records, path)
+    assert str(path) in refuses("occurs twice", read_dataset, path)
+    if which not in ("a call", "tools"):
+        refuses("occurs twice", collect_corpus, [path])
 
 
 def test_a_row_without_end_and_a_missing_file_are_named(tmp_path):

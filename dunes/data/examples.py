@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
-from dunes.data.records import file_format, rows
+from dunes.data.records import DECODER, file_format, rows
 from dunes.text.chat_template import REASONING_KEYS
 from dunes.text.lines import line_parts
 from dunes.text.templates import (
@@ -386,7 +386,7 @@ def _function(entry: Any, noun: str) -> dict[str, Any]:
 def _parse(key: str, value: Any) -> Any:
     """The value, which may be a string of JSON."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return DECODER.decode(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{key}: not JSON: {error}; found {value[:40]!r}") from None
 

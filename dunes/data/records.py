@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import re
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dunes.data.files import open_plain
+from dunes.files.json_file import unique_keys
 from dunes.files.model_file import HEAD, stand_in
 from dunes.text.lines import decode_text
 
@@ -20,6 +22,12 @@ MAX_ROW_BYTES = 1 << 24
 """Maximum bytes of a line."""
 MAX_LIST_BYTES = 1 << 31
 """Maximum bytes of a file that is one JSON list."""
+
+DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
+"""Reads JSON in which no object has a key twice; a decoder that is kept is faster than `json.loads` with a hook."""
+
+EXPECTED = "expected one JSON object per line, or one list"
+_BETWEEN_ROWS = re.compile(r"[\s,]*")
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 JSON = (".json", ".json.gz")
@@ -57,13 +65,16 @@ def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
 
 
 def first_row(path: Path) -> Any:
-    """The first row of a file; the others are not read. Raises ValueError if the file starts with no row."""
+    """The first row of a file, also with duplicate keys, which `rows` refuses; the others are not read.
+
+    Raises ValueError if the file starts with no row.
+    """
     try:
         if suffix := _table_suffix(path):
             return next(_table_rows(path, suffix))[1]
         with _open(path) as file:
             if _first_byte(file) != b"[":
-                return next(_line_rows(path, file))[1]
+                return next(_line_rows(path, file, json.JSONDecoder()))[1]
             text = file.read(MAX_ROW_BYTES).decode("utf-8-sig", "ignore")
         return json.JSONDecoder().raw_decode(text.lstrip()[1:].lstrip())[0]
     except (OSError, EOFError, zlib.error, StopIteration, RecursionError) as error:
@@ -102,12 +113,28 @@ def _list_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     data = file.read(MAX_LIST_BYTES + 1)
     if len(data) > MAX_LIST_BYTES:
         raise ValueError(f"{path}: a list of more than {MAX_LIST_BYTES} bytes; write one JSON object per line")
-    listed = _json(str(path), data)
+    text = decode_text(data, str(path))
+    try:
+        listed = DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{_place_of_error(path, text)}: not JSON: {error}; {EXPECTED}") from None
     for i, row in enumerate(listed, 1):
         yield f"{path}, row {i}", row
 
 
-def _line_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _place_of_error(path: Path, text: str) -> str:
+    """The row of a JSON list that cannot be read, and its first line."""
+    start = text.index("[") + 1
+    for i in count(1):
+        start = _BETWEEN_ROWS.match(text, start).end()  # type: ignore[union-attr]
+        try:
+            _, start = DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            return f"{path}, row {i}, line {text.count(chr(10), 0, start) + 1}"
+    raise AssertionError("some row is damaged")
+
+
+def _line_rows(path: Path, file: BinaryIO, decoder: json.JSONDecoder = DECODER) -> Iterator[tuple[str, Any]]:
     lines = iter(lambda: file.readline(MAX_ROW_BYTES + 1), b"")
     for number, line in enumerate(lines, 1):
         place = f"{path}, line {number}"
@@ -115,15 +142,12 @@ def _line_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"{place}: more than {MAX_ROW_BYTES} bytes; expected one JSON object per line")
         line = line.removeprefix(BOM_UTF8) if number == 1 else line
         if line.strip():
-            yield place, _json(place, line)
-
-
-def _json(place: str, data: bytes) -> Any:
-    text = decode_text(data, place)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not JSON: {error}; expected one JSON object per line, or one list") from None
+            text = decode_text(line, place)
+            try:
+                row = decoder.decode(text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{place}: not JSON: {error}; {EXPECTED}") from None
+            yield place, row
 
 
 def _table_rows(path: Path, suffix: str, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
