@@ -237,7 +237,50 @@ def test_answers_of_the_prompt_are_not_trained_on(tmp_path):
     assert example.rejected.loss_mask.sum() == len(" No") + 1
 
 
+MORE = {"role": "user", "content": "And now?"}
+SIDES = {  # forms of one pair, whose first answer is history: chosen, rejected, and further fields
+    "conversations": ([USER, GOOD, MORE, GOOD], [USER, GOOD, MORE, BAD], {}),
+    "after a prompt": ([GOOD, MORE, GOOD], [GOOD, MORE, BAD], {"prompt": "Hi"}),
+    "beside messages": ([GOOD, MORE, GOOD], [GOOD, MORE, BAD], {"prompt": [USER]}),
+    "in the prompt": ([GOOD], [BAD], {"prompt": [USER, GOOD, MORE]}),
+}
+MARKS = {"train": False}, {"training": False}, {"weight": 0}, {"loss": 0}, {"train": True}
+
+
+@pytest.mark.parametrize("mark", MARKS, ids=str)
+@pytest.mark.parametrize("side", ["chosen", "rejected", "both"])
+@pytest.mark.parametrize("form", SIDES)
+def test_a_mark_in_the_history_of_a_pair_changes_nothing(form, side, mark, tmp_path):
+    """The answers that both sides share are not trained on, whatever one of the sides says about them."""
+    chosen, rejected, more = SIDES[form]
+    wanted = {"chosen": chosen, "rejected": rejected, **more}
+    marked = json.loads(json.dumps(wanted))
+    for name in ("chosen", "rejected") if side == "both" else (side,):
+        turns = marked["prompt"] if form == "in the prompt" else marked[name]
+        next(turn for turn in turns if turn["role"] == "assistant").update(mark)
+    records = read_records(written(tmp_path / "rows.jsonl", [wanted, marked])).rows
+    examples = list(tokenize_records(records, templates.get_template("mistral"), Tokenizer.train("bytes", [])))
+    for example, record in zip(examples, records, strict=True):
+        assert [s.loss_mask.sum() for s in example.sides] == [len(" Yes") + 1, len(" No") + 1]
+        assert record.turns[:3] == record.rejected[:3]
+    assert [e.ids.tolist() for e in examples[0].sides] == [e.ids.tolist() for e in examples[1].sides]
+    assert split_records(records, 0.5)[1] == [], "they have one prompt, so they are on one side"
+
+
 REFUSED = {
+    **{
+        f"{key} {mark}": ({"prompt": "Hi", "chosen": "b", "rejected": "c"} | {key: GOOD | mark}, f"{key}: .*excluded")
+        for key in ("chosen", "rejected")
+        for mark in MARKS[:4]
+    },
+    "its beginning after a prompt": (
+        {"prompt": "Hi", "chosen": [GOOD], "rejected": [GOOD, USER, BAD]},
+        "chosen: expected an answer",
+    ),
+    "equal but for a mark": (
+        {"prompt": "Hi", "chosen": GOOD, "rejected": GOOD | {"weight": 0}},
+        "chosen and rejected are equal",
+    ),
     "equal": ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
     "no prompt": ({"chosen": "b", "rejected": "c"}, "expected a prompt beside them"),
     "transcripts": (
@@ -283,7 +326,7 @@ REFUSED = {
 def test_a_bad_pair_is_named(case, tmp_path):
     row, words = REFUSED[case]
     path = written(tmp_path / "rows.jsonl", [FORMS["strings"], row])
-    refuses(f"line 2: .*{re.escape(words)}", read_records, path)
+    refuses(f"line 2: .*{words}", read_records, path)
 
 
 def test_pairs_are_split_by_their_prompts(tmp_path):

@@ -448,21 +448,21 @@ def _pair(row: dict[str, Any]) -> Conversation:
 
 
 def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
-    """The prompt with the chosen, and with the rejected answer. The answers of the prompt are not trained on.
+    """The prompt with the chosen, and with the rejected answer. Answers that both sides have are not trained on.
 
     `chosen` and `rejected` are an answer (text, a message, or messages) after a prompt, or both are complete
     conversations; then the messages that they begin with are the prompt, and a `prompt` beside them must be one.
     """
     prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
-    if [(t.role, t.text, t.fields) for t in chosen] == [(t.role, t.text, t.fields) for t in rejected]:
+    size = _shared(chosen, rejected)
+    if size == len(chosen) == len(rejected):
         raise ValueError("chosen and rejected are equal; leave the row out")
     if "assistant" not in (chosen[0].role, rejected[0].role):
-        size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
         if bad := {turn.full_text.strip() for turn in prompt} - {turn.full_text.strip() for turn in chosen[:size]}:
             raise ValueError(
                 f"prompt: expected a message that chosen and rejected begin with, found {min(bad)[:40]!r}"
             )
-        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+        prompt, chosen, rejected, size = chosen[:size], chosen[size:], rejected[size:], 0
     if not prompt:
         raise ValueError(
             "chosen and rejected: expected a prompt beside them, or messages that both begin with; divide a "
@@ -470,12 +470,20 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
         )
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         roles = [turn.role for turn in answer] or ["none"]
-        if {roles[0], roles[-1]} != {"assistant"}:
+        if {roles[0], roles[-1]} != {"assistant"} or len(answer) == size:
             raise ValueError(
-                f"{key}: expected an answer after the prompt that both have, found {', '.join(roles[:9])}"
+                f"{key}: expected an answer after the messages that both have, found {', '.join(roles[:9])}"
             )
-    prompt = tuple(replace(turn, trained=turn.role not in ANSWER_ROLES) for turn in prompt)
-    return (*prompt, *chosen), (*prompt, *rejected)
+        if not answer[-1].trained:
+            raise ValueError(f"{key}: its last answer is excluded from the loss; leave the mark out, or the row")
+    prompt = tuple(replace(turn, trained=turn.role not in ANSWER_ROLES) for turn in (*prompt, *chosen[:size]))
+    return (*prompt, *chosen[size:]), (*prompt, *rejected[size:])
+
+
+def _shared(chosen: Conversation, rejected: Conversation) -> int:
+    """Number of messages with which both sides of a preference begin, whatever is excluded from the loss."""
+    equal = (a == replace(b, trained=a.trained) for a, b in zip(chosen, rejected, strict=False))
+    return sum(takewhile(bool, equal))
 
 
 def _prompt(row: dict[str, Any]) -> Conversation:
@@ -686,9 +694,7 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
 
 def _split_by(row: Record) -> Conversation:
     """The turns by which a record is split: all, or the prompt of a preference."""
-    return (
-        (*takewhile(lambda t: t.role != "assistant" or not t.trained, row.turns),) if row.rejected else row.turns
-    )
+    return row.turns[: _shared(row.turns, row.rejected)] if row.rejected else row.turns
 
 
 def count_leaked(train: Sequence[Record], valid: Sequence[Record], split_version: int = SPLIT_VERSION) -> int:

@@ -24,7 +24,7 @@ MAX_LIST_BYTES = 1 << 31
 """Maximum bytes of a file that is one JSON list."""
 
 DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
-"""Reads JSON in which no object has a key twice; a decoder that is kept is faster than `json.loads` with a hook."""
+"""Reads JSON in which no object has a key twice. To keep a decoder is faster than `json.loads` with a hook."""
 
 EXPECTED = "expected one JSON object per line, or one list"
 _BETWEEN_ROWS = re.compile(r"[\s,]*")
