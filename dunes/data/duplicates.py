@@ -8,14 +8,16 @@ two sets of lines (one permutation hashing, https://arxiv.org/abs/1208.1259).
 import re
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
-SPLIT_VERSION = 2
+SPLIT_VERSION = 3
 """Version of the split into training and validation. Version 0 splits by the hash of each text; 1 also keeps
-near-duplicates together; 2 also selects a share of the bytes (not of the files) of each kind and size."""
+near-duplicates together; 2 also selects a share of the bytes (not of the files) of each kind and size; 3 also
+keeps records together that are rendered equally, and leaves out generated files of any size."""
 
 LARGE = 0.2
 """Groups of near-duplicates with more than this fraction of the texts are the last to be used for validation."""
@@ -61,6 +63,19 @@ def group_duplicates(texts: Iterable[Iterable[str]]) -> list[int]:
             elif len(compared) < COMPARED:
                 compared.append(number)
     return [_first(firsts, number) for number in range(len(firsts))]
+
+
+def join_equal(items: Sequence[Sequence[Any]]) -> list[int]:
+    """For each item, the index of the first item in its group: items that have an equal value at the same place.
+
+    Groups that share an item are one. Empty values are equal to none.
+    """
+    firsts, seen = [*range(len(items))], dict[tuple[int, Any], int]()
+    for number, values in enumerate(items):
+        for value in enumerate(values):
+            if value[1] != b"":
+                _join(firsts, number, seen.setdefault(value, number))
+    return [_first(firsts, number) for number in range(len(items))]
 
 
 def content_digest(blocks: Iterable[str]) -> bytes:

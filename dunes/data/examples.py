@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
+from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates, join_equal
 from dunes.data.records import DECODER, file_format, rows
 from dunes.text.chat_template import REASONING_KEYS
 from dunes.text.lines import line_parts
@@ -84,7 +84,7 @@ class Record:
 
     `format` is a key of RECORD_FORMATS; `variables` are additional variables for the chat template, with `tools`.
     `turns` of a preference are the prompt and the chosen answer, and `rejected` the prompt and the other answer.
-    Answers inside the prompt are not trained on.
+    Answers inside the prompt are not trained on. `seen` is that of the record's example, once it has one.
     """
 
     turns: Conversation
@@ -92,6 +92,7 @@ class Record:
     format: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
     rejected: Conversation = ()
+    seen: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class Example:
     """The `ids` (T,), int32, of a record, and `loss_mask` (T,), bool, True for targets. `place` names the record.
 
     `window_index` numbers the windows of a plain text, which overlap by one id; it is None for a conversation. A
-    preference has the ids of the chosen answer, and those of the other one in `rejected`.
+    preference has the ids of the chosen answer, and those of the other one in `rejected`. `seen` is a digest of
+    the words of a rendered conversation, or of a preference's prompt; plain text has none.
     """
 
     ids: NDArray[np.int32]
@@ -139,6 +141,7 @@ class Example:
     place: str = ""
     window_index: int | None = None
     rejected: "Example | None" = None
+    seen: bytes = b""
 
     def __len__(self) -> int:
         return max(len(side.ids) for side in self.sides)
@@ -676,10 +679,10 @@ def split_records(
 
 def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) -> list[float]:
     """The hash of each record's words, in [0, 1), by which records are split; near-duplicate texts share one hash.
-    Preferences with equal prompts share one, too.
+    Preferences with equal prompts share one, too, and so do records whose examples have equal words (`seen`).
 
     One is added to the hash of a group with more than LARGE of the records, so that it is selected for validation
-    last. With `split_version` 0, near-duplicates are not grouped.
+    last. With `split_version` 0, near-duplicates are not grouped; below 3, only fields are compared.
     """
     hashes = [split_hash(_split_by(row)) for row in rows]
     texts = [i for i, row in enumerate(rows) if row.format == "text"] if split_version else []
@@ -689,7 +692,11 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
     for i, first in zip(texts, firsts, strict=True):
         if sizes[first] > 1:
             hashes[i] = own[first] + (sizes[first] > LARGE * len(rows))
-    return hashes
+    if split_version < 3:
+        return hashes
+    order = np.argsort(hashes, kind="stable").tolist()
+    joined = join_equal([(hashes[i], rows[i].seen) for i in order])
+    return [hashes[order[i]] for _, i in sorted(zip(order, joined, strict=True))]
 
 
 def _split_by(row: Record) -> Conversation:
@@ -757,7 +764,16 @@ def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: st
     other, rejected = replace(row, turns=row.rejected, rejected=(), place=f"{row.place}, rejected"), None
     if other.turns:
         rejected = _example(other, template, tokenizer, train_on)
-    return Example(np.array(ids, np.int32), np.array(trained, bool), row.place, None, rejected)
+        segments = [*takewhile(lambda segment: not segment.trained, segments)]
+    seen = " ".join("".join(segment.text for segment in segments).split()).encode()
+    return Example(
+        np.array(ids, np.int32),
+        np.array(trained, bool),
+        row.place,
+        None,
+        rejected,
+        blake2b(seen, digest_size=16).digest(),
+    )
 
 
 def _text_example(row: Record, tokenizer: Tokenizer) -> Example:

@@ -102,13 +102,14 @@ class FinetuneData:
             if own_template not in (None, template.name):
                 display.line(f"warning: it replaces the base model's own template: {own_template}")
         write = partial(_tokenize, config, template, records.format not in PLAIN_KINDS, tokenizer)
-        rows, val_records = ([row for r in side for row in r.rows] for side in (files, val_files))
+        (rows, train), (val_records, valid) = (
+            write([row for r in side for row in r.rows]) for side in (files, val_files)
+        )
         leaked = count_leaked(rows, val_records, config.split_version)
         if val_records:
-            train, valid = write(rows), write(val_records)
             config = replace(config, context_length=choose_context_length(config, [*train, *valid], base))
         else:
-            config, train, valid, val_records = _split_examples(rows, config, base, write)
+            config, train, valid, val_records = _split_examples(rows, train, config, base)
             if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
                 display.detail(
                     f"{plural(copies, 'pair has', 'pairs have')} the prompt of another, each on one side with it"
@@ -168,26 +169,27 @@ def choose_template(
 
 def _tokenize(
     config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
-) -> list[Example]:
-    """Tokenize the rows. If `conversations` is true, the template is not applied to plain text among the rows."""
+) -> tuple[list[Record], list[Example]]:
+    """The rows with their `seen`, and their examples.
+
+    If `conversations` is true, the template is not applied to plain text among the rows.
+    """
     examples: list[Example] = []
     for plain, group in groupby(rows, key=lambda row: conversations and row.format in PLAIN_KINDS):
         row_template = templates.get_template("plain") if plain else template
         examples += tokenize_records([*group], row_template, tokenizer, config.train_on)
-    return examples
+    return [replace(row, seen=e.seen) for row, e in zip(rows, examples, strict=True)], examples
 
 
 def _split_examples(
-    rows: Sequence[Record],
-    config: FinetuneConfig,
-    base: LoadedModel,
-    write: Callable[[Sequence[Record]], list[Example]],
+    rows: Sequence[Record], written: Sequence[Example], config: FinetuneConfig, base: LoadedModel
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
     """Divide the rows; returns (config with context length, training examples, validation examples, val. records).
 
-    Records are split by hash; the end of each large text is for validation. Examples without a target within the
-    context are used for validation only if no others remain.
+    `written` has an example for each row. Records are split by hash; the end of each large text is for validation.
+    Examples without a target within the context are used for validation only if no others remain.
     """
+    by_row = {id(row): example for row, example in zip(rows, written, strict=True)}
     share = config.val_fraction
     if share is None:
         share = validation_share(sum(len(turn.full_text) for row in rows for turn in row.turns))
@@ -195,11 +197,11 @@ def _split_examples(
     if large and config.split_version:
         rows = _without_copies(rows, large)
         large = large_texts(rows, share)
-    heads, tails = split_tails(write(large), share)
+    heads, tails = split_tails([by_row[id(row)] for row in large], share)
     excluded = {id(row) for row in large} if tails else set()
     heads, large = (heads, large) if tails else ([], [])
     rest = [row for row in rows if id(row) not in excluded]
-    examples = write(rest)
+    examples = [by_row[id(row)] for row in rest]
     config = replace(config, context_length=choose_context_length(config, [*examples, *heads, *tails], base))
     usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
     val_records: list[Record] = []
