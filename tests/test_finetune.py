@@ -690,7 +690,8 @@ def test_records_that_are_rendered_equally_are_on_one_side(base, tmp_path):
     """Tasks in four forms, of which only the template makes the last equal to the others."""
     forms = {
         "a": lambda i: {"instruction": f"Add {i}.", "input": "To 7.", "output": f"{i + 7}"},
-        "b": lambda i: {"conversations": [{"from": "human", "value": f"Add {i}.\n\nTo 7."}, {"from": "gpt", "value": f"{i + 7}"}]},
+        "b": lambda i: {"conversations": [{"from": "human", "value": f"Add {i}.\n\nTo 7."},
+                                          {"from": "gpt", "value": f"{i + 7}"}]},
         "c": lambda i: {"messages": [{"role": "user", "content": f"Add {i}.\n\nTo 7."},
                                      {"role": "assistant", "content": f"{i + 7}"}]},
         "d": lambda i: {"instruction": "To 7.", "system": f"Add {i}.", "output": f"{i + 7}"},

@@ -20,8 +20,8 @@ from functools import partial
 from itertools import count
 from math import isfinite
 from pathlib import Path
-from threading import Condition, Event, Thread
-from time import monotonic
+from socket import SHUT_RDWR, socket
+from threading import Condition, Event, Thread, Timer
 from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -403,16 +403,19 @@ class Endpoint:
         private = [name for name in os.environ if not trusted and name.startswith(("OPENAI_", "ANTHROPIC_"))]
         removed = {name: os.environ.pop(name) for name in private}
         try:
+            http_client: Any = self._module.DefaultHttpxClient(
+                follow_redirects=False,  # would send the key elsewhere
+                trust_env=host not in LOCAL,  # proxies
+                event_hooks={"response": [partial(_limit_body, self.url)]},
+            )
+            send = http_client.send
+            http_client.send = lambda *request, **more: _Deadline(timeout).send(send, self.url, *request, **more)
             self._client: Any = getattr(self._module, name)(
                 api_key=self.key,
                 base_url=base,
                 max_retries=0,
                 timeout=timeout,
-                http_client=self._module.DefaultHttpxClient(
-                    follow_redirects=False,  # would send the key elsewhere
-                    trust_env=host not in LOCAL,  # proxies
-                    event_hooks={"response": [partial(_limit_body, self.url, timeout)]},
-                ),
+                http_client=http_client,
             )
         except Exception as error:  # of a text that may have a password
             raise ValueError(
@@ -520,21 +523,61 @@ class Endpoint:
         return FailedAttempt(f"{place}: {text}; {remedy}", then="stop")
 
 
-def _limit_body(place: str, seconds: float, response: Any) -> None:
-    """Limit the bytes of a reply and the seconds until its end; a timeout is a limit between two bytes only."""
-    parts, start = response.iter_bytes(), monotonic()
+def _limit_body(place: str, response: Any) -> None:
+    """Limit the bytes of a reply."""
+    parts = response.iter_bytes()
 
     def limited() -> Iterator[bytes]:
         size = 0
         for part in parts:
             size += len(part)
-            if size > MAX_BODY or monotonic() > start + seconds:
-                raise FailedAttempt(
-                    f"{place}: a reply of more than {format_bytes(MAX_BODY)} or {seconds:g} s", None, "retry once"
-                )
+            if size > MAX_BODY:
+                raise FailedAttempt(f"{place}: a reply of more than {format_bytes(MAX_BODY)}", None, "retry once")
             yield part
 
     response.iter_bytes = limited
+
+
+class _Deadline:
+    """Disconnects a request some seconds after it began; a client's timeout is between two bytes only.
+
+    Each request has a connection of its own, which the client's trace of the request names.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.passed, self._sockets = False, list[socket]()
+        self._timer = Timer(seconds, self._disconnect)
+        self._timer.daemon = True
+
+    def send(self, send: Callable[..., Any], place: str, request: Any, **options: Any) -> Any:
+        """The response with its body. Raises FailedAttempt at the deadline, and what `send` raises before it."""
+        request.headers["Connection"] = "close"
+        request.extensions["trace"] = self._trace
+        self._timer.start()
+        try:
+            return send(request, **options)
+        except Exception:
+            if self.passed:
+                reason = f"{place}: no complete reply within {self._timer.interval:g} s"
+                raise FailedAttempt(reason, None, "retry once") from None
+            raise
+        finally:
+            self._timer.cancel()
+            for connection in self._sockets:
+                connection.close()
+
+    def _trace(self, event: str, info: Mapping[str, Any]) -> None:
+        if event.endswith("connect_tcp.complete"):
+            # A duplicate, since TLS takes the socket over.
+            self._sockets.append(info["return_value"].get_extra_info("socket").dup())
+            if self.passed:
+                self._disconnect()
+
+    def _disconnect(self) -> None:
+        self.passed = True
+        for connection in self._sockets:
+            with suppress(OSError):
+                connection.shutdown(SHUT_RDWR)
 
 
 def _checked_host(url: str) -> str:
