@@ -1,9 +1,9 @@
 """Collect a corpus: the text in files and folders.
 
-Links, binaries, large generated files, duplicates, and files that .gitignore excludes are skipped, and counted by
-reason. Among files of similar kind and size, validation files are selected by a hash of their path, so that the
-split is the same on every machine. Near-duplicates are on the same side. Validation records are selected by a hash
-of their text.
+Links, binaries, generated files, third-party code, tables of numbers, duplicates, and files that .gitignore
+excludes are skipped, and counted by reason. Among files of similar kind and size, validation files are selected by
+a hash of their path, so that the split is the same on every machine. Near-duplicates are on the same side.
+Validation records are selected by a hash of their text.
 """
 
 from collections import Counter
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from dunes.data.document import (
+    LEFT_OUT,
     Document,
     RecordDocument,
     describe_records,
@@ -111,20 +112,23 @@ def collect_corpus(
     if share is None:
         share = TESTED if split_version < 2 else validation_share(sum(file_size(file.path) for file in files))
     corpus.share = share if split_version > 1 else SHARE
+    left_out = list[tuple[int, str]]()
     for file in files:
-        collected = _documents(file, share, text_field, corpus.notes)
+        collected = _documents(file, share, text_field, corpus.notes, split_version)
         if isinstance(collected, str):
             walk.skip(collected, file.name)
+            left_out += [(file_size(file.path), file.name)] * (collected in LEFT_OUT)
         elif collected[0].digest in documents:
             walk.skip("duplicates", file.name)
         else:
             documents |= {document.digest: document for document in collected}
     if not documents:
-        names, reasons = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
+        notes = [*_left_out_line(left_out), *corpus.notes[:1]]
+        names, reasons = ", ".join(map(str, sources)), "; ".join([corpus.report(), *notes])
         raise ValueError(f"{names}: no text to train on ({reasons}); give files or folders of UTF-8 text")
     if unread := corpus.notes[SHOWN:]:
         corpus.notes[SHOWN:] = [f"skipped: {plural(len(unread), 'more file')} of records"]
-    corpus.notes[:0] = describe_records([*documents.values()])
+    corpus.notes[:0] = [*_left_out_line(left_out), *describe_records([*documents.values()])]
     if split_version:
         _find_duplicates(corpus, [*documents.values()])
     _divide(corpus, [*documents.values()], share, split_version)
@@ -156,12 +160,24 @@ def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SP
     return replace(corpus, train=train, valid=valid, test=test)
 
 
+def _left_out_line(files: Sequence[tuple[int, str]]) -> list[str]:
+    """A list with one line on the files (bytes, name) that are skipped for one of LEFT_OUT; else an empty list."""
+    if not files:
+        return []
+    (most, name), total = max(files), format_bytes(sum(size for size, _ in files))
+    largest = f"{total}, the largest {header_name(name)[:200]}, {format_bytes(most)}"
+    remedy = "to read one, name it as a source"
+    return [
+        f"left out: {plural(len(files), 'file')} of generated or third-party text or data ({largest}); {remedy}"
+    ]
+
+
 def _documents(
-    file: SourceFile, share: float, fields: Sequence[str], notes: list[str]
+    file: SourceFile, share: float, fields: Sequence[str], notes: list[str], split_version: int
 ) -> Sequence[Document] | str:
     """The documents in a file, or the reason why it has none. Raises ValueError for bad records in named files."""
     if not holds_records(file):
-        document = plain_document(file)
+        document = plain_document(file, split_version)
         return document if isinstance(document, str) else [document]
     try:
         return record_documents(file, share, fields)
