@@ -1,5 +1,7 @@
 """Definitions shared by command-line flags. Importing this module does not import torch."""
 
+import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import tyro
@@ -61,3 +63,18 @@ def flag(metavar: str, default: str = "", about: str | None = None, name: str | 
 def option(field: str) -> str:
     """The name of a field's flag, without the leading dashes."""
     return field.replace("_", "-")
+
+
+def parse_fields(texts: Sequence[str]) -> dict[str, str]:
+    """The names of a file's fields by our names, from texts like "prompt=question,completion=answer".
+
+    Raises ValueError for other texts, and for one of our names that is given twice.
+    """
+    names = dict[str, str]()
+    for text in (part for joined in texts for part in re.split(r",(?=\w+=)", joined)):
+        ours, _, theirs = text.partition("=")
+        if not (ours and theirs) or ours in names:
+            problem = "given twice" if ours in names else "not OURS=THEIRS, such as prompt=question"
+            raise ValueError(f"--fields: {text!r} is {problem}")
+        names[ours] = theirs
+    return names

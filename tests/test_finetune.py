@@ -15,6 +15,7 @@ import torch
 from conftest import change_json, display, raising, refuses, toy
 from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted, apply_change
+from dunes.cli.main import main
 from dunes.data import Batches
 from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import read_records, split_records
@@ -684,6 +685,36 @@ def test_who_stops_waits_for_no_comparison(base, examples, tmp_path, monkeypatch
     assert "stopping after this step and saving" in out.getvalue()
     assert "validation loss of answers:" not in out.getvalue()
     assert checkpoint.load(tmp_path / "run").card["finetuned"]["steps"] == 3
+
+
+def test_renamed_fields_are_recorded_and_kept_by_resume(base, tmp_path, capsys):
+    rows = [{"question": r["instruction"], "answer": r["output"], "output": "x"} for r in ROWS]
+    path, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = asked(base, path, fields=("instruction=question,output=answer",), steps=4)
+    assert "ignored fields: output (replaced by --fields)" in " ".join(
+        finetuned(config, run, dry_run=True).split()
+    )
+    finetuned(config, run)
+    card = checkpoint.load(run).card
+    assert card["finetuned"]["fields"] == ["instruction=question,output=answer"]
+    show, out = display()
+    resumed = FinetuneConfig(steps=6)
+    assert finetune(resumed, run, show, resume=True, asked={"steps"}, override=("steps",)) == 0
+    assert "output (replaced by --fields)" in " ".join(out.getvalue().split())
+    for fields, words in (
+        ("prompt=question", "found"),
+        ("reply=answer", "no field of"),
+        ("output", "not OURS"),
+    ):
+        refuses(
+            words,
+            lambda fields=fields: finetune(asked(base, path, fields=(fields,)), tmp_path / "x", display()[0]),
+        )
+    refuses("--text-field", asked, base, path, fields=("text=answer",), text_field=("answer",))
+    assert not (tmp_path / "x").exists()
+    main(["eval", str(run), str(path), "--fields", "prompt=question,completion=answer"])
+    assert "nats/token" in capsys.readouterr().out
 
 
 def test_records_that_are_rendered_equally_are_on_one_side(base, tmp_path):

@@ -6,7 +6,7 @@ import re
 import stat
 import string
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import record_texts, split_hash, text_reader, validation_limit
 from dunes.data.files import CODE_SUFFIXES, DOCUMENTATION, SourceFile, open_plain, reason_by_name
-from dunes.data.records import JSON, LINES, TABLES, file_format, first_row
+from dunes.data.records import DELIMITED, JSON, LINES, TABLES, file_format, first_row, rename_fields
 from dunes.files.model_file import stand_in
 from dunes.text.templates import Turn
 from dunes.units import plural
@@ -64,12 +64,14 @@ class Document:
 class RecordDocument(Document):
     """Either the validation texts (with hashes below `limit`) or the training texts of a file of records.
 
-    `count` is the number of these texts, `content` describes the fields that are read as text, `blank` is the
-    number of records without text (0 for validation), and `file_digest` is the digest of all texts in the file.
+    `names` are pairs of our names of fields and the file's, `count` is the number of these texts, `content`
+    describes the fields that are read as text, `blank` is the number of records without text (0 for validation),
+    and `file_digest` is the digest of all texts in the file.
     """
 
     file_digest: str
     fields: tuple[str, ...]
+    names: tuple[tuple[str, str], ...]
     limit: float
     validation: bool
     content: str
@@ -81,7 +83,7 @@ class RecordDocument(Document):
         return _verified(self.path, self.file_digest, self._read_texts)
 
     def _read_texts(self, hasher: blake2b) -> Iterator[str]:
-        for _, text in record_texts(self.path, self.fields):
+        for _, text in record_texts(self.path, self.fields, dict(self.names)):
             hasher.update(_delimited(text))
             if text and (_split_hash(text) < self.limit) == self.validation:
                 yield text
@@ -268,13 +270,16 @@ def document_texts(documents: Iterable[Document]) -> Iterator[NamedText]:
             yield document.name, "".join(text).removeprefix("\ufeff")
 
 
-def holds_records(file: SourceFile) -> bool:
+def holds_records(file: SourceFile, asked: bool = False) -> bool:
     """True if a file contains records. Its name decides or, if the name is ambiguous, its first row.
 
-    A .json file in a folder must be a list that starts with an object. A file that the user named must start with
-    an object; a .json file that the user named may start with any row.
+    A file of CSV must be named by the user, who also `asked` for records. A .json file in a folder must be a list
+    that starts with an object. A file that the user named must start with an object; a .json file that the user
+    named may start with any row.
     """
     name = file.path.name.lower()
+    if name.endswith(DELIMITED):
+        return file.named and asked
     if name.endswith((*LINES, *TABLES)):
         return True
     if not (file.named or name.endswith(JSON)):
@@ -288,27 +293,38 @@ def holds_records(file: SourceFile) -> bool:
         return False
 
 
-def record_documents(file: SourceFile, share: float, fields: Sequence[str] = ()) -> list[RecordDocument]:
+def record_documents(
+    file: SourceFile, share: float, fields: Sequence[str] = (), names: Mapping[str, str] | None = None
+) -> list[RecordDocument]:
     """The training and validation documents of a file of records; about `share` of the records are for validation.
 
     If the records differ, at least one is for validation, but never all. A document without texts is omitted.
     Raises ValueError that names the file, the line and the expected value.
     """
     hasher, hashes, sizes, blank = blake2b(digest_size=16), array("d"), array("q"), 0
-    for _, text in record_texts(file.path, fields):
+    for _, text in record_texts(file.path, fields, names):
         hasher.update(_delimited(text))
         blank += not text
         if text:
             hashes.append(_split_hash(text))
             sizes.append(len(text.encode()))
-    content, _ = text_reader(first_row(file.path), fields)
+    content, _ = text_reader(rename_fields(first_row(file.path), names or {}), fields, names or ())
     limit = validation_limit(min(hashes), max(hashes), share)
     is_validation, size = np.array(hashes) < limit, np.array(sizes)
     file_digest, documents = hasher.hexdigest(), []
     for validation in (False, True):
         digest = blake2b(f"{file_digest} {limit!r} {validation}".encode(), digest_size=16).hexdigest()
         part = size[is_validation == validation]
-        details = (file_digest, tuple(fields), limit, validation, content, len(part), 0 if validation else blank)
+        details = (
+            file_digest,
+            tuple(fields),
+            tuple((names or {}).items()),
+            limit,
+            validation,
+            content,
+            len(part),
+            0 if validation else blank,
+        )
         documents += [RecordDocument(file.path, file.name, int(part.sum()), digest, *details)] if len(part) else []
     return documents
 

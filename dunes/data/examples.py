@@ -5,7 +5,7 @@ The format of a file is detected from its first row. An invalid row raises an er
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -126,6 +126,12 @@ class RecordFormat:
     read: Callable[[dict[str, Any]], Conversation]
     options: tuple[str, ...] = ()
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields of a row that have an effect."""
+        common = () if self.keys == ("text",) else (*SYSTEM_KEYS, *TOOL_KEYS, VARIABLES)
+        return (*self.keys, *self.options, *common)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Example:
@@ -162,36 +168,41 @@ class Example:
         return sum(counts) if all(counts) and not equal else 0
 
 
-def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
-    """The records of a JSON list, a JSON lines file (both may be gzipped), or a parquet file.
+def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[str, str] | None = None) -> Records:
+    """The records of a JSON list, a JSON lines or CSV file (all may be gzipped), or a parquet file.
 
-    With `fields`, only these fields are read, as plain text. Raises ValueError that names the file, the line or
+    With `fields`, only these fields are read, as plain text. `names` has the file's names of fields by those of
+    RECORD_FORMATS, and selects formats that have all of them. Raises ValueError that names the file, the line or
     row, the expected value and the actual value.
     """
-    path = Path(path)
+    path, names = Path(path), names or {}
+    check_names(names)
     if fields:
         texts = [*record_texts(path, fields)]
         records = [Record((Turn("text", text),), place, "text") for place, text in texts if text]
         return Records(path, "text", file_format(path), records, len(texts) - len(records))
-    all_rows = list(rows(path))
+    all_rows = list(rows(path, (), names))
     if not all_rows:
         raise ValueError(f"{path}: {NO_RECORDS}")
     first_place, first = all_rows[0]
-    name = _at(first_place, _known_format, first)
+    name = _at(first_place, _known_format, first, names, f"{NAME_FIELD}, or map the names with --fields")
     records = [_at(place, _record, name, row, place) for place, row in all_rows]
     ignored = dict.fromkeys(key for _, row in all_rows for key in _ignored_fields(name, row))
     return Records(path, name, file_format(path), records, ignored=(*ignored,))
 
 
-def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+def record_texts(
+    path: Path, fields: Sequence[str] = (), names: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield each record's file and line, and its text (possibly empty); with `fields`, only the text in these.
 
-    Raises ValueError in the same cases as `read_records`, and if no record has text.
+    `names` are those of `read_records`. Raises ValueError in the same cases, and if no record has text.
     """
-    remaining, has_text = rows(path, fields), False
+    check_names(names or {})
+    remaining, has_text = rows(path, fields, names), False
     if (first := next(remaining, None)) is None:
         raise ValueError(f"{path}: {NO_RECORDS}")
-    _, read_text = _at(first[0], text_reader, first[1], fields)
+    _, read_text = _at(first[0], text_reader, first[1], fields, names or ())
     for place, row in chain([first], remaining):
         text = _at(place, read_text, row)
         has_text = has_text or bool(text)
@@ -208,14 +219,16 @@ NAME_FIELD = "name the field to read with --text-field"
 NO_RECORDS = "no records; expected a JSON list, or one JSON object per line"
 
 
-def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[Any], str]]:
+def text_reader(
+    first: Any, fields: Sequence[str] = (), names: Collection[str] = ()
+) -> tuple[str, Callable[[Any], str]]:
     """A description of the text in a file that starts with this row, and the function that extracts a row's text.
 
     Several fields, or the turns of a conversation, are joined by blank lines. Raises ValueError for a row of
-    an unknown format.
+    an unknown format. The format has all of `names`.
     """
     if not fields:
-        name = _known_format(first)
+        name = _known_format(first, names)
         if name != "text":
             return f"the texts of {RECORD_FORMATS[name].description}", partial(_chat_text, name)
     fields = fields or ("text",)
@@ -260,13 +273,23 @@ def _at(place: str, read: Callable[..., T], *arguments: Any) -> T:
         raise ValueError(f"{place}: {error}") from None
 
 
-def _known_format(row: Any) -> str:
-    row = _object(row, f"; {NAME_FIELD}")
-    for name, record_format in RECORD_FORMATS.items():
+def check_names(names: Collection[str]) -> None:
+    """Raise ValueError unless all these names of --fields are fields of one record format."""
+    known = dict.fromkeys(field for record_format in RECORD_FORMATS.values() for field in record_format.fields)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--fields: {unknown[0]!r} is no field of a record format; expected {', '.join(known)}")
+    if not any({*names} <= {*record_format.fields} for record_format in RECORD_FORMATS.values()):
+        raise ValueError(f"--fields: no record format has all of {', '.join(names)}")
+
+
+def _known_format(row: Any, names: Collection[str] = (), remedy: str = NAME_FIELD) -> str:
+    row = _object(row, f"; {remedy}")
+    formats = {name: f for name, f in RECORD_FORMATS.items() if {*names} <= {*f.fields}}
+    for name, record_format in formats.items():
         if all(key in row for key in record_format.keys):
             return name
-    expected = "; or ".join(", ".join(record_format.keys) for record_format in RECORD_FORMATS.values())
-    raise ValueError(f"expected the keys {expected}; found {_keys(row)}; {NAME_FIELD}")
+    expected = "; or ".join(", ".join(record_format.keys) for record_format in formats.values())
+    raise ValueError(f"expected the keys {expected}; found {_keys(row)}; {remedy}")
 
 
 def _read(name: str, row: Any) -> Conversation:
@@ -396,9 +419,8 @@ def _parse(key: str, value: Any) -> Any:
 
 def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
     """Names of fields of a row, and of its messages, that have a value but no effect."""
-    record_format, usable = RECORD_FORMATS[name], name != "text"
-    common = (*SYSTEM_KEYS, VARIABLES, *TOOL_KEYS, *UNUSABLE_IN_ROWS, "weight", "mask") if usable else ()
-    used = {*record_format.keys, *record_format.options, *common}
+    checked = (*UNUSABLE_IN_ROWS, "weight", "mask") if name != "text" else ()
+    used = {*RECORD_FORMATS[name].fields, *checked}
     yield from (key for key, value in row.items() if key not in used and not _is_blank(value))
     lists = [row.get(key) for key in MESSAGE_LISTS.get(name, ())]
     for message in chain.from_iterable(

@@ -6,7 +6,7 @@ import json
 import re
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import count
@@ -33,8 +33,15 @@ LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 JSON = (".json", ".json.gz")
 """Suffixes of files that may contain records; files with a suffix in LINES or TABLES always do."""
 
-TABLES = {".parquet": (b"PAR1", "parquet", "scan_parquet")}
-"""Formats of tables by suffix: a file's first bytes, the format's name, and the function of polars to read it."""
+TABLES: dict[str, tuple[bytes, str, str, dict[str, Any]]] = {
+    ".parquet": (b"PAR1", "parquet", "scan_parquet", {"hive_partitioning": False}),
+    ".csv": (b"", "CSV", "scan_csv", {"infer_schema": False}),
+    ".tsv": (b"", "TSV", "scan_csv", {"infer_schema": False, "separator": "\t"}),
+}
+"""Formats of tables by suffix: a file's first bytes (none: by suffix alone), the format's name, the function of
+polars to read it, and its options. All values in CSV are texts."""
+DELIMITED = (".csv", ".tsv")
+"""Suffixes of tables that are plain text, unless the user asks for records."""
 TABLE_ROWS = 8192
 """Number of rows of a table that are in memory at a time."""
 
@@ -47,11 +54,40 @@ def file_format(path: Path) -> str:
         return "a JSON list" if _first_byte(file) == b"[" else "JSON lines"
 
 
-def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+def rows(
+    path: Path, fields: Collection[str] = (), names: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, Any]]:
     """Yield each row with its place (file and line or row). Of tables, only columns in `fields`, if any, are read.
 
+    Fields are renamed from the values of `names` to its keys; a field that had that name is kept under another.
     Raises ValueError that names the file, the line or row, the expected value and the actual one.
     """
+    if not names:
+        yield from _rows(path, fields)
+        return
+    missing, found = {*names.values()}, dict[str, None]()
+    for place, row in _rows(path):
+        if isinstance(row, dict):
+            missing -= row.keys()
+            found |= dict.fromkeys(row)
+        yield place, rename_fields(row, names)
+    if missing:
+        listed = ", ".join(found)[:400]
+        raise ValueError(
+            f"{path}: --fields: no record has a field {min(missing)!r}; found {listed or 'no fields'}"
+        )
+
+
+def rename_fields(row: Any, names: Mapping[str, str]) -> Any:
+    """The row with fields renamed as by `rows`; unchanged if it is no object."""
+    if not isinstance(row, dict):
+        return row
+    others = {key: value for key, value in row.items() if key not in names.values()}
+    others = {f"{key} (replaced by --fields)" if key in names else key: value for key, value in others.items()}
+    return {ours: row[theirs] for ours, theirs in names.items() if theirs in row} | others
+
+
+def _rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
     try:
         if suffix := _table_suffix(path):
             yield from _table_rows(path, suffix, fields)
@@ -99,7 +135,8 @@ def _table_suffix(path: Path) -> str | None:
     if reason := stand_in(head):
         raise ValueError(f"{path}: {reason}")
     name = path.name.lower()
-    return next((s for s, (first, *_) in TABLES.items() if head.startswith(first) or name.endswith(s)), None)
+    starts = (s for s, (first, *_) in TABLES.items() if name.endswith(s) or (first and head.startswith(first)))
+    return next(starts, None)
 
 
 def _first_byte(file: BinaryIO) -> bytes:
@@ -151,14 +188,17 @@ def _line_rows(path: Path, file: BinaryIO, decoder: json.JSONDecoder = DECODER) 
 
 
 def _table_rows(path: Path, suffix: str, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    _, name, scan = TABLES[suffix]
+    _, name, scan, options = TABLES[suffix]
     try:
         polars: Any = import_module("polars")
     except ImportError:
         raise ValueError(f"{path}: {name} needs polars; pip install -e '.[parquet]'") from None
     try:
-        table = getattr(polars, scan)(path.absolute(), glob=False, hive_partitioning=False)
-        if columns := [name for name in table.collect_schema().names() if name in fields]:
+        table = getattr(polars, scan)(path.absolute(), glob=False, **options)
+        found = table.collect_schema().names()
+        if twice := [column for column in found if column.removesuffix("_duplicated_0") in {*found} - {column}]:
+            raise ValueError(f"{path}: {twice[0].removesuffix('_duplicated_0')!r} names two columns")
+        if columns := [column for column in found if column in fields]:
             table = table.select(columns)
         for start in count(0, TABLE_ROWS):
             part = table.slice(start, TABLE_ROWS).collect()

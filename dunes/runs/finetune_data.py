@@ -13,6 +13,7 @@ from typing import Any
 
 from dunes.checkpoint import LoadedModel
 from dunes.data.document import Document, holds_records, plain_document
+from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import (
     RECORD_FORMATS,
     Example,
@@ -85,7 +86,13 @@ class FinetuneData:
         Raises ValueError if they cannot be read, if the context length is too large for the model, or if no
         validation examples remain.
         """
-        read = partial(read_dataset, text_field=config.text_field, follow_links=config.follow_links)
+        read = partial(
+            read_dataset,
+            text_field=config.text_field,
+            follow_links=config.follow_links,
+            names=config.field_names,
+            split_version=config.split_version,
+        )
         files, lines = read(config.data)
         val_files, val_lines = read(config.val_data) if config.val_data else ([], [])
         for line in (*lines, *val_lines, *ignored_line([*files, *val_files])):
@@ -248,26 +255,33 @@ def own_template_name(base: LoadedModel) -> str | None:
 
 
 def read_dataset(
-    source: Path | str, text_field: Sequence[str] = (), follow_links: bool = False
+    source: Path | str,
+    text_field: Sequence[str] = (),
+    follow_links: bool = False,
+    *,
+    names: Mapping[str, str] | None = None,
+    split_version: int = SPLIT_VERSION,
 ) -> tuple[list[Records], list[str]]:
     """Read the records of a file, or of all files below a folder; also returns lines about read and skipped files.
 
-    A file of plain text is one record; .gitignore, binaries, links and duplicates are handled as in
-    `collect_corpus`. Raises ValueError for an invalid record, naming the file and the line or row, and if the
-    source contains no records.
+    A file of plain text is one record; .gitignore, binaries, generated files, links and duplicates are handled as
+    in `collect_corpus`. `names` has names of fields, as in `read_records`. Raises ValueError for an invalid
+    record, naming the file and the line or row, and if the source contains no records.
     """
     walk = Walk([source], follow_links)
     files: list[Records] = []
     documents: dict[str, Document] = {}
     for file in walk.files():
-        if holds_records(file) or (file.named and file.path.name.lower().endswith(JSON)):
-            files.append(read_records(file.path, text_field))
-        elif isinstance(document := plain_document(file), str):
+        if holds_records(file, True) or (file.named and file.path.name.lower().endswith(JSON)):
+            files.append(read_records(file.path, text_field, names))
+        elif isinstance(document := plain_document(file, split_version), str):
             walk.skip(document, file.name)
         elif document.digest in documents:
             walk.skip("duplicates", file.name)
         else:
             documents[document.digest] = document
+    if names and not files:
+        raise ValueError(f"{source}: --fields names fields of records, and no file has records")
     lines = [records.description for records in files]
     if documents:
         rows = [Record((Turn("text", "".join(d.text())),), str(d.path), "text") for d in documents.values()]
