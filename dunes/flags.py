@@ -66,15 +66,11 @@ def option(field: str) -> str:
 
 
 def parse_fields(texts: Sequence[str]) -> dict[str, str]:
-    """The names of a file's fields by our names, from texts like "prompt=question,completion=answer".
-
-    Raises ValueError for other texts, and for one of our names that is given twice.
-    """
-    names = dict[str, str]()
-    for text in (part for joined in texts for part in re.split(r",(?=\w+=)", joined)):
-        ours, _, theirs = text.partition("=")
-        if not (ours and theirs) or ours in names:
-            problem = "given twice" if ours in names else "not OURS=THEIRS, such as prompt=question"
-            raise ValueError(f"--fields: {text!r} is {problem}")
-        names[ours] = theirs
+    """Names of a file's fields by ours, from texts like "prompt=question,completion=answer". Raises ValueError."""
+    parts = [part.partition("=") for text in texts for part in re.split(r",(?=\w+=)", text)]
+    names = {ours: theirs for ours, _, theirs in parts}
+    if len(names) < len(parts) or not all(map(all, names.items())):
+        raise ValueError(
+            f"--fields {' '.join(texts)}: expected OURS=THEIRS once for each, such as prompt=question"
+        )
     return names

@@ -15,7 +15,7 @@ import torch
 from conftest import change_json, display, raising, refuses, toy
 from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted, apply_change
-from dunes.cli.main import main
+from dunes.cli import verbs
 from dunes.data import Batches
 from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import read_records, split_records
@@ -705,7 +705,7 @@ def test_renamed_fields_are_recorded_and_kept_by_resume(base, tmp_path, capsys):
     for fields, words in (
         ("prompt=question", "found"),
         ("reply=answer", "no field of"),
-        ("output", "not OURS"),
+        ("output", "expected OURS=THEIRS"),
     ):
         refuses(
             words,
@@ -713,7 +713,7 @@ def test_renamed_fields_are_recorded_and_kept_by_resume(base, tmp_path, capsys):
         )
     refuses("--text-field", asked, base, path, fields=("text=answer",), text_field=("answer",))
     assert not (tmp_path / "x").exists()
-    main(["eval", str(run), str(path), "--fields", "prompt=question,completion=answer"])
+    verbs.evaluate(str(run), (str(path),), fields=("prompt=question,completion=answer",))
     assert "nats/token" in capsys.readouterr().out
 
 

@@ -1,7 +1,6 @@
 """Documents: suitable text files, and the texts in files of records."""
 
 import codecs
-import json
 import re
 import stat
 import string
@@ -203,7 +202,11 @@ _SPACES = b" \t" + bytes(range(0x80, 0x100))
 
 
 def _reason(file: SourceFile, head: bytes, size: int, split_version: int) -> str:
-    """The reason in LEFT_OUT for a file that starts with `head`; empty if it seems to be written by people."""
+    """The reason in LEFT_OUT for a file that starts with `head`; empty if people seem to have written it.
+
+    Besides names and comments, the reason may be mostly numbers, encoded bytes, or long lines with few spaces, such
+    as those of pictures in a notebook.
+    """
     if size > GIANT and looks_generated(head):
         return "generated"
     if split_version < 3:
@@ -219,16 +222,7 @@ def _reason(file: SourceFile, head: bytes, size: int, split_version: int) -> str
     with open_plain(file.path) as source:
         source.seek(size // 2 if size > len(head) else size)
         sample = head + source.read(len(head))
-    if file.path.suffix == ".ipynb" and _has_outputs(file.path, size):
-        return "data"
-    return _reason_by_bytes(sample, is_code)
-
-
-def _reason_by_bytes(sample: bytes, is_code: bool) -> str:
-    """The reason for text of mostly long lines with few spaces, of numbers, or of encoded bytes.
-
-    Code may also have such parts: it is left out if it has hardly others.
-    """
+    # Code with such parts is left out only if it has hardly others.
     visible = len(sample.translate(None, b" \t\r\n"))
     numbers, encoded = (sum(len(m[0]) for m in part.finditer(sample)) for part in (_NUMBERS, _ENCODED))
     if numbers > (0.85 if is_code else 0.6) * visible or encoded > (0.9 if is_code else 0.5) * len(sample):
@@ -236,16 +230,6 @@ def _reason_by_bytes(sample: bytes, is_code: bool) -> str:
     long = [line for line in sample.split(b"\n") if len(line) > LONG_LINE]
     dense = sum(len(line) for line in long if len(line.translate(None, _SPACES)) > 0.9 * len(line))
     return "generated" if dense > (0.9 if is_code else 0.5) * len(sample) else ""
-
-
-def _has_outputs(path: Path, size: int) -> bool:
-    """True if more than half of a notebook are outputs and attached pictures."""
-    try:
-        cells = json.loads(path.read_bytes())["cells"]
-        kept = [cell[key] for cell in cells for key in ("outputs", "attachments") if cell.get(key)]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return False
-    return len(json.dumps(kept)) > size / 2
 
 
 NamedText = tuple[str, str]

@@ -8,7 +8,6 @@ two sets of lines (one permutation hashing, https://arxiv.org/abs/1208.1259).
 import re
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -63,19 +62,6 @@ def group_duplicates(texts: Iterable[Iterable[str]]) -> list[int]:
             elif len(compared) < COMPARED:
                 compared.append(number)
     return [_first(firsts, number) for number in range(len(firsts))]
-
-
-def join_equal(items: Sequence[Sequence[Any]]) -> list[int]:
-    """For each item, the index of the first item in its group: items that have an equal value at the same place.
-
-    Groups that share an item are one. Empty values are equal to none.
-    """
-    firsts, seen = [*range(len(items))], dict[tuple[int, Any], int]()
-    for number, values in enumerate(items):
-        for value in enumerate(values):
-            if value[1] != b"":
-                _join(firsts, number, seen.setdefault(value, number))
-    return [_first(firsts, number) for number in range(len(items))]
 
 
 def content_digest(blocks: Iterable[str]) -> bytes:

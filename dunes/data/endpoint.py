@@ -408,8 +408,7 @@ class Endpoint:
                 trust_env=host not in LOCAL,  # proxies
                 event_hooks={"response": [partial(_limit_body, self.url)]},
             )
-            send = http_client.send
-            http_client.send = lambda *request, **more: _Deadline(timeout).send(send, self.url, *request, **more)
+            http_client.send = partial(_send_within, timeout, http_client.send, self.url)
             self._client: Any = getattr(self._module, name)(
                 api_key=self.key,
                 base_url=base,
@@ -538,46 +537,40 @@ def _limit_body(place: str, response: Any) -> None:
     response.iter_bytes = limited
 
 
-class _Deadline:
-    """Disconnects a request some seconds after it began; a client's timeout is between two bytes only.
+def _send_within(seconds: float, send: Callable[..., Any], place: str, request: Any, **options: Any) -> Any:
+    """The response with its body. Raises FailedAttempt after so long; a client's timeout is between two bytes.
 
-    Each request has a connection of its own, which the client's trace of the request names.
+    Each request has a connection of its own, which is disconnected then; the client's trace of the request names it.
     """
+    sockets, passed = list[socket](), Event()
 
-    def __init__(self, seconds: float) -> None:
-        self.passed, self._sockets = False, list[socket]()
-        self._timer = Timer(seconds, self._disconnect)
-        self._timer.daemon = True
-
-    def send(self, send: Callable[..., Any], place: str, request: Any, **options: Any) -> Any:
-        """The response with its body. Raises FailedAttempt at the deadline, and what `send` raises before it."""
-        request.headers["Connection"] = "close"
-        request.extensions["trace"] = self._trace
-        self._timer.start()
-        try:
-            return send(request, **options)
-        except Exception:
-            if self.passed:
-                reason = f"{place}: no complete reply within {self._timer.interval:g} s"
-                raise FailedAttempt(reason, None, "retry once") from None
-            raise
-        finally:
-            self._timer.cancel()
-            for connection in self._sockets:
-                connection.close()
-
-    def _trace(self, event: str, info: Mapping[str, Any]) -> None:
-        if event.endswith("connect_tcp.complete"):
-            # A duplicate, since TLS takes the socket over.
-            self._sockets.append(info["return_value"].get_extra_info("socket").dup())
-            if self.passed:
-                self._disconnect()
-
-    def _disconnect(self) -> None:
-        self.passed = True
-        for connection in self._sockets:
+    def disconnect() -> None:
+        passed.set()
+        for connection in sockets:
             with suppress(OSError):
                 connection.shutdown(SHUT_RDWR)
+
+    def trace(event: str, info: Mapping[str, Any]) -> None:
+        if event.endswith("connect_tcp.complete"):  # a duplicate, since TLS takes the socket over
+            sockets.append(info["return_value"].get_extra_info("socket").dup())
+            if passed.is_set():
+                disconnect()
+
+    request.headers["Connection"] = "close"
+    request.extensions["trace"] = trace
+    timer = Timer(seconds, disconnect)
+    timer.daemon = True
+    timer.start()
+    try:
+        return send(request, **options)
+    except Exception:
+        if passed.is_set():
+            raise FailedAttempt(f"{place}: no complete reply within {seconds:g} s", None, "retry once") from None
+        raise
+    finally:
+        timer.cancel()
+        for connection in sockets:
+            connection.close()
 
 
 def _checked_host(url: str) -> str:

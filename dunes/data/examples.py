@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, cycle, groupby, takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates, join_equal
+from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
 from dunes.data.records import DECODER, file_format, rows
 from dunes.text.chat_template import REASONING_KEYS
 from dunes.text.lines import line_parts
@@ -714,11 +715,13 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
     for i, first in zip(texts, firsts, strict=True):
         if sizes[first] > 1:
             hashes[i] = own[first] + (sizes[first] > LARGE * len(rows))
-    if split_version < 3:
-        return hashes
-    order = np.argsort(hashes, kind="stable").tolist()
-    joined = join_equal([(hashes[i], rows[i].seen) for i in order])
-    return [hashes[order[i]] for _, i in sorted(zip(order, joined, strict=True))]
+    joined, keys = list[float](), (hashes, [row.seen for row in rows])
+    while split_version > 2 and joined != hashes:
+        joined = hashes
+        for each in keys:  # equal keys have the least of their hashes, which comes last
+            least: dict[Any, float] = dict(sorted(zip(each, hashes, strict=True), key=itemgetter(1), reverse=True))
+            hashes = [least[key] if key != b"" else value for key, value in zip(each, hashes, strict=True)]
+    return hashes
 
 
 def _split_by(row: Record) -> Conversation:

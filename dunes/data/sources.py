@@ -130,12 +130,12 @@ def collect_corpus(
         else:
             documents |= {document.digest: document for document in collected}
     if not documents:
-        notes = [*_left_out_line(left_out), *corpus.notes[:1]]
-        listed, reasons = ", ".join(map(str, sources)), "; ".join([corpus.report(), *notes])
+        notes = [_left_out_line(left_out), *corpus.notes[:1]]
+        listed, reasons = ", ".join(map(str, sources)), "; ".join(filter(None, [corpus.report(), *notes]))
         raise ValueError(f"{listed}: no text to train on ({reasons}); give files or folders of UTF-8 text")
     if unread := corpus.notes[SHOWN:]:
         corpus.notes[SHOWN:] = [f"skipped: {plural(len(unread), 'more file')} of records"]
-    corpus.notes[:0] = [*_left_out_line(left_out), *describe_records([*documents.values()])]
+    corpus.notes[:0] = filter(None, [_left_out_line(left_out), *describe_records([*documents.values()])])
     if split_version:
         _find_duplicates(corpus, [*documents.values()])
     _divide(corpus, [*documents.values()], share, split_version)
@@ -167,16 +167,12 @@ def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SP
     return replace(corpus, train=train, valid=valid, test=test)
 
 
-def _left_out_line(files: Sequence[tuple[int, str]]) -> list[str]:
-    """A list with one line on the files (bytes, name) that are skipped for one of LEFT_OUT; else an empty list."""
-    if not files:
-        return []
-    (most, largest_name), total = max(files), format_bytes(sum(size for size, _ in files))
-    largest = f"{total}, the largest {header_name(largest_name)[:200]}, {format_bytes(most)}"
-    remedy = "to read one, name it as a source"
-    return [
-        f"left out: {plural(len(files), 'file')} of generated or third-party text or data ({largest}); {remedy}"
-    ]
+def _left_out_line(files: Sequence[tuple[int, str]]) -> str:
+    """One line on the files (bytes, name) that are skipped for one of LEFT_OUT; empty for none."""
+    (size, name), total = max(files, default=(0, "")), format_bytes(sum(size for size, _ in files))
+    largest = f"{total}, the largest {header_name(name)[:200]}, {format_bytes(size)}"
+    text = f"left out: {plural(len(files), 'file')} of generated or third-party text or data ({largest})"
+    return f"{text}; to read one, name it as a source" if files else ""
 
 
 def _read_records(
