@@ -204,8 +204,8 @@ _SPACES = b" \t" + bytes(range(0x80, 0x100))
 def _reason(file: SourceFile, head: bytes, size: int, split_version: int) -> str:
     """The reason in LEFT_OUT for a file that starts with `head`; empty if people seem to have written it.
 
-    Besides names and comments, the reason may be mostly numbers, encoded bytes, or long lines with few spaces, such
-    as those of pictures in a notebook.
+    Besides names and comments, the reason may be mostly numbers, encoded bytes, or long lines with few spaces, as
+    of pictures in a notebook.
     """
     if size > GIANT and looks_generated(head):
         return "generated"
