@@ -540,7 +540,7 @@ def _limit_body(place: str, response: Any) -> None:
 def _send_within(seconds: float, send: Callable[..., Any], place: str, request: Any, **options: Any) -> Any:
     """The response with its body. Raises FailedAttempt after so long; a client's timeout is between two bytes.
 
-    Each request has a connection of its own, which is disconnected then; the client's trace of the request names it.
+    Each request has a connection of its own, which the client's trace names, and which is shut down then.
     """
     sockets, passed = list[socket](), Event()
 
