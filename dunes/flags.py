@@ -1,5 +1,7 @@
 """Definitions shared by command-line flags. Importing this module does not import torch."""
 
+import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import tyro
@@ -61,3 +63,14 @@ def flag(metavar: str, default: str = "", about: str | None = None, name: str | 
 def option(field: str) -> str:
     """The name of a field's flag, without the leading dashes."""
     return field.replace("_", "-")
+
+
+def parse_fields(texts: Sequence[str]) -> dict[str, str]:
+    """Names of a file's fields by ours, from texts like "prompt=question,completion=answer". Raises ValueError."""
+    parts = [part.partition("=") for text in texts for part in re.split(r",(?=\w+=)", text)]
+    names = {ours: theirs for ours, _, theirs in parts}
+    if len(names) < len(parts) or not all(map(all, names.items())):
+        raise ValueError(
+            f"--fields {' '.join(texts)}: expected OURS=THEIRS once for each, such as prompt=question"
+        )
+    return names

@@ -187,7 +187,7 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     split recorded in the model's card. Raises ValueError if the card records none."""
     tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
     if sources:
-        corpus = collect_corpus(sources, **{"split_version": 0} | options)  # all text, on either side of the split
+        corpus = collect_corpus(sources, **options)  # all text, on either side of the split
         return _ids(tokenizer, corpus.valid + corpus.train, "all", trained, 0), len(corpus.documents)
     corpus = split_documents(loaded.card, **options)
     tails = corpus.split == "tails"

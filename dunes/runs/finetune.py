@@ -28,7 +28,7 @@ from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
 from dunes.data import TokenIds
 from dunes.data.batches import Batch, Batches, PairBatches, collate
-from dunes.data.examples import Example, Record, trained_spans
+from dunes.data.examples import Example, Record, check_names, trained_spans
 from dunes.data.preflight import check_report, data_report
 from dunes.evaluate.preferences import reference_logprobs, score_pairs
 from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_batches
@@ -106,6 +106,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     ready = begin_run(config, folder, display, run_options)
     if ready is None:
         return 0
+    check_names(ready.field_names)
     with display:
         with timings("reading data"):
             data = FinetuneData.read(ready, load_base(ready), display)
