@@ -16,11 +16,11 @@ from dataclasses import replace
 import pytest
 
 from conftest import refuses
-from dunes.data import endpoint
-from dunes.data.endpoint import Answer, Budget, Endpoint, FailedAttempt, Ledger, Tokens, ask_all
 from dunes.data.examples import ignored_line, read_records
 from dunes.extra import python_command
 from dunes.files.atomic import folder_lock
+from teacher import endpoint
+from teacher.endpoint import Answer, Budget, Endpoint, FailedAttempt, Ledger, Tokens, ask_all
 from teachers import KEY, REPLIES, russian, serving, started
 from test_recipes import recipe
 
@@ -660,8 +660,8 @@ def test_remedies_name_what_the_api_needs(tmp_path):
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_the_projects_own_server(tmp_path, api):
     pytest.importorskip("uvicorn")
-    from dunes.data.self_instruct import REQUEST
     from dunes.text import Tokenizer
+    from teacher.tasks import REQUEST
     from test_recipes import save_model
 
     save_model(tmp_path / "model", Tokenizer.train("bpe", [REQUEST], 300), 4096, dim=16, depth=1)
