@@ -281,8 +281,9 @@ class ServedModel:
         batch, chats = self.require_batch(), self.current.chats
         chat, (first, *_) = chats.get(request.model, chats[self.name]), request.messages
         try:
-            # A variable that is false and not read has no effect.
-            variables = {k: v for k, v in request.variables.items() if v or chat.template.reads(k)}
+            variables = dict(request.variables)
+            if not variables.get("enable_thinking") and not chat.template.reads("enable_thinking"):
+                variables.pop("enable_thinking", None)  # it has no thoughts to be disabled
             ids = chat.encode(tuple(request.messages), variables, request.continues)
             stop = chat.template.stop_id(chat.loaded.require_tokenizer())
             return replace(request, prompt=ids, stop_ids=(stop,), batch=batch)
