@@ -1088,13 +1088,14 @@ def test_what_clients_send_without_effect_is_taken(port):
 
 def test_a_model_without_a_template_reads_ollamas_prompts_as_they_are(port):
     body = {"prompt": "def task_", "stream": False, "options": {"num_predict": 5, "temperature": 0}}
-    plain, raw = (ok(port, "/api/generate", body | more)["response"] for more in ({}, {"raw": True}))
+    plain, raw = (ok(port, "/api/generate", body | more)["response"] for more in ({"think": False}, {"raw": True}))
     assert plain == raw != ""
     for path, more in (
         ("/api/generate", {"system": "S"}),
+        ("/api/generate", {"think": True}),
         ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}),
     ):
-        status, content = ask(port, path, more | body if "system" in more else more)
+        status, content = ask(port, path, more if "messages" in more else more | body)
         assert (status, b"no chat template" in content) == (400, True)
 
 

@@ -325,8 +325,8 @@ def test_ollamas_prompts_are_chats_unless_raw(port, folder):
     fim = "<|fim_prefix|>ab<|fim_suffix|>x<|fim_middle|>"
     assert generated(prompt=fim) == generated(prompt=fim, raw=True) == generated(suffix="x")
     for fields in ({"raw": True}, {"suffix": "x"}, {"prompt": fim}):
-        body = {"prompt": "ab", "system": "S"} | fields
-        assert "'system'" in said(ask(port, GENERATE, body))
+        for name, value in {"system": "S", "think": True}.items():
+            assert f"'{name}'" in said(ask(port, GENERATE, {"prompt": "ab", name: value} | fields))
 
 
 @pytest.mark.parametrize("stream", [False, True, None])

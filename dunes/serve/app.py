@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -40,8 +39,9 @@ def read_suggest(fields: Fields) -> Asked:
     """A request of the page or `dunes complete` for suggestions with probabilities, and for tokens if wanted."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
-    count = 3 if explains else 1
-    line = LineRequest(before, after, path, (), count, model=model, shows_all=True, explains=explains)
+    line = LineRequest(
+        before, after, path, (), 3 if explains else 1, model=model, shows_all=True, explains=explains
+    )
     return Asked(fields, [line])
 
 
@@ -69,7 +69,6 @@ ABOUT: dict[str, Callable[[Named], Any]] = {
     "/v1/models": llama_server.list_models,
     "/models": llama_server.list_models,
     "/v1/models/{name:path}": lambda models: llama_server.list_models(models)["data"][0],
-    "/models/{name:path}": lambda models: llama_server.list_models(models)["data"][0],
     "/props": llama_server.props,
     "/slots": llama_server.slots,
     "/api/tags": ollama.tags,
@@ -203,7 +202,7 @@ class Server:
         try:
             first = await anext(events)  # a refused request has no stream
         except StopAsyncIteration:
-            first = 0, replace(EMPTY)
+            first = 0, Answer(reason="length")
         chunks = _chunks(protocol, asked, first, events)
         media_type = "application/x-ndjson" if protocol.form == "ndjson" else "text/event-stream"
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})

@@ -62,10 +62,9 @@ class Running:
         return [entry for entry in entries if entry[0] == name] or entries
 
     def find(self, name: str, is_exact: bool = False) -> ServedModel:
-        """The model with this name, or with an adapter of this name.
+        """The model with this name, or with an adapter of this name. Raises Refused for an unknown name.
 
-        Unless the name must be exact, an empty one selects the first model, and every name the only model. Raises
-        Refused for an unknown name.
+        Unless the name must be exact, an empty one selects the first model, and every name the only model.
         """
         for model in self.served.values():
             if name in model.names or (not is_exact and (not name or len(self.served) == 1)):

@@ -279,19 +279,19 @@ class ServedModel:
         message beside it, and if the template refuses the messages.
         """
         batch, chats = self.require_batch(), self.current.chats
-        chat, (first, *_) = chats.get(request.model, chats[self.name]), request.messages
+        chat, variables = chats.get(request.model, chats[self.name]), dict(request.variables)
         try:
-            variables = dict(request.variables)
             if not variables.get("enable_thinking") and not chat.template.reads("enable_thinking"):
                 variables.pop("enable_thinking", None)  # it has no thoughts to be disabled
             ids = chat.encode(tuple(request.messages), variables, request.continues)
             stop = chat.template.stop_id(chat.loaded.require_tokenizer())
             return replace(request, prompt=ids, stop_ids=(stop,), batch=batch)
         except ValueError as error:
-            if isinstance(error, NoTemplate) and request.prompt and first.role != "system":
+            is_plain = len(request.messages) == 1 and not variables.get("enable_thinking")
+            if isinstance(error, NoTemplate) and request.prompt and is_plain:
                 return replace(request, messages=())
-            field = "prompt" if request.prompt else "messages"
-            raise Refused(400, f"Field '{field}': {' '.join(str(error).split())}") from None
+            name = "prompt" if request.prompt else "messages"
+            raise Refused(400, f"Field '{name}': {' '.join(str(error).split())}") from None
 
 
 def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> Answer:
