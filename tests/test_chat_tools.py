@@ -627,6 +627,95 @@ def test_templates_that_marks_change_are_rendered_without(tokenizer):
     refuses("leaves out or changes a system message", own.render, (Turn("system", "Be brief"), *turns))
 
 
+DEVELOPERS = """{%- for m in messages %}{% if m.role == 'developer' %}{{ '[INST]' + m.content + '[/INST]' }}
+{%- elif m.role in ('user', 'assistant', 'system') %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"""
+ANY_ROLE = DEVELOPERS.replace("'developer'", "'-'").replace("m.role in ('user', 'assistant', 'system')", "true")
+
+
+def text_of(template, *turns):
+    return "".join(segment.text for segment in template.render(turns, True))
+
+
+ASKING, ANSWERING = Turn("user", "A question"), Turn("assistant", "7 degrees.")
+
+
+@pytest.mark.parametrize("name", [*OWN, "any role", "chatml", "llama3", "mistral", "llama2"])
+def test_a_developers_message_is_the_systems_where_the_template_has_none_of_its_own(name, tokenizer):
+    source_ = ANY_ROLE if name == "any role" else source(name) if name in OWN else None
+    own = get_template(name) if source_ is None else ModelTemplate(source_, tokenizer)
+    system = text_of(own, Turn("system", "Be brief."), ASKING)
+    assert "Be brief." in system
+    assert text_of(own, Turn("developer", "Be brief."), ASKING) == system
+    assert text_of(own, Turn("developer", "A question"), ASKING).count("A question") == 2
+
+
+def test_a_developers_message_stays_where_the_template_has_a_form_for_it(tokenizer):
+    own = ModelTemplate(DEVELOPERS, tokenizer)
+    assert text_of(own, Turn("developer", "Be brief."), ASKING).startswith("[INST]Be brief.[/INST]")
+    assert text_of(own, Turn("system", "Be brief."), ASKING).startswith("<|im_start|>system")
+    other = ModelTemplate(ANY_ROLE, tokenizer)
+    assert "<|im_start|>critic\nHm" in text_of(other, Turn("critic", "Hm"), ASKING)
+    spelled = encode_prompt(other, (Turn("critic<|im_end|>", "Hm"), ASKING), tokenizer)
+    assert spelled.count(tokenizer.token_id("<|im_end|>")) == 2, "a role that spells a token is a word"
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3", "mistral", "chatml", "llama3", "llama2", "alpaca", "plain"])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+@pytest.mark.parametrize("content", ["Be brief.", "question", "degrees."])
+def test_a_message_of_an_unknown_role_is_refused_with_those_that_are_written(name, at, content, tokenizer):
+    own = ModelTemplate(source(name), tokenizer) if name in OWN else get_template(name)
+    talk = [ASKING, ANSWERING, ASKING]
+    talk.insert(at, Turn("critic", content))
+    said = refuses("the role 'critic', only of ", own.render, tuple(talk))
+    listed = said.split("only of ")[1].split(";")[0].split(", ")
+    assert {"user", "assistant"} <= {*listed}
+    assert ("system" in listed) == (name not in ("alpaca", "plain"))
+    assert ("tool" in listed) == (name in OWN)
+    assert "developer" not in listed
+    spelled = Turn("critic<|im_end|>", content)
+    refuses(r"the role 'critic<\|im_end\|>', only", own.render, (*talk[:at], spelled, *talk[at + 1 :]))
+
+
+def test_a_message_that_its_place_makes_vanish_is_refused(tokenizer, tmp_path):
+    first = "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.role + m.content }}<|im_end|>{% endif %}{% endfor %}"
+    late = "{% for m in messages[-2:] %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
+    for text, talk, role in (
+        (first, [ASKING, Turn("system", "question"), ASKING], "system"),
+        (first, [Turn("system", "S"), Turn("developer", "question"), ASKING], "system"),
+        (late, [Turn("user", "Before"), Turn("user", "More"), ASKING], "user"),
+    ):
+        refuses(f"leaves out or changes a {role} message", ModelTemplate(text, tokenizer).render, tuple(talk))
+    (record,) = read(tmp_path, row([ASKED, {"role": "developer", "content": "question"}, ASKED, ANSWER], None))
+    own = ModelTemplate(first, tokenizer)
+    refuses("line 1: .*leaves out or changes a system message", encoded, record, own, tokenizer)
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize("name", OWN)
+def test_the_beginning_of_an_answer_is_continued_as_transformers_does(name, tagged, tokenizer, oracle):
+    own = ModelTemplate(source(name, tagged), tokenizer)
+    talk = [
+        ASKED,
+        ANSWER,
+        {"role": "user", "content": "And now?"},
+        {"role": "assistant", "content": "It is <|im_end|>7"},
+    ]
+    turns = tuple(Turn(m["role"], m["content"]) for m in talk)
+    plain = (*turns[:-1], replace(turns[-1], text="It is 7"))
+    talk[-1]["content"] = "It is 7"
+    wanted = oracle.apply_chat_template(
+        talk, chat_template=source(name), continue_final_message=True, return_dict=False
+    )
+    assert encode_prompt(own, plain, tokenizer, continues=True) == wanted
+    ends = [
+        encode_prompt(own, each, tokenizer, continues=True).count(own.stop_id(tokenizer))
+        for each in (turns, plain)
+    ]
+    assert ends[0] == ends[1], "what an answer spells is no end"
+    for other in ((), turns[:1], (Turn("assistant", "", fields={"content": None, "tool_calls": [call()]}),)):
+        refuses("continue_final_message: expected", encode_prompt, own, other, tokenizer, None, True)
+
+
 def test_a_template_has_the_bos_token_of_the_config(tokenizer, tmp_path):
     """Even if the tokenizer puts none before a text: the template writes it, once."""
     from transformers import PreTrainedTokenizerFast

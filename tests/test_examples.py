@@ -179,7 +179,7 @@ def test_other_spellings_are_read_as_what_they_say(tmp_path):
         {"role": "assistant", "content": "Ho", "weight": 1},
     ]
     (row,) = read_records(put(tmp_path, lines({"messages": messages, "tools": None}))).rows
-    heard = [Turn("system", "S"), Turn("user", "Hi"), Turn("assistant", "Hm", trained=False), Turn("user", "")]
+    heard = [Turn("developer", "S"), Turn("user", "Hi"), Turn("assistant", "Hm", trained=False), Turn("user", "")]
     assert list(row.turns) == [*heard, WANTED[1]]
     (row,) = read_records(put(tmp_path, lines({"instruction": "Hi", "output": ""}))).rows
     assert list(row.turns) == [WANTED[0], Turn("assistant", "")]

@@ -13,6 +13,7 @@ from conftest import raising, refuses
 from dunes.generate import PrefixCache, Request, Sampler, generate, generate_all, look_up, prefix_cache, sampler
 from dunes.generate.packages import check_step
 from dunes.generate.sampling import draw
+from dunes.inference.sampling_options import SamplingOptions
 from dunes.models import FAMILIES, qwen3
 from dunes.models.initialise import initialise
 from dunes.parts import ForwardContext, RollingCache, cache_for, recurrent_cache
@@ -275,6 +276,23 @@ def test_the_distribution_is_that_of_transformers(settings):
     assert (torch.stack(probs) - want).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("last", [-1, 0, 1, 4, 6, 99])
+def test_a_penalty_applies_to_the_last_ids(last):
+    torch.manual_seed(0)
+    logits, history = torch.randn(40) * 2, torch.randint(40, (9,)).tolist()
+    ids = history if last == -1 else history[9 - min(last, 9) :]
+    want = theirs({"penalty": 1.5})(torch.tensor([ids], dtype=torch.long), logits[None].clone())[0]
+    assert sampler(penalty=1.5, penalty_range=last).process(logits, history).softmax(-1).allclose(want.softmax(-1))
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_a_top_k_of_nothing_keeps_all_ids(top_k):
+    logits = torch.randn(40)
+    assert torch.equal(sampler(top_k=top_k).process(logits, []), sampler().process(logits, []))
+    options = SamplingOptions(top_k=top_k, min_p=0.1, seed=3)
+    assert torch.equal(options.sampler().process(logits, []), sampler(0.8, min_p=0.1).process(logits, []))
+
+
 def test_draws_have_the_probabilities_and_no_excluded_id(monkeypatch):
     logits = torch.tensor([-torch.inf, 1.0, -torch.inf, 3.0, 2.0, -torch.inf])
     choose, points = draw(0), [i / 2000 for i in range(2000)] + [1.0]
@@ -351,7 +369,7 @@ def test_the_limit_of_a_large_penalty_is_what_was_not_seen(penalty, temperature)
     assert choices(sample, logits, [[3, 0], [0, 1, 2]]) == [1, 3]
 
 
-BAD = [{"temperature": -1}, {"top_k": 0}, {"top_p": 0}, {"min_p": 2}, {"penalty": 0}]
+BAD = [{"temperature": -1}, {"top_k": -2}, {"top_p": 0}, {"min_p": 2}, {"penalty": 0}]
 BAD += [{name: value} for name in ("temperature", "penalty", "top_p", "min_p") for value in (math.inf, math.nan)]
 
 

@@ -148,7 +148,7 @@ def test_a_body_is_one_object_with_each_field_once():
         (
             "messages",
             (),
-            [None, [], "x", [1], [{"content": "x"}], [{"role": 1}], [{"role": "user", "content": 3}]],
+            ["x", [1], [{"content": "x"}], [{"role": 1}], [{"role": "user", "content": 3}], [{"role": "user"}]],
         ),
     ],
 )
@@ -501,8 +501,6 @@ def test_all_ways_to_a_line_give_the_same(port):
     assert ok(port, "/v1/completions", body | {"max_tokens": 99})["choices"][0]["text"] == expected
     assert ok(port, "/v1/fim/completions", body)["choices"][0]["message"]["content"] == expected
     assert ok(port, "/api/generate", body | {"stream": False})["response"] == expected
-    segments = {"segments": {"prefix": BEFORE, "suffix": "\n", "filepath": "a.py"}}
-    assert ok(port, "/v1/completions", segments)["choices"] == [{"index": 0, "text": expected}]
     streamed = ask(port, "/v1/completions", body | {"stream": True, "max_tokens": 99})[1].decode()
     chunks = [line[6:] for line in streamed.splitlines() if line]
     assert chunks[-1] == "[DONE]"
@@ -1094,9 +1092,22 @@ def test_what_clients_send_without_effect_is_taken(port):
     assert ok(port, "/completion", {"prompt": "a", "n_predict": 1})["model"] == "run"
     assert ok(port, "/v1/completions", {"prompt": "a", "max_tokens": 1})["model"] == "run"
     for form, refused in (("json_object", True), ("text", False)):
-        body = {"messages": [], "response_format": {"type": form}}
+        body = {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": form}}
         status, content = ask(port, "/v1/chat/completions", body)
-        assert (status, b"response_format" in content) == (400, refused), "it has no messages"
+        assert (status, b"response_format" in content) == (400, refused), "it has no chat template"
+
+
+def test_a_model_without_a_template_reads_ollamas_prompts_as_they_are(port):
+    body = {"prompt": "def task_", "stream": False, "options": {"num_predict": 5, "temperature": 0}}
+    plain, raw = (ok(port, "/api/generate", body | more)["response"] for more in ({"think": False}, {"raw": True}))
+    assert plain == raw != ""
+    for path, more in (
+        ("/api/generate", {"system": "S"}),
+        ("/api/generate", {"think": True}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        status, content = ask(port, path, more if "messages" in more else more | body)
+        assert (status, b"no chat template" in content) == (400, True)
 
 
 def test_several_lines_and_no_tokens_are_answered(port):

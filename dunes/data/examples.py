@@ -23,6 +23,7 @@ from dunes.text.chat_template import REASONING_KEYS
 from dunes.text.lines import line_parts
 from dunes.text.templates import (
     ANSWER_ROLES,
+    EQUAL_ROLES,
     NO_FIELDS,
     Conversation,
     Template,
@@ -36,7 +37,7 @@ from dunes.units import plural
 T = TypeVar("T")
 
 ROLES = {
-    "system": "system", "developer": "system",
+    "system": "system", "developer": "developer",
     "user": "user", "human": "user",
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "function_call": "assistant", "tool_call": "assistant",
@@ -356,7 +357,7 @@ def _is_false(key: str, mark: Any) -> bool:
 def _system(row: dict[str, Any], turns: Conversation) -> Conversation:
     """The system message from a field of the row; empty if the conversation starts with the same message."""
     texts = {text: key for key in SYSTEM_KEYS if (text := _text(row, key, "")).strip()}
-    own = {turn.text: "the system message" for turn in turns[:1] if turn.role == "system"}
+    own = {t.text: "the system message" for t in turns[:1] if EQUAL_ROLES.get(t.role, t.role) == "system"}
     if len(texts | own) > 1:
         names = " and ".join([*texts.values(), *own.values()][:2])
         raise ValueError(f"{names}: two different system prompts; leave one of them out")
@@ -542,7 +543,7 @@ def _listed(row: dict[str, Any], key: str) -> Conversation:
     first = messages[0] if isinstance(messages[0], dict) else {}
     sharegpt = "from" in first or (key == "conversations" and "role" not in first)
     keys = ("from", "value") if sharegpt else ("role", "content")
-    return tuple(_message(m, f"{key}, message {i}", *keys) for i, m in enumerate(messages, 1))
+    return tuple(read_message(m, f"{key}, message {i}", *keys) for i, m in enumerate(messages, 1))
 
 
 def _history(row: dict[str, Any]) -> Conversation:
@@ -558,7 +559,8 @@ def _history(row: dict[str, Any]) -> Conversation:
     return tuple(turns)
 
 
-def _message(message: Any, place: str, role: str = "role", content: str = "content") -> Turn:
+def read_message(message: Any, place: str, role: str = "role", content: str = "content") -> Turn:
+    """The turn of a message in OpenAI's or ShareGPT's format. Raises ValueError that names the place."""
     if not isinstance(message, dict):
         raise ValueError(f"{place}: expected an object with {role} and {content}, found {_type(message)}")
     return _at(place, _turn, message, role, content)
@@ -748,7 +750,7 @@ def split_hash(turns: Conversation) -> float:
     """
     hasher = blake2b(digest_size=6)
     for i, turn in enumerate(turns):
-        hasher.update(f"{', ' if i else '['}[{json.dumps(turn.role)}".encode())
+        hasher.update(f"{', ' if i else '['}[{json.dumps(EQUAL_ROLES.get(turn.role, turn.role))}".encode())
         for part in chain(line_parts(turn.text), (None,), line_parts(turn.input)):
             words = [None] if part is None else part.split()
             hasher.update(f", {json.dumps(words)[1:-1]}".encode() if words else b"")

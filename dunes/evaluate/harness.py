@@ -216,11 +216,10 @@ def parse_settings(settings: Mapping[str, Any], place: str, context_length: int,
     temperature = float(settings.get("temperature") or 0.0)
     if settings.get("do_sample") and not temperature:
         raise ValueError(f"{place}: generation_kwargs has do_sample without a temperature; set one above 0")
-    top_k = settings.get("top_k") or 0
     sample = partial(
         sampler,
         0.0 if settings.get("do_sample") is False else temperature,
-        top_k=top_k if top_k > 0 else None,
+        top_k=settings.get("top_k"),
         top_p=settings.get("top_p"),
         min_p=settings.get("min_p"),
         penalty=settings.get("repetition_penalty", 1.0),

@@ -89,15 +89,17 @@ def sampler(
     top_p: float | None = None,
     min_p: float | None = None,
     penalty: float = 1.0,
+    penalty_range: int = -1,
     seed: int = 0,
 ) -> Sampler:
     """A sampler with processors in this order: penalty, temperature, top-k, top-p, min-p.
 
-    Temperature 0 means greedy decoding. Raises ValueError for settings out of range.
+    Temperature 0 means greedy decoding, a `top_k` of 0 or -1 all ids. The penalty applies to the last
+    `penalty_range` ids; -1 means all of them. Raises ValueError for settings out of range.
     """
     checks = {
         "temperature": (temperature, 0 <= temperature < math.inf, "a finite number of at least 0"),
-        "top_k": (top_k, top_k is None or top_k >= 1, "a whole number of at least 1"),
+        "top_k": (top_k, top_k is None or top_k >= -1, "a whole number; 0 or -1 for all ids"),
         "top_p": (top_p, top_p is None or 0 < top_p <= 1, "a probability above 0"),
         "min_p": (min_p, min_p is None or 0 <= min_p <= 1, "a probability"),
         "penalty": (penalty, 0 < penalty < math.inf, "a finite number above 0"),
@@ -105,11 +107,11 @@ def sampler(
     for name, (value, valid, expected) in checks.items():
         if not valid:
             raise ValueError(f"sampling: {name} is {value}; expected {expected}")
-    processors: list[Processor] = [partial(penalise, penalty)] if penalty != 1 else []
+    processors: list[Processor] = [partial(penalise, penalty, penalty_range)] if penalty != 1 else []
     if temperature == 0:
         return Sampler(tuple(processors))
     processors.append(partial(scale_logits, temperature))
-    processors += [partial(keep_top_k, top_k)] if top_k else []
+    processors += [partial(keep_top_k, top_k)] if top_k and top_k > 0 else []
     processors += [partial(keep_top_p, top_p)] if top_p else []
     processors += [partial(keep_min_p, min_p)] if min_p else []
     return Sampler(tuple(processors), draw(seed))
@@ -125,14 +127,14 @@ def _preserves(processor: Processor, id: int) -> bool:
     return isinstance(processor, partial) and processor.func is limit_vocab and id < processor.args[0]
 
 
-def penalise(penalty: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """For ids that occurred before, divide positive logits by the penalty and multiply negative logits by it.
+def penalise(penalty: float, last: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """For the `last` ids (-1: all ids), divide positive logits by the penalty and multiply negative logits by it.
 
     https://arxiv.org/abs/1909.05858
     """
     penalty = min(max(penalty, 1 / LARGEST_PENALTY), LARGEST_PENALTY)
     occurred = torch.zeros_like(logits, dtype=torch.bool)
-    occurred[list(ids)] = True
+    occurred[list(ids[max(0, len(ids) - last) if last >= 0 else 0 :])] = True
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(occurred, penalised, logits)
 

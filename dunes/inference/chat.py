@@ -81,9 +81,11 @@ class ChatModel:
         if system:
             self._render(Turn("system", system), Turn("user", "a"))
 
-    def encode(self, talk: Conversation) -> list[int]:
-        """The ids of a conversation whose next turn is the model's."""
-        return encode_prompt(self.template, talk, self.loaded.require_tokenizer())
+    def encode(
+        self, talk: Conversation, variables: Mapping[str, Any] | None = None, continues: bool = False
+    ) -> list[int]:
+        """The ids of a conversation whose next turn is the model's, or, with `continues`, whose last one is."""
+        return encode_prompt(self.template, talk, self.loaded.require_tokenizer(), variables, continues)
 
     def _supports(self, *talk: Turn) -> bool:
         try:

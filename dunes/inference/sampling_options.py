@@ -16,7 +16,7 @@ class SamplingOptions:  # temperature, filters and penalty of sampling, and the 
     temperature: float = 0.8
     """Softmax temperature; 0 is greedy decoding."""
     top_k: Annotated[int | None, flag("K")] = 50
-    """Sample from the K most probable tokens."""
+    """Sample from the K most probable tokens; 0 or -1 means all."""
     top_p: Annotated[float | None, flag("P", "off")] = None
     """Sample from the most probable tokens whose probabilities add up to P."""
     min_p: Annotated[float | None, flag("P", "off")] = None

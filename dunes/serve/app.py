@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
@@ -27,7 +28,9 @@ RECEIPT = 10.0
 """Seconds in which a request must arrive."""
 SENDING = 30.0
 """Seconds in which a client must receive what is sent."""
-LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
+LISTED = 64
+"""Maximum number of listed fields that were ignored, and of characters of each."""
+LOCAL = ("localhost", "127.0.0.1", "::1")
 EMPTY = Answer(reason="length")
 """The answer to a request for no tokens, and in place of a missing choice."""
 
@@ -36,9 +39,10 @@ def read_suggest(fields: Fields) -> Asked:
     """A request of the page or `dunes complete` for suggestions with probabilities, and for tokens if wanted."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
-    count = 3 if explains else 1
-    line = LineRequest(before, after, path, (), count, model=model, shows_all=True, explains=explains)
-    return Asked(fields, [line], "", False)
+    line = LineRequest(
+        before, after, path, (), 3 if explains else 1, model=model, shows_all=True, explains=explains
+    )
+    return Asked(fields, [line])
 
 
 def write_suggest(request: Asked, answers: Answers, streams: bool) -> Any:
@@ -64,9 +68,9 @@ ABOUT: dict[str, Callable[[Named], Any]] = {
     "/v1/health": llama_server.health,
     "/v1/models": llama_server.list_models,
     "/models": llama_server.list_models,
+    "/v1/models/{name:path}": lambda models: llama_server.list_models(models)["data"][0],
     "/props": llama_server.props,
     "/slots": llama_server.slots,
-    "/v1beta/server_setting": lambda models: {"disable_client_side_telemetry": True},
     "/api/tags": ollama.tags,
     "/api/ps": ollama.tags,
     "/api/show": ollama.show,
@@ -111,7 +115,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
-        self.hosts = {host.lower() for host in (*LOCAL, *hosts)}
+        self.hosts = {_host_name(host) for host in (*LOCAL, *hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The entry point of an ASGI application."""
@@ -146,11 +150,11 @@ class Gate:
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header in lower case, without its port and a trailing dot."""
+    """The name in a Host header in lower case, without its port, the brackets of IPv6, and a trailing dot."""
     name, colon, port = host.rpartition(":")
     if colon and (port.isdigit() or not port) and not name.endswith(":"):
         host = name
-    return host.lower().rstrip(".")
+    return host.lower().rstrip(".").removeprefix("[").removesuffix("]")
 
 
 class Server:
@@ -170,7 +174,6 @@ class Server:
             "/suggest": partial(self._answer, SUGGEST),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
-            "/v1/events": _ignore,
         }
         routes += [Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in endpoints.items()]
         handlers = dict.fromkeys((404, 405, 500, Refused), refusal)
@@ -178,9 +181,8 @@ class Server:
 
     async def _answer(self, protocol: Protocol, request: Request) -> Response:
         fields = await _fields(request)
-        if protocol is openai.COMPLETIONS and isinstance(fields.body.get("segments"), dict):
-            protocol = openai.TABBY
         asked = protocol.read(fields)
+        headers = _headers(fields)
         model = self.running.find(asked.model)
         asked.model = asked.model or model.name
         for i, item in enumerate(asked.requests):
@@ -196,14 +198,14 @@ class Server:
                 answers = {index: answer async for index, answer in events if answer.reason}
             # A line may have fewer alternatives than places; only the last places can be missing.
             by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
-            return json_response(protocol.write(asked, by_place, False))
+            return json_response(protocol.write(asked, by_place, False), headers=headers)
         try:
             first = await anext(events)  # a refused request has no stream
         except StopAsyncIteration:
-            first = 0, EMPTY
+            first = 0, Answer(reason="length")
         chunks = _chunks(protocol, asked, first, events)
         media_type = "application/x-ndjson" if protocol.form == "ndjson" else "text/event-stream"
-        return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache"})
+        return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
         """Yield (index of a choice, its answer or a part of it); if the client disconnects, the rest is cancelled.
@@ -244,18 +246,20 @@ class Server:
                 task.cancel()
 
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
-        """The description of all models, or of the named one."""
-        fields = await _fields(request)
-        name = fields.text("model") or fields.text("name") or request.query_params.get("model", "")
-        return json_response(write(self.running.facts_by_name(name)))
+        """The description of all models, or of the named one; a name in the path is an exact one."""
+        fields, path = await _fields(request), request.path_params.get("name")
+        name = path or fields.text("model") or fields.text("name") or request.query_params.get("model", "")
+        models = self.running.facts_by_name(name.removesuffix(":latest"), path is not None)
+        return json_response(write(models), headers=_headers(fields))
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await _fields(request)
         tokenizer = self.running.find(fields.text("model")).require_batch().tokenizer
-        ids = await asyncio.to_thread(tokenizer.encode, fields.text("content"))
-        if not fields.flag("with_pieces"):
-            return json_response({"tokens": ids})
-        return json_response({"tokens": [{"id": i, "piece": _piece_of(tokenizer.token_bytes[i])} for i in ids]})
+        encode = tokenizer.prompt if fields.flag("add_special") else tokenizer.encode
+        tokens: list[Any] = await asyncio.to_thread(encode, fields.text("content"))
+        if fields.flag("with_pieces"):
+            tokens = [{"id": i, "piece": _piece_of(tokenizer.token_bytes[i])} for i in tokens]
+        return json_response({"tokens": tokens}, headers=_headers(fields))
 
     async def _detokenize(self, request: Request) -> Response:
         fields = await _fields(request)
@@ -263,7 +267,7 @@ class Server:
         ids = fields.items("tokens", BODY)
         if not all(isinstance(i, int) and 0 <= i < tokenizer.vocab for i in ids):
             raise fields.refusal("tokens", f"expected ids from 0 to {tokenizer.vocab - 1}")
-        return json_response({"content": tokenizer.decode(ids)})
+        return json_response({"content": tokenizer.decode(ids)}, headers=_headers(fields))
 
 
 async def _page(request: Request) -> Response:
@@ -273,19 +277,16 @@ async def _page(request: Request) -> Response:
     return HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
 
-async def _ignore(request: Request) -> Response:
-    return Response(status_code=204)
-
-
 async def _chunks(
     protocol: Protocol, asked: Asked, first: tuple[int, Answer], events: AsyncIterator[tuple[int, Answer]]
 ) -> AsyncIterator[bytes]:
     """Yield the bytes of a reply that is streamed."""
     head, tail = (b"", b"\n") if protocol.form == "ndjson" else (b"data: ", b"\n\n")
-    answers = dict([first])
+    answers, first[1].first = dict([first]), True
     try:
         yield head + compact(protocol.write(asked, answers, True)) + tail
         async for index, event in events:
+            event.first = index not in answers
             yield head + compact(protocol.write(asked, {index: event}, True)) + tail
             answers[index] = event
         for value in protocol.end(asked, answers):
@@ -294,6 +295,12 @@ async def _chunks(
         yield head + compact({"error": error.content}) + tail
     if protocol.form == "sse":
         yield b"data: [DONE]\n\n"
+
+
+def _headers(fields: Fields) -> dict[str, str]:
+    """The header that lists ignored fields, if there are any. Raises Refused for a field that changes the text."""
+    names = [re.sub(r"[^\w.\[\]-]", "?", name, flags=re.ASCII)[:LISTED] for name in fields.ignored()]
+    return {"X-Ignored-Fields": ", ".join([*dict.fromkeys(names)][:LISTED])} if names else {}
 
 
 def _piece_of(data: bytes) -> Any:

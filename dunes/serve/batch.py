@@ -44,17 +44,19 @@ class Row:
 
     def __post_init__(self) -> None:
         self.start, self.answer = perf_counter(), Answer(prompt_tokens=len(self.request.prompt))
-        self._decode, self._pending, self._offset = DecodeStream(self.tokenizer), "", 0
+        self._decode, self._pending, self._length = DecodeStream(self.tokenizer), "", 0
 
     def push(self, token: Token) -> None:
         """Emit the text that a token completes; a suffix that may become a stop string is withheld."""
         if not self.answer.new_tokens:
             self.answer.prompt_seconds = perf_counter() - self.start
         self.answer.new_tokens += 1
-        tokens = [token_text(self.tokenizer, token)] if self.text_request.logprobs is not None else []
+        offset, piece = self._length, self._decode.step(token.id)
+        self._length += len(piece)
+        tokens = [token_text(self.tokenizer, token, offset)] if self.text_request.logprobs is not None else []
         self.answer.tokens += tokens
         self.answer.ids.append(token.id)
-        text = self._pending + self._decode.step(token.id)
+        text = self._pending + piece
         places = [(text.find(stop), stop) for stop in self.text_request.stop if stop in text]
         if places:
             place, self.answer.stopped_at = min(places)
@@ -77,8 +79,7 @@ class Row:
         """Emit a part, if it is not empty."""
         self.answer.text += text
         if text or tokens or ids:
-            self.emit(Answer(text, tokens=[*tokens], ids=[*ids], offset=self._offset))
-        self._offset += sum(len(token.text) for token in tokens)
+            self.emit(Answer(text, tokens=[*tokens], ids=[*ids]))
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -101,15 +102,15 @@ def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
     return Sampler(choose.processors, pick)
 
 
-def token_text(tokenizer: Tokenizer, token: Token) -> TokenText:
-    """A token with its bytes and its alternatives; the bytes of a special token are its name."""
+def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
+    """A token at a character, with its bytes and alternatives; the bytes of a special token are its name."""
 
     def data(id: int) -> bytes:
         piece = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""
         return piece or (tokenizer.inner.id_to_token(id) or "").encode()
 
     top = [(id, data(id), logprob) for id, logprob in token.alternatives]
-    return TokenText(token.id, data(token.id), token.logprob, top)
+    return TokenText(token.id, data(token.id), token.logprob, top, offset)
 
 
 class Batch:
@@ -163,10 +164,11 @@ class Batch:
         ids = self.prompt_ids(text)
         choose = sampler(
             text.temperature,
-            top_k=text.top_k or None,
+            top_k=text.top_k,
             top_p=text.top_p if text.top_p < 1 else None,
             min_p=text.min_p or None,
             penalty=text.repeat_penalty,
+            penalty_range=text.repeat_last_n,
             seed=text.seed,
         ).after(partial(limit_vocab, self.tokenizer.vocab))
         tops = text.logprobs or 0
@@ -187,13 +189,14 @@ class Batch:
     def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
         """Emit the prompt; if log-probabilities are wanted, also its tokens. The first has no logprob."""
         tokens: list[TokenText] = []
+        prompt, stream, length = row.text_request.prompt, DecodeStream(self.tokenizer), 0
         if row.text_request.logprobs is not None:
-            scored = prompt_tokens(self.loaded.model, ids, tops)
-            first = TokenText(ids[0], token_text(self.tokenizer, Token(ids[0], 0.0)).data, None)
-            tokens = [first, *(token_text(self.tokenizer, token) for token in scored)]
-        prompt = row.text_request.prompt
+            for token in (Token(ids[0], 0.0), *prompt_tokens(self.loaded.model, ids, tops)):
+                tokens.append(token_text(self.tokenizer, token, length))
+                length += len(stream.step(token.id))
+            tokens[0] = tokens[0]._replace(logprob=None)
         row.emit_text(prompt if isinstance(prompt, str) else self.tokenizer.decode(ids), tokens)
-        row.answer.tokens = tokens
+        row.answer.tokens, row._length = tokens, len(row.answer.text)
 
     def advance(self) -> None:
         """Prefill a piece of a prompt, and generate the next token of each text whose prompt is complete."""

@@ -3,14 +3,17 @@
 import json
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from types import UnionType
 from typing import Any, TypeVar
 
+from dunes.data.examples import CALL_KEYS, RESULT_KEYS, ROLES, read_message
 from dunes.files.json_file import unique_keys
+from dunes.text.chat_template import REASONING_KEYS
 from dunes.text.lines import valid_text
-from dunes.text.templates import Conversation, Turn
+from dunes.text.templates import Conversation, Turn, map_strings
 
 BODY = 4 << 20
 """Maximum bytes of a request's body."""
@@ -32,7 +35,10 @@ OPEN = 256_000
 """Maximum characters of all open files in a request; the last files that fit are used."""
 SEEDS = 2**64 - 1
 REFERENCE: dict[str, dict[str, Any]] = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
-"""Properties and neutral settings that llama-server reports and this server lacks."""
+"""Properties and settings that llama-server reports and this server lacks."""
+NEUTRAL: Mapping[str, Sequence[Any]] = REFERENCE["unsupported"] | REFERENCE["neutral"]
+"""Fields of all protocols that change a text, with the values that do not. A path that does not read such a field
+refuses any other value; it ignores and lists other fields that it does not read."""
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
     503: "unavailable_error",
@@ -77,10 +83,35 @@ class Fields:
 
     def __init__(self, body: Mapping[str, Any], place: str = "") -> None:
         self.body, self.place = body, place
+        self._read, self._parts = set[str](), dict[str, Fields]()
 
     def has(self, name: str) -> bool:
         """True if the field is present, and not null."""
         return self.body.get(name) is not None
+
+    def get(self, name: str) -> Any:
+        """The value of a field of any type, which thereby is not ignored."""
+        self._read.add(name)
+        return self.body.get(name)
+
+    def first(self, *names: str) -> str:
+        """The first of these names of a field that is present, otherwise the first one."""
+        return next(filter(self.has, names), names[0])
+
+    def ignored(self) -> list[str]:
+        """Places of the fields that no method has read. Raises Refused if one of them would change the text."""
+        names = [name for name in self.body if self.has(name) and name not in self._read]
+        for name in names:
+            if name in NEUTRAL and self.body[name] not in NEUTRAL[name]:
+                raise self.refusal(name, "not supported by this path; leave it out")
+        own = [self.place + name for name in names if name not in NEUTRAL]
+        return [*own, *(name for part in self._parts.values() for name in part.ignored())]
+
+    def disregard(self, *names: str) -> None:
+        """Count fields as ignored that were read for nothing."""
+        self._read.difference_update(names)
+        for part in self._parts.values():
+            part.disregard(*names)
 
     def text(self, name: str, default: str | None = "") -> str:
         """The string in a field, with U+FFFD for lone surrogates; the field is required if the default is None."""
@@ -91,7 +122,7 @@ class Fields:
 
     def path(self, *names: str) -> str:
         """The path of a file, from the first of these fields that is present."""
-        name = next(filter(self.has, names), names[0])
+        name = self.first(*names)
         path = self.text(name)
         if len(path) > PATH or "\0" in path:
             raise self.refusal(name, f"no path: at most {PATH} characters, none of them NUL")
@@ -125,7 +156,7 @@ class Fields:
 
     def stops(self, name: str = "stop") -> tuple[str, ...]:
         """The stop strings in a field with a string or a list, without empty strings."""
-        value, expected = self.body.get(name), f"a string, or a list of at most {STOPS}"
+        value, expected = self.get(name), f"a string, or a list of at most {STOPS}"
         values = [value] if isinstance(value, str) else self._value(name, list, expected, [])
         if len(values) > STOPS:
             raise self.refusal(name, f"{len(values)} strings; expected {expected}")
@@ -147,23 +178,28 @@ class Fields:
         for i, value in enumerate(values):
             if not isinstance(value, dict):
                 raise self.refusal(f"{name}[{i}]", f"{_type_name(value)}; expected an object")
-        return [Fields(value, f"{self.place}{name}[{i}].") for i, value in enumerate(values)]
+        parts = {f"{name}[{i}]": Fields(value, f"{self.place}{name}[{i}].") for i, value in enumerate(values)}
+        self._parts |= parts
+        return [*parts.values()]
 
     def object(self, name: str) -> "Fields":
         """The fields of the object in a field; empty if the field is missing."""
-        return Fields(self._value(name, dict, "an object", {}), f"{self.place}{name}.")
+        value = self._value(name, dict, "an object", {})
+        return self._parts.setdefault(name, Fields(value, f"{self.place}{name}."))
 
     def messages(self, name: str = "messages") -> Conversation:
-        """The messages of a chat; each content is a string or a list of text parts."""
-        entries = self.objects(name, 4096)
-        if not entries:
-            raise self.refusal(name, "missing; expected a list of messages")
-        return tuple(Turn(m.text("role", None), m._content()) for m in entries)
+        """The messages of a chat in OpenAI's format; each content is a string or a list of text parts."""
+        return tuple(self._message(f"{name}[{i}]", m) for i, m in enumerate(self.objects(name, 4096)))
 
-    def _content(self) -> str:
-        if isinstance(self.body.get("content"), list):
-            return "".join(part.text("text", None) for part in self.objects("content", 1024))
-        return self.text("content")
+    def _message(self, place: str, message: "Fields") -> Turn:
+        role = message.text("role", None)
+        try:
+            body = map_strings(message.body, valid_text)
+            turn = read_message(body | {"role": role if role in ROLES else "user"}, "a message")
+        except ValueError as error:
+            raise self.refusal(place, str(error).removeprefix("a message: ")) from None
+        message._read.update(("content", *CALL_KEYS, *REASONING_KEYS, *RESULT_KEYS * (turn.role == "tool")))
+        return turn if role in ROLES else replace(turn, role=role)
 
     def open_files(self, name: str) -> list[tuple[str, str]]:
         """Names and texts of other files: the last ones that fit into OPEN characters."""
@@ -174,19 +210,12 @@ class Fields:
                 files.insert(0, file)
         return files
 
-    def refuse_unsupported(self, *names: str) -> None:
-        """Raise Refused if the body sets one of these unsupported fields to anything but a neutral value."""
-        for name in names:
-            value = self.body.get(name)
-            if value and value not in (REFERENCE["settings"].get(name), {"type": "text"}):
-                raise self.refusal(name, "not supported by this server; leave it out")
-
     def refusal(self, name: str, why: str) -> Refused:
         """The error that refuses a field, with this reason."""
         return Refused(400, f"Field '{self.place}{name}': {why}")
 
     def _value(self, name: str, value_type: type | UnionType, expected: str, default: Any) -> Any:
-        value = self.body.get(name)
+        value = self.get(name)
         if value is None:
             value = default
         if value is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import signal
 import socket
@@ -53,24 +54,41 @@ class DeadlineProtocol(H11Protocol):
 
 
 def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
-    """Sockets that listen on these ports. Raises ValueError if a port is in use, or if the host is unknown."""
+    """Sockets that listen on these ports of all addresses of the host, except those that this machine lacks.
+
+    Raises ValueError if a port is in use, or if the host is unknown.
+    """
     sockets: list[socket.socket] = []
     try:
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
         for port in ports:
-            family, socket_type, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            sockets.append(socket.socket(family, socket_type, protocol))
-            sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sockets[-1].bind(address)
-            sockets[-1].listen(1024)
-            sockets[-1].setblocking(False)
-    except (OSError, OverflowError) as error:
+            _listen([*dict.fromkeys((family, address) for family, *_, address in found)], port, sockets)
+    except (OSError, OverflowError, ValueError) as error:
         for listener in sockets:
             listener.close()
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(
-            f"{host}:{port}: {reason.lower()}; pass another --port, or end the program that listens there"
-        ) from None
+        remedy = "pass another --port, or end the program that listens there"
+        if isinstance(error, ValueError | socket.gaierror):
+            remedy = "name an address of this machine"
+        raise ValueError(f"--host {host}: {str(error.args[-1]).lower()}; {remedy}") from None
     return sockets
+
+
+def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socket.socket]) -> None:
+    """Add sockets that listen on this port, or for 0 on the same free one, of each address. Raises OSError."""
+    count, missing = len(sockets), OSError("the host has no address")
+    for family, (name, _, *scope) in addresses:
+        dual = family == socket.AF_INET6 and len(addresses) == 1  # for IPv4 at `::`
+        try:
+            sockets.append(socket.create_server((name, port, *scope), family=family, dualstack_ipv6=dual))
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+            missing = error
+            continue
+        sockets[-1].setblocking(False)
+        port = sockets[-1].getsockname()[1]
+    if len(sockets) == count:
+        raise missing
 
 
 def is_loopback(host: str) -> bool:

@@ -11,6 +11,7 @@ from dunes import __version__
 from dunes.serve import ollama
 from dunes.serve.fields import CHOICES, ENDLESS, REFERENCE, Fields
 from dunes.serve.requests import (
+    LIMITS,
     Answer,
     Answers,
     Asked,
@@ -19,7 +20,6 @@ from dunes.serve.requests import (
     Named,
     Protocol,
     Request,
-    Settings,
     TextRequest,
     file_name,
     line_or_texts,
@@ -27,18 +27,6 @@ from dunes.serve.requests import (
     read_text,
 )
 
-SETTINGS: Settings = {
-    "temperature": (0.8, 0, 1e4),
-    "top_k": (40, -1, 2**31),
-    "top_p": (0.95, 0, 1),
-    "min_p": (0.05, 0, 1),
-    "repeat_penalty": (1.0, 1e-3, 1e3),
-}
-NEUTRAL = (
-    "grammar", "logit_bias", "ignore_eos", "lora", "presence_penalty", "frequency_penalty", "typical_p",
-    "mirostat", "dynatemp_range", "top_n_sigma", "xtc_probability", "dry_multiplier",
-)  # fmt: skip
-"""Unsupported settings that would change a text; values other than the neutral one are refused."""
 REASONS = {"stop": "eos", "length": "limit", "word": "word"}
 PROBS = "completion_probabilities"
 
@@ -47,31 +35,34 @@ def read_infill(fields: Fields) -> Asked:
     """A request for the rest of a line; no request if `n_predict` is 0, with which clients warm up a server."""
     before = fields.text("input_prefix", None) + fields.text("prompt")
     after, limit = fields.text("input_suffix", None), fields.limit("n_predict")
-    count, stop = fields.integer("n_cmpl", 1, 1, CHOICES), fields.stops()
+    count, stop = fields.integer(fields.first("n_cmpl", "n"), 1, 1, CHOICES), fields.stops()
     files, name = fields.open_files("input_extra"), file_name(fields.path("filename", "path"))
     fields.items("response_fields", 256)
+    fields.flag("return_tokens")
     request = LineRequest(before, after, name, files, count, limit or 1, stop, fields.text("model"))
-    return Asked(fields, [request] if limit else [])
+    return Asked(fields, [request] if limit else [], count=count)
 
 
 def read_completion(fields: Fields) -> Asked:
     """Requests for texts after prompts, or for the rest of a line if a prompt has fill-in-the-middle sentinels."""
-    fields.refuse_unsupported("json_schema", *NEUTRAL)
-    text = read_text(fields, SETTINGS, "n_predict", logprobs=fields.integer("n_probs", 0, 0, 100) or None)
-    count = fields.integer("n_cmpl", 1, 1, CHOICES)
+    limit = fields.first("n_predict", "max_tokens")
+    text = read_text(fields, TextRequest(), limit, logprobs=fields.integer("n_probs", 0, 0, 100) or None)
+    count = fields.integer(fields.first("n_cmpl", "n"), 1, 1, CHOICES)
     fields.items("response_fields", 256)
-    return Asked(fields, [r for prompt in prompts(fields) for r in line_or_texts(text, prompt, None, count)])
+    fields.flag("return_tokens")
+    return Asked(
+        fields, [r for prompt in prompts(fields) for r in line_or_texts(text, prompt, None, count)], count=count
+    )
 
 
 def write(request: Asked, answers: Answers, streams: bool) -> Any:
     """An object for each answer, or part of an answer; a list of objects if several answers were requested."""
-    body = request.fields.body
     replies = [(_reply if answer.reason else _part)(request, i, answer) for i, answer in answers.items()]
     if streams:
         reply, is_last = replies[0], any(answer.reason for answer in answers.values())
         cleared = ("content", "tokens", PROBS) if is_last else ()  # the parts had them
         return reply | {name: type(reply[name])() for name in cleared if name in reply}
-    several = body.get("n_cmpl", 1) not in (None, 1) or isinstance(body.get("prompt"), list)
+    several = request.count > 1 or isinstance(request.fields.body.get("prompt"), list)
     return replies if several or len(replies) > 1 else replies[0]
 
 
@@ -138,8 +129,9 @@ def settings(request: Request | None) -> dict[str, Any]:
     text = request if isinstance(request, TextRequest) else TextRequest(temperature=0.0)
     limit = text.max_tokens if text.max_tokens < ENDLESS else -1
     return REFERENCE["settings"] | {
+        **{name: values[0] for name, values in REFERENCE["unsupported"].items()},
         "seed": text.seed,
-        **{name: getattr(text, name) for name in SETTINGS},
+        **{name: getattr(text, name) for name in LIMITS},
         "stop": list(request.stop) if request else [],
         "max_tokens": limit,
         "n_predict": limit,
@@ -149,10 +141,8 @@ def settings(request: Request | None) -> dict[str, Any]:
 
 
 def health(models: Named) -> dict[str, Any]:
-    """The reply to llama-server's /health, with additional fields for Tabby's clients."""
-    version = dict.fromkeys(("build_date", "build_timestamp", "git_sha", "git_describe"), "")
-    device = {"device": "cpu", "arch": "", "cpu_info": "", "cpu_count": 1, "cuda_devices": []}
-    return {"status": "ok", "model": models[0][0], **device, "version": version}
+    """The reply to llama-server's /health."""
+    return {"status": "ok", "model": models[0][0]}
 
 
 def list_models(models: Named) -> dict[str, Any]:

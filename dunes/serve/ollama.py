@@ -1,6 +1,7 @@
 """The paths of Ollama's API. https://github.com/ollama/ollama/blob/main/docs/api.md"""
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,19 +13,13 @@ from dunes.serve.requests import (
     Facts,
     Named,
     Protocol,
-    Settings,
     TextRequest,
     line_or_texts,
     read_text,
 )
+from dunes.text.templates import Turn
 
-SETTINGS: Settings = {
-    "temperature": (0.8, 0, 1e4),
-    "top_k": (40, 0, 2**31),
-    "top_p": (0.9, 0, 1),
-    "min_p": (0.0, 0, 1),
-    "repeat_penalty": (1.0, 1e-3, 1e3),
-}
+DEFAULTS = TextRequest(top_p=0.9, min_p=0.0)
 REASONS = {"stop": "stop", "length": "length", "word": "stop"}
 VERSION = "0.12.0"
 """Version of Ollama's API that is reported; clients check it for supported features."""
@@ -33,21 +28,27 @@ VERSION = "0.12.0"
 def read_generate(fields: Fields) -> Asked:
     """A request for a text after a prompt, or for the rest of a line if a suffix is given. No request for an empty
     prompt, which clients send to load a model."""
-    text = _text_request(fields, "images")
     prompt, after = fields.text("prompt"), fields.text("suffix") or None
-    requests = line_or_texts(text, prompt, after) if prompt or after else []
-    return Asked(fields, requests, "", fields.flag("stream", True))
+    system, is_raw = fields.text("system"), fields.flag("raw")
+    requests = line_or_texts(_text_request(fields), prompt, after) if prompt or after else []
+    for i, request in enumerate(requests):
+        if is_raw or not isinstance(request, TextRequest):
+            fields.disregard("system", "think")
+        else:
+            turns = [Turn("system", system)] if system else []
+            requests[i] = replace(request, messages=(*turns, Turn("user", prompt)))
+    return Asked(fields, requests, streams=True)
 
 
 def read_chat(fields: Fields) -> Asked:
-    """A request for the model's next turn in a chat."""
-    text = _text_request(fields, "tools", messages=fields.messages())
-    return Asked(fields, [text], "", fields.flag("stream", True))
+    """A request for the model's next turn in a chat. No request without messages, as clients load a model."""
+    text = _text_request(fields, messages=fields.messages())
+    return Asked(fields, [text] if text.messages else [], streams=True)
 
 
-def _text_request(fields: Fields, unsupported: str, **more: Any) -> TextRequest:
-    fields.refuse_unsupported(unsupported, "format")
-    return read_text(fields, SETTINGS, "num_predict", options=fields.object("options"), **more)
+def _text_request(fields: Fields, **more: Any) -> TextRequest:
+    variables = {"enable_thinking": fields.flag("think")} if fields.has("think") else {}
+    return read_text(fields, DEFAULTS, "num_predict", -1, fields.object("options"), variables=variables, **more)
 
 
 def format_time(time: datetime) -> str:
@@ -62,6 +63,8 @@ def _protocol(read: Callable[[Fields], Asked], content: Callable[[str], dict[str
         answer = answers[0]
         head = {"model": request.fields.text("model"), "created_at": format_time(datetime.now(UTC))}
         text = "" if streams and answer.reason else answer.text
+        if not request.requests and not (request.fields.text("prompt") or request.fields.text("suffix")):
+            return head | content(text) | {"done": True, "done_reason": "load"}
         return head | content(text) | (_end(answer) if answer.reason else {"done": False})
 
     return Protocol(read, write, "ndjson")
@@ -70,7 +73,7 @@ def _protocol(read: Callable[[Fields], Asked], content: Callable[[str], dict[str
 def _end(answer: Answer) -> dict[str, Any]:
     return {
         "done": True,
-        "done_reason": REASONS.get(answer.reason, "load"),
+        "done_reason": REASONS[answer.reason],
         "total_duration": int(1e9 * answer.seconds),
         "load_duration": 0,
         "prompt_eval_count": answer.prompt_tokens,

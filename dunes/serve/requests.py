@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from dunes.data.document import NamedText
@@ -49,8 +50,12 @@ class LineRequest:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request for the text after a prompt, which is a text or ids. `logprobs` is the number of alternatives per
-    token; None means no log-probabilities. With `echo`, the answer starts with the prompt."""
+    """A request for the text after a prompt, which is a text or ids, or after a chat.
+
+    `logprobs` is the number of alternatives per token; None means no log-probabilities. With `echo`, the answer
+    starts with the prompt. If there are `messages`, they are the prompt, rendered with `variables` by the model's
+    chat template; a model without one reads `prompt`. With `continues`, the last message begins the answer.
+    """
 
     prompt: str | Sequence[int] = ""
     max_tokens: int = ENDLESS
@@ -59,10 +64,13 @@ class TextRequest:
     top_p: float = 0.95
     min_p: float = 0.05
     repeat_penalty: float = 1.0
+    repeat_last_n: int = -1
     seed: int = 0
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
     messages: Sequence[Turn] = ()
+    continues: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
     batch: object = None
     """The batch of the model for which the server encoded `messages`; None without messages."""
     logprobs: int | None = None
@@ -74,12 +82,14 @@ Request = LineRequest | TextRequest
 
 
 class TokenText(NamedTuple):
-    """A token, its bytes, its log-probability (nats; None for a text's first token), and the likeliest tokens."""
+    """A token, its bytes, log-probability (nats; None for the first one), the likeliest tokens, and its offset."""
 
     id: int
     data: bytes
     logprob: float | None
     top: Sequence[tuple[int, bytes, float]] = ()
+    offset: int = 0
+    """Number of characters of the answer before the token."""
 
     @property
     def text(self) -> str:
@@ -99,7 +109,8 @@ class TokenText(NamedTuple):
 
 @dataclass
 class Answer:
-    """An answer; if `reason` is empty, a part of one. Reasons: stop, length, word (stop string `stopped_at`)."""
+    """An answer; if `reason` is empty, a part of one, perhaps the `first` one in a stream. Reasons: stop, length,
+    word (stop string `stopped_at`)."""
 
     text: str = ""
     reason: str = ""
@@ -111,8 +122,7 @@ class Answer:
     seconds: float = 0.0
     tokens: list[TokenText] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
-    offset: int = 0
-    """Number of characters of the tokens before a part."""
+    first: bool = False
     word: float | None = None
     """Probability of the first word of a completed line; None if the answer is not a line completion."""
     line: float | None = None
@@ -130,14 +140,17 @@ Answers = Mapping[int, Answer]
 
 
 class Asked:
-    """The requests in a body: a line with alternatives, or several texts, each for one choice of the reply. The
-    reply's id starts with `prefix`. Raises Refused for too many requests."""
+    """The requests in a body: lines with alternatives, or texts, each for one choice of the reply. Each prompt has
+    `count` choices. The reply's id starts with `prefix`, and `streams` is the default of `stream`. Raises Refused
+    for too many requests."""
 
     def __init__(
-        self, fields: Fields, requests: Sequence[Request], prefix: str = "", stream: bool | None = None
+        self, fields: Fields, requests: Sequence[Request], prefix: str = "", count: int = 1, streams: bool = False
     ) -> None:
         self.fields, self.requests, self.model = fields, [*requests], fields.text("model")
-        self.stream = fields.flag("stream") if stream is None else stream
+        self.count, self.stream = count, fields.flag("stream", streams)
+        if all(isinstance(request, LineRequest) for request in requests):  # the most probable line
+            fields.disregard("seed", "random_seed", *LIMITS, *chain(*ALIASES.values()))
         self.id, self.created = prefix + uuid.uuid4().hex, int(time.time())
         if len(requests) > PROMPTS:
             raise fields.refusal("prompt", f"{len(requests)} choices of all prompts; at most {PROMPTS}")
@@ -154,22 +167,29 @@ class Protocol(NamedTuple):
     end: Callable[[Asked, Answers], Sequence[Any]] = lambda request, answers: ()
 
 
-Settings = Mapping[str, tuple[float, float, float]]
-"""Sampling settings by name, in a request and in TextRequest: default, minimum and maximum."""
+LIMITS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 1e4), "top_k": (-1, 2**31), "top_p": (0, 1), "min_p": (0, 1),
+    "repeat_penalty": (1e-3, 1e3), "repeat_last_n": (-1, 2**31),
+}  # fmt: skip
+"""Minimum and maximum of sampling settings, by their names in requests and in TextRequest."""
+ALIASES = {"repeat_penalty": ("repetition_penalty",)}
+"""Names of the same settings in other servers."""
 
 
 def read_text(
-    fields: Fields, settings: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
+    fields: Fields, defaults: TextRequest, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """Read a TextRequest from the fields; its settings are read from `options`, if given. `more` are additional
-    attributes. The field named `limit` has the maximum number of tokens, by default `tokens`."""
+    """Read a TextRequest from the fields; its settings are read from `options`, if given, by default those of
+    `defaults`. `more` are additional attributes. The field named `limit` has the maximum number of tokens, by
+    default `tokens`."""
     options, values = options or fields, dict[str, Any]()
-    for name, (default, low, high) in settings.items():
+    for name, (low, high) in LIMITS.items():
+        default = getattr(defaults, name)
         read: Any = options.integer if isinstance(default, int) else options.number
-        values[name] = read(name, default, low, high)
-    values |= {"top_k": max(0, values["top_k"]), "top_p": values["top_p"] or 1e-6}
+        values[name] = read(options.first(name, *ALIASES.get(name, ())), default, low, high)
+    values["top_p"] = values["top_p"] or 1e-6
     values |= {"max_tokens": options.limit(limit, tokens), "seed": options.seed(), "stop": options.stops()}
-    return TextRequest(**values | {"model": fields.text("model")} | more)
+    return replace(defaults, **values | {"model": fields.text("model")} | more)
 
 
 def choices(request: TextRequest, count: int) -> list[Request]:
@@ -201,7 +221,7 @@ def line_or_texts(
 
 def prompts(fields: Fields) -> list[str | list[int]]:
     """The prompts of a body: a text, ids, or several of either."""
-    value = fields.body.get("prompt")
+    value = fields.get("prompt")
     if not isinstance(value, list):
         return [fields.text("prompt", None)]
     if _are_ids(value):

@@ -55,20 +55,19 @@ class Running:
         for follower in self._followers:
             follower.start()
 
-    def facts_by_name(self, name: str) -> Named:
+    def facts_by_name(self, name: str, is_exact: bool = False) -> Named:
         """(name, facts) of the model or adapter with this name; for an empty name, of all models and adapters."""
-        models = [self.find(name)] if name else self.served.values()
+        models = [self.find(name, is_exact)] if name or is_exact else self.served.values()
         entries = [(entry, model.current.facts) for model in models for entry in model.names]
         return [entry for entry in entries if entry[0] == name] or entries
 
-    def find(self, name: str) -> ServedModel:
-        """The model with this name, or with an adapter of this name.
+    def find(self, name: str, is_exact: bool = False) -> ServedModel:
+        """The model with this name, or with an adapter of this name. Raises Refused for an unknown name.
 
-        An empty name selects the first model; if only one model is served, every name selects it. Raises Refused
-        for an unknown name.
+        Unless the name must be exact, an empty one selects the first model, and every name the only model.
         """
         for model in self.served.values():
-            if not name or name in model.names or len(self.served) == 1:
+            if name in model.names or (not is_exact and (not name or len(self.served) == 1)):
                 return model
         listed = ", ".join(n for model in self.served.values() for n in model.names)
         raise Refused(404, f"model '{name[:80]}' not found; this server has {listed}")

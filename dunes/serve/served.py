@@ -33,7 +33,7 @@ from dunes.completion.completer import (
 from dunes.completion.search import WIDTH, CompleteOptions
 from dunes.completion.text import near_text
 from dunes.generate.packages import step_source
-from dunes.inference.chat import NONE, ChatModel, load_chat_engine
+from dunes.inference.chat import NONE, ChatModel, NoTemplate, load_chat_engine
 from dunes.runs.run import read_config
 from dunes.runs.train_config import TrainConfig
 from dunes.serve import ollama
@@ -275,16 +275,23 @@ class ServedModel:
     def with_prompt(self, request: TextRequest) -> TextRequest:
         """The request with its messages encoded as a prompt for the model's next turn; thread-safe.
 
-        Raises Refused if the model has no chat template, or the template refuses the messages.
+        A model without a chat template reads the request's `prompt`. Raises Refused if there is none or a system
+        message beside it, and if the template refuses the messages.
         """
         batch, chats = self.require_batch(), self.current.chats
-        chat = chats.get(request.model, chats[self.name])
+        chat, variables = chats.get(request.model, chats[self.name]), dict(request.variables)
         try:
-            ids = chat.encode(tuple(request.messages))
+            if not variables.get("enable_thinking") and not chat.template.reads("enable_thinking"):
+                variables.pop("enable_thinking", None)  # it has no thoughts to be disabled
+            ids = chat.encode(tuple(request.messages), variables, request.continues)
             stop = chat.template.stop_id(chat.loaded.require_tokenizer())
             return replace(request, prompt=ids, stop_ids=(stop,), batch=batch)
         except ValueError as error:
-            raise Refused(400, f"Field 'messages': {' '.join(str(error).split())}") from None
+            is_plain = len(request.messages) == 1 and not variables.get("enable_thinking")
+            if isinstance(error, NoTemplate) and request.prompt and is_plain:
+                return replace(request, messages=())
+            name = "prompt" if request.prompt else "messages"
+            raise Refused(400, f"Field '{name}': {' '.join(str(error).split())}") from None
 
 
 def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> Answer:

@@ -37,6 +37,9 @@ MAX_DEPTH = 100
 
 NO_FIELDS: Mapping[str, Any] = {}
 
+PROBE, UNKNOWN_ROLE = "probed text", "unheard-of"
+"""Text and role of messages by which a template is asked which roles it writes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -62,6 +65,8 @@ Conversation = tuple[Turn, ...]
 Messages = Sequence[Mapping[str, Any]]
 ANSWER_ROLES = ("assistant", "text")
 """Roles of turns that a model generates."""
+EQUAL_ROLES = {"developer": "system"}
+"""Maps roles to the role that replaces them for a template without a form of its own for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +97,10 @@ class Template(ABC):
     generation prompt, and ends with `end`. If that text is another one in a longer conversation, an answer starts
     after the last message before it, with the generation prompt, of which a `<think>` may be missing.
 
-    Nothing that a record has is left out: a system or tool message, an answer, a tool call, or the name of a tool
-    that is not in the text raises ValueError. Reasoning may be left out of earlier answers, if the template writes
-    it when the answer is the last message. To tell equal strings apart, the text is rendered once more with a mark
-    in each; if the marks change what the template writes, a string may be taken for an equal one.
+    Nothing that a record has is left out: a message of any role, a tool call, or the name of a tool that is not in
+    the text raises ValueError. Reasoning may be left out of earlier answers, if the template writes it when the
+    answer is the last message. To tell equal strings apart, the text is rendered once more with a mark in each; if
+    the marks change what the template writes, a string may be taken for an equal one.
 
     `special_tokens` maps each token to two flags: True if spaces to its left (right) are stripped. A template that
     is `complete` writes all of a conversation, and needs no marks.
@@ -135,9 +140,13 @@ class Template(ABC):
                 f"{place}: the chat template ({self.name}) reads no {unread[0][:40]!r}; leave it "
                 "out, or use a model whose own template reads it"
             )
+        turns = tuple(replace(turn, role=self._roles.get(turn.role, turn.role)) for turn in turns)
         messages = [self._message(turn) for turn in turns]
         answers = [i for i, turn in enumerate(turns) if turn.role in ANSWER_ROLES]
-        text = self._render_text(messages, add_generation_prompt, values)
+        try:
+            text = self._render_text(messages, add_generation_prompt, values)
+        except ValueError as error:
+            raise ValueError(f"{error}{self._unwritten(*(turn.role for turn in turns))}") from None
         if not self.complete:
             text, messages, values = self._mark(text, messages, add_generation_prompt, values)
 
@@ -146,9 +155,10 @@ class Template(ABC):
 
         pieces = chat_template.MARKS.split(text) if self.tagged else self._pieces(text, messages, answers, draw)
         plain, trained = "".join(pieces), [turns[i].trained for i in answers]
-        for message in messages:
-            if message["role"] in ("system", "tool"):
-                self._check(f"a {message['role']} message", message["content"], plain)
+        for turn, message in zip(turns, messages, strict=True):
+            if turn.role not in ANSWER_ROLES and not _is_written(message["content"], plain):
+                what = f"a {turn.role[:40]} message{self._unwritten(turn.role)}"
+                self._check(what, message["content"], plain)
         tools = values.get("tools")
         self._check("a tool", [_function(t).get("name") for t in tools] if isinstance(tools, list) else (), plain)
         if len(pieces) == 2 * len(answers) + 1:
@@ -170,13 +180,45 @@ class Template(ABC):
         """True if the template may read a variable of this name, besides its messages."""
         return False
 
+    def writes(self, role: str) -> bool:
+        """True if the template writes a message of this role at its usual place, as found by rendering one."""
+        return PROBE in self._probe(role)
+
+    @cached_property
+    def _roles(self) -> dict[str, str]:
+        """Maps the roles of EQUAL_ROLES that the template has no form of its own for to their equals."""
+        # A template that writes any role by its name has no form of its own for these.
+        unknown = self._probe(UNKNOWN_ROLE)
+        own = (r for r in EQUAL_ROLES if self.writes(r) and self._probe(r) != unknown.replace(UNKNOWN_ROLE, r))
+        return {**EQUAL_ROLES, **{role: role for role in own}}
+
+    def _unwritten(self, *roles: str) -> str:
+        """The end of an error message if the template writes one of these roles nowhere, otherwise empty."""
+        if (role := next((role for role in roles if not self.writes(role)), None)) is None:
+            return ""
+        written = filter(self.writes, ("system", *EQUAL_ROLES, "user", "assistant", "tool"))
+        return f"; it writes no message of the role {role[:40]!r}, only of {', '.join(written)}"
+
+    def _probe(self, role: str) -> str:
+        """A short conversation with a message of this role; empty if the template fails on it."""
+        call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}
+        asked, called = Turn("user", "Q"), Turn("assistant", "", fields={"tool_calls": [call]})
+        before = {"assistant": (asked,), "tool": (asked, called)}.get(role, ())
+        after = () if before or role in ("user", "text") else (asked,)
+        fields = {"name": "f", "tool_call_id": call["id"]} if role == "tool" else NO_FIELDS
+        try:
+            talk = map(self._message, (*before, Turn(role, PROBE, fields=fields), *after))
+            return self._render_text([*talk], False, NO_FIELDS)
+        except ValueError:
+            return ""
+
     @abstractmethod
     def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
         """The text of the messages, with the generation prompt if `is_open`. Raises ValueError if this fails."""
 
     def _message(self, turn: Turn) -> dict[str, Any]:
         fields = map_strings(turn.fields, self._escape)
-        return {"role": turn.role, "content": self._escape(turn.full_text), **fields}
+        return {"role": self._escape(turn.role), "content": self._escape(turn.full_text), **fields}
 
     def _mark(
         self, text: str, messages: list[dict[str, Any]], is_open: bool, values: dict[str, Any]
@@ -501,11 +543,24 @@ def _encode_segment(segment: Segment, tokenizer: Tokenizer, continues: bool) -> 
 
 
 def encode_prompt(
-    template: Template, turns: Conversation, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None
+    template: Template,
+    turns: Conversation,
+    tokenizer: Tokenizer,
+    variables: Mapping[str, Any] | None = None,
+    continues: bool = False,
 ) -> list[int]:
-    """The ids of a prompt, which are the same as the ids before its answer in training."""
+    """The ids of a prompt, which are the same as the ids before its answer in training.
+
+    With `continues`, the last message is the beginning of the answer. Raises ValueError if it is not an answer.
+    """
     template.check_tokenizer(tokenizer)
-    return encode_segments(template.render(turns, True, variables), tokenizer)[0]
+    if continues and (not turns or turns[-1].role not in ANSWER_ROLES or "tool_calls" in turns[-1].fields):
+        raise ValueError("continue_final_message: expected a text of the assistant as the last message")
+    segments = template.render(turns, not continues, variables)
+    if continues:
+        end = max(i for i, segment in enumerate(segments) if segment.special and segment.text == template.end)
+        segments = segments[:end]
+    return encode_segments(segments, tokenizer)[0]
 
 
 def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:

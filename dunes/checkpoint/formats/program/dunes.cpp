@@ -150,9 +150,9 @@ struct dunes_text {
     for (auto id : ids)
       if (id < 0 || id >= model->embedded)
         fail("the prompt has id " + std::to_string(id) + "; the model has ids 0 to " + std::to_string(model->embedded - 1));
-    if (!(sampling.temperature >= 0 && std::isfinite(sampling.temperature)) || sampling.top_k < 0 ||
+    if (!(sampling.temperature >= 0 && std::isfinite(sampling.temperature)) || sampling.top_k < -1 ||
         !(sampling.top_p >= 0 && sampling.top_p <= 1) || !(sampling.min_p >= 0 && sampling.min_p <= 1))
-      fail("sampling: temperature and top_k are at least 0, top_p and min_p from 0 to 1");
+      fail("sampling: temperature is at least 0, top_k at least -1, top_p and min_p from 0 to 1");
   }
 
   // The text goes on from its last half when it reaches the context length.
@@ -212,7 +212,7 @@ struct dunes_text {
   int64_t sample(Tensor logits) {
     if (sampling.temperature == 0) return logits.argmax(-1).item<int64_t>();
     logits = (logits - logits.amax()) / std::min(std::max(sampling.temperature, 1e-37), 1e37);
-    if (sampling.top_k) {
+    if (sampling.top_k > 0) {
       auto least = std::get<0>(logits.topk(std::min(sampling.top_k, logits.numel())))[-1];
       logits = logits.masked_fill(logits < least, -INFINITY);
     }

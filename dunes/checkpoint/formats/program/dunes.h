@@ -18,8 +18,8 @@ extern "C" {
 typedef struct dunes_model dunes_model;
 typedef struct dunes_text dunes_text;
 
-/* Temperature 0 is greedy. 0 stands for no limit in top_k, top_p and min_p. Equal seeds give equal texts, and those
-   of Python's `dunes generate`. */
+/* Temperature 0 is greedy. 0 stands for no limit in top_k, top_p and min_p, and so does -1 in top_k. Equal seeds give
+   equal texts, and those of Python's `dunes generate`. */
 typedef struct {
   double temperature;
   int64_t top_k;
