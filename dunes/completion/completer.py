@@ -180,8 +180,8 @@ def find_completer(
         return CopyCompleter(index)
     completer = FolderCompleter(folder, any_base, loaded)
     if completer.copies:
-        why = "was worse than copying when its training ended" if completer.gate else "has no gate (yet)"
-        line(f"the model {why}; copying from the training files alone")
+        why = completer.facts.get("verdict", "worse than copying") if completer.gate else "it has no gate (yet)"
+        line(f"the model does not complete lines ({why}); copying from the training files alone")
     return completer
 
 

@@ -1,6 +1,6 @@
 """Completion data that a training run writes: the index at its start, the gate and thresholds at its end.
 
-Confidence intervals resample files, since cursors in one file are alike, and one large file must not dominate.
+Confidence intervals are over files, since cursors in one file are alike, and one large file must not dominate.
 """
 
 import math
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dunes import checkpoint, measure
 from dunes.completion import LineCompleter
@@ -20,12 +19,20 @@ from dunes.completion.completer import CopyCompleter
 from dunes.completion.copy_gate import Places, fit_gate, places_of, write_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
 from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts, write_index
-from dunes.completion.keystrokes import FileSuggestions, TypedFile, file_lines, fit_threshold, sample_lines
-from dunes.completion.text import FileTokenizer
+from dunes.completion.keystrokes import (
+    FileSuggestions,
+    TypedFile,
+    cut_points,
+    file_lines,
+    fit_threshold,
+    sample_lines,
+)
+from dunes.completion.text import FileTokenizer, first_line
 from dunes.data import Corpus
 from dunes.data.document import NamedText
+from dunes.flags import Copies
 from dunes.generate.copying import Gate
-from dunes.progress import Display
+from dunes.progress import Display, advance, phase
 from dunes.units import plural
 
 BEFORE = 1.2
@@ -34,16 +41,24 @@ BEHIND = 0.9
 """If the tails of the texts are for validation, the gate is fitted on the last BEHIND tail lengths of a text."""
 PLACES = (40.0, 500, 20_000)
 """Number of positions on which the gate is fitted: per second of the run, minimum and maximum."""
+CURSORS = (0.2, 64, 400)
+"""Number of cursors at which model and copying are compared: per second of the run, minimum and maximum."""
 LINES = (0.05, 4, 120)
 """Number of lines that are typed to fit the thresholds: per second of the run, minimum and maximum."""
 PLACE_SECONDS = 2e-3
 """Seconds to fit the gate, per position, at 4M parameters with one thread."""
+CURSOR_SECONDS = 0.1
+"""Seconds per cursor in a new line, at 4M parameters with one thread."""
 LINE_SECONDS = 0.75
 """Seconds per typed line, at 4M parameters with one thread."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
-LEAST = 8
-"""Minimum number of typed lines to compare model and copying; with fewer lines, the model is never disabled."""
+LEAST = 4
+"""Minimum number of cursors per file, if there are that many lines; of more files, only the first are compared."""
+FEWEST = 3
+"""Minimum number of files to compare model and copying; with fewer files, the model is not disabled."""
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom; the last one is used for more, too."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
 """A threshold is fitted for each of these fractions of shown suggestions that users should accept."""
 RESAMPLES = 2_000
@@ -88,63 +103,143 @@ def begin_completion(run: Path, files: CompletionFiles) -> str:
     return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
 
 
-def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
+def finish_completion(run: Path, files: CompletionFiles, seconds: float, copies: Copies = "auto") -> str:
     """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
 
-    `seconds` is the duration of the run; the fit takes a few percent of it. Returns a line for the user.
+    `seconds` is the duration of the run; the fit takes a few percent of it. `copies` is the option of
+    `dunes train`. Returns a line for the user.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for single tokens, more threads only wait for each other
     try:
-        return _finish(run, files, seconds)
+        return _finish(run, files, seconds, copies)
     finally:
         torch.set_num_threads(threads)
 
 
-def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
+def _finish(run: Path, files: CompletionFiles, seconds: float, copies: Copies) -> str:
     loaded = checkpoint.load_with_tokenizer(run, measure.device())
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
-    texts = [pair for pair in files.gate if pair[1].strip()]
-    fitted, facts = fit_mixture(engine, texts, _scale(PLACES, seconds))
+    copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
+    estimates = _estimates(files, seconds)
+    gated, compared, typed = np.cumsum(estimates)[:3] / sum(estimates)
+    with phase("closing: fitting the completion gate", 0.0, gated):
+        fitted, facts = fit_mixture(engine, texts, _scale(PLACES, seconds))
     if fitted is None:
         return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
-    unseen, lines = _unseen_texts(texts), _scale(LINES, seconds)
-    typed, copied = (typed_files(c, unseen, lines) for c in (engine, CopyCompleter(files.index)))
-    model_shares, copy_shares = right_by_line(typed), right_by_line(copied)
-    facts["copies"] = bool(len(model_shares) >= LEAST and interval(model_shares - copy_shares).high < 0)
-    used = copied if facts["copies"] else typed
-    # 2.0, above all probabilities, for an unreachable acceptance.
-    facts["thresholds"] = {"word": [(share, min(fit_threshold(used, share), 2.0)) for share in ACCEPTANCES]}
-    write_gate(run, gate, facts)
-    write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)
-    verdict = ""
-    if facts["copies"]:
-        right = [f"{100 * shares.mean():.0f} %" for shares in (model_shares, copy_shares)]
-        verdict = (
-            f"; it has {right[0]} of ends right and copying {right[1]}, so lines are copied, without the model: "
-            f"train longer, or on more text ({plural(len(model_shares), 'line')})"
-        )
+    unseen = _unseen_texts(texts)
+    with phase("closing: comparing the model with copying", gated, compared):
+        shares = paired_shares(engine, copier, unseen, _scale(CURSORS, seconds)) if copies != "only" else []
+    facts["copies"], verdict = choose_copies(copies, shares)
+    with phase("closing: fitting the thresholds of completion", compared, typed):
+        used = typed_files(copier if facts["copies"] else engine, unseen, _scale(LINES, seconds))
+        # 2.0, above all probabilities, for an unreachable acceptance.
+        thresholds = [(share, min(fit_threshold(used, share), 2.0)) for share in ACCEPTANCES]
+    facts |= {"thresholds": {"word": thresholds}, "verdict": verdict}
+    with phase("closing: indexing the text", typed):
+        write_gate(run, gate, facts)
+        write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)
+    folder = shlex.quote(str(run))
+    again = f"; to use it: dunes train --out {folder} --resume --copies never --override copies"
     return (
         f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
-        f"({plural(len(texts), 'file')}){verdict}; measure it: dunes eval {shlex.quote(str(run))} --completion"
+        f"({plural(len(texts), 'file')}); {verdict}{again * (facts['copies'] and copies == 'auto')}; "
+        f"measure it: dunes eval {folder} --completion"
     )
 
 
-def right_by_line(typed: Sequence[TypedFile]) -> NDArray[np.float64]:
-    """For each typed line, the share of its cursors at which the suggestion equals the rest of the line."""
-    shares = [
-        [suggestions.in_line(line, c).text.rstrip() == line.text[c:] for c in range(len(line.text))]
-        for suggestions, lines in typed
-        for line in lines
-    ]
-    return np.array([np.mean(right) for right in shares])
+@dataclass(frozen=True)
+class FileShares:
+    """Shares of right suggestions, by the model and by copying, at the same cursors of a file.
+
+    `cursors` is the number of cursors, of which each line has at most one.
+    """
+
+    model: float
+    copying: float
+    cursors: int
+
+
+def paired_shares(
+    model: LineCompleter, copying: LineCompleter, texts: Sequence[NamedText], cursors: int
+) -> list[FileShares]:
+    """Compare two completers at about this many cursors inside lines of these files.
+
+    Few files have more cursors each. Files without a line of two characters are left out.
+    """
+    texts = texts[: max(1, cursors // LEAST)]
+    per_file, shares = math.ceil(cursors / max(1, len(texts))), []
+    cut_by_file = [cut_points(name, text, file_lines(text), count=per_file) for name, text in texts]
+    inside = [[cut for cut in cuts if cut.kind == "character"] for cuts in cut_by_file]
+    progress = advance(sum(map(len, inside)))
+    for (name, text), cuts in zip(texts, inside, strict=True):
+        right = np.zeros((len(cuts), 2))
+        for row, cut in zip(right, cuts, strict=True):
+            for side, completer in enumerate((model, copying)):
+                suggested = completer.complete(text[: cut.offset], "", name).text
+                row[side] = first_line(suggested).rstrip() == cut.rest
+            progress(1)
+        if cuts:
+            shares.append(FileShares(*map(float, right.mean(0)), len(cuts)))
+    return shares
+
+
+def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
+    """The difference between the shares of right suggestions: mean over files, with Student's 95 % interval.
+
+    The sample is that of files, however many cursors they have. The variance between files counts for at least
+    that of the cursors inside them, since a few files may agree by chance. With fewer than FEWEST files, the
+    interval is [-1, 1]. Raises ValueError without files.
+    """
+    if not files:
+        raise ValueError("no file to compare model and copying on")
+    shares, cursors = np.array([(f.model, f.copying) for f in files]), np.array([f.cursors for f in files])
+    differences = shares[:, 0] - shares[:, 1]
+    mean = float(differences.mean())
+    if len(files) < FEWEST:
+        return Interval(mean, -1.0, 1.0)
+    smooth = (shares * cursors[:, None] + 0.5) / (cursors[:, None] + 1)  # else a single cursor has no variance
+    inside = float(((smooth * (1 - smooth)).sum(1) / cursors).mean())
+    half = math.sqrt(max(float(differences.var(ddof=1)), inside) / len(files))
+    half *= STUDENT[min(len(files) - 1, len(STUDENT)) - 1]
+    return Interval(mean, max(-1.0, mean - half), min(1.0, mean + half))
+
+
+def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, str]:
+    """True if lines are completed by copying alone, and the reason for the user.
+
+    `auto` leaves the model out if copying has more suggestions right, beyond the spread of files.
+    """
+    if copies == "only":
+        return True, "lines are copied, without the model, as --copies only asks"
+    if not files:
+        return False, "no line to compare the model with copying on"
+    difference = model_minus_copying(files)
+    shares = [100 * sum(side) / len(files) for side in zip(*((f.model, f.copying) for f in files), strict=True)]
+    text = (
+        f"{shares[0]:.0f} % of line ends right, by copying alone {shares[1]:.0f} % (difference "
+        f"{difference.percent('+')}, {plural(sum(f.cursors for f in files), 'cursor')} in "
+        f"{plural(len(files), 'file')})"
+    )
+    if difference.high >= 0:
+        return False, text
+    if copies == "never":
+        return False, f"{text}; the model is used all the same, as --copies never asks"
+    return True, f"{text}, so lines are copied, without the model"
 
 
 def closing_seconds(files: CompletionFiles, seconds: float) -> float:
     """Estimated seconds that `finish_completion` takes after a run of `seconds`."""
-    fitted = PLACE_SECONDS * _scale(PLACES, seconds) + LINE_SECONDS * _scale(LINES, seconds)
-    return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
+    return sum(_estimates(files, seconds))
+
+
+def _estimates(files: CompletionFiles, seconds: float) -> tuple[float, float, float, float]:
+    """Estimated seconds of the gate, the comparison, the thresholds and the index."""
+    size = sum(len(text) for _, text in files.all_texts)
+    rules = (PLACES, PLACE_SECONDS), (CURSORS, CURSOR_SECONDS), (LINES, LINE_SECONDS)
+    gate, comparison, thresholds = (each_seconds * _scale(rule, seconds) for rule, each_seconds in rules)
+    return gate, comparison, thresholds, BYTE_SECONDS * size
 
 
 def _scale(rule: tuple[float, int, int], seconds: float) -> int:
@@ -163,11 +258,12 @@ def fit_mixture(
     """
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized
-    places = places_of(engine.loaded, seen, engine.sources, most * 2 // 3)
-    unseen = places_of(engine.loaded, _unseen_texts(tokenized), engine.sources, most // 3)
+    places = places_of(engine.loaded, seen, engine.sources, most * 2 // 3, end=0.5)
+    unseen = places_of(engine.loaded, _unseen_texts(tokenized), engine.sources, most // 3, 0.5, 0.75)
     if places is None or unseen is None:
         return None, {}
-    gates = fit_gate(places), fit_gate(Places(*map(torch.cat, zip(places, unseen, strict=True))))
+    both = Places(*map(torch.cat, zip(places, unseen, strict=True)))
+    gates = fit_gate(places, 0.75, 0.85), fit_gate(both, 0.85)
     alone, mixed = -unseen.target_logprob.mean(), unseen.loss(gates[0]).mean()
     facts = {"places": len(places.target) + len(unseen.target), "loss": float(alone), "mixed_loss": float(mixed)}
     return gates, facts

@@ -19,6 +19,7 @@ import numpy as np
 
 from dunes.completion import LineCompleter, Suggestion
 from dunes.completion.text import first_line, first_word, unmatched
+from dunes.progress import each
 from dunes.text.lines import split_lines
 
 ACCEPTANCE = 0.35
@@ -190,9 +191,8 @@ def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) ->
 
     The completer must not have seen the files, and no evaluation may use them.
     """
-    probabilities = [
-        s.in_line(line, c).word for s, lines in files for line in lines for c in range(len(line.text))
-    ]
+    typed_lines = each([(suggestions, line) for suggestions, lines in files for line in lines])
+    probabilities = [s.in_line(line, c).word for s, line in typed_lines for c in range(len(line.text))]
     if not probabilities:
         return math.inf
     most_saved, best_threshold = 0.0, math.inf

@@ -340,7 +340,7 @@ class TrainTask:
         folder = shlex.quote(str(run.folder)) + " --trust-code" * isinstance(self.config.chosen_parts, str)
         lines = [f"model: {run.folder}"]
         if self.completion is not None and not interrupted:
-            lines.append(finish_completion(run.folder, self.completion, self._seconds))
+            lines.append(finish_completion(run.folder, self.completion, self._seconds, self.config.copies))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         return [*lines, f"try: dunes generate {folder}   {then.format(folder)}"]
 
