@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise, repeat
@@ -947,9 +949,19 @@ def checkpoint_test_files(run):
 
 
 @pytest.mark.slow
-def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
+def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
-    assert "nats/token by the model" in train_to(run, programs, vocab_size=330)
+    with monkeypatch.context() as patch:
+        patch.setattr("dunes.progress.EVERY", 0.0)
+        output = train_to(run, programs, vocab_size=330)
+    assert "nats/token by the model" in output
+    closing = re.findall(r"^ *(\d+)%  closing: ([^,\n]*)", output, re.MULTILINE)
+    phases = ["final validation", "fitting the completion gate", "comparing the model with copying"]
+    phases += ["fitting the thresholds of completion", "indexing the text"]
+    assert list(dict.fromkeys(name for _, name in closing)) == phases
+    assert (shares := [int(share) for share, _ in closing]) == sorted(shares)
+    counts = Counter(name for _, name in closing)
+    assert min(counts[name] for name in phases[1:4]) > 10, "it moves inside of each"
     index, (_, facts) = read_index(run), read_gate(run)
     assert {*facts["thresholds"]} == {"word"}
     assert facts["mixed_loss"] < facts["loss"]

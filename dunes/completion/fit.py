@@ -123,21 +123,21 @@ def _finish(run: Path, files: CompletionFiles, seconds: float, copies: Copies) -
     copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
     estimates = _estimates(files, seconds)
     gated, compared, typed = np.cumsum(estimates)[:3] / sum(estimates)
-    with phase("closing: fitting the completion gate", 0.0, gated):
+    with phase("fitting the completion gate", 0.0, gated):
         fitted, facts = fit_mixture(engine, texts, _scale(PLACES, seconds))
     if fitted is None:
         return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
     unseen = _unseen_texts(texts)
-    with phase("closing: comparing the model with copying", gated, compared):
+    with phase("comparing the model with copying", gated, compared):
         shares = paired_shares(engine, copier, unseen, _scale(CURSORS, seconds)) if copies != "only" else []
     facts["copies"], verdict = choose_copies(copies, shares)
-    with phase("closing: fitting the thresholds of completion", compared, typed):
+    with phase("fitting the thresholds of completion", compared, typed):
         used = typed_files(copier if facts["copies"] else engine, unseen, _scale(LINES, seconds))
         # 2.0, above all probabilities, for an unreachable acceptance.
         thresholds = [(share, min(fit_threshold(used, share), 2.0)) for share in ACCEPTANCES]
     facts |= {"thresholds": {"word": thresholds}, "verdict": verdict}
-    with phase("closing: indexing the text", typed):
+    with phase("indexing the text", typed):
         write_gate(run, gate, facts)
         write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)
     folder = shlex.quote(str(run))
@@ -181,7 +181,7 @@ def paired_shares(
                 row[side] = first_line(suggested).rstrip() == cut.rest
             progress(1)
         if cuts:
-            shares.append(FileShares(*map(float, right.mean(0)), len(cuts)))
+            shares.append(FileShares(float(right[:, 0].mean()), float(right[:, 1].mean()), len(cuts)))
     return shares
 
 

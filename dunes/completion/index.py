@@ -26,6 +26,7 @@ from dunes.files.atomic import write_file
 from dunes.files.model_file import find_file
 from dunes.generate.context_index import DEPTH, ContextIndex
 from dunes.generate.copying import DEPTH_BYTES, TextSource, index_ids
+from dunes.progress import each
 
 FOLDER, FORMAT = "completion", 1
 REMEDY = "remove this folder to complete without it, or train again"
@@ -114,7 +115,7 @@ def _byte_range(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
 def index_texts(texts: Sequence[tuple[str, str]], files: FileTokenizer) -> TextIndex:
     """The index of files, given as (path, text)."""
     indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
-    for name, text in texts:
+    for name, text in each(texts, end=0.8):
         indexed.append(IndexedFile(name, len(ids), len(data)))
         ids += [*files.tokenize(text, name).ids, files.tokenizer.eos]
         data += text.encode() + b"\0"

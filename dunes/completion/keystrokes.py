@@ -154,7 +154,7 @@ class FileSuggestions:
         return self.ask(line.end, line.start + column, warm=column > 0)
 
 
-TypedFile = tuple[FileSuggestions, Sequence[Line]]
+TypedFile = tuple[FileSuggestions, Iterable[Line]]
 """A file's suggestions, and the lines to type in it."""
 
 
@@ -191,8 +191,8 @@ def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) ->
 
     The completer must not have seen the files, and no evaluation may use them.
     """
-    typed_lines = each([(suggestions, line) for suggestions, lines in files for line in lines])
-    probabilities = [s.in_line(line, c).word for s, line in typed_lines for c in range(len(line.text))]
+    keys = [(s, line, c) for s, lines in files for line in lines for c in range(len(line.text))]
+    probabilities = [s.in_line(line, c).word for s, line, c in each(keys)]
     if not probabilities:
         return math.inf
     most_saved, best_threshold = 0.0, math.inf

@@ -32,7 +32,7 @@ from dunes.completion.text import first_line, first_word
 from dunes.data import collect_corpus
 from dunes.data.document import NamedText, document_texts
 from dunes.data.duplicates import content_digest
-from dunes.progress import Display, print_table, report, shown_by
+from dunes.progress import Display, each, phase, print_table, shown_by
 from dunes.text.lines import split_lines
 from dunes.units import plural
 
@@ -44,6 +44,8 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 COPY = "copy nearest"
 """Name of the baseline that a model is compared with."""
+COPYING = 0.03
+"""Fraction of the time of an evaluation that the baseline takes."""
 
 COLUMNS = (
     "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
@@ -221,17 +223,19 @@ def score_completer(
     options: CompletionOptions = CompletionOptions(),
     threshold: float = math.nan,
 ) -> CompleterScore:
-    """The completer's score on these files; the display shows the name of each file."""
+    """The completer's score on these files; the progress shows the name of each file."""
     score = CompleterScore(name, threshold)
     for number, file in enumerate(files):
-        report(f"{name}: {file.name}", number / len(files))
         suggestions = FileSuggestions(completer, file.name, file.text)
-        for cut in cut_points(file.name, file.text, file.lines, options.seed, options.cuts):
-            text = first_line(suggestions.ask(cut.end, cut.offset, behind=cut.behind).text)
-            score.points.append(Point(number, cut, text))
-        typed = suggestions, sample_lines(file.name, file.text, file.lines, options.seed, options.lines)
-        for limit in (0.0, threshold) if threshold > 0 else (0.0,):
-            score.typed.setdefault(limit, []).append(type_file(typed, limit))
+        cuts = cut_points(file.name, file.text, file.lines, options.seed, options.cuts)
+        lines = sample_lines(file.name, file.text, file.lines, options.seed, options.lines)
+        with phase(f"{name}: {file.name}", number / len(files), (number + 1) / len(files)):
+            for cut in each(cuts, end=0.5):
+                text = first_line(suggestions.ask(cut.end, cut.offset, behind=cut.behind).text)
+                score.points.append(Point(number, cut, text))
+            for limit in (0.0, threshold) if threshold > 0 else (0.0,):
+                typed = type_file((suggestions, each(lines, 0.5)), limit)
+                score.typed.setdefault(limit, []).append(typed)
         score.cold += suggestions.cold
         score.warm += suggestions.warm
     if (bits := getattr(completer, "bits", None)) is not None:
@@ -278,10 +282,10 @@ def evaluate_completion(
         if seen_digests is None:
             indexed = "but for those in its index" if training else "so none of them is left out"
             display.line(f"note: the files that the model was trained on are not known, {indexed}")
-        scores = [
-            score_completer(name, engine, scored.files, options, engine.threshold()),
-            score_completer(COPY, copy, scored.files, options),
-        ]
+        with shown_by(scale=lambda done: COPYING * done):
+            copied = score_completer(COPY, copy, scored.files, options)
+        with shown_by(scale=lambda done: COPYING + (1 - COPYING) * done):
+            scores = [score_completer(name, engine, scored.files, options, engine.threshold()), copied]
     print_table(
         "Rest of a line, from the text above the cursor: means over files, with 95 % intervals",
         COLUMNS,

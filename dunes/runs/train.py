@@ -33,7 +33,7 @@ from dunes.measure import ranks
 from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
-from dunes.progress import Display
+from dunes.progress import Display, phase, shown_by
 from dunes.runs import autosize
 from dunes.runs.augment import resolve_new, save_changed
 from dunes.runs.config import RunOptions
@@ -92,7 +92,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                 completion = None
                 if ready.complete and ranks.is_first():
                     files = FileTokenizer(tokens.tokenizer, ready.with_headers)
-                    completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
+                    with shown_by(display.state), phase("indexing the text"):
+                        completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
                 run = prepare(ready, folder, tokens, base, completion)
             if base and not run_options.resume:
