@@ -160,6 +160,17 @@ def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
         _listener.reset(token)
 
 
+@contextmanager
+def part(start: float, end: float) -> Iterator[None]:
+    """Loops inside the `with` block report from fraction `start` to fraction `end` of the current phase."""
+    listener = _listener.get()
+    token = _listener.set(listener and (lambda share: listener(start + (end - start) * share)))
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
 def is_shown() -> bool:
     """True if a phase is in progress, so that no second display is needed."""
     return _listener.get() is not None

@@ -36,10 +36,9 @@ def unseen_places(completer: FolderCompleter, count: int, seed: int) -> list[Pla
     return random.Random(seed).sample(inside, min(count, len(inside)))
 
 
-def answers(completer: LineCompleter, places: list[Place], name: str) -> list[str]:
-    """Suggested text at each place, from the text above it; shows the progress."""
-    with Display() as display, shown_by(display.time_left), phase(f"completing {len(places)} lines, {name}"):
-        return [completer.complete(file.text[: cut.offset], "", file.name).text for file, cut in each(places)]
+def answers(completer: LineCompleter, places: list[Place]) -> list[str]:
+    """Suggested text at each place, from the text above it."""
+    return [completer.complete(file.text[: cut.offset], "", file.name).text for file, cut in each(places)]
 
 
 def main(minutes: float = 3.0) -> int:
@@ -47,8 +46,13 @@ def main(minutes: float = 3.0) -> int:
     status = train(TrainConfig(sources=("stdlib",), minutes=minutes), run, Display())
     completer = FolderCompleter(run)
     places = unseen_places(completer, SCORED, seed=time.time_ns())
-    said = answers(completer, places, "by the model")
-    copied = answers(CopyNearest.of_files(completer.training_files), places, "by copying alone")
+    with Display() as display, shown_by(display.time_left):
+        with phase(f"completing {len(places)} lines", end=0.8):
+            said = answers(completer, places)
+        with phase("indexing the training files", 0.8, 0.95):
+            copier = CopyNearest.of_files(completer.training_files)
+        with phase(f"completing {len(places)} lines by copying alone", 0.95):
+            copied = answers(copier, places)
     print(f"\nThe rest of {SHOWN} random lines of files that it has not seen (✓ right):")
     for (file, cut), text in list(zip(places, said, strict=True))[:SHOWN]:
         right = Point(0, cut, text).exact

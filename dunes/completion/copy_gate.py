@@ -77,18 +77,15 @@ class Places(NamedTuple):
         return mixture_loss(change, part.logprobs, part.target, part.mask, part.target_logprob, part.rest_logprob)
 
 
-def fit_gate(places: Places, start: float = 0.0, end: float = 1.0) -> Gate:
-    """A gate trained to minimise the loss at these positions.
-
-    Reports progress from fraction `start` to fraction `end` of the current phase.
-    """
+def fit_gate(places: Places) -> Gate:
+    """A gate trained to minimise the loss at these positions."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         gate = Gate()
     optimizer = torch.optim.Adam(gate.parameters(), RATE)
     steps = min(max(STEPS[0], len(places.target) // PLACES_PER_STEP), STEPS[1])
-    for step in each(range(steps), start, end):
+    for step in each(range(steps)):
         rows = torch.randint(len(places.target), (min(BATCH, len(places.target)),), generator=generator)
         optimizer.param_groups[0]["lr"] = RATE * (1 - step / steps)
         optimizer.zero_grad()
@@ -98,22 +95,17 @@ def fit_gate(places: Places, start: float = 0.0, end: float = 1.0) -> Gate:
 
 
 def places_of(
-    loaded: LoadedModel,
-    texts: Sequence[TokenizedText],
-    sources_of: SourcesOf,
-    most: int,
-    start: float = 0.0,
-    end: float = 1.0,
+    loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int
 ) -> Places | None:
     """About `most` positions, equally many per text, in chunks spread over each text; None for texts without
-    ids. Reports progress from fraction `start` to fraction `end` of the current phase."""
+    ids."""
     random = np.random.default_rng(0)
     texts = [texts[i] for i in random.permutation(len(texts))[: max(1, most // FEWEST)]]
     per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)
     chunks = [(t, *c) for t in texts for c in _chunks(len(t.ids) - t.starts[0], per_text, random)]
     rows = [
         _row(*place)
-        for text, first, count in each(chunks, start, end)
+        for text, first, count in each(chunks)
         for place in islice(scored_places(loaded, text, sources_of, text.starts[0] + first), count)
     ]
     return Places(*(torch.stack(column) for column in zip(*rows, strict=True))) if rows else None

@@ -32,7 +32,7 @@ from dunes.data import Corpus
 from dunes.data.document import NamedText
 from dunes.flags import Copies
 from dunes.generate.copying import Gate
-from dunes.progress import Display, advance, phase
+from dunes.progress import Display, advance, part, phase
 from dunes.units import plural
 
 BEFORE = 1.2
@@ -258,12 +258,16 @@ def fit_mixture(
     """
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized
-    places = places_of(engine.loaded, seen, engine.sources, most * 2 // 3, end=0.5)
-    unseen = places_of(engine.loaded, _unseen_texts(tokenized), engine.sources, most // 3, 0.5, 0.75)
+    with part(0.0, 0.5):
+        places = places_of(engine.loaded, seen, engine.sources, most * 2 // 3)
+    with part(0.5, 0.75):
+        unseen = places_of(engine.loaded, _unseen_texts(tokenized), engine.sources, most // 3)
     if places is None or unseen is None:
         return None, {}
-    both = Places(*map(torch.cat, zip(places, unseen, strict=True)))
-    gates = fit_gate(places, 0.75, 0.85), fit_gate(both, 0.85)
+    with part(0.75, 0.85):
+        first = fit_gate(places)
+    with part(0.85, 1.0):
+        gates = first, fit_gate(Places(*map(torch.cat, zip(places, unseen, strict=True))))
     alone, mixed = -unseen.target_logprob.mean(), unseen.loss(gates[0]).mean()
     facts = {"places": len(places.target) + len(unseen.target), "loss": float(alone), "mixed_loss": float(mixed)}
     return gates, facts

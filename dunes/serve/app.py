@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dunes.serve import llama_server, ollama, openai
+from dunes.serve.client import AGENT, RECENT
 from dunes.serve.fields import BODY, Fields, Refused, parse
 from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Named, Protocol, TextRequest
 from dunes.serve.running import Running
@@ -171,6 +172,7 @@ class Server:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             "/v1/events": _ignore,
+            RECENT: partial(self._replay, key),
         }
         routes += [Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in endpoints.items()]
         handlers = dict.fromkeys((404, 405, 500, Refused), refusal)
@@ -221,10 +223,11 @@ class Server:
                 pass
             queue.put_nowait((0, ClientDisconnect()))
 
-        tasks, watcher, first = list[Task](), asyncio.create_task(watch()), 0
+        tasks, watcher, first = dict[int, Task](), asyncio.create_task(watch()), 0
+        is_editor = request.headers.get("user-agent") != AGENT
         try:
             for item in asked.requests:
-                tasks.append(self.running.worker.submit(item, partial(emit, first)))
+                tasks[first] = self.running.worker.submit(item, partial(emit, first))
                 first += item.alternatives if isinstance(item, LineRequest) else 1
             remaining = len(tasks)
             while remaining:
@@ -232,6 +235,9 @@ class Server:
                 if isinstance(event, Exception):
                     raise event if isinstance(event, ClientDisconnect) else client_error(event)
                 if isinstance(event, list):
+                    line = tasks[index].request
+                    if is_editor and isinstance(line, LineRequest) and not line.shows_all:
+                        self.running.remember(line, event[0])
                     for i, answer in enumerate(event, index):
                         yield i, Answer(answer.text)
                         yield i, answer
@@ -240,7 +246,7 @@ class Server:
                 remaining -= isinstance(event, list) or bool(event.reason)
         finally:
             watcher.cancel()
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()
 
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
@@ -248,6 +254,13 @@ class Server:
         fields = await _fields(request)
         name = fields.text("model") or fields.text("name") or request.query_params.get("model", "")
         return json_response(write(self.running.facts_by_name(name)))
+
+    async def _replay(self, key: str | None, request: Request) -> Response:
+        """The last places where an editor asked, for the user who runs the server: it is text being written."""
+        if key is None and request.client is not None:  # the socket in the user's folder has no client address
+            raise Refused(403, "only the user who runs the server may see this")
+        notes = {name: model.current.note for name, model in self.running.served.items()}
+        return json_response({"notes": notes, "places": await asyncio.to_thread(self.running.replay)})
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await _fields(request)
