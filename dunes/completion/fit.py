@@ -5,10 +5,11 @@ Confidence intervals are over files, since cursors in one file are alike, and on
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from dunes.data import Corpus
 from dunes.data.document import NamedText
 from dunes.flags import Copies
 from dunes.generate.copying import Gate
-from dunes.progress import Display, advance, part, phase
+from dunes.progress import Display, each, part, phase
 from dunes.units import plural
 
 BEFORE = 1.2
@@ -149,12 +150,8 @@ def _finish(run: Path, files: CompletionFiles, seconds: float, copies: Copies) -
     )
 
 
-@dataclass(frozen=True)
-class FileShares:
-    """Shares of right suggestions, by the model and by copying, at the same cursors of a file.
-
-    `cursors` is the number of cursors, of which each line has at most one.
-    """
+class FileShares(NamedTuple):
+    """Shares of right suggestions at the same cursors of a file, of which each line has at most one."""
 
     model: float
     copying: float
@@ -164,25 +161,22 @@ class FileShares:
 def paired_shares(
     model: LineCompleter, copying: LineCompleter, texts: Sequence[NamedText], cursors: int
 ) -> list[FileShares]:
-    """Compare two completers at about this many cursors inside lines of these files.
-
-    Few files have more cursors each. Files without a line of two characters are left out.
-    """
+    """Compare two completers at about this many cursors inside lines of these files; few files have more each."""
     texts = texts[: max(1, cursors // LEAST)]
-    per_file, shares = math.ceil(cursors / max(1, len(texts))), []
-    cut_by_file = [cut_points(name, text, file_lines(text), count=per_file) for name, text in texts]
-    inside = [[cut for cut in cuts if cut.kind == "character"] for cuts in cut_by_file]
-    progress = advance(sum(map(len, inside)))
-    for (name, text), cuts in zip(texts, inside, strict=True):
-        right = np.zeros((len(cuts), 2))
-        for row, cut in zip(right, cuts, strict=True):
-            for side, completer in enumerate((model, copying)):
-                suggested = completer.complete(text[: cut.offset], "", name).text
-                row[side] = first_line(suggested).rstrip() == cut.rest
-            progress(1)
-        if cuts:
-            shares.append(FileShares(float(right[:, 0].mean()), float(right[:, 1].mean()), len(cuts)))
-    return shares
+    per_file = math.ceil(cursors / max(1, len(texts)))
+    places = [
+        (number, cut.rest, (text[: cut.offset], "", name))
+        for number, (name, text) in enumerate(texts)
+        for cut in cut_points(name, text, file_lines(text), count=per_file)
+        if cut.kind == "character"
+    ]
+    right = [
+        [first_line(completer.complete(*request).text).rstrip() == rest for completer in (model, copying)]
+        for _, rest, request in each(places)
+    ]
+    files = [number for number, *_ in places]
+    means = (file_means(side, files).tolist() for side in zip(*right, strict=True))
+    return [*map(FileShares, *means, Counter(files).values())] if files else []
 
 
 def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
@@ -194,33 +188,27 @@ def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
     """
     if not files:
         raise ValueError("no file to compare model and copying on")
-    shares, cursors = np.array([(f.model, f.copying) for f in files]), np.array([f.cursors for f in files])
-    differences = shares[:, 0] - shares[:, 1]
-    mean = float(differences.mean())
+    model, copying, cursors = np.array(files, float).T
+    mean = float((model - copying).mean())
     if len(files) < FEWEST:
         return Interval(mean, -1.0, 1.0)
-    smooth = (shares * cursors[:, None] + 0.5) / (cursors[:, None] + 1)  # else a single cursor has no variance
-    inside = float(((smooth * (1 - smooth)).sum(1) / cursors).mean())
-    half = math.sqrt(max(float(differences.var(ddof=1)), inside) / len(files))
-    half *= STUDENT[min(len(files) - 1, len(STUDENT)) - 1]
+    smooth = [(side * cursors + 0.5) / (cursors + 1) for side in (model, copying)]  # one cursor varies, too
+    inside = np.mean(sum(p * (1 - p) for p in smooth) / cursors)
+    deviation = math.sqrt(max((model - copying).var(ddof=1), inside) / len(files))
+    half = STUDENT[min(len(files) - 1, len(STUDENT)) - 1] * deviation
     return Interval(mean, max(-1.0, mean - half), min(1.0, mean + half))
 
 
 def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, str]:
-    """True if lines are completed by copying alone, and the reason for the user.
-
-    `auto` leaves the model out if copying has more suggestions right, beyond the spread of files.
-    """
+    """True if lines are completed by copying alone, and the reason for the user; `copies` as of `dunes train`."""
     if copies == "only":
         return True, "lines are copied, without the model, as --copies only asks"
     if not files:
         return False, "no line to compare the model with copying on"
-    difference = model_minus_copying(files)
-    shares = [100 * sum(side) / len(files) for side in zip(*((f.model, f.copying) for f in files), strict=True)]
+    difference, (model, copying, _) = model_minus_copying(files), np.array(files, float).mean(0)
     text = (
-        f"{shares[0]:.0f} % of line ends right, by copying alone {shares[1]:.0f} % (difference "
-        f"{difference.percent('+')}, {plural(sum(f.cursors for f in files), 'cursor')} in "
-        f"{plural(len(files), 'file')})"
+        f"{model:.0%} of line ends right, by copying alone {copying:.0%} (difference {difference.percent('+')}, "
+        f"{plural(sum(f.cursors for f in files), 'cursor')} in {plural(len(files), 'file')})"
     )
     if difference.high >= 0:
         return False, text
@@ -234,12 +222,11 @@ def closing_seconds(files: CompletionFiles, seconds: float) -> float:
     return sum(_estimates(files, seconds))
 
 
-def _estimates(files: CompletionFiles, seconds: float) -> tuple[float, float, float, float]:
+def _estimates(files: CompletionFiles, seconds: float) -> list[float]:
     """Estimated seconds of the gate, the comparison, the thresholds and the index."""
-    size = sum(len(text) for _, text in files.all_texts)
     rules = (PLACES, PLACE_SECONDS), (CURSORS, CURSOR_SECONDS), (LINES, LINE_SECONDS)
-    gate, comparison, thresholds = (each_seconds * _scale(rule, seconds) for rule, each_seconds in rules)
-    return gate, comparison, thresholds, BYTE_SECONDS * size
+    size = sum(len(text) for _, text in files.all_texts)
+    return [*(_scale(rule, seconds) * time for rule, time in rules), BYTE_SECONDS * size]
 
 
 def _scale(rule: tuple[float, int, int], seconds: float) -> int:

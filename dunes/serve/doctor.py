@@ -163,17 +163,13 @@ def _recent(address: str, key: str) -> dict[str, Any]:
 
 def _replayed(place: Mapping[str, Any]) -> Line:
     """The line on a place where an editor asked."""
-    shown, now, text = place["shown"], place["now"], "shows nothing"
-    if now:
-        text = f"shows {now!r}"
-    elif place["word"]:
-        text += (
-            f": its best suggestion is {place['word']:.0%} sure, and {min(1.0, place['threshold']):.0%} are needed"
-        )
+    shown, now = (repr(place[name]) if place[name] else "nothing" for name in ("shown", "now"))
+    text = f"shows {now}" if shown == now else f"showed {shown}, and would show {now} now; "
     if shown != now:
-        text = f"showed {shown!r}" if shown else "showed nothing"
-        text += f", and would show {now!r} now" if now else ", and would show nothing now"
-        text += f"; {KEPT}" if shown else "; it asks again when you type there"
+        text += KEPT if place["shown"] else "it asks again when you type there"
+    elif not place["now"]:
+        needed = min(1.0, place["threshold"])
+        text += f": its best suggestion is {place['word']:.0%} sure, and {needed:.0%} are needed"
     where = f"an editor, {format_seconds(round(place['seconds']))} ago, behind {place['line'].lstrip()[-40:]!r}"
     return Line(where, text, "")
 

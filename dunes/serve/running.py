@@ -92,9 +92,8 @@ class Running:
         for time, request, shown in [*self._recent][::-1]:
             model = self.find(request.model)
             answer = self.worker.call(partial(model.lines, request, lambda: False)).result()[0]
-            line = request.before.rpartition("\n")[2]
-            facts = {"line": line, "shown": shown, "now": answer.text, "word": answer.word}
-            places.append(facts | {"threshold": model.threshold, "seconds": monotonic() - time})
+            place = {"line": request.before.rpartition("\n")[2], "seconds": monotonic() - time, "shown": shown}
+            places.append(place | {"now": answer.text, "word": answer.word, "threshold": model.threshold})
         return places
 
     def take_in(self, path: str, text: str | None) -> None:
