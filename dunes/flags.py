@@ -10,6 +10,8 @@ STDLIB = "stdlib"
 """Name of the source that means the standard library of the running Python."""
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Copies = Literal["auto", "never", "only"]
+"""Which lines are completed by copying alone: those of a model that is worse at it, none, or all."""
 Family = Literal[
     "arcee",
     "llama",

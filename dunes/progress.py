@@ -5,6 +5,7 @@ reports go through context variables, so functions need no argument for them:
 `with Display() as display, shown_by(display.state): ...`. rich is imported only when a display or table is used.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -69,6 +70,7 @@ class Display:
 
     def __exit__(self, *error: object) -> None:
         if self.console.is_terminal and not self.quiet:
+            self._bar.update(self._task, visible=False)  # what it says is over
             self._bar.stop()
 
     def state(self, text: str, done: float) -> None:
@@ -87,6 +89,13 @@ class Display:
         can_estimate = done >= KNOWN and elapsed >= UNKNOWN_SECONDS
         remaining = elapsed * (1 / done - 1) if can_estimate else None
         self.state(text if remaining is None else f"{text}, {format_seconds(round(remaining))} left", done)
+
+    @contextmanager
+    def own_bar(self, title: str) -> Iterator[None]:
+        """Show the phases inside the `with` block on a bar that starts anew, with a title and their time left."""
+        self._start, self._last_line = monotonic(), -math.inf
+        with shown_by(lambda text, done: self.time_left(f"{title}: {text}", done)):
+            yield
 
     def line(self, text: str = "") -> None:
         """Print a line."""
@@ -146,6 +155,17 @@ def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
 
     show(text, start)
     token = _listener.set(listen)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+@contextmanager
+def part(start: float, end: float) -> Iterator[None]:
+    """Loops inside the `with` block report from fraction `start` to fraction `end` of the current phase."""
+    listener = _listener.get()
+    token = _listener.set(listener and (lambda share: listener(start + (end - start) * share)))
     try:
         yield
     finally:

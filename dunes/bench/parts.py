@@ -28,6 +28,7 @@ from dunes.bench.rows import Row
 from dunes.bench.runner import race
 from dunes.bench.subject import Setting, of_folder
 from dunes.checkpoint.model_folder import read_card
+from dunes.completion.fit import STUDENT
 from dunes.extra import python_command
 from dunes.files import json_file
 from dunes.files.atomic import folder_lock
@@ -42,8 +43,6 @@ from dunes.units import format_seconds
 DEFAULT = "default"
 CLOCK, TOKENS = "minutes", "tokens"
 ROWS, SETTINGS, PICTURE = "runs.jsonl", "settings.json", "parts.svg"
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom; the last one is used for more, too."""
 DECODED = 128
 """Length of the texts whose second half is decoded to measure the speed."""
 

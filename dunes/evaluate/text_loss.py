@@ -24,6 +24,7 @@ from dunes.data.duplicates import content_digest
 from dunes.data.fim import find_headers
 from dunes.flags import STDLIB
 from dunes.measure import ranks
+from dunes.progress import each
 from dunes.text import Tokenizer
 from dunes.train import IGNORE
 from dunes.train.loss import next_token_loss
@@ -110,7 +111,7 @@ def evaluate(
     starts = np.arange(0, len(tokens) - 1, context)
     if limit is not None and limit < len(tokens):
         starts = starts[np.linspace(0, len(starts) - 1, max(1, limit // context)).astype(int)]
-    chunks = (starts[i : i + BATCH] for i in range(0, len(starts), BATCH))
+    chunks = each([starts[i : i + BATCH] for i in range(0, len(starts), BATCH)])
     headers = find_headers(loaded.require_tokenizer())
     return score_batches(loaded, (_rectangle(tokens, chunk, context, headers) for chunk in chunks), dtype)
 

@@ -89,16 +89,15 @@ def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
 def choose_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[TrainConfig, str]:
     """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of --from.
 
-    Raises ValueError if completion is chosen and `base` lacks the fill-in-the-middle tokens, or if --fim-rate is
-    set and completion is not chosen.
+    Raises ValueError if completion is chosen and `base` lacks the fill-in-the-middle tokens, or if an option of
+    completion is set and completion is not chosen.
     """
     asked = config.complete is not None
     chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)
     if chosen and base is not None:
         sentinels(base)
-    if not chosen and config.fim_rate != TrainConfig.fim_rate:
-        off = f"completion is off ({reason}); pass --complete, or omit it"
-        raise ValueError(f"--fim-rate is {config.fim_rate}, but {off}")
+    if not chosen:
+        config.refuse_unused(f"completion is off ({reason}); pass --complete, or omit it")
     rate = f"; {config.fim_rate:.0%} of windows are cut into prefix, suffix and middle" if chosen else ""
     return replace(config, complete=chosen), f"completion of lines: {'on' if chosen else 'off'}, {reason}{rate}"
 

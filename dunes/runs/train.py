@@ -33,7 +33,7 @@ from dunes.measure import ranks
 from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
-from dunes.progress import Display
+from dunes.progress import Display, phase, shown_by
 from dunes.runs import autosize
 from dunes.runs.augment import resolve_new, save_changed
 from dunes.runs.config import RunOptions
@@ -93,7 +93,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                 completion = None
                 if ready.complete and ranks.is_first():
                     files = FileTokenizer(tokens.tokenizer, ready.with_headers)
-                    completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
+                    with shown_by(display.state), phase("indexing the text"):
+                        completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
                 run = prepare(ready, folder, tokens, base, completion)
             if base and not run_options.resume:
@@ -343,7 +344,8 @@ class TrainTask:
         folder = shlex.quote(str(run.folder)) + loaded.architecture.trust_option
         lines = [f"model: {run.folder}"]
         if self.completion is not None and not interrupted:
-            lines.append(finish_completion(run.folder, self.completion, self._seconds, loaded.architecture))
+            completion = partial(finish_completion, run.folder, self.completion, self._seconds)
+            lines.append(completion(loaded.architecture, self.config.copies))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         return [*lines, f"try: dunes generate {folder}   {then.format(folder)}"]
 

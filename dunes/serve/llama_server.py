@@ -91,6 +91,9 @@ def _reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
         reply[PROBS] = [token.entry(True) for token in answer.tokens]
     if not (names := request.fields.items("response_fields", 256)):
         return reply
+    # llama.vim would keep an empty answer, also when the model has come or a file has changed.
+    if answer.line is not None and not answer.text:
+        del reply["content"]
     values = {name: _field(reply, name) for name in names if isinstance(name, str)}
     return {name: value for name, value in values.items() if value is not None}
 

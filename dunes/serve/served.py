@@ -82,7 +82,12 @@ class LoadedFolder:
             self.batch = Batch(chat.loaded, step_source(chat.loaded.model), names, names.get(name))
         self.loaded = chat.loaded if chat else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
-        self.completer = find_completer(folder, say, False, self.loaded)
+        notes: list[str] = []
+        self.completer = find_completer(folder, notes.append, False, self.loaded)
+        self.note = " ".join(notes)
+        """Why the model does not complete lines; empty if it does."""
+        if self.note:
+            say(self.note)
         self.files = FileFinder(self.completer.training_files)
         self.copies = isinstance(self.completer, CopyCompleter) or self.completer.copies
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
@@ -114,7 +119,7 @@ def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | Non
         "digest": sha256(repr((str(folder), stamp)).encode()).hexdigest(),
         "created": int(modified),
         "family": "dunes",
-        "folder": str(folder),
+        "folder": str(folder.absolute()),
     }
     facts |= dict.fromkeys(("parameters", "size", "context_length", "vocab", "dim"), 0)
     facts |= dict.fromkeys(("dtype", "bos", "eos"), "")
