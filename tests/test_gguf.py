@@ -883,3 +883,102 @@ def test_files_that_llama_cpp_quantized_have_its_values(kind, tmp_path, tokenize
         logits = checkpoint.load(small).model(torch.tensor([ids]))[0]
     for file, limit in ((dense, 5e-6), (small, 1e-1)):  # the latter rounds what it multiplies, too
         assert (scores_of(llama(file), ids) - logits).norm() < limit * logits.norm()
+
+
+KEYS = [
+    key.removeprefix("{arch}.")
+    for group in vars(gguf.Keys).values()
+    for key in (vars(group).values() if isinstance(group, type) else ())
+    if isinstance(key, str) and key.startswith("{arch}.")
+]
+"""All keys of an architecture that llama.cpp knows."""
+CHANGE_LOGITS = {
+    **{f"rope.scaling.{key}": 0.5 for key in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor")},
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale", "expert_weights_scale"), 0.5),
+    **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "final_logit_softcapping"), 8.0),
+    "attention.causal": False,
+    "attention.scale": 0.3,
+    "attention.value_length": 24,
+    "expert_gating_func": 2,
+    "a.key.of.tomorrow": 0,
+}
+
+
+@pytest.mark.parametrize("architecture", sorted({*form.ARCHITECTURES.values()}))
+def test_every_key_of_llama_cpp_is_read_or_without_effect_or_refused_by_name(architecture):
+    gpt2 = architecture == "gpt2"
+    sizes = {"embedding_length": 64, "attention.head_count": 4}
+    more = () if gpt2 else form.ROPE_KEYS
+    check = lambda key, value: form._refuse_other_keys(architecture, sizes | {key: value})
+    read = {*(form.GPT2_KEYS if gpt2 else form.KEYS).values(), *form.UNUSED, *more}
+    read -= set() if architecture == "llama" else {"attention.sliding_window"}
+    for key in {*KEYS, *CHANGE_LOGITS} - read:
+        assert f"{architecture}.{key} is " in refuses("not supported", check, key, CHANGE_LOGITS.get(key, 3))
+        for value in form.NEUTRAL.get(key, ()):
+            check(key, value)
+    for key in read - sizes.keys():
+        check(key, 3)
+    check("attention.scale", 0.25)
+
+
+@pytest.mark.parametrize("key", CHANGE_LOGITS)
+def test_a_file_with_a_key_that_changes_its_logits_is_refused(key, tmp_path, tokenizer, monkeypatch):
+    fields = form._fields
+    monkeypatch.setattr(form, "_fields", lambda *a: fields(*a) | {f"qwen3.{key}": CHANGE_LOGITS[key]})
+    _, path = written(tmp_path, "qwen3", tokenizer)
+    assert f"qwen3.gguf: qwen3.{key} is " in refuses("not supported", checkpoint.load, path)
+
+
+def test_a_sliding_window_is_read_where_llama_cpp_ignores_it_and_refused_where_it_does_not(
+    tmp_path, tokenizer, monkeypatch
+):
+    fields = form._fields
+    for family in ("llama", "olmo2"):
+        window = {f"{family}.attention.sliding_window": 16}
+        monkeypatch.setattr(form, "_fields", lambda *a, more=window: fields(*a) | more)
+        _, path = written(tmp_path, family, tokenizer)
+        if family == "llama":
+            assert checkpoint.load(path).architecture.config.window == 16
+        else:
+            refuses("olmo2.attention.sliding_window is 16", checkpoint.load, path)
+
+
+def test_yarns_bounds_are_read_and_divisors_stand_for_a_scaling_alone(tmp_path, tokenizer, monkeypatch):
+    fields, betas = form._fields, {"beta_fast": 8.0, "beta_slow": 2.0}
+    more = {f"llama.rope.scaling.yarn_{key}": value for key, value in betas.items()}
+    monkeypatch.setattr(form, "_fields", lambda *a: fields(*a) | more)
+    _, path = written(tmp_path, "llama", tokenizer, scaling=SCALINGS["yarn"])
+    assert checkpoint.load(path).architecture.config.scaling == replace(SCALINGS["yarn"], **betas)
+    more |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    _, path = written(tmp_path, "llama", tokenizer, scaling=SCALINGS["llama3"])
+    refuses("rope.scaling is linear by 2 and rope_freqs.weight exists", checkpoint.load, path)
+
+
+def test_a_converted_file_names_the_ids_that_it_lacks(tmp_path, tokenizer, command):
+    _, path = written(tmp_path, "llama", tokenizer)
+    status, _, error = command("convert", path, tmp_path / "out")
+    assert status == 0, error
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config[f"{key}_token_id"] for key in ("bos", "eos", "pad")} == {
+        "bos": None,
+        "eos": tokenizer.eos,
+        "pad": tokenizer.token_id("<|fim_pad|>"),
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "sentencepiece"])
+@pytest.mark.filterwarnings("ignore:llama.cpp")
+def test_keys_of_a_vocabulary_are_read_or_refused_by_name(name, tmp_path):
+    _, path = written(tmp_path, "llama", FOREIGN[name]())
+    fields = {k: v for k, v in read_header(path).fields.items() if k != "tokenizer.huggingface.json"}
+    fields |= {"tokenizer.ggml.eos_token_id": 3}
+    build = lambda more: build_tokenizer(fields | {f"tokenizer.ggml.{k}": v for k, v in more.items()}, None)
+    before, ids = build({}), lambda inner: inner.encode("a b", add_special_tokens=True).ids
+    for key in ("remove_extra_whitespaces", "add_sep_token", "a_key_of_tomorrow"):
+        assert f"tokenizer.ggml.{key}" in refuses("not supported", build, {key: True})
+    refuses("precompiled_charsmap", build, {"precompiled_charsmap": np.ones(4, np.uint8)})
+    build({"remove_extra_whitespaces": False, "precompiled_charsmap": np.ones(0, np.uint8)})
+    assert ids(build({"add_eos_token": True})) == [*ids(before), 3]
+    assert ids(build({"add_eos_token": False})) == ids(before)
+    later = special_tokens(fields | {"tokenizer.ggml.eom_token_id": 5})
+    assert 5 in later.stops

@@ -78,7 +78,6 @@ def _converted(source: Source, dtype: torch.dtype | None, facts: Mapping[str, An
     if source.own is None and refusal(model.family, model.config):
         model = folder.require_described(source.outline(), source.context_length, source.folder)
     tokenizer = Tokenizer.load_if_present(source.folder)
-    ids = {key: value for key, value in folder.special_ids(tokenizer).items() if value is not None}
     rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
     card = {"family": model.family, "context_length": source.config.context_length, "changes": []}
     card |= {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes", "family")}
@@ -95,7 +94,7 @@ def _converted(source: Source, dtype: torch.dtype | None, facts: Mapping[str, An
     write = partial(
         folder.write_model,
         weights=hf_weights(written_names(model.family, model.config), weights),
-        config=ids | _hf_config(source, model, dtype),
+        config=folder.special_ids(tokenizer) | _hf_config(source, model, dtype),
         card=card,
         tokenizer=(tokenizer, source.config.context_length),
     )
