@@ -30,6 +30,7 @@ from dunes.parts.position import Linear, Llama3, Yarn
 from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, ranked_bpe, sentencepiece, templates
 from dunes.text.gguf_file import PATTERNS, WHOLE_WORDS, build_tokenizer, read_header, special_tokens
 from dunes.text.gguf_vocabulary import vocabulary_fields
+from dunes.text.tokenizer import SPECIAL
 from hard_strings import HARD
 from own_parts import of_own_parts
 from small_models import random_model, small_config
@@ -982,3 +983,54 @@ def test_keys_of_a_vocabulary_are_read_or_refused_by_name(name, tmp_path):
     assert ids(build({"add_eos_token": False})) == ids(before)
     later = special_tokens(fields | {"tokenizer.ggml.eom_token_id": 5})
     assert 5 in later.stops
+
+
+SPELLINGS = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(128, 256)), "[PAD301]"]
+
+
+@pytest.mark.parametrize("vocab", [270, 300, 400, 1500])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_text_full_of_spellings_of_tokens_trains_a_vocabulary_that_llama_cpp_reads_equally(vocab, seed):
+    """Neighbours that are together spelled like any token would become it there."""
+    chance = random.Random(seed)
+    cuts = [part for s in SPELLINGS if (i := chance.randint(1, len(s) - 1)) for part in (s[:i], s[i:])]
+    parts = [
+        *SPECIAL * 8,
+        *SPELLINGS,
+        *cuts,
+        *"<|>_",
+        *(s[2:-2] for s in SPECIAL),
+        " ",
+        "\n",
+        "def ",
+        "x = ",
+        "\t",
+    ]
+    draw = lambda count: "".join(chance.choices(parts, k=count))
+    tokenizer = Tokenizer.train("bpe", [draw(6000)], vocab)
+    tokens = {*filter(None, tokenizer.token_bytes)}
+    for spelling in map(str.encode, SPELLINGS[:-1]):
+        assert not any({spelling[:i], spelling[i:]} <= tokens for i in range(1, len(spelling)))
+    encode = gguf_vocabulary.encoder(vocabulary_fields(tokenizer, tokenizer.vocab + 400))
+    for text in (*SPELLINGS, *(draw(12) for _ in range(60))):
+        ids = tokenizer.encode(text)
+        assert (tokenizer.decode(ids), encode(text, False)) == (text, ids)
+        assert max(ids) < tokenizer.eos
+
+
+def test_a_vocabulary_whose_tokens_join_to_a_byte_is_found(monkeypatch):
+    monkeypatch.setattr("dunes.text.tokenizer._SPELLED", re.compile("(?!)"))
+    tokenizer = Tokenizer.train("bpe", ["def f(x): return '<0xE9>' + x # <0x a FF>\n" * 20], 300)
+    monkeypatch.setattr(gguf_vocabulary, "_joined_bytes", lambda fields: [])
+    vocabulary_fields(tokenizer, tokenizer.vocab)
+    monkeypatch.undo()
+    refuses("llama.cpp would read '<0xE9>' as ids", vocabulary_fields, tokenizer, tokenizer.vocab)
+
+
+def test_a_model_of_code_that_mentions_a_special_token_can_be_exported(tmp_path, command):
+    code = "def turn(text):\n    return f'<|im_start|>user {text}<|im_end|>'\n\n" * 200
+    tokenizer = Tokenizer.train("bpe", [code], 300)
+    checkpoint.save(random_model("arcee", vocab=300), tmp_path / "run", tokenizer, 32)
+    status, shown, error = command("export", tmp_path / "run", tmp_path / "run.gguf", "--to", "gguf")
+    assert status == 0, error
+    assert "read back: equal" in shown
