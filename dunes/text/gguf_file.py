@@ -40,17 +40,11 @@ PATTERNS = {
 WHOLE_WORDS = ("llama-bpe", "tekken")
 """Patterns for which llama.cpp looks up an entire word before it merges pairs (`ignore_merges`)."""
 JSON = "huggingface.json"
-FLAGS = ("add_space_prefix", "add_bos_token", "add_eos_token")
-ROLES = ("prefix", "suffix", "middle", *(f"fim_{part}" for part in ("pre", "suf", "mid", "pad", "rep", "sep")))
-ROLES += ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "separator", "mask", "cls")
-KNOWN = {
-    f"tokenizer.ggml.{key}"
-    for key in (
-        *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges", *FLAGS),
-        *(f"{role}_token_id" for role in ROLES),
-    )
-}
-"""Keys of a tokenizer that are read, or do not change the ids of a text."""
+KNOWN = (
+    *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
+    *("add_space_prefix", "add_bos_token", "add_eos_token"),
+)
+"""Keys of a tokenizer that are read, or do not change the ids of a text; nor do those of single ids."""
 OFF = ("remove_extra_whitespaces", "add_sep_token", "precompiled_charsmap")
 """Keys of a tokenizer that must be false or empty."""
 
@@ -203,9 +197,11 @@ def build_tokenizer(
     if f"tokenizer.{JSON}" in fields:
         return library.call(f"tokenizer.{JSON}", lambda: parse(value(fields, JSON, str).encode()))
     model, tokens, types = value(fields, "ggml.model", str), *vocabulary(fields)
-    for key in sorted(key for key in fields if key.startswith("tokenizer.ggml.") and key not in KNOWN):
-        if key.removeprefix("tokenizer.ggml.") not in OFF or np.any(fields[key]):
-            raise ValueError(f"{key[:80]} is {library.abbreviate(fields[key])}, which is not supported")
+    for key, given in fields.items():
+        name = key.removeprefix("tokenizer.ggml.")
+        known = name in (key, *KNOWN) or name.endswith("_token_id")
+        if not known and (name not in OFF or (len(given) if isinstance(given, np.ndarray) else given)):
+            raise ValueError(f"{key[:80]} is {library.abbreviate(given)}, which is not supported")
     if model == "llama":
         return _surrounded(_sentencepiece(fields, tokens, types), fields, tokens)
     pattern = value(fields, "ggml.pre", str, "")
