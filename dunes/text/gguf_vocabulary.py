@@ -134,10 +134,9 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
 
 def _joined_bytes(fields: Mapping[str, Any]) -> list[str]:
     """The spellings of bytes into which llama.cpp may join two tokens."""
-    vocab = {*fields["ggml.tokens"]}
-    typed = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
-    joins = lambda token: any({token[:i], token[i:]} <= vocab for i in range(1, len(token)))
-    return [token.decode() for token, type in typed if type == BYTE and joins(token)]
+    vocab: set[bytes] = {*fields["ggml.tokens"]}
+    spelled = [t for t, type in zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True) if type == BYTE]
+    return [t.decode() for t in spelled if any({t[:i], t[i:]} <= vocab for i in range(1, len(t)))]
 
 
 def _same_text(tokenizer: Tokenizer, text: str, actual: list[int], expected: list[int]) -> bool:
