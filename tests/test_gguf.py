@@ -914,7 +914,7 @@ def test_every_key_of_llama_cpp_is_read_or_without_effect_or_refused_by_name(arc
     read = {*(form.GPT2_KEYS if gpt2 else form.KEYS).values(), *form.UNUSED, *more}
     read -= set() if architecture == "llama" else {"attention.sliding_window"}
     for key in {*KEYS, *CHANGE_LOGITS} - read:
-        assert f"{architecture}.{key} is " in refuses("not supported", check, key, CHANGE_LOGITS.get(key, 3))
+        assert f"'{architecture}.{key}' is " in refuses("not supported", check, key, CHANGE_LOGITS.get(key, 3))
         for value in form.NEUTRAL.get(key, ()):
             check(key, value)
     for key in read - sizes.keys():
@@ -927,7 +927,7 @@ def test_a_file_with_a_key_that_changes_its_logits_is_refused(key, tmp_path, tok
     fields = form._fields
     monkeypatch.setattr(form, "_fields", lambda *a: fields(*a) | {f"qwen3.{key}": CHANGE_LOGITS[key]})
     _, path = written(tmp_path, "qwen3", tokenizer)
-    assert f"qwen3.gguf: qwen3.{key} is " in refuses("not supported", checkpoint.load, path)
+    assert f"qwen3.gguf: 'qwen3.{key}' is " in refuses("not supported", checkpoint.load, path)
 
 
 def test_a_sliding_window_is_read_where_llama_cpp_ignores_it_and_refused_where_it_does_not(
@@ -941,7 +941,7 @@ def test_a_sliding_window_is_read_where_llama_cpp_ignores_it_and_refused_where_i
         if family == "llama":
             assert checkpoint.load(path).architecture.config.window == 16
         else:
-            refuses("olmo2.attention.sliding_window is 16", checkpoint.load, path)
+            refuses("'olmo2.attention.sliding_window' is 16", checkpoint.load, path)
 
 
 def test_yarns_bounds_are_read_and_divisors_stand_for_a_scaling_alone(tmp_path, tokenizer, monkeypatch):

@@ -364,7 +364,7 @@ def _refuse_other_keys(architecture: str, known: Mapping[str, Any]) -> None:
     for key in known.keys() - read:
         if not any(np.array_equal(known[key], value) for value in neutral.get(key, ())):
             raise ValueError(
-                f"{architecture}.{key} is {str(known[key])[:60]}, which is not supported; "
+                f"{quote(f'{architecture}.{key}')} is {quote(known[key])}, which is not supported; "
                 f"expected {' or '.join(map(str, neutral.get(key, ('none',))))}"
             )
 
