@@ -11,8 +11,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from conftest import refuses
-from dunes import tree
+from dunes import checkpoint, tree
+from dunes.flags import PARTS
+from dunes.models import FAMILIES, build_on_meta, of_parts
+from dunes.text import Tokenizer
 from own_networks import NETWORKS, ConvNet, Rows, Tied
+from small_models import random_model, small_config
 
 
 def hook_tables(network):
@@ -347,3 +351,33 @@ def test_memory_counts_each_tensor_once_and_only_numbered_modules_are_folded(cap
     assert {"left", "right"} <= lines.keys(), "equal modules with names of their own stand apart"
     assert "not" not in lines["inside"], "a container is not called, and that is no news"
     assert lines["norm"][2:4] == ["not", "called"]
+
+
+EVERY_PART = [(name, choice) for name, choices in PARTS.items() for choice in choices]
+
+
+@pytest.mark.parametrize("part", [*FAMILIES, *EVERY_PART], ids=str)
+def test_every_model_runs_on_the_meta_device_and_has_a_table(part):
+    if isinstance(part, str):
+        model = build_on_meta(part, small_config(part))
+    else:
+        with torch.device("meta"):
+            model = of_parts.build(50, 32, 4, 32, **dict([part]))
+    ids = torch.zeros(2, 9, dtype=torch.long, device="meta")
+    for dtype in (torch.bfloat16, torch.float32):
+        with torch.no_grad():
+            assert model.to(dtype).eval()(ids).shape == (2, 9, 50)
+        model.train()(ids).sum().backward()
+        assert all(p.grad is not None for name, p in model.trunk.named_parameters() if "ahead" not in name)
+        model(ids, targets=ids)
+    rows = tree.layers(model, torch.zeros(2, 9, dtype=torch.long))
+    assert (rows[0].outputs, rows[0].flops > 0) == ("2x9x50", True)
+
+
+@pytest.mark.parametrize("family", ["arcee", "mixtral", "qwen3_next"])
+def test_the_command_prints_the_table_of_a_folder(family, tmp_path, command):
+    model = random_model(family, vocab=265)
+    checkpoint.save(model, tmp_path / "model", Tokenizer.train("bytes", ()), 32)
+    status, shown, error = command("inspect", tmp_path / "model", "--layers")
+    assert (status, error) == (0, "")
+    assert "1x32x265" in shown
