@@ -23,11 +23,11 @@ from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.runs.run import set_trainable
 from dunes.text import Tokenizer
+from expand import CONTEXT, SCORED, Ids, Row, learn
 
 import numpy as np
 import torch
 import tyro
-from expand import CONTEXT, SCORED, Ids, Row, learn
 
 EXPERTS, RANK = 4, 4
 MIXTURES: dict[str, Row] = {

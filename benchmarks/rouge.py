@@ -29,7 +29,7 @@ def main(seeds: tyro.conf.Positional[str], earlier: Sequence[int] = (2_000, 52_0
         earlier: Numbers of earlier instructions.
         new: Number of new instructions.
     """
-    from dunes.data.self_instruct import MAX_SIMILARITY, InstructionIndex, read_seed_tasks
+    from teacher.tasks import MAX_SIMILARITY, InstructionIndex, read_seed_tasks
 
     from rouge_score import rouge_scorer, tokenize
 

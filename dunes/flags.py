@@ -1,5 +1,7 @@
 """Definitions shared by command-line flags. Importing this module does not import torch."""
 
+import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import tyro
@@ -8,6 +10,8 @@ STDLIB = "stdlib"
 """Name of the source that means the standard library of the running Python."""
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Copies = Literal["auto", "never", "only"]
+"""Which lines are completed by copying alone: those of a model that is worse at it, none, or all."""
 Family = Literal[
     "arcee",
     "llama",
@@ -61,3 +65,14 @@ def flag(metavar: str, default: str = "", about: str | None = None, name: str | 
 def option(field: str) -> str:
     """The name of a field's flag, without the leading dashes."""
     return field.replace("_", "-")
+
+
+def parse_fields(texts: Sequence[str]) -> dict[str, str]:
+    """Names of a file's fields by ours, from texts like "prompt=question,completion=answer". Raises ValueError."""
+    parts = [part.partition("=") for text in texts for part in re.split(r",(?=\w+=)", text)]
+    names = {ours: theirs for ours, _, theirs in parts}
+    if len(names) < len(parts) or not all(map(all, names.items())):
+        raise ValueError(
+            f"--fields {' '.join(texts)}: expected OURS=THEIRS once for each, such as prompt=question"
+        )
+    return names

@@ -5,10 +5,12 @@ reports go through context variables, so functions need no argument for them:
 `with Display() as display, shown_by(display.state): ...`. rich is imported only when a display or table is used.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from shutil import get_terminal_size
 from time import monotonic
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -30,8 +32,8 @@ Show = Callable[[str, float], object]
 """A function that is called with a description of the current phase and the fraction of the work done."""
 _show: ContextVar[Show] = ContextVar("show", default=lambda text, done: None)
 _listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
-WIDTH = 240
-"""Maximum line width of tables, in characters. Narrow terminals wrap lines: truncated figures would mislead."""
+WIDTH = 100
+"""Maximum line width of tables where no terminal has a width, in characters."""
 
 
 def _console() -> "Console":
@@ -68,6 +70,7 @@ class Display:
 
     def __exit__(self, *error: object) -> None:
         if self.console.is_terminal and not self.quiet:
+            self._bar.update(self._task, visible=False)  # what it says is over
             self._bar.stop()
 
     def state(self, text: str, done: float) -> None:
@@ -86,6 +89,13 @@ class Display:
         can_estimate = done >= KNOWN and elapsed >= UNKNOWN_SECONDS
         remaining = elapsed * (1 / done - 1) if can_estimate else None
         self.state(text if remaining is None else f"{text}, {format_seconds(round(remaining))} left", done)
+
+    @contextmanager
+    def own_bar(self, title: str) -> Iterator[None]:
+        """Show the phases inside the `with` block on a bar that starts anew, with a title and their time left."""
+        self._start, self._last_line = monotonic(), -math.inf
+        with shown_by(lambda text, done: self.time_left(f"{title}: {text}", done)):
+            yield
 
     def line(self, text: str = "") -> None:
         """Print a line."""
@@ -151,6 +161,17 @@ def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
         _listener.reset(token)
 
 
+@contextmanager
+def part(start: float, end: float) -> Iterator[None]:
+    """Loops inside the `with` block report from fraction `start` to fraction `end` of the current phase."""
+    listener = _listener.get()
+    token = _listener.set(listener and (lambda share: listener(start + (end - start) * share)))
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
 def is_shown() -> bool:
     """True if a phase is in progress, so that no second display is needed."""
     return _listener.get() is not None
@@ -180,17 +201,25 @@ def each(items: Collection[T], start: float = 0.0, end: float = 1.0) -> Iterator
         report(1)
 
 
-def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Print a table: labels and bars left-aligned, figures right-aligned."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]], keys: int = 1) -> None:
+    """Print a table: labels and bars left-aligned, figures right-aligned.
 
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 or not column else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*map(escape, line))
-    Console(width=WIDTH, highlight=False, soft_wrap=True).print(table)
+    A table that is wider than the terminal is printed in several parts, since truncated or wrapped figures would
+    mislead. Each part has the first `keys` columns, which identify a line, and at least one other.
+    """
+    from rich.cells import cell_len
+
+    most = get_terminal_size((WIDTH, 0)).columns
+    cells = [list(column) for column in zip(columns, *lines, strict=True)]
+    for number, column in enumerate(cells):
+        width = max(map(cell_len, column))
+        for line, text in enumerate(column):
+            space = " " * (width - cell_len(text))
+            column[line] = text + space if number == 0 or not columns[number] else space + text
+    labels, parts = cells[:keys], list[list[list[str]]]()
+    for column in cells[keys:]:
+        if not parts or sum(cell_len(c[0]) + 2 for c in (*parts[-1], column)) - 2 > most:
+            parts.append([*labels])
+        parts[-1].append(column)
+    texts = ["\n".join("  ".join(row).rstrip() for row in zip(*part, strict=True)) for part in parts or [labels]]
+    print(*filter(None, [title]), "\n\n".join(texts), sep="\n")

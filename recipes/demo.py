@@ -14,7 +14,7 @@ from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.keystrokes import CutPoint, cut_points
 from dunes.data.document import document_texts
 from dunes.evaluate.completion import Point, ScoredFile, scored_files
-from dunes.progress import Display
+from dunes.progress import Display, each, phase, shown_by
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text.lines import split_lines
@@ -38,7 +38,7 @@ def unseen_places(completer: FolderCompleter, count: int, seed: int) -> list[Pla
 
 def answers(completer: LineCompleter, places: list[Place]) -> list[str]:
     """Suggested text at each place, from the text above it."""
-    return [completer.complete(file.text[: cut.offset], "", file.name).text for file, cut in places]
+    return [completer.complete(file.text[: cut.offset], "", file.name).text for file, cut in each(places)]
 
 
 def main(minutes: float = 3.0) -> int:
@@ -46,7 +46,13 @@ def main(minutes: float = 3.0) -> int:
     status = train(TrainConfig(sources=("stdlib",), minutes=minutes), run, Display())
     completer = FolderCompleter(run)
     places = unseen_places(completer, SCORED, seed=time.time_ns())
-    said, copied = answers(completer, places), answers(CopyNearest.of_files(completer.training_files), places)
+    with Display() as display, shown_by(display.time_left):
+        with phase(f"completing {len(places)} lines", end=0.8):
+            said = answers(completer, places)
+        with phase("indexing the training files", 0.8, 0.95):
+            copier = CopyNearest.of_files(completer.training_files)
+        with phase(f"completing {len(places)} lines by copying alone", 0.95):
+            copied = answers(copier, places)
     print(f"\nThe rest of {SHOWN} random lines of files that it has not seen (✓ right):")
     for (file, cut), text in list(zip(places, said, strict=True))[:SHOWN]:
         right = Point(0, cut, text).exact

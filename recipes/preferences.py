@@ -13,12 +13,12 @@ from pathlib import Path
 
 from dunes.cli.main import run_recipe
 from dunes.data.records import rows
-from dunes.data.self_instruct import read_seed_tasks
 from dunes.files.json_file import append_record
 from dunes.generate import sampler
 from dunes.inference.chat import load_chat_engine
 from dunes.text.templates import Turn
 from dunes.units import plural
+from teacher.tasks import read_seed_tasks
 
 TOKENS = 512
 """Maximum tokens of an answer."""

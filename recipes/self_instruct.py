@@ -19,13 +19,13 @@ from time import monotonic
 from typing import Annotated, Any
 
 from dunes.cli.main import exit_with
-from dunes.data import endpoint, self_instruct
-from dunes.data.endpoint import MAX_COUNT, Answer, Api, Budget, Endpoint, Ledger, Teacher, Tokens
-from dunes.data.self_instruct import PER_ANSWER, STOP, TOKENS, Round, Task
 from dunes.files.atomic import folder_lock, write_file
 from dunes.flags import flag, option
 from dunes.progress import Display
 from dunes.units import format_count, format_seconds, plural
+from teacher import endpoint, tasks
+from teacher.endpoint import MAX_COUNT, Answer, Api, Budget, Endpoint, Ledger, Teacher, Tokens
+from teacher.tasks import PER_ANSWER, STOP, TOKENS, Round, Task
 
 import tyro
 
@@ -141,7 +141,7 @@ def main(options: Options) -> int:
     """Returns the number of tasks in the file."""
     out, log = Path(options.out), Path(f"{options.out}{LOG}")
     check(options, out, log)
-    budget, seeds = Budget.parse(options.budget, options.prices), self_instruct.read_seed_tasks(options.seeds)
+    budget, seeds = Budget.parse(options.budget, options.prices), tasks.read_seed_tasks(options.seeds)
     model = teacher(options)
     try:
         log.touch()  # and never removed, since another run may be waiting for the lock of this file
@@ -176,7 +176,7 @@ def check(options: Options, out: Path, log: Path) -> None:
 def run(options: Options, model: Teacher, seeds: Sequence[Task], ledger: Ledger, out: Path) -> int:
     """Ask until there are enough tasks. Returns their number."""
     rounds = [Round.of(row) for row in ledger.others.values()]
-    present = self_instruct.read_seed_tasks(out) if out.exists() else []
+    present = tasks.read_seed_tasks(out) if out.exists() else []
     if present != [task for entry in rounds for task in entry.kept][: len(present)]:
         raise ValueError(
             f"{out}: has other tasks than {ledger.path.name} and would be overwritten; move it, if you edited it"
@@ -189,7 +189,7 @@ def run(options: Options, model: Teacher, seeds: Sequence[Task], ledger: Ledger,
     model.source = {**model.source, "seed": options.seed}
     answers = endpoint.ask_all(
         model,
-        lambda number: self_instruct.numbered_prompt(seeds, options.seed, number, chat),
+        lambda number: tasks.numbered_prompt(seeds, options.seed, number, chat),
         ledger,
         in_flight=options.in_flight if options.endpoint else 1,
         needed=lambda: -(-(options.count - total) // PER_ANSWER),
@@ -198,7 +198,7 @@ def run(options: Options, model: Teacher, seeds: Sequence[Task], ledger: Ledger,
     )
     with Display() as display:
         try:
-            for entry in self_instruct.generate(answers, seeds, wanted=options.count, before=rounds):
+            for entry in tasks.generate(answers, seeds, wanted=options.count, before=rounds):
                 ledger.add(entry.row())
                 rounds.append(entry)
                 total += len(entry.kept)

@@ -172,7 +172,7 @@ def serving(*args, **options):
 
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["openai", "teachers", "dunes.data.self_instruct"])
+PROCESSES.set_forkserver_preload(["openai", "teachers", "teacher.tasks"])
 
 
 def started(options):

@@ -426,6 +426,19 @@ def test_one_wild_lap_hides_no_difference_and_too_few_rounds_tell_nothing():
     refuses(r"--confidence is 99; expected a number from 0\.5", compare, laps(1, 0.1, 0), laps(1, 0.1, 1), 99)
 
 
+def test_a_difference_smaller_than_the_machines_own_is_none():
+    slower = {"matmul": 0.9e12}
+    verdict = lambda factor, **columns: compare(laps(1.0, 0.01, 0), laps(factor, 0.01, 1, **columns)).differences[
+        0
+    ]
+    assert verdict(1.08).significant
+    assert not verdict(1.08, **slower).significant
+    assert "would be missed" in verdict(1.08, **slower).verdict
+    assert not verdict(0.92, **slower).significant
+    assert verdict(1.2, **slower).significant
+    assert verdict(1.08, **slower, cpu="another").significant, "of another machine"
+
+
 def test_the_interval_is_wilcoxons():
     # Two-sided, 1 %: the table of critical values in any textbook.
     assert [_critical(n, 0.005) for n in (7, 8, 10, 12, 15, 20)] == [None, 0, 3, 7, 15, 37]

@@ -456,6 +456,31 @@ def test_the_time_left_is_that_of_the_rest_at_the_same_rate(monkeypatch):
     assert [text for text, _ in states] == [*["reading"] * 3, "reading, 4:05 left", "writing, 10 s left"]
 
 
+def test_a_bar_of_its_own_starts_anew_with_its_own_time_left(monkeypatch):
+    now, out = [1000.0], StringIO()
+    monkeypatch.setattr("dunes.progress.monotonic", lambda: now[0])
+    with Display(Console(file=out)) as display:
+        for now[0] in (1001.0, 1180.0, 1189.0):
+            display.state("step 9, 1:06 left", 0.7)
+        with display.own_bar("closing"):
+            with progress.phase("final validation", end=0.25):
+                for _ in progress.each("ab"):
+                    now[0] += 10.0
+            with progress.shown_by(scale=lambda done: 0.25 + 0.75 * done), progress.phase("gate"):
+                for _ in progress.each("abc"):
+                    now[0] += 10.0
+    assert out.getvalue().splitlines() == [
+        " 70%  step 9, 1:06 left",
+        " 70%  step 9, 1:06 left",
+        "  0%  closing: final validation",
+        " 12%  closing: final validation, 1:10 left",
+        " 25%  closing: final validation, 1:00 left",
+        " 50%  closing: gate, 30 s left",
+        " 75%  closing: gate, 13 s left",
+        "100%  closing: gate, 0 s left",
+    ]
+
+
 def test_plain_lines_begin_when_a_user_waits(monkeypatch):
     now, out = [1000.0], StringIO()
     monkeypatch.setattr("dunes.progress.monotonic", lambda: now[0])

@@ -672,6 +672,8 @@ def test_a_message_of_an_unknown_role_is_refused_with_those_that_are_written(nam
     assert ("system" in listed) == (name not in ("alpaca", "plain"))
     assert ("tool" in listed) == (name in OWN)
     assert "developer" not in listed
+    spelled = Turn("critic<|im_end|>", content)
+    refuses(r"the role 'critic<\|im_end\|>', only", own.render, (*talk[:at], spelled, *talk[at + 1 :]))
 
 
 def test_a_message_that_its_place_makes_vanish_is_refused(tokenizer, tmp_path):

@@ -15,10 +15,11 @@ from dunes.augment.options import Quantize
 from dunes.cli import augment_verb
 from dunes.data import PackedText
 from dunes.evaluate import comparison
-from dunes.evaluate.comparison import Comparison, Measurement, measure_folder
+from dunes.evaluate.comparison import Comparison, Measurement, Speed, measure_folder
 from dunes.evaluate.text_loss import calibration_ids, evaluate, evaluation_tokens, require_separate
 from dunes.extra import python_command
 from dunes.runs.augment import augment_folder
+from dunes.runs.picture import comparison_picture
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -51,28 +52,89 @@ def test_the_verb_reports_loss_size_memory_and_speed(run, tmp_path, capsys):
         assert side["tokens"] == score.tokens
         assert side["size"] == sum(f.stat().st_size for f in folder.glob("*.safetensors"))
         assert side["memory"] > 0
-        assert side["decode"] > 0
-        assert side["prefill"] > 0
     assert 0.9 < compared["agreement"] <= 1
+    assert printed.count("top-1") == 1
+    for phase in ("prefill", "decode"):
+        assert min(compared["speeds"][phase][side] for side in ("before", "after")) > 0
+        assert f"{phase}, tokens/s" in printed
     assert f"{compared['before']['loss']:12.4f}{compared['after']['loss']:12.4f}" in printed
     assert (tmp_path / "int8" / "comparison.png").stat().st_size > 1000
     assert "comparison" not in json.loads((run / "dunes.json").read_text())
 
 
 def test_a_slower_form_is_said_first_and_missing_text_is_asked_for():
-    before = Measurement(1000, 5000, 900.0, 100.0, "the modules")
-    assert Comparison(before, before, None).warnings() == []
-    after = replace(before, decode=40.0, form="compiled code")
-    lines = Comparison(before, after, None).lines()
-    assert Comparison(before, after, None).warnings() == ["slower: decoding takes 2.5 times as long as before"]
-    both = replace(after, prefill=600.0)
-    words = "slower: decoding takes 2.5 times and reading a prompt takes 1.5 times as long as before"
-    assert Comparison(before, both, None).warnings() == [words]
+    before = Measurement(1000, 5000, "the modules")
+    after = replace(before, form="compiled code")
+    rounds = [(100.0 + n, 40.0 + 0.4 * n) for n in range(8)]
+    same, slow = Speed.of([(x, x) for x, _ in rounds]), Speed.of(rounds)
+    both = lambda prefill, decode: Comparison(before, after, None, {"prefill": prefill, "decode": decode})
+    assert both(same, same).warnings() == []
+    assert both(same, Speed.of([(b, a) for a, b in rounds])).warnings() == []
+    assert both(same, slow).warnings() == ["slower: decoding takes 2.50 times as long as before"]
+    words = "slower: reading a prompt takes 2.50 times and decoding takes 2.50 times as long as before"
+    assert both(slow, slow).warnings() == [words]
+    lines = both(same, slow).lines()
     assert "pass --validation FILE" in lines[1]
     assert any("before the modules, after compiled code" in line for line in lines)
-    scored = Comparison(replace(before, loss=2.0, tokens=50), replace(after, loss=2.5, tokens=50), 0.75).lines()
+    assert any("no difference seen" in line for line in lines)
+    assert any("104          41  0.40 times [0.40, 0.40]" in line for line in lines)
+    scored = Comparison(
+        replace(before, loss=2.0, tokens=50), replace(after, loss=2.5, tokens=50), 0.75, {}
+    ).lines()
     assert any("2.0000      2.5000  +0.5000 nats/token, 50 tokens" in line for line in scored)
     assert any("75.0%" in line for line in scored)
+    assert max(map(len, lines[2:-1] + scored[:-1])) <= 80
+
+
+@pytest.mark.parametrize(("rounds", "differs"), [(6, True), (12, True), (40, True)])
+def test_few_rounds_show_a_difference(rounds, differs):
+    assert Speed.of([(1.0 + n, 2.0 + 2 * n) for n in range(rounds)]).differs == differs
+
+
+def test_a_drift_of_the_machine_is_no_difference_between_models_that_take_turns(monkeypatch, tmp_path):
+    calls, true = [], {"a": 100.0, "b": 100.0}
+
+    def speeds(loaded, step, ids):
+        calls.append(loaded)
+        return (true[loaded] * 0.97 ** len(calls),) * 2
+
+    monkeypatch.setattr(comparison.torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(comparison.checkpoint, "load", lambda folder: Named(folder.name))
+    monkeypatch.setattr(comparison, "load_step", lambda model: None)
+    monkeypatch.setattr(comparison, "_speeds", speeds)
+    monkeypatch.setattr(comparison, "process_time", lambda: 0.0)
+    measured = lambda: comparison.measure_speeds([tmp_path / "a", tmp_path / "b"], tmp_path / "none")
+    assert not any(Speed.of(rounds).differs for rounds in measured().values())
+    assert calls[:6] == ["a", "b", "b", "a", "a", "b"]
+    assert len(calls) == 2 * (1 + comparison.ROUNDS[1])
+    true["b"] = 120.0
+    decode = Speed.of(measured()["decode"])
+    assert decode.differs
+    assert decode.ratio == pytest.approx(1.2, rel=0.01)
+    monkeypatch.setattr(comparison, "process_time", lambda: 100.0 * len(calls))
+    assert len(measured()["decode"]) == comparison.ROUNDS[0]
+
+
+class Named(str):
+    """A stand-in for a loaded model."""
+
+    model = None
+
+
+def test_two_models_that_memory_does_not_hold_are_not_raced(run, monkeypatch):
+    ran = []
+    facts = {"size": 10, "memory": 1000, "form": "the modules", "top": []}
+    monkeypatch.setattr(comparison, "_run_measurement", lambda folders, scratch: ran.append(folders) or {**facts})
+    monkeypatch.setattr(comparison.measure, "free_memory", lambda device: 1999)
+    compared = comparison.compare_folders(run, run, None)
+    assert [len(folders) for folders in ran] == [1, 1]
+    assert any("speed not measured" in line for line in compared.lines())
+    assert compared.warnings() == []
+    comparison_picture(compared, run.parent / "picture.png")
+    assert (run.parent / "picture.png").stat().st_size > 1000
+    monkeypatch.setattr(comparison.measure, "free_memory", lambda device: 0)  # unknown
+    with pytest.raises(TypeError):
+        comparison.compare_folders(run, run, None)
 
 
 def test_a_model_whose_training_text_was_moved_is_quantized(run, tmp_path, capsys):
@@ -182,8 +244,8 @@ def test_each_side_is_measured_with_the_threads_of_this_process(run, monkeypatch
     monkeypatch.setattr(comparison.torch, "get_num_threads", lambda: 7)
     monkeypatch.setattr(comparison.subprocess, "run", lambda words, **options: command.extend(words))
     with pytest.raises(AttributeError):
-        comparison._run_measurement(run, run)
-    assert command[-1] == "7"
+        comparison._run_measurement([run], run)
+    assert "7" in command
 
 
 def test_a_child_has_the_modules_of_its_parent_and_not_of_the_working_directory(tmp_path, monkeypatch):

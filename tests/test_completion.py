@@ -3,6 +3,9 @@
 import json
 import math
 import random
+import re
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise, repeat
 from pathlib import Path
@@ -38,7 +41,14 @@ from dunes.completion.copy_gate import (
 )
 from dunes.completion.copy_mixture import Mixture, RememberedLogits
 from dunes.completion.engine import CompletionEngine
-from dunes.completion.fit import fit_mixture, right_by_line, typed_files
+from dunes.completion.fit import (
+    FileShares,
+    choose_copies,
+    fit_mixture,
+    model_minus_copying,
+    paired_shares,
+    typed_files,
+)
 from dunes.completion.index import index_texts, named_texts, read_index, write_index
 from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, Beam, CompleteOptions, LineSearch
@@ -939,9 +949,19 @@ def checkpoint_test_files(run):
 
 
 @pytest.mark.slow
-def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
+def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
-    assert "nats/token by the model" in train_to(run, programs, vocab_size=330)
+    with monkeypatch.context() as patch:
+        patch.setattr("dunes.progress.EVERY", 0.0)
+        output = train_to(run, programs, vocab_size=330)
+    assert "nats/token by the model" in output
+    closing = re.findall(r"^ *(\d+)%  closing: ([^,\n]*)", output, re.MULTILINE)
+    phases = ["final validation", "fitting the completion gate", "comparing the model with copying"]
+    phases += ["fitting the thresholds of completion", "indexing the text"]
+    assert list(dict.fromkeys(name for _, name in closing)) == phases
+    assert (shares := [int(share) for share, _ in closing]) == sorted(shares)
+    counts = Counter(name for _, name in closing)
+    assert min(counts[name] for name in phases[1:4]) > 10, "it moves inside of each"
     index, (_, facts) = read_index(run), read_gate(run)
     assert {*facts["thresholds"]} == {"word"}
     assert facts["mixed_loss"] < facts["loss"]
@@ -979,24 +999,118 @@ def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     assert read_gate(run) is not None
 
 
+def shares(*sides, cursors=20):
+    return [FileShares(model, copying, cursors) for model, copying in sides]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("worse", [True, False])
-def test_a_model_that_is_worse_than_copying_does_not_complete(worse, programs, tmp_path, capsys, monkeypatch):
-    right = completion_fit.right_by_line
-    sides = iter([0.0, 1.0] if worse else [1.0, 0.0])
-    monkeypatch.setattr(completion_fit, "right_by_line", lambda typed: 0 * right(typed) + next(sides))
-    monkeypatch.setattr(completion_fit, "LEAST", 1)
+@pytest.mark.parametrize(
+    ("worse", "copies", "dropped"),
+    [(True, "auto", True), (False, "auto", False), (True, "never", False), (False, "only", True)],
+)
+def test_a_model_that_is_worse_than_copying_does_not_complete(
+    worse, copies, dropped, programs, tmp_path, capsys, monkeypatch
+):
+    sides = [(0.0, 1.0), (0.1, 1.0), (0.0, 0.9), (0.0, 1.0)]
+    found = shares(*(side if worse else side[::-1] for side in sides))
+    monkeypatch.setattr(completion_fit, "paired_shares", lambda *args: found)
     run = tmp_path / "run"
-    said = "it has 0 % of ends right and copying 100 %, so lines are copied, without the model"
-    assert (said in train_to(run, programs, vocab_size=330)) == worse
+    output = train_to(run, programs, vocab_size=330, copies=copies)
+    assert ("so lines are copied, without the model" in output) == (worse and copies == "auto")
+    assert ("% of line ends right" in output) == (copies != "only")
     lines = []
     completer = find_completer(run, lines.append)
-    assert completer.copies == worse
-    assert [line.startswith("the model was worse than copying") for line in lines] == [True] * worse
+    assert completer.copies == dropped
+    assert [line.startswith("the model does not complete lines") for line in lines] == [True] * dropped
     before = "x = 1\n    return val"
     copied = CopyCompleter(completer.index).complete(before)
-    assert (completer.alternatives(before) == [copied]) == worse
-    assert (completer.complete(before) == copied) == worse
+    assert (completer.alternatives(before) == [copied]) == dropped
+    assert (completer.complete(before) == copied) == dropped
+    if copies == "auto" and worse:  # the command that was printed
+        shown, out = display()
+        again = replace(toy(programs, complete=True, vocab_size=330), copies="never")
+        assert train(again, run, shown, resume=True, override={"copies"}, asked={"copies"}) == 0
+        assert not FolderCompleter(run).copies
+        assert "all the same" in out.getvalue()
+
+
+def draw_shares(random, files, cursors, worlds):
+    """Shares of files whose lines are alike: a quarter as many independent lines as there are cursors."""
+    independent = max(2, cursors // 4)
+    lines = random.random((len(worlds), 2, files, independent)) < np.stack(worlds)[..., None]
+    picked = random.integers(independent, size=(len(worlds), 2, files, cursors))
+    return np.take_along_axis(lines, picked, -1).mean(-1)
+
+
+def skills(kind, random, files):
+    """The true shares (2, files) of model and copying, in a world where none is better in the mean."""
+    if kind == "alike":
+        return np.broadcast_to(random.beta(1, 3, files), (2, files))
+    if kind == "all or nothing":
+        return (random.random((2, files)) < 0.3).astype(float)
+    if kind == "few files are much better":
+        better = random.random(files) < 0.1
+        return np.stack([np.where(better, 0.7, 0.2), np.full(files, 0.25)])
+    base = random.beta(1, 3, files)
+    return random.beta(3 * base + 0.01, 3 * (1 - base) + 0.01, (2, files))
+
+
+@pytest.mark.parametrize("files", [3, 5, 8, 20])
+@pytest.mark.parametrize("kind", ["by file", "alike", "all or nothing", "few files are much better"])
+def test_no_true_difference_seldom_drops_a_model(kind, files):
+    random, tries, cursors = np.random.default_rng(0), 1500, max(4, 64 // files)
+    drawn = draw_shares(random, files, cursors, [skills(kind, random, files) for _ in range(tries)])
+    dropped = sum(
+        choose_copies("auto", [FileShares(m, c, cursors) for m, c in zip(*sides, strict=True)])[0]
+        for sides in drawn
+    )
+    assert dropped / tries <= 0.025 + 2 * (0.025 * 0.975 / tries) ** 0.5
+
+
+@pytest.mark.parametrize("files", [8, 20])
+def test_a_large_true_difference_drops_a_model(files):
+    random, cursors = np.random.default_rng(1), 64 // files + 4
+    worlds = [np.clip(random.beta(8, 8, files) + np.array([[-0.3], [0.3]]), 0, 1) for _ in range(200)]
+    drawn = draw_shares(random, files, cursors, worlds)
+    dropped = [choose_copies("auto", shares(*sides.T, cursors=cursors))[0] for sides in drawn]
+    assert np.mean(dropped) > 0.9
+
+
+def test_few_files_and_single_cursors_do_not_decide():
+    lost = (0.0, 1.0)
+    assert not choose_copies("auto", [])[0]
+    assert model_minus_copying(shares(lost)).high == 1
+    assert not choose_copies("auto", shares(lost, lost))[0]
+    assert choose_copies("auto", shares(lost, lost, lost))[0]
+    assert not choose_copies("auto", shares(lost, lost, lost, cursors=1))[0], "one line each is no spread"
+    equal = shares((0.2, 0.3), (0.2, 0.3), (0.2, 0.3), (0.2, 0.3), cursors=12)
+    assert not choose_copies("auto", equal)[0], "files that agree by chance"
+    with pytest.raises(ValueError, match="no file"):
+        model_minus_copying([])
+
+
+def test_shares_of_right_ends_are_paired_by_cursor_and_file():
+    text = "".join(f"value_{i} = {i}\n" for i in range(30))
+
+    class Knows:
+        def __init__(self, count):
+            self.count, self.asked = count, []
+
+        def complete(self, before, after="", name=""):
+            self.asked.append((name, len(before)))
+            rest = text[len(before) :].partition("\n")[0]
+            return Suggestion(rest if before.count("\n") < self.count else "?", 0.5, 0.5)
+
+    model, copying = Knows(30), Knows(15)
+    texts = [("a.txt", text), ("empty.txt", "\n\n"), ("b.txt", "x\n"), ("c.txt", text)]
+    first, second = paired_shares(model, copying, texts, 80)
+    assert model.asked == copying.asked
+    assert (first.model, first.cursors) == (second.model, second.cursors) == (1.0, 20), "more lines of few files"
+    assert 0.2 < first.copying < 0.8
+    many = [(f"{i}.txt", text) for i in range(40)]
+    few = paired_shares(model, copying, many, 80)
+    assert (len(few), {file.cursors for file in few}) == (20, {4})
+    assert paired_shares(model, copying, [], 80) == []
 
 
 @pytest.mark.slow
@@ -1016,29 +1130,6 @@ def test_copying_alone_knows_open_files_and_has_options(programs, tmp_path, monk
         completer.complete("fresh_value = ", options=CompleteOptions(cancelled=lambda: True))
     completer.update(name, None)
     assert "make_it_anew" not in completer.complete("fresh_value = ").text
-
-
-def test_few_lines_do_not_decide(programs, tmp_path, monkeypatch):
-    right = completion_fit.right_by_line
-    sides = iter([0.0, 1.0])
-    monkeypatch.setattr(completion_fit, "right_by_line", lambda typed: 0 * right(typed)[:3] + next(sides))
-    train_to(tmp_path / "run", programs, vocab_size=330)
-    assert not FolderCompleter(tmp_path / "run").copies
-
-
-def test_shares_of_right_ends_are_those_of_each_line():
-    typed = typed_files(Says({"a": "b", "ab": "c", "": "abc "}), [("a.txt", "ab\nabc\nxyz\n")], 3)
-    assert right_by_line(typed).tolist() == pytest.approx([1 / 2, 2 / 3, 0])
-
-
-class Says:
-    """Suggests what it is told after each beginning of a line."""
-
-    def __init__(self, rests):
-        self.rests = rests
-
-    def complete(self, before, after="", name=""):
-        return Suggestion(self.rests.get(before.rpartition("\n")[2], ""), 0.5, 0.5)
 
 
 @pytest.mark.slow

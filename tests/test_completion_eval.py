@@ -35,6 +35,7 @@ from dunes.evaluate.completion import (
     score_completer,
     scored_files,
 )
+from dunes.progress import shown_by
 
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(12)
@@ -281,7 +282,13 @@ def test_an_oracle_is_right_everywhere_and_nothing_nowhere():
     files = scored_files([("a.py", CODE), ("b.py", OTHER.replace("\n", "\r\n"))], []).files
     options = CompletionOptions(cuts=10, lines=4)
     oracle = score_completer("oracle", Oracle((file.name, file.text) for file in files), files, options, 0.5)
-    empty = score_completer("empty", Silent(), files, options)
+    seen = []
+    with shown_by(lambda text, done: seen.append((text, done))):
+        empty = score_completer("empty", Silent(), files, options)
+    assert {text for text, _ in seen} == {f"empty: {file.name}" for file in files}
+    assert (steps := [done for _, done in seen]) == sorted(steps)
+    assert len(steps) > len(empty.points), "it moves with each cursor and line"
+    assert steps[-1] == 1
     assert oracle.exact_match().mean == 1
     assert oracle.means("exact", lambda p: p.cut.kind == "line start").tolist() == [1, 1]
     assert oracle.difference(empty).percent("+") == "+100.0 [+100.0, +100.0]"

@@ -8,7 +8,7 @@ import pytest
 from conftest import display, toy, training_output
 from dunes.checkpoint.trained_text import split_documents
 from dunes.data import collect_corpus, hold_out_test, split_records
-from dunes.data.duplicates import COMPARED, content_digest, group_duplicates
+from dunes.data.duplicates import COMPARED, SPLIT_VERSION, content_digest, group_duplicates
 from dunes.data.examples import Record, count_leaked
 from dunes.runs.corpus import gather
 from dunes.runs.train import train
@@ -164,15 +164,15 @@ def test_a_run_tells_near_duplicates_and_an_earlier_one_keeps_its_sides(tmp_path
     assert "near-duplicates: 40 files, each on one side" in " ".join(printed.split())
     assert train(toy(source, steps=2), run, display()[0]) == 0
     plan, card = run / "state" / "plan.json", json.loads((run / "dunes.json").read_text())
-    assert json.loads(plan.read_text())["split_version"] == card["trained"]["split_version"] == 2
-    assert sides(split_documents(card)) == sides(gather(toy(source, split_version=2)))
+    assert json.loads(plan.read_text())["split_version"] == card["trained"]["split_version"] == SPLIT_VERSION
+    assert sides(split_documents(card)) == sides(gather(toy(source, split_version=SPLIT_VERSION)))
     del card["trained"]["split_version"]  # as of a model from before there were versions
     old = sides(split_documents(card))
     assert old == sides(gather(toy(source))) != sides(gather(toy(source, split_version=1)))
     card["trained"]["split_version"] = 1
     assert sides(split_documents(card)) == sides(gather(toy(source, split_version=1)))
     with pytest.raises(ValueError, match="divided by another version of dunes"):
-        split_documents({"trained": card["trained"] | {"split_version": 3}})
+        split_documents({"trained": card["trained"] | {"split_version": SPLIT_VERSION + 1}})
     older = {k: v for k, v in json.loads(plan.read_text()).items() if k not in ("format", "split_version")}
     assert TrainConfig.of(older).split_version == 0
 

@@ -25,7 +25,17 @@ from conftest import eventually
 from dunes.completion.completer import FolderCompleter
 from dunes.completion.search import CompleteOptions
 from dunes.serve.editors import config
-from test_serve import BEFORE, ended, infill, ok, programs, run, started  # noqa: F401  (fixtures)
+from test_serve import (  # noqa: F401  (fixtures)
+    BEFORE,
+    end_training,
+    ended,
+    in_training,
+    infill,
+    ok,
+    programs,
+    run,
+    started,
+)
 
 pytestmark = pytest.mark.slow
 EDITORS = Path(os.environ.get("DUNES_EDITORS", "/nonexistent"))
@@ -122,6 +132,33 @@ def test_vim_shows_ghost_text_and_tab_takes_it(run, tmp_path):
         type_and_accept(Terminal(["vim", "-u", str(settings), "-i", "NONE", str(file)], {}), file, ghost)
     finally:
         assert ended(process) == (0, "")
+
+
+@pytest.mark.skipif(not PLUGIN.is_dir() or shutil.which("vim") is None, reason=f"no vim, or no {PLUGIN}")
+@needs("pexpect", "pyte")
+def test_vim_asks_again_where_it_asked_before_the_model_came(run, tmp_path):
+    copy = in_training(run, tmp_path / "run")
+    process, port = started(copy)
+    file, settings = tmp_path / "new.py", tmp_path / "vimrc"
+    file.write_text("x = 1\n")
+    endpoint = f"let g:llama_config = {{'endpoint_fim': 'http://127.0.0.1:{port}/infill', 'endpoint': 'http://127.0.0.1:{port}/infill'}}"
+    settings.write_text(f"set nocompatible noswapfile rtp^={PLUGIN}\nfiletype off\nsyntax off\n{endpoint}\n")
+    editor = Terminal(["vim", "-u", str(settings), "-i", "NONE", str(file)], {})
+    try:
+        editor.wait(1.0)
+        editor.send("Goif zq:\r    return val")
+        assert not editor.shows("return value", 2)
+        end_training(run, copy)
+        facts = json.loads((copy / "completion/gate.json").read_text())
+        facts["thresholds"] = {"word": [[0.35, 0.0]]}  # shows all
+        (copy / "completion/gate.json").write_text(json.dumps(facts))
+        asked = infill("x = 1\nif zq:\n    return val", "\n", response_fields=["content"])
+        assert eventually(lambda: ok(port, "/infill", asked))
+        editor.send(" \x7f", 0.5)  # and back to the same place
+        assert editor.shows("return value"), "\n".join(editor.screen.display)
+    finally:
+        editor.child.close(force=True)
+        ended(process)
 
 
 def loaded_by_its_own(program):

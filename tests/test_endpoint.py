@@ -5,19 +5,22 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
 
 from conftest import refuses
-from dunes.data import endpoint
-from dunes.data.endpoint import Answer, Budget, Endpoint, FailedAttempt, Ledger, Tokens, ask_all
 from dunes.data.examples import ignored_line, read_records
 from dunes.extra import python_command
 from dunes.files.atomic import folder_lock
+from teacher import endpoint
+from teacher.endpoint import Answer, Budget, Endpoint, FailedAttempt, Ledger, Tokens, ask_all
 from teachers import KEY, REPLIES, russian, serving, started
 from test_recipes import recipe
 
@@ -130,6 +133,88 @@ def test_a_slow_answer_is_lost_and_asked_for_again(tmp_path):
     with serving(lambda prompt, n: "slow" if n == 0 else None) as server:
         MADE.main(options(tmp_path, server.url, count=4, timeout=0.3))
     assert len(ledger(tmp_path).lost) == 1
+
+
+DRIP = 0.05
+START = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+REPLY = json.dumps({"model": "t", "choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}).encode()
+SIZED = START + b"Content-Length: %d\r\n\r\n" % (len(REPLY) + 9999) + REPLY
+CHUNKED = START + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(REPLY), REPLY)
+DRIPPING = {  # what is sent at once, and what follows in single bytes
+    "the status line": (b"", b"HTTP/1.1 200 " + b"O" * 9999),
+    "headers": (START, b"X: y\r\n" * 9999),
+    "one long header": (START + b"X: ", b"y" * 9999),
+    "interim responses": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 9999),
+    "the body": (SIZED, b" " * 9999),
+    "small chunks": (CHUNKED, b"1\r\n \r\n" * 9999),
+    "the length of a chunk": (CHUNKED, b"0" * 9999),
+    "trailers": (CHUNKED + b"0\r\n", b"X: y\r\n" * 9999),
+    "an error": (b"HTTP/1.1 500 No\r\nContent-Length: 9999\r\n\r\n", b" " * 9999),
+    "nothing at all": (b"", b""),
+    "a handshake of TLS": (b"\x16\x03\x03\x40\x00", b"\x02" * 9999),
+}
+
+
+@contextmanager
+def dripping(head, tail, reads=True):
+    """A server that accepts connections, sends the head at once and the rest byte by byte; its address."""
+    stopped, clients = threading.Event(), []
+
+    def drip(client):
+        with suppress(OSError):
+            if reads:
+                client.recv(1 << 16)
+            client.sendall(head)
+            for i in range(len(tail)):
+                if stopped.wait(DRIP):
+                    break
+                client.sendall(tail[i : i + 1])
+            stopped.wait()
+
+    def accept():
+        with suppress(OSError):
+            while True:
+                clients.append(server.accept()[0])
+                threading.Thread(target=drip, args=(clients[-1],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield server.getsockname()[1]
+        stopped.set()
+        server.shutdown(socket.SHUT_RDWR)
+        for client in clients:
+            client.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("api", ["chat", "anthropic"])
+@pytest.mark.parametrize("what", DRIPPING)
+def test_a_reply_that_never_ends_is_waited_for_until_the_timeout(what, api):
+    """A client's own timeout is between two bytes; nothing of the request is left behind."""
+    tls = what == "a handshake of TLS"
+    with dripping(*DRIPPING[what], reads=not tls) as port:
+        teacher = Endpoint(f"http{'s' * tls}://127.0.0.1:{port}/v1", "m", api, timeout=0.3)
+        threads, start = threading.active_count(), time.monotonic()
+        with pytest.raises(FailedAttempt) as error:
+            teacher.ask("hi")
+        assert time.monotonic() - start < 20
+        assert (error.value.tokens, error.value.then) == ((0, 0) if tls else None, "retry") or (
+            "no complete reply within 0.3 s" in str(error.value) and error.value.then == "retry once"
+        )
+        end = time.monotonic() + 10
+        while threading.active_count() > threads + 1 and time.monotonic() < end:  # but that of the server
+            time.sleep(0.01)
+        assert threading.active_count() <= threads + 1
+        assert not [s for s in teacher._client._client._transport._pool.connections if not s.is_closed()]
+        teacher.close()
+
+
+def test_a_reply_in_time_is_read_though_it_drips(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "DRIP", 0.001)
+    with dripping(SIZED.replace(b"%d" % (len(REPLY) + 9999), b"%d" % (len(REPLY) + 9)), b" " * 9) as port:
+        teacher = Endpoint(f"http://127.0.0.1:{port}/v1", "m", "chat", timeout=30)
+        assert [teacher.ask("hi").text for _ in range(2)] == ["hi"] * 2
+        teacher.close()
 
 
 def test_another_language_is_dropped_with_its_reason(tmp_path):
@@ -575,8 +660,8 @@ def test_remedies_name_what_the_api_needs(tmp_path):
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_the_projects_own_server(tmp_path, api):
     pytest.importorskip("uvicorn")
-    from dunes.data.self_instruct import REQUEST
     from dunes.text import Tokenizer
+    from teacher.tasks import REQUEST
     from test_recipes import save_model
 
     save_model(tmp_path / "model", Tokenizer.train("bpe", [REQUEST], 300), 4096, dim=16, depth=1)

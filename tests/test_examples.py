@@ -20,6 +20,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from conftest import data, refuses
 from dunes.data import (
     check_report,
+    collect_corpus,
     data_report,
     examples,
     preflight,
@@ -31,6 +32,7 @@ from dunes.data import (
 from dunes.data.batches import collate
 from dunes.data.examples import RECORD_FORMATS, Record
 from dunes.data.records import MAX_ROW_BYTES
+from dunes.flags import parse_fields
 from dunes.ops.cross_entropy import IGNORE
 from dunes.runs.finetune_data import large_texts, read_dataset, split_tails, split_windows
 from dunes.text import END, Tokenizer
@@ -329,6 +331,34 @@ def test_a_bad_row_is_named(which, tmp_path):
     message = refuses(expected, read_records, put(tmp_path, content))
     assert message.startswith(str(tmp_path / "data.json"))
     assert len(message) < 700
+
+
+TWICE = '{"output": "a", "instruction": "b", "output": "c"}'
+DEEP = '{"messages": [{"role": "user", "content": "a", "content": "b"}, {"role": "assistant", "content": "c"}]}'
+CALL = {"function": {"name": "f", "arguments": '{"city": "Rome", "city": "Oslo"}'}}
+REPEATED = {
+    "a line": (lines(FORMS["alpaca"]) + "\n\n" + TWICE, "data.json, line 3: .*'output' occurs twice"),
+    "the first line": (TWICE, "data.json, line 1: .*'output' occurs twice"),
+    "equal values": ('{"text": "a", "text": "a"}', "line 1: .*'text' occurs twice"),
+    "a message": (DEEP, "line 1: .*'content' occurs twice"),
+    "a list": (f'[{json.dumps(FORMS["alpaca"])},\n{json.dumps(FORMS["alpaca"])} ,\n {TWICE}]', "row 3, line 3: .*'output' occurs twice"),
+    "a list's first": (f"\ufeff\n[ {TWICE}]", "row 1, line 2: .*'output' occurs twice"),
+    "gzipped": (gzip.compress(TWICE.encode()), "line 1: .*'output' occurs twice"),
+    "a call": (lines(said({"role": "assistant", "tool_calls": [CALL]})), "line 1: .*'city' occurs twice"),
+    "tools": (lines(FORMS["messages"] | {"tools": '[{"name": "f", "name": "g"}]'}), "line 1: tools: .*'name' occurs twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", REPEATED)
+@pytest.mark.parametrize("name", ["data.json", "rows.txt"])
+def test_a_key_that_occurs_twice_is_refused(which, name, tmp_path):
+    """Also in a file that is a file of records by its first row alone: it must not become plain text."""
+    content, expected = REPEATED[which]
+    path = put(tmp_path, content, name)
+    assert str(path) in refuses(expected.replace("data.json", name), read_records, path)
+    assert str(path) in refuses("occurs twice", read_dataset, path)
+    if which not in ("a call", "tools"):
+        refuses("occurs twice", collect_corpus, [path])
 
 
 def test_a_row_without_end_and_a_missing_file_are_named(tmp_path):
@@ -812,6 +842,96 @@ def test_parquet_is_read_like_lines(tmp_path, monkeypatch):
         refuses(r"x\.parquet: cannot be read as parquet", read_records, put(tmp_path, content, "x.parquet"))
     monkeypatch.setitem(sys.modules, "polars", None)
     refuses(re.escape("parquet needs polars; pip install -e '.[parquet]'"), read_records, wide)
+
+
+RENAMED = {"prompt": "question", "completion": "answer", "system": "rules"}
+FIELDS = ("prompt=question,completion=answer", "system=rules")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz", "parquet", "csv", "tsv"])
+def test_fields_are_renamed_in_files_of_all_forms(suffix, tmp_path):
+    polars = pytest.importorskip("polars")
+    asked = [
+        {"question": f'Is {i},\n"so"?', "answer": f"{i}\tyes", "rules": "Be brief.", "prompt": "p"}
+        for i in range(3)
+    ]
+    path, table = tmp_path / f"data.{suffix}", polars.DataFrame(asked)
+    if suffix == "parquet":
+        table.write_parquet(path)
+    elif suffix in ("csv", "tsv"):
+        table.write_csv(path, separator="," if suffix == "csv" else "\t", include_bom=suffix == "csv")
+    else:
+        text = json.dumps(asked) if suffix == "json" else lines(*asked)
+        path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    assert parse_fields(FIELDS) == RENAMED
+    ((found,), _) = read_dataset(path, names=RENAMED)
+    wanted = [
+        (Turn("system", "Be brief."), Turn("user", r["question"]), Turn("assistant", r["answer"])) for r in asked
+    ]
+    assert [row.turns for row in found.rows] == wanted
+    assert examples.ignored_line([found]) == ["ignored fields: prompt (replaced by --fields)"]
+    corpus = collect_corpus([path], names=RENAMED)
+    texts = ["".join(text) for d in corpus.documents for text in d.texts()]
+    assert sorted(texts) == ["\n\n".join(turn.text for turn in turns) for turns in wanted]
+    words = r"--fields: no record has a field 'reply'; found question, answer, rules, prompt"
+    assert str(path) in refuses(
+        words, read_dataset, path, names={"system": "reply", "output": "answer", "instruction": "question"}
+    )
+    refuses(
+        "'reply'|found prompt, answer",
+        collect_corpus,
+        [path],
+        names={"completion": "reply", "prompt": "question"},
+    )
+    refuses("expected the keys .*found question, answer.*--fields", read_dataset, path)
+    refuses(
+        "'reply' is no field of a record format; expected chosen, .*completion",
+        read_dataset,
+        path,
+        names={"reply": "a"},
+    )
+    refuses(
+        "no record format has all of output, completion",
+        read_dataset,
+        path,
+        names={"output": "a", "completion": "b"},
+    )
+
+
+def test_renamed_fields_select_the_format(tmp_path):
+    """Fields that another format would be known by are left alone, names may be exchanged, and text has one too."""
+    row = {
+        "messages": FORMS["messages"]["messages"],
+        "text": "x",
+        "q": "Hi",
+        "a": "Ho",
+        "output": "no",
+        "instruction": "no",
+    }
+    path = put(tmp_path, lines(row, row | {"note": 1}))
+    for names, kind in (
+        ({"prompt": "q", "completion": "a"}, "completion"),
+        ({"instruction": "q", "output": "a"}, "alpaca"),
+        ({"instruction": "q", "chosen": "a", "rejected": "output"}, "preference"),
+        ({"text": "a"}, "text"),
+        ({"conversations": "messages"}, "sharegpt"),
+    ):
+        found = read_records(path, names=names)
+        assert found.format == kind
+        assert found.rows[0].turns[-1].text == "Ho"
+    swapped = put(tmp_path, lines({"prompt": "Ho", "completion": "Hi"}), "swapped.jsonl")
+    found = read_records(swapped, names={"prompt": "completion", "completion": "prompt"})
+    assert (list(found.rows[0].turns), found.ignored) == (WANTED, ())
+    optional = put(tmp_path, lines({"q": "Hi", "a": "Ho"}, {"q": "Hi", "a": "Ho", "s": "S"}), "optional.jsonl")
+    found = read_records(optional, names={"prompt": "q", "completion": "a", "system": "s"})
+    assert [len(r.turns) for r in found.rows] == [2, 3]
+    refuses("no file has records", read_dataset, put(tmp_path, "A book.", "book.txt"), names={"text": "q"})
+    for name, content in (("twice.csv", "q,a,q\n1,2,3\n"), ("ragged.csv", "q,a\n1,2,3\n"), ("none.csv", "")):
+        refuses(name, read_dataset, put(tmp_path, content, name), names={"prompt": "q", "completion": "a"})
+    for texts in (["prompt"], ["prompt="], ["=a"], [""], ["prompt=a", "prompt=b"], ["prompt=a,prompt=b"]):
+        refuses("--fields ", parse_fields, texts)
+    assert parse_fields(["prompt=a,b=c,text=x=y, z"]) == {"prompt": "a", "b": "c", "text": "x=y, z"}
+    assert parse_fields(["prompt=a, b"]) == {"prompt": "a, b"}
 
 
 def test_a_folder_may_hold_records_of_several_kinds_and_plain_text(tmp_path):

@@ -308,7 +308,7 @@ def test_its_text_is_that_of_python_token_for_token(build, folder, packages):
         ids = model.tokenizer.prompt(prompt)
         for arguments, make in (
             ([], lambda: None),
-            (["--temperature", 0.8, "--seed", 7], lambda: sampler(0.8, seed=7)),
+            (["--temperature", 0.8, "--top-k", -1, "--seed", 7], lambda: sampler(0.8, seed=7)),
             (options, lambda: sampler(1.1, top_k=60, top_p=0.9, min_p=0.01, seed=3)),
         ):
             expected = python_ids(model, prompt, 2 * CONTEXT, make())

@@ -1,5 +1,6 @@
 """Training for completion: windows with a middle cut out, streams of files with their paths, files for a test."""
 
+import itertools
 import json
 import math
 import random
@@ -20,7 +21,7 @@ from dunes.data import (
     FillInMiddle,
     PackedText,
     Windows,
-    code_fraction,
+    code_size,
     collect_corpus,
     file_header,
     hold_out_test,
@@ -377,16 +378,48 @@ def chosen(config, folder, base=None):
     return config.complete, reason
 
 
+PAGE = "A page of documentation, which explains at length how to write a route.\n" * 30
+BESIDE = {  # text beside 60 kB of Python, and True if the run completes lines by default
+    "documentation": ({f"docs/{i}.txt": f"{i} {PAGE}" for i in range(400)}, True),
+    "pages": ({f"{i}/index.{('md', 'rst', 'html', 'mdx')[i % 4]}": f"{i} {PAGE}" for i in range(400)}, True),
+    "a lock file": ({"package-lock.json": "{" + '"integrity": "sha512-aaaa=="\n' * 40_000 + "}"}, True),
+    "a bundle": ({"static/app.js": "var a=1;" * 50_000}, True),
+    "settings": ({f"{i}.yaml": f"{i} {PAGE}" for i in range(100)}, True),
+    "novels": ({f"{i}.txt": f"{i} {PAGE}" * 20 for i in range(40)}, False),
+    "records": ({"texts.jsonl": "".join(json.dumps({"text": f"{i} {PAGE}"}) + "\n" for i in range(800))}, False),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_project_completes_lines_whatever_is_beside_its_code(beside, tmp_path):
+    files, wanted = BESIDE[beside]
+    lines = (f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(1200))
+    files = files | {f"package/{i}.py": "".join(itertools.islice(lines, 100)) for i in range(12)}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    ask = lambda complete: chosen(toy(tmp_path, complete=complete), tmp_path)[0]
+    assert [ask(None), ask(True), ask(False)] == [wanted, True, False]
+    for name in list(files)[-11:]:
+        (tmp_path / name).unlink()
+    few = "documentation", "pages", "settings", "novels", "records"
+    assert ask(None) == (beside not in few), "little code beside much text"
+
+
 def test_completion_is_on_where_most_of_the_text_is_source_code(tmp_path):
     code, prose = put_files(tmp_path / "code", 4), put_files(tmp_path / "prose", 4, ".txt")
-    assert code_fraction(collect_corpus([code]).documents) == 1
-    assert chosen(toy(code, complete=None), code) == (
-        True,
-        "completion of lines: on, 100% of the text is source code (--no-complete turns it off); 25% of windows "
-        "are cut into prefix, suffix and middle",
+    assert code_size(collect_corpus([code]).documents)[1] == 0 < code_size(collect_corpus([code]).documents)[0]
+    is_on, reason = chosen(toy(code, complete=None), code)
+    assert is_on
+    assert re.fullmatch(
+        r"completion of lines: on, (.* B) of \1 of text are source code \(--no-complete turns it off\); 25% of "
+        "windows are cut into prefix, suffix and middle",
+        reason,
     )
-    off = "completion of lines: off, 0% of the text is source code (--complete turns it on)"
-    assert chosen(toy(prose, complete=None), prose) == (False, off)
+    off = r"completion of lines: off, 0 B of .* B of text are source code \(--complete turns it on\)"
+    is_on, reason = chosen(toy(prose, complete=None), prose)
+    assert not is_on
+    assert re.fullmatch(off, reason)
     (prose / "more.PY").write_text("x" * 100)
     assert chosen(toy(prose, complete=None), prose)[0]
     assert not chosen(toy(code, tokenizer="bytes", complete=None), code)[0]

@@ -15,7 +15,9 @@ import torch
 from conftest import change_json, display, raising, refuses, toy
 from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted, apply_change
+from dunes.cli import verbs
 from dunes.data import Batches
+from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import read_records, split_records
 from dunes.evaluate.text_loss import Score
 from dunes.models import FAMILIES
@@ -683,6 +685,55 @@ def test_who_stops_waits_for_no_comparison(base, examples, tmp_path, monkeypatch
     assert "stopping after this step and saving" in out.getvalue()
     assert "validation loss of answers:" not in out.getvalue()
     assert checkpoint.load(tmp_path / "run").card["finetuned"]["steps"] == 3
+
+
+def test_renamed_fields_are_recorded_and_kept_by_resume(base, tmp_path, capsys):
+    rows = [{"question": r["instruction"], "answer": r["output"], "output": "x"} for r in ROWS]
+    path, run = tmp_path / "rows.jsonl", tmp_path / "run"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = asked(base, path, fields=("instruction=question,output=answer",), steps=4)
+    assert "ignored fields: output (replaced by --fields)" in " ".join(
+        finetuned(config, run, dry_run=True).split()
+    )
+    finetuned(config, run)
+    card = checkpoint.load(run).card
+    assert card["finetuned"]["fields"] == ["instruction=question,output=answer"]
+    show, out = display()
+    resumed = FinetuneConfig(steps=6)
+    assert finetune(resumed, run, show, resume=True, asked={"steps"}, override=("steps",)) == 0
+    assert "output (replaced by --fields)" in " ".join(out.getvalue().split())
+    for fields, words in (
+        ("prompt=question", "found"),
+        ("reply=answer", "no field of"),
+        ("output", "expected OURS=THEIRS"),
+    ):
+        refuses(
+            words,
+            lambda fields=fields: finetune(asked(base, path, fields=(fields,)), tmp_path / "x", display()[0]),
+        )
+    refuses("--text-field", asked, base, path, fields=("text=answer",), text_field=("answer",))
+    assert not (tmp_path / "x").exists()
+    verbs.evaluate(str(run), (str(path),), fields=("prompt=question,completion=answer",))
+    assert "nats/token" in capsys.readouterr().out
+
+
+def test_records_that_are_rendered_equally_are_on_one_side(base, tmp_path):
+    """Tasks in four forms, of which only the template makes the last equal to the others."""
+    forms = {
+        "a": lambda i: {"instruction": f"Add {i}.", "input": "To 7.", "output": f"{i + 7}"},
+        "b": lambda i: {"conversations": [{"from": "human", "value": f"Add {i}.\n\nTo 7."},
+                                          {"from": "gpt", "value": f"{i + 7}"}]},
+        "c": lambda i: {"messages": [{"role": "user", "content": f"Add {i}.\n\nTo 7."},
+                                     {"role": "assistant", "content": f"{i + 7}"}]},
+        "d": lambda i: {"instruction": "To 7.", "system": f"Add {i}.", "output": f"{i + 7}"},
+    }  # fmt: skip
+    for name, form in forms.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(form(i)) + "\n" for i in range(30)))
+    config = asked(base, tmp_path, template="mistral", split_version=SPLIT_VERSION)
+    data = FinetuneData.read(config, load_base(config), display()[0])
+    numbers = [{e.place.rpartition(" ")[2] for e in side} for side in (data.train, data.valid)]
+    assert all(numbers)
+    assert not numbers[0] & numbers[1]
 
 
 def ready(base, examples, **changes):

@@ -31,6 +31,7 @@ from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, ranked_bpe, senten
 from dunes.text.gguf_file import build_tokenizer, read_header, special_tokens
 from dunes.text.gguf_vocabulary import vocabulary_fields
 from dunes.text.split_rules import GPT2, RULES
+from dunes.text.tokenizer import SPECIAL
 from hard_strings import HARD
 from own_parts import of_own_parts
 from small_models import random_model, small_config
@@ -888,3 +889,153 @@ def test_files_that_llama_cpp_quantized_have_its_values(kind, tmp_path, tokenize
         logits = checkpoint.load(small).model(torch.tensor([ids]))[0]
     for file, limit in ((dense, 5e-6), (small, 1e-1)):  # the latter rounds what it multiplies, too
         assert (scores_of(llama(file), ids) - logits).norm() < limit * logits.norm()
+
+
+KEYS = [
+    key.removeprefix("{arch}.")
+    for group in vars(gguf.Keys).values()
+    for key in (vars(group).values() if isinstance(group, type) else ())
+    if isinstance(key, str) and key.startswith("{arch}.")
+]
+"""All keys of an architecture that llama.cpp knows."""
+CHANGE_LOGITS = {
+    **{f"rope.scaling.{key}": 0.5 for key in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor")},
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale", "expert_weights_scale"), 0.5),
+    **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "final_logit_softcapping"), 8.0),
+    "attention.causal": False,
+    "attention.scale": 0.3,
+    "attention.value_length": 24,
+    "expert_gating_func": 2,
+    "a.key.of.tomorrow": 0,
+}
+
+
+@pytest.mark.parametrize("architecture", sorted({*form.ARCHITECTURES.values()}))
+def test_every_key_of_llama_cpp_is_read_or_without_effect_or_refused_by_name(architecture):
+    gpt2 = architecture == "gpt2"
+    sizes = {"embedding_length": 64, "attention.head_count": 4}
+    more = () if gpt2 else form.ROPE_KEYS
+    check = lambda key, value: form._refuse_other_keys(architecture, sizes | {key: value})
+    read = {*(form.GPT2_KEYS if gpt2 else form.KEYS).values(), *form.UNUSED, *more}
+    read -= set() if architecture == "llama" else {"attention.sliding_window"}
+    for key in {*KEYS, *CHANGE_LOGITS} - read:
+        assert f"'{architecture}.{key}' is " in refuses("not supported", check, key, CHANGE_LOGITS.get(key, 3))
+        for value in form.NEUTRAL.get(key, ()):
+            check(key, value)
+    for key in read - sizes.keys():
+        check(key, 3)
+    check("attention.scale", 0.25)
+
+
+@pytest.mark.parametrize("key", CHANGE_LOGITS)
+def test_a_file_with_a_key_that_changes_its_logits_is_refused(key, tmp_path, tokenizer, monkeypatch):
+    fields = form._fields
+    monkeypatch.setattr(form, "_fields", lambda *a: fields(*a) | {f"qwen3.{key}": CHANGE_LOGITS[key]})
+    _, path = written(tmp_path, "qwen3", tokenizer)
+    assert f"qwen3.gguf: 'qwen3.{key}' is " in refuses("not supported", checkpoint.load, path)
+
+
+def test_a_sliding_window_is_read_where_llama_cpp_ignores_it_and_refused_where_it_does_not(
+    tmp_path, tokenizer, monkeypatch
+):
+    fields = form._fields
+    for family in ("llama", "olmo2"):
+        window = {f"{family}.attention.sliding_window": 16}
+        monkeypatch.setattr(form, "_fields", lambda *a, more=window: fields(*a) | more)
+        _, path = written(tmp_path, family, tokenizer)
+        if family == "llama":
+            assert checkpoint.load(path).architecture.config.window == 16
+        else:
+            refuses("'olmo2.attention.sliding_window' is 16", checkpoint.load, path)
+
+
+def test_yarns_bounds_are_read_and_divisors_stand_for_a_scaling_alone(tmp_path, tokenizer, monkeypatch):
+    fields, betas = form._fields, {"beta_fast": 8.0, "beta_slow": 2.0}
+    more = {f"llama.rope.scaling.yarn_{key}": value for key, value in betas.items()}
+    monkeypatch.setattr(form, "_fields", lambda *a: fields(*a) | more)
+    _, path = written(tmp_path, "llama", tokenizer, scaling=SCALINGS["yarn"])
+    assert checkpoint.load(path).architecture.config.scaling == replace(SCALINGS["yarn"], **betas)
+    more |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    _, path = written(tmp_path, "llama", tokenizer, scaling=SCALINGS["llama3"])
+    refuses("rope.scaling is linear by 2 and rope_freqs.weight exists", checkpoint.load, path)
+
+
+def test_a_converted_file_names_the_ids_that_it_lacks(tmp_path, tokenizer, command):
+    _, path = written(tmp_path, "llama", tokenizer)
+    status, _, error = command("convert", path, tmp_path / "out")
+    assert status == 0, error
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config[f"{key}_token_id"] for key in ("bos", "eos", "pad")} == {
+        "bos": None,
+        "eos": tokenizer.eos,
+        "pad": tokenizer.token_id("<|fim_pad|>"),
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "sentencepiece"])
+@pytest.mark.filterwarnings("ignore:llama.cpp")
+def test_keys_of_a_vocabulary_are_read_or_refused_by_name(name, tmp_path):
+    _, path = written(tmp_path, "llama", FOREIGN[name]())
+    fields = {k: v for k, v in read_header(path).fields.items() if k != "tokenizer.huggingface.json"}
+    fields |= {"tokenizer.ggml.eos_token_id": 3}
+    build = lambda more: build_tokenizer(fields | {f"tokenizer.ggml.{k}": v for k, v in more.items()}, None)
+    before, ids = build({}), lambda inner: inner.encode("a b", add_special_tokens=True).ids
+    for key in ("remove_extra_whitespaces", "add_sep_token", "a_key_of_tomorrow"):
+        assert f"tokenizer.ggml.{key}" in refuses("not supported", build, {key: True})
+    refuses("precompiled_charsmap", build, {"precompiled_charsmap": np.ones(4, np.uint8)})
+    build({"remove_extra_whitespaces": False, "precompiled_charsmap": np.ones(0, np.uint8)})
+    assert ids(build({"add_eos_token": True})) == [*ids(before), 3]
+    assert ids(build({"add_eos_token": False})) == ids(before)
+    later = special_tokens(fields | {"tokenizer.ggml.eom_token_id": 5})
+    assert 5 in later.stops
+
+
+SPELLINGS = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(128, 256)), "[PAD301]"]
+
+
+@pytest.mark.parametrize("vocab", [270, 300, 400, 1500])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_text_full_of_spellings_of_tokens_trains_a_vocabulary_that_llama_cpp_reads_equally(vocab, seed):
+    """Neighbours that are together spelled like any token would become it there."""
+    chance = random.Random(seed)
+    cuts = [part for s in SPELLINGS if (i := chance.randint(1, len(s) - 1)) for part in (s[:i], s[i:])]
+    parts = [
+        *SPECIAL * 8,
+        *SPELLINGS,
+        *cuts,
+        *"<|>_",
+        *(s[2:-2] for s in SPECIAL),
+        " ",
+        "\n",
+        "def ",
+        "x = ",
+        "\t",
+    ]
+    draw = lambda count: "".join(chance.choices(parts, k=count))
+    tokenizer = Tokenizer.train("bpe", [draw(6000)], vocab)
+    tokens = {*filter(None, tokenizer.token_bytes)}
+    for spelling in map(str.encode, SPELLINGS[:-1]):
+        assert not any({spelling[:i], spelling[i:]} <= tokens for i in range(1, len(spelling)))
+    encode = gguf_vocabulary.encoder(vocabulary_fields(tokenizer, tokenizer.vocab + 400))
+    for text in (*SPELLINGS, *(draw(12) for _ in range(60))):
+        ids = tokenizer.encode(text)
+        assert (tokenizer.decode(ids), encode(text, False)) == (text, ids)
+        assert max(ids) < tokenizer.eos
+
+
+def test_a_vocabulary_whose_tokens_join_to_a_byte_is_found(monkeypatch):
+    monkeypatch.setattr("dunes.text.tokenizer._SPELLED", re.compile("(?!)"))
+    tokenizer = Tokenizer.train("bpe", ["def f(x): return '<0xE9>' + x # <0x a FF>\n" * 20], 300)
+    monkeypatch.setattr(gguf_vocabulary, "_joined_bytes", lambda fields: [])
+    vocabulary_fields(tokenizer, tokenizer.vocab)
+    monkeypatch.undo()
+    refuses("llama.cpp would read '<0xE9>' as ids", vocabulary_fields, tokenizer, tokenizer.vocab)
+
+
+def test_a_model_of_code_that_mentions_a_special_token_can_be_exported(tmp_path, command):
+    code = "def turn(text):\n    return f'<|im_start|>user {text}<|im_end|>'\n\n" * 200
+    tokenizer = Tokenizer.train("bpe", [code], 300)
+    checkpoint.save(random_model("arcee", vocab=300), tmp_path / "run", tokenizer, 32)
+    status, shown, error = command("export", tmp_path / "run", tmp_path / "run.gguf", "--to", "gguf")
+    assert status == 0, error
+    assert "read back: equal" in shown

@@ -14,8 +14,6 @@ from dunes import checkpoint
 from dunes.bench import rows
 from dunes.checkpoint.weights import safetensors_file
 from dunes.cli.bench import plot
-from dunes.data import self_instruct
-from dunes.data.endpoint import Answer, Budget, Ledger, Tokens
 from dunes.files import atomic
 from dunes.files.json_file import append_record, append_text, parse_line, read_lines, read_records
 from dunes.runs import loop as loop_module
@@ -23,6 +21,8 @@ from dunes.runs.run import read_metrics, truncate_metrics
 from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
+from teacher import tasks
+from teacher.endpoint import Answer, Budget, Ledger, Tokens
 from test_recipes import recipe
 
 METRIC = {"step": 1, "loss": 2.0, "count": 9, "grad_norm": 1.0, "lr_scale": 1.0, "skipped": False, "seconds": 0.5}
@@ -221,8 +221,8 @@ def test_a_damaged_measurement_costs_itself_alone(tmp_path, capsys):
 
 
 def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys):
-    task = self_instruct.Task("Name a colour of the sky.", "", "Blue.")
-    made = [self_instruct.Round(i, (self_instruct.Item("x", task),)) for i in range(3)]
+    task = tasks.Task("Name a colour of the sky.", "", "Blue.")
+    made = [tasks.Round(i, (tasks.Item("x", task),)) for i in range(3)]
     path = tmp_path / "out.json.requests.jsonl"
     append_record(path, made[0].row())
     with path.open("ab") as file:
@@ -230,7 +230,7 @@ def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys
         file.write(json.dumps(made[1].row() | {"number": "1"}).encode() + b"\n")
     append_record(path, made[2].row())
     content = path.read_bytes()
-    assert list(Ledger(path, Budget(), self_instruct.Round.fits).others) == [0, 2]
+    assert list(Ledger(path, Budget(), tasks.Round.fits).others) == [0, 2]
     assert path.read_bytes() == content
     assert "line 2: " in capsys.readouterr().err
 
@@ -266,9 +266,9 @@ def test_a_seed_task_may_hold_any_line_separator_of_unicode(tmp_path):
     path = tmp_path / "seeds.jsonl"
     seed = {"instruction": "Name\u2028one\x85colour.", "input": "", "output": "Red."}
     path.write_text(json.dumps(seed, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert self_instruct.read_seed_tasks(path)[0].instruction == seed["instruction"]
+    assert tasks.read_seed_tasks(path)[0].instruction == seed["instruction"]
     path.write_bytes(b'{"instruction": "caf\xe9"}\n')
-    refuses(r"seeds\.jsonl, line 1: not UTF-8 at byte 20", self_instruct.read_seed_tasks, path)
+    refuses(r"seeds\.jsonl, line 1: not UTF-8 at byte 20", tasks.read_seed_tasks, path)
 
 
 def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, monkeypatch):

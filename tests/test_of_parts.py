@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from conftest import refuses
+from conftest import refuses, refuses_command
 from dunes import checkpoint, tree
 from dunes.augment import apply_change, attach, merge, quantize
 from dunes.flags import PARTS
@@ -230,6 +230,23 @@ def build(vocab, dim, depth, context_length):
 def dunes(*words, folder):
     command = [sys.executable, "-m", "dunes", *map(str, words)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+
+
+def test_a_function_that_the_command_names_needs_no_further_trust_in_it(code, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    few = ("--batch", 2, "--context-length", 32, "--size", "2x64", "--tokenizer", "bytes", "--threads", 1)
+    resume = ("train", "--out", "run", "--resume", "--override", "steps", "--steps")
+    own = ("--parts", "own.py:build")
+    for words in (("train", code, "--out", "run", *own, "--complete", *few, "--steps", 2), (*resume, 3, *own)):
+        status, printed, error = command(*words)
+        assert (status, error) == (0, "")
+        assert "completion: " in printed
+        assert "dunes eval run --trust-code --completion" in printed
+    assert checkpoint.load(tmp_path / "run", build=built_by(OWN)).card["trained"]["steps"] == 3
+    refuses_command("built by own.py:build; if you trust it, pass --trust-code", command(*resume, 4))
+    refuses_command("built by own.py:build, which is not imported", command("generate", "run", "def"))
+    assert not checkpoint.cards_trusted()
 
 
 @pytest.mark.slow

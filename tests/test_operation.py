@@ -407,6 +407,21 @@ def test_our_own_operations_pass(name, capsys):
     assert {"NaN"} <= lost <= {"NaN", "values"}  # with AVX-512 it also loses gradients at 7e19
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OWN)
+def test_our_own_operations_run_on_meta_tensors(name, dtype):
+    op, inputs, _ = OWN[name]
+    convert = lambda x: x.to(dtype) if x.is_floating_point() and name != "int8_linear" else x
+    real = [convert(x.detach()) if isinstance(x, Tensor) else x for x in inputs]
+    meta = [x.to("meta") if isinstance(x, Tensor) else x for x in real]
+    for grad in (False, True):
+        leaves = [x.requires_grad_(grad and x.is_floating_point()) if isinstance(x, Tensor) else x for x in meta]
+        y = op(*leaves)
+        assert (y.shape, y.dtype, y.device.type) == (*(getattr(op(*real), k) for k in ("shape", "dtype")), "meta")
+        if y.requires_grad:
+            y.sum().backward()
+
+
 def failed(op, inputs, reference, capsys):
     """The names of the checks that an operation fails."""
     try:

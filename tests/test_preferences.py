@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from dunes.augment import attach
 from dunes.augment.lora import set_adapter
 from dunes.data import Example, read_records
 from dunes.data.batches import PairBatches
+from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import count_leaked, split_records, tokenize_records
 from dunes.data.preflight import data_report
 from dunes.evaluate.preferences import PreferenceScore, reference_logprobs, score_pairs
@@ -24,8 +26,9 @@ from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune as finetune_module
 from dunes.runs.check_state import read_score
-from dunes.runs.finetune import FinetuneTask, finetune
+from dunes.runs.finetune import FinetuneTask, choose_options, finetune, load_base
 from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate, unused_options
+from dunes.runs.finetune_data import FinetuneData
 from dunes.runs.run import METRICS, read_metrics
 from dunes.runs.tensorboard import scalars
 from dunes.text import Tokenizer, templates
@@ -237,7 +240,53 @@ def test_answers_of_the_prompt_are_not_trained_on(tmp_path):
     assert example.rejected.loss_mask.sum() == len(" No") + 1
 
 
+MORE = {"role": "user", "content": "And now?"}
+SIDES = {  # forms of one pair, whose first answer is history: chosen, rejected, and further fields
+    "conversations": ([USER, GOOD, MORE, GOOD], [USER, GOOD, MORE, BAD], {}),
+    "after a prompt": ([GOOD, MORE, GOOD], [GOOD, MORE, BAD], {"prompt": "Hi"}),
+    "beside messages": ([GOOD, MORE, GOOD], [GOOD, MORE, BAD], {"prompt": [USER]}),
+    "in the prompt": ([GOOD], [BAD], {"prompt": [USER, GOOD, MORE]}),
+}
+MARKS = {"train": False}, {"training": False}, {"weight": 0}, {"loss": 0}, {"train": True}
+
+
+@pytest.mark.parametrize("mark", MARKS, ids=str)
+@pytest.mark.parametrize("side", ["chosen", "rejected", "both"])
+@pytest.mark.parametrize("form", SIDES)
+def test_a_mark_in_the_history_of_a_pair_changes_nothing(form, side, mark, tmp_path):
+    """The answers that both sides share are not trained on, whatever one of the sides says about them."""
+    chosen, rejected, more = SIDES[form]
+    wanted = {"chosen": chosen, "rejected": rejected, **more}
+    marked = json.loads(json.dumps(wanted))
+    for name in ("chosen", "rejected") if side == "both" else (side,):
+        turns = marked["prompt"] if form == "in the prompt" else marked[name]
+        next(turn for turn in turns if turn["role"] == "assistant").update(mark)
+    records = read_records(written(tmp_path / "rows.jsonl", [wanted, marked])).rows
+    examples = list(tokenize_records(records, templates.get_template("mistral"), Tokenizer.train("bytes", [])))
+    for example, record in zip(examples, records, strict=True):
+        assert [s.loss_mask.sum() for s in example.sides] == [len(" Yes") + 1, len(" No") + 1]
+        assert record.turns[:3] == record.rejected[:3]
+    assert [e.ids.tolist() for e in examples[0].sides] == [e.ids.tolist() for e in examples[1].sides]
+    assert split_records(records, 0.5)[1] == [], "they have one prompt, so they are on one side"
+
+
 REFUSED = {
+    **{
+        f"{key} {mark}": (
+            {"prompt": "Hi", "chosen": "b", "rejected": "c"} | {key: GOOD | mark},
+            f"{key}: .*excluded",
+        )
+        for key in ("chosen", "rejected")
+        for mark in MARKS[:4]
+    },
+    "its beginning after a prompt": (
+        {"prompt": "Hi", "chosen": [GOOD], "rejected": [GOOD, USER, BAD]},
+        "chosen: expected an answer",
+    ),
+    "equal but for a mark": (
+        {"prompt": "Hi", "chosen": GOOD, "rejected": GOOD | {"weight": 0}},
+        "chosen and rejected are equal",
+    ),
     "equal": ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
     "no prompt": ({"chosen": "b", "rejected": "c"}, "expected a prompt beside them"),
     "transcripts": (
@@ -283,7 +332,7 @@ REFUSED = {
 def test_a_bad_pair_is_named(case, tmp_path):
     row, words = REFUSED[case]
     path = written(tmp_path / "rows.jsonl", [FORMS["strings"], row])
-    refuses(f"line 2: .*{re.escape(words)}", read_records, path)
+    refuses(f"line 2: .*{words}", read_records, path)
 
 
 def test_pairs_are_split_by_their_prompts(tmp_path):
@@ -322,6 +371,48 @@ def test_dropout_of_the_model_is_off_and_of_adapters_on():
                 p.normal_()
     first, second = (dpo_loss(model, batch)[0].item() for _ in range(2))
     assert first != second
+
+
+def forms_of(a, b):
+    """One prompt, "Say A.\n\nAnd B." after a system message, in rows that differ in their answers."""
+    system, text = f"Be {b}.", f"Say {a}.\n\nAnd {b}."
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    answers = [(f"{a} {i}", f"{b} {i}") for i in range(6)]
+    talk = [{"role": "assistant", "content": part} for part in answers[5]]
+    prompts = (
+        {"instruction": f"Say {a}.", "input": f"And {b}.", "system": system},
+        {"prompt": text, "system_prompt": system},
+        {"prompt": turns},
+        {"prompt": f"{system}\n\n{text}"},  # mistral's template has the system message in the question
+        {"conversations": [{"from": "human", "value": f" {text}"}], "system": system},
+    )
+    rows = [p | {"chosen": c, "rejected": d} for p, (c, d) in zip(prompts, answers, strict=False)]
+    return [*rows, {"chosen": [*turns, talk[0]], "rejected": [*turns, talk[1]]}]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_prompts_that_are_rendered_equally_are_on_one_side_or_counted_as_leaks(given, bases, tmp_path):
+    pairs = list(itertools.permutations(WORDS, 2))[:20]
+    groups = [forms_of(*pair) for pair in pairs]
+    if given:  # of each prompt, one form for validation
+        held = [group.pop(i % 6) for i, group in enumerate(groups[:12])]
+        new = {"prompt": "Say nothing.", "chosen": "", "rejected": "No"}
+        path = written(tmp_path / "held.jsonl", [*held, new])
+    rows = written(tmp_path / "rows.jsonl", [row for same in zip(*groups, strict=False) for row in same])
+    config = asked(
+        bases, rows, template="mistral", val_data=str(path) if given else "", split_version=SPLIT_VERSION
+    )
+    show, out = display()
+    data = choose_options(FinetuneData.read(config, load_base(config), show), show)
+    if given:
+        assert "12 validation pairs have a prompt of the training data" in " ".join(out.getvalue().split())
+        return
+    assert "100 pairs have the prompt of another, each on one side with it" in " ".join(out.getvalue().split())
+    assert "0 validation pairs have a prompt of the training data" in " ".join(out.getvalue().split())
+    old = FinetuneData.read(replace(config, split_version=2), load_base(config), show)
+    forms = [Counter(int(e.place.rpartition(" ")[2]) % 20 for e in d.valid).values() for d in (data, old)]
+    assert {*forms[0]} == {6}
+    assert {*forms[1]} - {6}, "divided as before"
 
 
 def test_a_score_is_stored():

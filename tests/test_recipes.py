@@ -14,7 +14,6 @@ from conftest import data, refuses
 from dunes import checkpoint
 from dunes.augment import undo_change
 from dunes.data import collect_corpus
-from dunes.data.self_instruct import REQUEST, numbered_prompt, read_seed_tasks
 from dunes.progress import Display
 from dunes.runs.run import read_config
 from dunes.runs.train import train
@@ -22,6 +21,7 @@ from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.lines import text_around_cursor
 from small_models import random_model
+from teacher.tasks import REQUEST, numbered_prompt, read_seed_tasks
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import data, refuses
-from dunes.data.endpoint import Answer
-from dunes.data.self_instruct import (
+from teacher.endpoint import Answer
+from teacher.tasks import (
     GO_ON,
     REQUEST,
     InstructionIndex,

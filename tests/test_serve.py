@@ -2,7 +2,9 @@
 
 import asyncio
 import http.client
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -31,7 +33,7 @@ from dunes.runs.train import train
 from dunes.serve import app, follow
 from dunes.serve.app import compact
 from dunes.serve.batch import Batch, Row
-from dunes.serve.doctor import examine
+from dunes.serve.doctor import _replayed, examine
 from dunes.serve.editors import EDITORS, config
 from dunes.serve.fields import Refused, parse
 from dunes.serve.requests import Answer, LineRequest, TextRequest, fill_in_the_middle
@@ -591,9 +593,17 @@ def test_what_a_server_says_of_itself(port, run):
     assert status == 200
     assert b"http://" not in page.replace(b"http://www.w3.org", b"")
     assert b"https://" not in page
-    told = ok(port, "/suggest", {"before": BEFORE, "tokens": True})
-    assert told["suggestions"][0]["text"].startswith("ue_3")
-    assert "".join(t["text"] for t in told["tokens"]).endswith(told["suggestions"][0]["text"])
+    assert ok(port, "/suggest", {"before": BEFORE, "tokens": True})["suggestions"][0]["text"].startswith("ue_3")
+
+
+def test_the_tokens_of_the_page_have_the_probabilities_of_the_line_that_it_shows(port):
+    for typed, after in itertools.product(range(len(BEFORE) - 12, len(BEFORE) + 1), ["", "\n    return 3\n"]):
+        told = ok(port, "/suggest", {"before": BEFORE[:typed], "after": after, "tokens": True})
+        best, tokens = told["suggestions"][0], told["tokens"]
+        assert "".join(token["text"] for token in tokens).startswith(best["text"])
+        assert all(token["text"] for token in tokens)
+        product = math.prod(token["probability"] for token in tokens)
+        assert product == pytest.approx(best["line"], rel=1e-3) or not best["text"]
 
 
 @pytest.mark.parametrize(
@@ -695,9 +705,13 @@ def test_many_clients_at_once_get_their_own_answers(port):
 
 
 def test_doctor_says_what_each_client_shows(port, run, monkeypatch):
+    assert ok(port, "/infill", infill(BEFORE, "\n", **VIM))["content"]
     lines = [*examine(f"http://127.0.0.1:{port}", before=BEFORE, after="\n")]
-    assert [line.problem for line in lines] == [""] * 6
-    assert all("shows 'ue_3 * " in line.text for line in lines[1:])
+    assert "".join(line.problem for line in lines) == ""
+    assert all("shows 'ue_3 * " in line.text for line in lines[-5:])
+    assert any("an editor" in line.client and "return val" in line.client for line in lines[1:-5])
+    assert len([*examine(f"http://127.0.0.1:{port}")]) == len(lines), "doctor's own requests are not an editor's"
+    assert ask(port, "/recent")[0] == 403, "other users of this machine do not see what is being written"
     with pytest.raises(ValueError, match="no server answers"):
         [*examine("http://127.0.0.1:9")]
     with pytest.raises(ValueError, match="expected an address"):
@@ -761,23 +775,105 @@ def test_saved_files_are_copied_from_and_a_retrained_model_is_loaded(copied):
         assert eventually(lambda: model.current.loaded is not loaded)
 
 
-def test_a_run_that_still_trains_copies_first_and_then_has_its_model(run, tmp_path):
-    copy = tmp_path / "run"
+def request_of(application, path, body=None, agent="curl"):
+    """The JSON of an application's answer, without a server."""
+    data, sent = b"" if body is None else json.dumps(body).encode(), []
+    received = iter([{"type": "http.request", "body": data, "more_body": False}])
+
+    async def receive():
+        return next(received, None) or await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"user-agent", agent.encode())]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+    asyncio.run(asyncio.wait_for(application(scope, receive, send), 20))
+    assert sent[0]["status"] == 200, sent
+    return json.loads(sent[1]["body"])
+
+
+def in_training(run, copy):
+    """A copy of a run as it is while it trains."""
     (copy / "completion").mkdir(parents=True)
     for name in ("files.json", "index.safetensors"):
         (copy / "completion" / name).write_bytes((run / "completion" / name).read_bytes())
-    lines = []
+    return copy
+
+
+def end_training(run, copy):
+    for path in sorted(run.rglob("*"), key=lambda p: p.name == "config.json"):
+        if path.is_file() and "state" not in path.parts:
+            target = copy / path.relative_to(run)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+
+
+VIM = {"response_fields": ["content", "timings/prompt_n", "truncated", "tokens_cached"]}
+
+
+def test_an_answer_without_a_suggestion_is_none_that_a_client_keeps(run, tmp_path):
+    copy, place = in_training(run, tmp_path / "run"), "def task_1_3(value_3, limit=3):\n    return value_3 * 1 "
+    with closing(Running([copy], 0.35, (), lambda line: None)) as running:
+        application, model = app.Server(running).app(), running.served["run"]
+        before = request_of(application, "/infill", infill("zq = ", "\n", **VIM))
+        assert "content" not in before, "llama.vim keeps what has it, until it ends"
+        assert "truncated" in before
+        assert request_of(application, "/infill", infill("zq = ", "\n"))["content"] == "", "as llama-server"
+        assert request_of(application, "/infill", infill("", "", n_predict=0, **VIM)).get("content") == ""
+        assert request_of(application, "/infill", infill(BEFORE, "\n", **VIM))["content"].startswith("ue_3")
+        assert "content" in request_of(
+            application, "/completion", {"prompt": "<|fim_prefix|>zq = <|fim_suffix|>\n<|fim_middle|>"}
+        )
+        end_training(run, copy)
+        assert eventually(lambda: model.current.loaded is not None)
+        model.acceptance = 0.0
+        assert "content" in request_of(application, "/infill", infill(place, "\n", **VIM))
+
+
+def test_doctor_asks_again_where_the_user_typed(run, tmp_path):
+    copy = in_training(run, tmp_path / "run")
+    with closing(Running([copy], 0.35, (), lambda line: None)) as running:
+        application, model = app.Server(running).app(), running.served["run"]
+        recent = partial(request_of, application, "/recent")
+        assert recent()["places"] == [], "the first request of a server is its own"
+        for typed in ("    re", "    return", "    return val"):  # one line, key by key
+            shown = request_of(application, "/infill", infill(f"if zq:\n{typed}", "\n", **VIM))
+        assert "content" not in shown
+        request_of(application, "/infill", infill(BEFORE, "\n", **VIM))
+        request_of(application, "/infill", infill("doctor = ", "\n"), agent="dunes")
+        request_of(application, "/suggest", {"before": "page = "})
+        told = recent()
+        assert "in training" in told["notes"]["run"]
+        assert [place["line"] for place in told["places"]] == [BEFORE.split("\n")[-1], "    return val"]
+        first, second = map(_replayed, told["places"])
+        assert "shows 'ue_3 * " in first.text
+        assert "shows nothing: its best suggestion is" in second.text
+        assert "50% are needed" in second.text
+        end_training(run, copy)
+        assert eventually(lambda: model.current.loaded is not None)
+        model.acceptance = 0.0
+        told = recent()
+        assert told["notes"] == {"run": ""}
+        texts = [_replayed(place).text for place in told["places"]]
+        assert texts[1].startswith("showed nothing, and would show '")
+        assert texts[1].endswith("it asks again when you type there")
+        told["places"][0]["now"] = "something else"
+        assert "llama.vim keeps" in _replayed(told["places"][0]).text
+        for i in range(20):
+            request_of(application, "/infill", infill(f"line_{i} = 1\nx", "\n"))
+        assert len(recent()["places"]) == 8
+
+
+def test_a_run_that_still_trains_copies_first_and_then_has_its_model(run, tmp_path):
+    copy, lines = in_training(run, tmp_path / "run"), []
     with closing(Running([copy], 0.0, (), lines.append)) as running:
         model = running.served["run"]
         assert "still" in lines[0] or "in training" in lines[0]
         assert shown_by(running, BEFORE).startswith("ue_3")
         with pytest.raises(Refused, match="in training"):
             model.add(TextRequest("a"), print, lambda: False)
-        for path in sorted(run.rglob("*"), key=lambda p: p.name == "config.json"):
-            if path.is_file() and "state" not in path.parts:
-                target = copy / path.relative_to(run)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(path.read_bytes())
+        end_training(run, copy)
         assert eventually(lambda: model.current.loaded is not None)
         assert shown_by(running, BEFORE).startswith("ue_3")
 
@@ -1089,13 +1185,14 @@ def test_what_clients_send_without_effect_is_taken(port):
 
 def test_a_model_without_a_template_reads_ollamas_prompts_as_they_are(port):
     body = {"prompt": "def task_", "stream": False, "options": {"num_predict": 5, "temperature": 0}}
-    plain, raw = (ok(port, "/api/generate", body | more)["response"] for more in ({}, {"raw": True}))
+    plain, raw = (ok(port, "/api/generate", body | more)["response"] for more in ({"think": False}, {"raw": True}))
     assert plain == raw != ""
     for path, more in (
         ("/api/generate", {"system": "S"}),
+        ("/api/generate", {"think": True}),
         ("/api/chat", {"messages": [{"role": "user", "content": "a"}]}),
     ):
-        status, content = ask(port, path, more | body if "system" in more else more)
+        status, content = ask(port, path, more if "messages" in more else more | body)
         assert (status, b"no chat template" in content) == (400, True)
 
 

@@ -538,6 +538,7 @@ def test_only_what_needs_an_end_asks_for_one(tmp_path):
 def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert
+    from dunes.checkpoint.folder import SPECIAL_TOKENS
 
     model = random_model(vocab=512, depth=1, context=16)
     checkpoint.save(model, tmp_path / "in", Tokenizer.train("bytes", []), 16)
@@ -549,7 +550,9 @@ def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     (tmp_path / "in" / "tokenizer.json").write_bytes(simple({"a": 0, "b": 5}))
     convert(open_verified_source(tmp_path / "in"), tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert not [k for k in said if k.endswith("_token_id")]
+    assert {k: v for k, v in said.items() if k.endswith("_token_id")} == {
+        f"{n}_token_id": None for n in SPECIAL_TOKENS
+    }
     assert checkpoint.load(tmp_path / "out").tokenizer.encode("ab") == [0, 5]
 
 

@@ -128,9 +128,9 @@ def test_a_trusted_card_is_trusted_by_the_processes_that_measure(kept, tmp_path,
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
     status, error = dunes("bench memory", "--trust-code", "--check")
     assert (status, error) == (0, "")
-    refuses("not imported automatically", comparison._run_measurement, kept / "model", tmp_path)
+    refuses("not imported automatically", comparison._run_measurement, [kept / "model"], tmp_path)
     with checkpoint.trust_cards():
-        assert comparison._run_measurement(kept / "model", tmp_path)["decode"] > 0
+        assert comparison._run_measurement([kept / "model"], tmp_path)["memory"] > 0
 
 
 def test_training_goes_on_from_a_trusted_model_and_keeps_its_function(tmp_path, dunes):

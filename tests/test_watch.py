@@ -11,8 +11,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from conftest import refuses
-from dunes import tree
+from dunes import checkpoint, tree
+from dunes.flags import PARTS
+from dunes.models import FAMILIES, build_on_meta, of_parts
+from dunes.text import Tokenizer
 from own_networks import NETWORKS, ConvNet, Rows, Tied
+from small_models import random_model, small_config
 
 
 def hook_tables(network):
@@ -180,7 +184,8 @@ def test_a_table_has_shapes_flops_and_memory_and_leaves_no_trace(capsys):
     assert tree.layers(network)[0].flops is None
 
 
-def test_long_stacks_are_folded(capsys):
+def test_long_stacks_are_folded(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     network = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(30)], nn.Linear(4, 2))
     tree.print_layers(tree.layers(network, torch.rand(2, 4)))
     lines = capsys.readouterr().out.strip().splitlines()
@@ -325,7 +330,8 @@ def test_a_network_that_must_run_itself_is_not_changed_and_draws_no_number():
     assert hook_tables(network) == tables
 
 
-def test_memory_counts_each_tensor_once_and_only_numbered_modules_are_folded(capsys):
+def test_memory_counts_each_tensor_once_and_only_numbered_modules_are_folded(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     network = nn.ModuleDict({"left": nn.Linear(2, 2), "right": nn.Linear(2, 2), "norm": nn.BatchNorm1d(3)})
     network["right"].weight = network["left"].weight
     sizes = {layer.name: layer.bytes for layer in tree.layers(network)}
@@ -345,3 +351,33 @@ def test_memory_counts_each_tensor_once_and_only_numbered_modules_are_folded(cap
     assert {"left", "right"} <= lines.keys(), "equal modules with names of their own stand apart"
     assert "not" not in lines["inside"], "a container is not called, and that is no news"
     assert lines["norm"][2:4] == ["not", "called"]
+
+
+EVERY_PART = [(name, choice) for name, choices in PARTS.items() for choice in choices]
+
+
+@pytest.mark.parametrize("part", [*FAMILIES, *EVERY_PART], ids=str)
+def test_every_model_runs_on_the_meta_device_and_has_a_table(part):
+    if isinstance(part, str):
+        model = build_on_meta(part, small_config(part))
+    else:
+        with torch.device("meta"):
+            model = of_parts.build(50, 32, 4, 32, **dict([part]))
+    ids = torch.zeros(2, 9, dtype=torch.long, device="meta")
+    for dtype in (torch.bfloat16, torch.float32):
+        with torch.no_grad():
+            assert model.to(dtype).eval()(ids).shape == (2, 9, 50)
+        model.train()(ids).sum().backward()
+        assert all(p.grad is not None for name, p in model.trunk.named_parameters() if "ahead" not in name)
+        model(ids, targets=ids)
+    rows = tree.layers(model, torch.zeros(2, 9, dtype=torch.long))
+    assert (rows[0].outputs, rows[0].flops > 0) == ("2x9x50", True)
+
+
+@pytest.mark.parametrize("family", ["arcee", "mixtral", "qwen3_next"])
+def test_the_command_prints_the_table_of_a_folder(family, tmp_path, command):
+    model = random_model(family, vocab=265)
+    checkpoint.save(model, tmp_path / "model", Tokenizer.train("bytes", ()), 32)
+    status, shown, error = command("inspect", tmp_path / "model", "--layers")
+    assert (status, error) == (0, "")
+    assert "1x32x265" in shown

@@ -7,7 +7,6 @@ DoRA https://arxiv.org/abs/2402.09353, PiSSA https://arxiv.org/abs/2404.02948
 # Shapes: I inputs, O outputs (in embeddings: vocabulary size and width), R rank.
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes.ops import low_rank
+from dunes.ops.operation import autocast_enabled, without_autocast
 
 TINY = 1e-30
 """Minimum for the squared norm of a row: untrained output projections have rows of zeros."""
@@ -109,7 +109,7 @@ class Adapter(nn.Module):
         """
         a, b = self.factors()
         s = self.config.scale
-        with _without_autocast(a):
+        with without_autocast(a):
             weight = dense(base).to(a.dtype)
             squares = weight.square().sum(1)
             squares += 2 * s * ((weight @ a.T) * b).sum(1) + s * s * (b @ (a @ a.T) * b).sum(1)
@@ -118,7 +118,7 @@ class Adapter(nn.Module):
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
         """The base's weight plus the update: (O, I) for a linear layer. Zeros of a pruned base stay zero."""
         a, b = self.factors()
-        with _without_autocast(a):
+        with without_autocast(a):
             weight = dense(base).to(dtype) + self.config.scale * (b.to(dtype) @ a.to(dtype))
         if keeps_zeros(base):
             weight = weight * (dense(base) != 0)
@@ -137,22 +137,13 @@ class EmbeddingAdapter(Adapter):
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
         """The embedding's weight (I, O) plus the update."""
-        with _without_autocast(self.A):
+        with without_autocast(self.A):
             return dense(base).to(dtype) + self.config.scale * (self.B.to(dtype) @ self.A.to(dtype)).T
 
 
 def keeps_zeros(module: nn.Module) -> bool:
     """True if zeros in the weight of this linear layer must stay zero, because the layer is pruned."""
     return bool(getattr(module, "keeps_zeros", False))
-
-
-def _without_autocast(like: Tensor) -> AbstractContextManager[object]:
-    """A context that disables autocast, which would round weights.
-
-    If autocast is off, it is a null context, since exported graphs cannot contain autocast contexts.
-    """
-    device = like.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class Adapted(nn.Module):
@@ -239,7 +230,7 @@ def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
     if type(base) is not nn.Linear and not getattr(base, "makes_dense", False):
         return False
     dtypes = {x.dtype, adapter.A.dtype, base.dtype if hasattr(base, "dtype") else base.weight.dtype}
-    same_dtype = len(dtypes) == 1 or torch.is_autocast_enabled(x.device.type)
+    same_dtype = len(dtypes) == 1 or autocast_enabled(x)
     return same_dtype and not any(p.requires_grad for p in base.parameters())
 
 

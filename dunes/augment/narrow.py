@@ -52,7 +52,7 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
     """
     request, experts, blocks = options.request(), options.experts, options.blocks
     if all(count is None for count in (options.heads, options.neurons, experts, blocks)):
-        raise ValueError("nothing to take out; pass how many heads, neurons, experts or blocks to keep")
+        raise ValueError("nothing to take out; pass how many to keep: --heads, --neurons, --experts or --blocks")
     if ids is None:
         raise ValueError("narrow needs calibration text")
     require_ids(model, ids)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dunes.ops import int_linear, low_rank
 from dunes.ops.int_linear import int8_linear, is_few
-from dunes.ops.operation import autocast_dtype
+from dunes.ops.operation import autocast_dtype, without_autocast
 
 Inputs = Callable[[Tensor], Sequence[Tensor]]
 Sums = Callable[..., Tensor]
@@ -160,7 +160,7 @@ class Quantized(nn.Module, ABC):
             return y if self.bias is None else y + self.bias.float()
         trains_bias = self.bias is not None and self.bias.requires_grad
         if not (torch.is_grad_enabled() and (x.requires_grad or trains_bias)):
-            with torch.autocast(x.device.type, enabled=False):
+            with without_autocast(x):
                 return self.product(x.to(autocast_dtype(x)))
         if torch.compiler.is_compiling() or trains_bias:
             return F.linear(x, self.dense().to(autocast_dtype(x)), self.bias)

@@ -9,6 +9,7 @@ https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -22,18 +23,21 @@ CONFIDENCE = 0.99
 class Difference:
     """Ratio of B's seconds to A's seconds in one case; `interval` is its confidence interval.
 
-    The interval is None if the rounds are too few.
+    The interval is None if the rounds are too few. `drift` is the ratio, at least 1, of the rates that the machine
+    itself had during A and during B.
     """
 
     what: str
     ratio: float
     interval: tuple[float, float] | None
     pairs: int
+    drift: float = 1.0
 
     @property
     def significant(self) -> bool:
-        """True if A and B differ at the given confidence: the interval does not contain 1."""
-        return self.interval is not None and not self.interval[0] <= 1.0 <= self.interval[1]
+        """True if A and B differ at the given confidence, by more than the machine itself."""
+        low, high = self.interval or (1.0, 1.0)
+        return not low / self.drift <= 1.0 <= high * self.drift
 
     @property
     def verdict(self) -> str:
@@ -41,7 +45,7 @@ class Difference:
             return "too few rounds"
         low, high = self.interval
         if not self.significant:
-            return f"no significant difference (below {max(1 / low, high) - 1:.1%} would be missed)"
+            return f"no significant difference (below {self.drift * max(1 / low, high) - 1:.1%} would be missed)"
         change = self.ratio - 1 if self.ratio > 1 else 1 / self.ratio - 1
         return f"B takes {change:.1%} longer" if self.ratio > 1 else f"B is {change:.1%} faster"
 
@@ -78,10 +82,14 @@ def compare(a: Sequence[Row], b: Sequence[Row], confidence: float = CONFIDENCE) 
             f"no case was measured in both: A has {_label(columns, next(iter(sides[0])))}, "
             f"B has {_label(columns, next(iter(sides[1])))}"
         )
-    results = [_difference(_label(columns, key), sides[0][key], sides[1][key], confidence) for key in common]
+    ceilings, same = _ceilings(a, b), all(a[0].get(n) == b[0].get(n) for n in ("machine", "cpu"))
+    drift = max((max(x / y, y / x) for x, y in ceilings.values() if same), default=1.0)
+    measured = partial(_difference, confidence=confidence, drift=drift)
+    results = [measured(_label(columns, key), sides[0][key], sides[1][key]) for key in common]
+
     unmatched = [_label(columns, key) for key in sides[0].keys() ^ sides[1].keys()]
     values = ((n, a[0].get(n), b[0].get(n)) for n in (*fixed, "machine", "cpu", "torch", "commit"))
-    return Comparison(results, sorted(unmatched), {n: (x, y) for n, x, y in values if x != y} | _ceilings(a, b))
+    return Comparison(results, sorted(unmatched), {n: (x, y) for n, x, y in values if x != y} | ceilings)
 
 
 def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
@@ -99,14 +107,14 @@ def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
     return results
 
 
-def _difference(label: str, a: Sequence[Row], b: Sequence[Row], confidence: float) -> Difference:
+def _difference(label: str, a: Sequence[Row], b: Sequence[Row], confidence: float, drift: float) -> Difference:
     sides = [{int(row.get("round", i)): float(row["seconds"]) for i, row in enumerate(side)} for side in (a, b)]
     logs = [math.log(sides[1][n] / sides[0][n]) for n in sides[0] if n in sides[1]]
     if not logs:
         raise ValueError(f"{label}: no round was measured in both; measure again")
     middle, interval = hodges_lehmann(logs, confidence)
     ratios = interval and (math.exp(interval[0]), math.exp(interval[1]))
-    return Difference(label, math.exp(middle), ratios, len(logs))
+    return Difference(label, math.exp(middle), ratios, len(logs), drift)
 
 
 def hodges_lehmann(

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
+from time import process_time
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from dunes.bench.rows import Row
 from dunes.bench.runner import race
 from dunes.bench.subject import Setting, of_folder
 from dunes.checkpoint.model_folder import read_card
+from dunes.completion.fit import STUDENT
 from dunes.extra import python_command
 from dunes.files import json_file
 from dunes.files.atomic import folder_lock
@@ -41,8 +43,6 @@ from dunes.units import format_seconds
 DEFAULT = "default"
 CLOCK, TOKENS = "minutes", "tokens"
 ROWS, SETTINGS, PICTURE = "runs.jsonl", "settings.json", "parts.svg"
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom; the last one is used for more, too."""
 DECODED = 128
 """Length of the texts whose second half is decoded to measure the speed."""
 
@@ -269,33 +269,37 @@ def _row(job: Job, folder: Path) -> Row:
         "bits_per_byte": card["measured"]["bits_per_byte"],
         "rate": tokens / (timings.get("steps", 0.0) + timings["first step"]),
         "peak_bytes": card["measured"]["peak_bytes"],
-        "decode_rate": _decode_rate(folder, trained["threads"], trust=":" in job.variant),
+        "decode_rate": _decode_rate(folder, trust=":" in job.variant),
         "settings": {name: trained[name] for name in SETTINGS_KEPT},
         **measure.fingerprint(),
     }
 
 
-def _decode_rate(folder: Path, threads: int, trust: bool) -> float:
-    """Tokens per second, the fastest of three laps; `trust` imports the function that the variant names."""
+def _decode_rate(folder: Path, trust: bool) -> float:
+    """Tokens per second of processor time on one thread, the median of five laps.
+
+    Variants are decoded minutes apart, when other programs may run. `trust` imports the function that the variant
+    names.
+    """
     with trust_cards(trust):
         subject = of_folder(folder)
-        work = BENCHMARKS["decode"].make(subject, Setting(1, min(DECODED, subject.context), "float32", threads))
-    torch.set_num_threads(threads)
-    return work.amount / min(lap.seconds for lap in race({"": work}, 3))
+        work = BENCHMARKS["decode"].make(subject, Setting(1, min(DECODED, subject.context), "float32", 1))
+    torch.set_num_threads(1)
+    return work.amount / median(lap.seconds for lap in race({"": work}, 5, clock=process_time))
 
 
 def summary(rows: Sequence[Row], variants: Sequence[str]) -> list[Row]:
     """For each variant, what it brings and costs beside the default.
 
     `difference` has by "minutes", and by "tokens" if that was measured, the mean difference in bits/byte and half
-    of the width of its interval, which is None for a single seed. `rate`, `decode_rate` and `peak_bytes` are
-    means of ratios.
+    of the width of its interval, which is None for a single seed. `rate`, `decode_rate` and `peak_bytes` are the
+    same for ratios.
     """
     results = []
     for variant in variants:
         pairs = {by: _pairs(rows, variant, by) for by in (CLOCK, TOKENS)}
         ratios = {
-            name: mean(a[name] / b[name] for a, b in pairs[CLOCK])
+            name: interval([a[name] / b[name] for a, b in pairs[CLOCK]])
             for name in ("rate", "decode_rate", "peak_bytes")
         }
         bits = mean(a["bits_per_byte"] for a, _ in pairs[CLOCK])
@@ -328,16 +332,16 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 def print_summary(results: Sequence[Row], title: str) -> None:
     """Print one line per variant, the best by the clock first; the default is the line of zeros."""
 
-    def difference(value: tuple[float, float | None] | None) -> str:
+    def cell(value: tuple[float, float | None] | None, form: str = "+.4f") -> str:
         if value is None:
             return ""
         middle, half = value
-        return f"{middle:+.4f}" + (f" ± {half:.4f}" if half else "")
+        return f"{middle:{form}}" + (f" ± {half:{form.lstrip('+')}}" if half else "")
 
     lines = []
     for row in sorted(results, key=lambda row: row["difference"][CLOCK][0]):
-        costs = [f"{row[name]:.2f}" for name in ("rate", "peak_bytes", "decode_rate")]
-        both = [difference(row["difference"].get(by)) for by in (CLOCK, TOKENS)]
+        costs = [cell(row[name], ".2f") for name in ("rate", "peak_bytes", "decode_rate")]
+        both = [cell(row["difference"].get(by)) for by in (CLOCK, TOKENS)]
         lines.append([row["variant"], f"{row['bits_per_byte']:.4f}", both[0], verdict(row), both[1], *costs])
     columns = ["", "bits/byte", "equal minutes", "", "equal tokens", "tokens/s", "memory", "decoding"]
     print_table(title, columns, lines)

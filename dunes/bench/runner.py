@@ -99,7 +99,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
     if unused := [option for option, values in options.items() if values and option not in BENCHMARKS[name].reads]:
         raise ValueError(f"--{unused[0]} has no effect on {name}; leave it out")
     if not request.models and not request.sizes:
-        raise ValueError(f"nothing to measure; name a model folder, or a shape: dunes bench {name} --size 3m")
+        raise ValueError("nothing to measure; name a model folder, or a shape, as --size 3m")
     if invalid := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {invalid[0]!r}; it must be one of {', '.join(DTYPES)}")
     subjects, results = [*_subjects(request)], []  # before measurements, which take seconds

@@ -32,7 +32,7 @@ def print_summary(results: Sequence[Mapping[str, Any]]) -> None:
     hidden = {"benchmark", "family", "parameters", "subject", *differ}
     fixed = ", ".join(f"{n} {_value(results[0][n])}" for n in SETTING if n not in hidden)
     title = f"{results[0]['benchmark']}: {fixed}, {plural(results[0]['rounds'], 'round')}"
-    print_table(title, [*columns, *columns_shown], lines)
+    print_table(title, [*columns, *columns_shown], lines, len(columns))
 
 
 def _limit(f: Mapping[str, Any]) -> str:

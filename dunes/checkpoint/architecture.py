@@ -30,7 +30,7 @@ from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.weights.safetensors_file import CODES, quote
 from dunes.files.atomic import tensor_digests
 from dunes.files.model_file import cards_trusted
-from dunes.models import FAMILIES, build_on_meta
+from dunes.models import FAMILIES, build_on_meta, refusal
 from dunes.parts import Decoder
 from dunes.tree.summary import ModuleRow, module_rows
 from dunes.units import plural
@@ -95,6 +95,11 @@ class Architecture:
             "pass --trust-code, in Python trust_code=True or the function itself: "
             f"build={name[:200].rpartition(':')[2]}"
         )
+
+    @property
+    def trust_option(self) -> str:
+        """ " --trust-code" if opening a folder of this model needs it, otherwise empty."""
+        return "" if self.function is None or OURS.fullmatch(self.family) else " --trust-code"
 
     def record(self) -> dict[str, Any]:
         """The card's entries for this architecture."""
@@ -340,8 +345,11 @@ def _import_module(name: str) -> ModuleType:
     return module
 
 
-def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
-    """The family and config that build exactly this model, or text on its difference from the closest family."""
+def hf_config_of(model: nn.Module, context_length: int, loads: bool = True) -> Architecture | str:
+    """The family and config that build exactly this model, or text on its difference from the closest family.
+
+    With `loads`, transformers must also load and run a folder with this config.
+    """
     if getattr(model, "ahead", None) is not None:
         return "it has modules that predict further ahead in training; save `model.trunk`, which has none"
     reasons: dict[str, tuple[bool, int, str]] = {}  # the family reads the model; equal modules; difference
@@ -353,7 +361,10 @@ def hf_config_of(model: nn.Module, context_length: int) -> Architecture | str:
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             reasons[family] = False, *_first_other_part(model, family, error)
             continue
-        if (difference := _first_difference(model, rebuilt)) is None:
+        difference = _first_difference(model, rebuilt)
+        if difference is None and loads and (reason := refusal(family, config)):
+            difference = len(list(module_rows(model))), reason
+        if difference is None:
             return Architecture(family, config)
         reasons[family] = True, *difference
     most = max(reason[:2] for reason in reasons.values())

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from dunes.checkpoint import folder
+from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.model_folder import CARD, READY, UNFINISHED, named_folder
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
@@ -17,7 +18,7 @@ from dunes.checkpoint.weights.lazy_tensor import cast, hf_weights
 from dunes.files import json_file
 from dunes.files.atomic import folder_lock
 from dunes.files.model_file import read_file
-from dunes.models import FAMILIES, written_names
+from dunes.models import FAMILIES, refusal, written_names
 from dunes.models.names import fields
 from dunes.progress import phase
 from dunes.text import Tokenizer
@@ -73,12 +74,13 @@ def convert(
 
 def _converted(source: Source, dtype: torch.dtype | None, facts: Mapping[str, Any]) -> Edit[Verification]:
     """The `Edit` for `rewrite`: the source's model with Hugging Face's names, cast to `dtype` if it is given."""
-    weights = source.weights() if dtype is None else cast(source.weights(), dtype)
+    weights, model = source.weights() if dtype is None else cast(source.weights(), dtype), source.architecture
+    if source.own is None and refusal(model.family, model.config):
+        model = folder.require_described(source.outline(), source.context_length, source.folder)
     tokenizer = Tokenizer.load_if_present(source.folder)
-    ids = {key: value for key, value in folder.special_ids(tokenizer).items() if value is not None}
     rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
-    card = {"family": source.family, "context_length": source.config.context_length, "changes": []}
-    card |= {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes")}
+    card = {"family": model.family, "context_length": source.config.context_length, "changes": []}
+    card |= {k: v for k, v in source.card.items() if k not in ("files", "format", "dunes", "family")}
     converted = {"format": source.format, "notes": list(source.assumed), **facts}
     earlier = {"before": card["converted"]} if "converted" in card else {}
 
@@ -91,8 +93,8 @@ def _converted(source: Source, dtype: torch.dtype | None, facts: Mapping[str, An
 
     write = partial(
         folder.write_model,
-        weights=hf_weights(written_names(source.family, source.config), weights),
-        config=ids | _hf_config(source, dtype),
+        weights=hf_weights(written_names(model.family, model.config), weights),
+        config=folder.special_ids(tokenizer) | _hf_config(source, model, dtype),
         card=card,
         tokenizer=(tokenizer, source.config.context_length),
     )
@@ -145,12 +147,12 @@ def _empty(path: Path) -> bool:
     return all(p.name.startswith(".") for p in path.iterdir())
 
 
-def _hf_config(source: Source, dtype: torch.dtype | None) -> dict[str, Any]:
+def _hf_config(source: Source, model: Architecture, dtype: torch.dtype | None) -> dict[str, Any]:
     """The content of the config.json to write: the family's keys, and further keys of the source."""
     dtypes = [w.dtype for w in source.files.values()]
     name = str(dtype or max(set(dtypes), key=dtypes.count)).removeprefix("torch.")
     others = {k: v for k, v in source.hf_config.items() if k not in FOREIGN}
-    known: dict[str, Any] = FAMILIES[source.family].to_hf(source.config)
+    known: dict[str, Any] = FAMILIES[model.family].to_hf(model.config)
     return others | known | {"dtype": name, "torch_dtype": name}
 
 

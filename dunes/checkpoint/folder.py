@@ -168,7 +168,7 @@ def inherited(card: Mapping[str, Any]) -> dict[str, Any]:
 
 def require_described(model: nn.Module, context_length: int, folder: Path, reader: str = "") -> Architecture:
     """Family and config of the model from `folder`. Raises ValueError if no Hugging Face config describes it."""
-    if isinstance(described := hf_config_of(model, context_length), str):
+    if isinstance(described := hf_config_of(model, context_length, loads=not reader), str):
         refusal = f"{reader} does not know" if reader else "no Hugging Face config describes"
         raise ValueError(f"{folder}: {refusal} this model: {described}")
     return described

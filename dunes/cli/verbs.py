@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import tyro
 
-from dunes.flags import Dtype, flag
+from dunes.flags import Dtype, flag, parse_fields
 from dunes.inference.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
@@ -242,6 +242,7 @@ def evaluate(
     ] = (),
     *,
     text_field: Annotated[tuple[str, ...], flag("FIELD", "as in training")] = (),
+    fields: Annotated[tuple[str, ...], flag("OURS=THEIRS,...", "none")] = (),
     follow_links: bool = False,
     tasks: Annotated[tuple[str, ...], flag("TASK", "none")] = (),
     task_folder: Annotated[Path | None, flag("FOLDER", "none")] = None,
@@ -263,6 +264,7 @@ def evaluate(
     Args:
         sources: Files and folders to evaluate on.
         text_field: Fields of each record to evaluate on; several are joined by a blank line.
+        fields: Names of the records' fields by the names in the formats of finetune, like prompt=question.
         follow_links: Follow symbolic links that lead outside the sources.
         tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
         task_folder: Folder with YAML files of additional tasks.
@@ -274,7 +276,7 @@ def evaluate(
         out: JSON file for the full results of the tasks, including every sample.
     """
     names = [name for part in tasks for name in part.split(",") if name]
-    text: dict[str, Any] = {"text_field": text_field, "follow_links": follow_links}
+    text: dict[str, Any] = {"text_field": text_field, "names": parse_fields(fields), "follow_links": follow_links}
     text = {k: v for k, v in text.items() if v}
     if completion:
         of_tasks = {"tasks": names, "task-folder": task_folder, "out": out}

@@ -28,6 +28,7 @@ from dunes.flags import STDLIB
 from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import TextSource, longest_match
 from dunes.generate.packages import step_source
+from dunes.progress import advance
 
 LONGEST = 128
 """Maximum length of a match before the cursor, in bytes."""
@@ -180,8 +181,8 @@ def find_completer(
         return CopyCompleter(index)
     completer = FolderCompleter(folder, any_base, loaded)
     if completer.copies:
-        why = "was worse than copying when its training ended" if completer.gate else "has no gate (yet)"
-        line(f"the model {why}; copying from the training files alone")
+        why = completer.facts.get("verdict", "worse than copying") if completer.gate else "it has no gate (yet)"
+        line(f"the model does not complete lines ({why}); copying from the training files alone")
     return completer
 
 
@@ -199,7 +200,8 @@ class CopyNearest:
     def of_files(cls, files: Sequence[NamedText]) -> "CopyNearest":
         """A completer that copies from these files."""
         data = b"".join(text.encode(errors="replace") + b"\0" for _, text in files)
-        return cls([TextSource(data, ContextIndex(np.frombuffer(data, np.uint8), depth=LONGEST))])
+        items = np.frombuffer(data, np.uint8)
+        return cls([TextSource(data, ContextIndex(items, depth=LONGEST, progress=advance(1)))])
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
         """The rest of the line after the match; empty if nothing matches."""

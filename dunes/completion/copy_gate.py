@@ -25,6 +25,7 @@ from dunes.files.atomic import write_file
 from dunes.files.model_file import find_file
 from dunes.generate.copying import CANDIDATES, TOP, Candidates, Copies, Gate, Sources, mixture_loss, top_ids
 from dunes.generate.decode import text_logprobs
+from dunes.progress import each
 
 BATCH = 256
 """Batch size: text positions per Adam step."""
@@ -84,7 +85,7 @@ def fit_gate(places: Places) -> Gate:
         gate = Gate()
     optimizer = torch.optim.Adam(gate.parameters(), RATE)
     steps = min(max(STEPS[0], len(places.target) // PLACES_PER_STEP), STEPS[1])
-    for step in range(steps):
+    for step in each(range(steps)):
         rows = torch.randint(len(places.target), (min(BATCH, len(places.target)),), generator=generator)
         optimizer.param_groups[0]["lr"] = RATE * (1 - step / steps)
         optimizer.zero_grad()
@@ -101,10 +102,10 @@ def places_of(
     random = np.random.default_rng(0)
     texts = [texts[i] for i in random.permutation(len(texts))[: max(1, most // FEWEST)]]
     per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)
+    chunks = [(t, *c) for t in texts for c in _chunks(len(t.ids) - t.starts[0], per_text, random)]
     rows = [
         _row(*place)
-        for text in texts
-        for first, count in _chunks(len(text.ids) - text.starts[0], per_text, random)
+        for text, first, count in each(chunks)
         for place in islice(scored_places(loaded, text, sources_of, text.starts[0] + first), count)
     ]
     return Places(*(torch.stack(column) for column in zip(*rows, strict=True))) if rows else None

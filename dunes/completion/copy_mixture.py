@@ -207,16 +207,22 @@ class Mixture:
         assert entry is not None, "its logits were evaluated"
         inputs = self._version, rest, len(text) == self.copies.start
         if entry.mixed is None or entry.inputs != inputs:
-            entry.mixed, entry.inputs = self._mix(text, entry.logits, rest), inputs
+            entry.mixed, entry.inputs = self._mix(text, entry.logits, rest, self.gate), inputs
         entry.request = self._request
         return entry.mixed
 
-    def _mix(self, text: Sequence[int], logits: Tensor, rest: bytes) -> Tensor:
+    def alone(self, text: Sequence[int]) -> Tensor:
+        """The model's own log-probabilities (V,) after a text that this request has evaluated, without copies."""
+        entry = self.logits.get(text)
+        assert entry is not None, "its logits were evaluated"
+        return self._mix(text, entry.logits, self.copies.uncovered(text), None)
+
+    def _mix(self, text: Sequence[int], logits: Tensor, rest: bytes, gate: Gate | None) -> Tensor:
         mixed, allowed = self.files.logprobs(logits), self.files.allowed(rest)
         if allowed is not None:
             allowed = allowed[: len(mixed)]
-        if self.gate:
-            mixed = self.gate.mix(self.copies, mixed, text, allowed)
+        if gate:
+            mixed = gate.mix(self.copies, mixed, text, allowed)
         if allowed is not None:
             mixed = mixed.masked_fill(~allowed, -math.inf)
             # Condition on what is typed. An id that is a part of it is weighed by its continuation, so later ids

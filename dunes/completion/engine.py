@@ -7,21 +7,19 @@ only about one id has to be evaluated.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import trained_text
-from dunes.completion import Cancelled, Suggestion
+from dunes.completion import Suggestion
 from dunes.completion.copy_gate import scored_places
 from dunes.completion.copy_mixture import Mixture, RememberedLogits
 from dunes.completion.index import TextIndex, index_texts
 from dunes.completion.renaming import renamed_rest
-from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions, LineSearch
+from dunes.completion.search import DEFAULTS, LIMIT, Beam, CompleteOptions, LineSearch
 from dunes.completion.text import (
     BELOW,
     FileTokenizer,
@@ -129,6 +127,19 @@ class CompletionEngine:
 
         Raises Cancelled if `options.cancelled()`.
         """
+        search, found = self._find(before, after, name, options)
+        suggestions: dict[str, Suggestion] = {}
+        for rest, beam in found:
+            word = max(beam.total, search.logprob(beam, first_word(rest))) if rest else beam.total
+            first, full = (math.exp(min(p, 0.0)) for p in (word, beam.total))
+            suggestions.setdefault(rest, Suggestion(rest, first, full, search.ends(beam)))
+        best, *others = suggestions.values()
+        return [best, *(suggestion for suggestion in others if suggestion.text)]
+
+    def _find(
+        self, before: str, after: str, name: str, options: CompleteOptions
+    ) -> tuple[LineSearch, list[tuple[str, Beam]]]:
+        """The search, and its beams with the rests of the line that they suggest, best first."""
         after, name = valid_text(after[:BELOW]), valid_text(name)
         before = near_text(before)
         text = self.files.tokenize(before, name)
@@ -143,42 +154,34 @@ class CompletionEngine:
         copies = Copies(self.sources(above, below, name, options.files), typed, len(prompt))
         mixture.begin(copies, self.gate, prompt, search.limit, options.cancelled)
         start = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :]
-        suggestions: dict[str, Suggestion] = {}
-        for beam in search.beams():
-            rest = without_overlap(search.text(beam), after, start)
-            rest = rest if rest.strip() else ""
-            word = max(beam.total, search.logprob(beam, first_word(rest))) if rest else beam.total
-            first, full = (math.exp(min(p, 0.0)) for p in (word, beam.total))
-            suggestions.setdefault(rest, Suggestion(rest, first, full, search.ends(beam)))
-        best, *others = suggestions.values()
-        return [best, *(suggestion for suggestion in others if suggestion.text)]
+        beams = search.beams()
+        rests = [without_overlap(search.text(beam), after, start) for beam in beams]
+        return search, [(rest if rest.strip() else "", beam) for rest, beam in zip(rests, beams, strict=True)]
 
     def explain(
-        self, before: str, rest: str, name: str = "", cancelled: Callable[[], bool] = lambda: False
+        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[dict[str, Any]]:
-        """For each token of the rest of a line: text, probability, the model's probability, likeliest tokens.
+        """For each token of the first suggestion: text, probability, the model's probability, likeliest tokens.
 
-        The text behind the cursor is not used. Raises Cancelled if `cancelled()`.
+        The probabilities are given the text around the cursor, including the typed part of a token; their product
+        is that of the line. The last tokens may be text that the suggestion leaves out, such as a line end. Empty
+        if the suggestion is. Raises Cancelled if `options.cancelled()`.
         """
-        before, name = near_text(before), valid_text(name)
-        text, size = self.files.tokenize(before + rest, name), len(before.encode())
-        ends = [*accumulate(len(self.files.pieces[i]) for i in text.ids[text.starts[0] :])]
-        copies = Copies(self.sources(self.files.tokenize(before, name).ids, name=name))
-        model = self._mixture_of(DEFAULTS.width).logits
-        model.begin(self.loaded.context_length)
+        search, found = self._find(before, after, name, options)
+        (rest, beam), mixture, tokens = found[0], search.mixture, list[dict[str, Any]]()
         decode = partial(bytes.decode, errors="replace")
-        tokens = list[dict[str, Any]]()
-        for place in range(text.starts[0] + bisect_right(ends, size), len(text.ids)):
-            if cancelled():
-                raise Cancelled("nobody waits")
-            ids, id = text.ids[:place], text.ids[place]
-            alone = self.files.logprobs(model.after_one([*window(ids, self.loaded.context_length - 1)]))
-            mixed = self.gate.mix(copies, alone, ids) if self.gate else alone
-            best = mixed.topk(min(LIKELY, len(mixed)))
-            pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
-            probs = {"probability": math.exp(float(mixed[id])), "model": math.exp(float(alone[id]))}
-            likely = [[decode(self.files.pieces[i]), prob] for i, prob in pairs]
-            tokens.append({"text": decode(self.files.pieces[id]), **probs, "likely": likely})
+        typed, mixed_sum, alone_sum = len(mixture.copies.typed), 0.0, 0.0
+        for place, (id, logprob) in enumerate(zip(beam.ids, beam.logprobs, strict=True) if rest else ()):
+            ids, piece = [*search.prompt, *beam.ids[:place]], self.files.pieces[id]
+            best = (mixed := mixture.after_one(ids, 0)).topk(min(LIKELY, len(mixed)))
+            mixed_sum, alone_sum = mixed_sum + logprob, alone_sum + float(mixture.alone(ids)[id])
+            if len(piece) > typed:  # others count with the first token that has more
+                pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
+                likely = [[decode(self.files.pieces[i][typed:]), prob] for i, prob in pairs]
+                probs = {"probability": math.exp(min(mixed_sum, 0.0)), "model": math.exp(min(alone_sum, 0.0))}
+                tokens.append({"text": decode(piece[typed:]), **probs, "likely": likely})
+                mixed_sum = alone_sum = 0.0
+            typed = max(0, typed - len(piece))
         return tokens
 
     def bits(self, text: str, name: str = "") -> float:

@@ -1,31 +1,40 @@
 """Completion data that a training run writes: the index at its start, the gate and thresholds at its end.
 
-Confidence intervals resample files, since cursors in one file are alike, and one large file must not dominate.
+Confidence intervals are over files, since cursors in one file are alike, and one large file must not dominate.
 """
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dunes import checkpoint, measure
+from dunes.checkpoint import Architecture
 from dunes.completion import LineCompleter
 from dunes.completion.completer import CopyCompleter
 from dunes.completion.copy_gate import Places, fit_gate, places_of, write_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
 from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts, write_index
-from dunes.completion.keystrokes import FileSuggestions, TypedFile, file_lines, fit_threshold, sample_lines
-from dunes.completion.text import FileTokenizer
+from dunes.completion.keystrokes import (
+    FileSuggestions,
+    TypedFile,
+    cut_points,
+    file_lines,
+    fit_threshold,
+    sample_lines,
+)
+from dunes.completion.text import FileTokenizer, first_line
 from dunes.data import Corpus
 from dunes.data.document import NamedText
+from dunes.flags import Copies
 from dunes.generate.copying import Gate
-from dunes.progress import Display
+from dunes.progress import Display, each, part, phase
 from dunes.units import plural
 
 BEFORE = 1.2
@@ -34,16 +43,24 @@ BEHIND = 0.9
 """If the tails of the texts are for validation, the gate is fitted on the last BEHIND tail lengths of a text."""
 PLACES = (40.0, 500, 20_000)
 """Number of positions on which the gate is fitted: per second of the run, minimum and maximum."""
+CURSORS = (0.2, 64, 400)
+"""Number of cursors at which model and copying are compared: per second of the run, minimum and maximum."""
 LINES = (0.05, 4, 120)
 """Number of lines that are typed to fit the thresholds: per second of the run, minimum and maximum."""
 PLACE_SECONDS = 2e-3
 """Seconds to fit the gate, per position, at 4M parameters with one thread."""
+CURSOR_SECONDS = 0.1
+"""Seconds per cursor in a new line, at 4M parameters with one thread."""
 LINE_SECONDS = 0.75
 """Seconds per typed line, at 4M parameters with one thread."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
-LEAST = 8
-"""Minimum number of typed lines to compare model and copying; with fewer lines, the model is never disabled."""
+LEAST = 4
+"""Minimum number of cursors per file, if there are that many lines; of more files, only the first are compared."""
+FEWEST = 3
+"""Minimum number of files to compare model and copying; with fewer files, the model is not disabled."""
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom; the last one is used for more, too."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
 """A threshold is fitted for each of these fractions of shown suggestions that users should accept."""
 RESAMPLES = 2_000
@@ -81,70 +98,139 @@ def prepare_completion(
     return CompletionFiles(index_texts(texts, tokenizer), gate, all_texts, sources, follow_links)
 
 
-def begin_completion(run: Path, files: CompletionFiles) -> str:
+def begin_completion(run: Path, files: CompletionFiles, architecture: Architecture) -> str:
     """Write the index of a run, so that lines can be copied during training. Returns a line for the user."""
     write_index(run, files.index, files.sources, files.follow_links)
-    folder = shlex.quote(str(run))
+    folder = shlex.quote(str(run)) + architecture.trust_option
     return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
 
 
-def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
+def finish_completion(
+    run: Path, files: CompletionFiles, seconds: float, architecture: Architecture, copies: Copies = "auto"
+) -> str:
     """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
 
-    `seconds` is the duration of the run; the fit takes a few percent of it. Returns a line for the user.
+    `seconds` is the duration of the run; the fit takes a few percent of it. The saved model is loaded with the
+    function of `architecture`, which built it in this process. `copies` is the option of `dunes train`. Returns a
+    line for the user.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for single tokens, more threads only wait for each other
     try:
-        return _finish(run, files, seconds)
+        return _finish(run, files, seconds, architecture, copies)
     finally:
         torch.set_num_threads(threads)
 
 
-def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
-    loaded = checkpoint.load_with_tokenizer(run, measure.device())
+def _finish(run: Path, files: CompletionFiles, seconds: float, architecture: Architecture, copies: Copies) -> str:
+    loaded = checkpoint.load(run, measure.device(), build=architecture.function)
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
-    texts = [pair for pair in files.gate if pair[1].strip()]
-    fitted, facts = fit_mixture(engine, texts, _scale(PLACES, seconds))
+    copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
+    estimates = _estimates(files, seconds)
+    gated, compared, typed = np.cumsum(estimates)[:3] / sum(estimates)
+    with phase("fitting the completion gate", 0.0, gated):
+        fitted, facts = fit_mixture(engine, texts, _scale(PLACES, seconds))
     if fitted is None:
         return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
-    unseen, lines = _unseen_texts(texts), _scale(LINES, seconds)
-    typed, copied = (typed_files(c, unseen, lines) for c in (engine, CopyCompleter(files.index)))
-    model_shares, copy_shares = right_by_line(typed), right_by_line(copied)
-    facts["copies"] = bool(len(model_shares) >= LEAST and interval(model_shares - copy_shares).high < 0)
-    used = copied if facts["copies"] else typed
-    # 2.0, above all probabilities, for an unreachable acceptance.
-    facts["thresholds"] = {"word": [(share, min(fit_threshold(used, share), 2.0)) for share in ACCEPTANCES]}
-    write_gate(run, gate, facts)
-    write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)
-    verdict = ""
-    if facts["copies"]:
-        right = [f"{100 * shares.mean():.0f} %" for shares in (model_shares, copy_shares)]
-        verdict = (
-            f"; it has {right[0]} of ends right and copying {right[1]}, so lines are copied, without the model: "
-            f"train longer, or on more text ({plural(len(model_shares), 'line')})"
-        )
+    unseen = _unseen_texts(texts)
+    with phase("comparing the model with copying", gated, compared):
+        shares = paired_shares(engine, copier, unseen, _scale(CURSORS, seconds)) if copies != "only" else []
+    facts["copies"], verdict = choose_copies(copies, shares)
+    with phase("fitting the thresholds of completion", compared, typed):
+        used = typed_files(copier if facts["copies"] else engine, unseen, _scale(LINES, seconds))
+        # 2.0, above all probabilities, for an unreachable acceptance.
+        thresholds = [(share, min(fit_threshold(used, share), 2.0)) for share in ACCEPTANCES]
+    facts |= {"thresholds": {"word": thresholds}, "verdict": verdict}
+    with phase("indexing the text", typed):
+        write_gate(run, gate, facts)
+        write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)
+    folder = shlex.quote(str(run))
+    again = f"; to use it: dunes train --out {folder} --resume --copies never --override copies"
     return (
         f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
-        f"({plural(len(texts), 'file')}){verdict}; measure it: dunes eval {shlex.quote(str(run))} --completion"
+        f"({plural(len(texts), 'file')}); {verdict}{again * (facts['copies'] and copies == 'auto')}; "
+        f"measure it: dunes eval {folder}{architecture.trust_option} --completion"
     )
 
 
-def right_by_line(typed: Sequence[TypedFile]) -> NDArray[np.float64]:
-    """For each typed line, the share of its cursors at which the suggestion equals the rest of the line."""
-    shares = [
-        [suggestions.in_line(line, c).text.rstrip() == line.text[c:] for c in range(len(line.text))]
-        for suggestions, lines in typed
-        for line in lines
+class FileShares(NamedTuple):
+    """Shares of right suggestions at the same cursors of a file, of which each line has at most one."""
+
+    model: float
+    copying: float
+    cursors: int
+
+
+def paired_shares(
+    model: LineCompleter, copying: LineCompleter, texts: Sequence[NamedText], cursors: int
+) -> list[FileShares]:
+    """Compare two completers at about this many cursors inside lines of these files; few files have more each."""
+    texts = texts[: max(1, cursors // LEAST)]
+    per_file = math.ceil(cursors / max(1, len(texts)))
+    places = [
+        (number, cut.rest, (text[: cut.offset], "", name))
+        for number, (name, text) in enumerate(texts)
+        for cut in cut_points(name, text, file_lines(text), count=per_file)
+        if cut.kind == "character"
     ]
-    return np.array([np.mean(right) for right in shares])
+    right = [
+        [first_line(completer.complete(*request).text).rstrip() == rest for completer in (model, copying)]
+        for _, rest, request in each(places)
+    ]
+    files = [number for number, *_ in places]
+    means = (file_means(side, files).tolist() for side in zip(*right, strict=True))
+    return [*map(FileShares, *means, Counter(files).values())] if files else []
+
+
+def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
+    """The difference between the shares of right suggestions: mean over files, with Student's 95 % interval.
+
+    The sample is that of files, however many cursors they have. The variance between files counts for at least
+    that of the cursors inside them, since a few files may agree by chance. With fewer than FEWEST files, the
+    interval is [-1, 1]. Raises ValueError without files.
+    """
+    if not files:
+        raise ValueError("no file to compare model and copying on")
+    model, copying, cursors = np.array(files, float).T
+    mean = float((model - copying).mean())
+    if len(files) < FEWEST:
+        return Interval(mean, -1.0, 1.0)
+    smooth = [(side * cursors + 0.5) / (cursors + 1) for side in (model, copying)]  # one cursor varies, too
+    inside = np.mean(sum(p * (1 - p) for p in smooth) / cursors)
+    deviation = math.sqrt(max((model - copying).var(ddof=1), inside) / len(files))
+    half = STUDENT[min(len(files) - 1, len(STUDENT)) - 1] * deviation
+    return Interval(mean, max(-1.0, mean - half), min(1.0, mean + half))
+
+
+def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, str]:
+    """True if lines are completed by copying alone, and the reason for the user; `copies` as of `dunes train`."""
+    if copies == "only":
+        return True, "lines are copied, without the model, as --copies only asks"
+    if not files:
+        return False, "no line to compare the model with copying on"
+    difference, (model, copying, _) = model_minus_copying(files), np.array(files, float).mean(0)
+    text = (
+        f"{model:.0%} of line ends right, by copying alone {copying:.0%} (difference {difference.percent('+')}, "
+        f"{plural(sum(f.cursors for f in files), 'cursor')} in {plural(len(files), 'file')})"
+    )
+    if difference.high >= 0:
+        return False, text
+    if copies == "never":
+        return False, f"{text}; the model is used all the same, as --copies never asks"
+    return True, f"{text}, so lines are copied, without the model"
 
 
 def closing_seconds(files: CompletionFiles, seconds: float) -> float:
     """Estimated seconds that `finish_completion` takes after a run of `seconds`."""
-    fitted = PLACE_SECONDS * _scale(PLACES, seconds) + LINE_SECONDS * _scale(LINES, seconds)
-    return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
+    return sum(_estimates(files, seconds))
+
+
+def _estimates(files: CompletionFiles, seconds: float) -> list[float]:
+    """Estimated seconds of the gate, the comparison, the thresholds and the index."""
+    rules = (PLACES, PLACE_SECONDS), (CURSORS, CURSOR_SECONDS), (LINES, LINE_SECONDS)
+    size = sum(len(text) for _, text in files.all_texts)
+    return [*(_scale(rule, seconds) * time for rule, time in rules), BYTE_SECONDS * size]
 
 
 def _scale(rule: tuple[float, int, int], seconds: float) -> int:
@@ -163,11 +249,16 @@ def fit_mixture(
     """
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized
-    places = places_of(engine.loaded, seen, engine.sources, most * 2 // 3)
-    unseen = places_of(engine.loaded, _unseen_texts(tokenized), engine.sources, most // 3)
+    with part(0.0, 0.5):
+        places = places_of(engine.loaded, seen, engine.sources, most * 2 // 3)
+    with part(0.5, 0.75):
+        unseen = places_of(engine.loaded, _unseen_texts(tokenized), engine.sources, most // 3)
     if places is None or unseen is None:
         return None, {}
-    gates = fit_gate(places), fit_gate(Places(*map(torch.cat, zip(places, unseen, strict=True))))
+    with part(0.75, 0.85):
+        first = fit_gate(places)
+    with part(0.85, 1.0):
+        gates = first, fit_gate(Places(*map(torch.cat, zip(places, unseen, strict=True))))
     alone, mixed = -unseen.target_logprob.mean(), unseen.loss(gates[0]).mean()
     facts = {"places": len(places.target) + len(unseen.target), "loss": float(alone), "mixed_loss": float(mixed)}
     return gates, facts

@@ -26,6 +26,7 @@ from dunes.files.atomic import write_file
 from dunes.files.model_file import find_file
 from dunes.generate.context_index import DEPTH, ContextIndex
 from dunes.generate.copying import DEPTH_BYTES, TextSource, index_ids
+from dunes.progress import advance, each
 
 FOLDER, FORMAT = "completion", 1
 REMEDY = "remove this folder to complete without it, or train again"
@@ -114,11 +115,11 @@ def _byte_range(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
 def index_texts(texts: Sequence[tuple[str, str]], files: FileTokenizer) -> TextIndex:
     """The index of files, given as (path, text)."""
     indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
-    for name, text in texts:
+    for name, text in each(texts, end=0.15):
         indexed.append(IndexedFile(name, len(ids), len(data)))
         ids += [*files.tokenize(text, name).ids, files.tokenizer.eos]
         data += text.encode() + b"\0"
-    contexts = ContextIndex(np.frombuffer(data, np.uint8), depth=DEPTH_BYTES)
+    contexts = ContextIndex(np.frombuffer(data, np.uint8), depth=DEPTH_BYTES, progress=advance(1, 0.15, 0.85))
     return TextIndex(indexed, index_ids(ids, len(files.pieces)), bytes(data), contexts)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from dunes.completion import LineCompleter, Suggestion
 from dunes.completion.text import first_line, first_word, unmatched
+from dunes.progress import each
 from dunes.text.lines import split_lines
 
 ACCEPTANCE = 0.35
@@ -153,7 +154,7 @@ class FileSuggestions:
         return self.ask(line.end, line.start + column, warm=column > 0)
 
 
-TypedFile = tuple[FileSuggestions, Sequence[Line]]
+TypedFile = tuple[FileSuggestions, Iterable[Line]]
 """A file's suggestions, and the lines to type in it."""
 
 
@@ -190,9 +191,8 @@ def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) ->
 
     The completer must not have seen the files, and no evaluation may use them.
     """
-    probabilities = [
-        s.in_line(line, c).word for s, lines in files for line in lines for c in range(len(line.text))
-    ]
+    keys = [(s, line, c) for s, lines in files for line in lines for c in range(len(line.text))]
+    probabilities = [s.in_line(line, c).word for s, line, c in each(keys)]
     if not probabilities:
         return math.inf
     most_saved, best_threshold = 0.0, math.inf

@@ -5,7 +5,7 @@ For text, start with `collect_corpus`, `token_shard` and `Windows`; for examples
 """
 
 from dunes.data.batches import Batches, PackedText, Rows, TokenIds, Windows
-from dunes.data.document import Document, code_fraction, header_name
+from dunes.data.document import Document, code_size, header_name
 from dunes.data.examples import (
     Example,
     Record,
@@ -23,7 +23,7 @@ from dunes.data.sources import Corpus, collect_corpus, hold_out_test
 
 __all__ = [
     "Batches", "Corpus", "DataReport", "Digits", "Document", "Example", "FillInMiddle", "PackedText", "Record",
-    "Records", "Rows", "Shard", "TokenFile", "TokenIds", "Windows", "check_report", "code_fraction",
+    "Records", "Rows", "Shard", "TokenFile", "TokenIds", "Windows", "check_report", "code_size",
     "collect_corpus", "data_report", "default_cache", "drawn_digits", "fetch_digits", "file_header",
     "header_name", "hold_out_test", "missing_sentinels", "open_shard", "read_digits", "read_records", "rejoin",
     "split_records", "token_shard", "tokenize_records", "trained_spans",

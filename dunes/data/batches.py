@@ -26,6 +26,7 @@ from torch import Tensor
 from dunes.data.examples import Example
 from dunes.measure import ranks
 from dunes.ops.cross_entropy import IGNORE
+from dunes.progress import each
 from dunes.units import plural
 
 ROUNDS = 4
@@ -376,7 +377,7 @@ class Batches:
 
     def one_epoch(self) -> Iterator[Batch]:
         """Yield batches with each row of the first epoch once, for evaluation; the last batch may be smaller."""
-        for start in range(0, self.rows_per_epoch, self.batch_size):
+        for start in each(range(0, self.rows_per_epoch, self.batch_size)):
             yield self._rows(range(start, min(start + self.batch_size, self.rows_per_epoch)))
 
 

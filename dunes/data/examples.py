@@ -5,11 +5,12 @@ The format of a file is detected from its first row. An invalid row raises an er
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from itertools import chain, cycle, groupby, takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
-from dunes.data.records import file_format, rows
+from dunes.data.records import DECODER, file_format, rows
 from dunes.text.chat_template import REASONING_KEYS
 from dunes.text.lines import line_parts
 from dunes.text.templates import (
@@ -85,7 +86,7 @@ class Record:
 
     `format` is a key of RECORD_FORMATS; `variables` are additional variables for the chat template, with `tools`.
     `turns` of a preference are the prompt and the chosen answer, and `rejected` the prompt and the other answer.
-    Answers inside the prompt are not trained on.
+    Answers inside the prompt are not trained on. `seen` is that of the record's example, once it has one.
     """
 
     turns: Conversation
@@ -93,6 +94,7 @@ class Record:
     format: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
     rejected: Conversation = ()
+    seen: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -126,13 +128,20 @@ class RecordFormat:
     read: Callable[[dict[str, Any]], Conversation]
     options: tuple[str, ...] = ()
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names of the fields of a row that have an effect."""
+        common = () if self.keys == ("text",) else (*SYSTEM_KEYS, *TOOL_KEYS, VARIABLES)
+        return (*self.keys, *self.options, *common)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Example:
     """The `ids` (T,), int32, of a record, and `loss_mask` (T,), bool, True for targets. `place` names the record.
 
     `window_index` numbers the windows of a plain text, which overlap by one id; it is None for a conversation. A
-    preference has the ids of the chosen answer, and those of the other one in `rejected`.
+    preference has the ids of the chosen answer, and those of the other one in `rejected`. `seen` is a digest of
+    the words of a rendered conversation, or of a preference's prompt; plain text has none.
     """
 
     ids: NDArray[np.int32]
@@ -140,6 +149,7 @@ class Example:
     place: str = ""
     window_index: int | None = None
     rejected: "Example | None" = None
+    seen: bytes = b""
 
     def __len__(self) -> int:
         return max(len(side.ids) for side in self.sides)
@@ -160,36 +170,41 @@ class Example:
         return sum(counts) if all(counts) and not equal else 0
 
 
-def read_records(path: Path | str, fields: Sequence[str] = ()) -> Records:
-    """The records of a JSON list, a JSON lines file (both may be gzipped), or a parquet file.
+def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[str, str] | None = None) -> Records:
+    """The records of a JSON list, a JSON lines or CSV file (all may be gzipped), or a parquet file.
 
-    With `fields`, only these fields are read, as plain text. Raises ValueError that names the file, the line or
+    With `fields`, only these fields are read, as plain text. `names` has the file's names of fields by those of
+    RECORD_FORMATS, and selects formats that have all of them. Raises ValueError that names the file, the line or
     row, the expected value and the actual value.
     """
-    path = Path(path)
+    path, names = Path(path), names or {}
+    check_names(names)
     if fields:
         texts = [*record_texts(path, fields)]
         records = [Record((Turn("text", text),), place, "text") for place, text in texts if text]
         return Records(path, "text", file_format(path), records, len(texts) - len(records))
-    all_rows = list(rows(path))
+    all_rows = list(rows(path, (), names))
     if not all_rows:
         raise ValueError(f"{path}: {NO_RECORDS}")
     first_place, first = all_rows[0]
-    name = _at(first_place, _known_format, first)
+    name = _at(first_place, _known_format, first, names, f"{NAME_FIELD}, or map the names with --fields")
     records = [_at(place, _record, name, row, place) for place, row in all_rows]
     ignored = dict.fromkeys(key for _, row in all_rows for key in _ignored_fields(name, row))
     return Records(path, name, file_format(path), records, ignored=(*ignored,))
 
 
-def record_texts(path: Path, fields: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
+def record_texts(
+    path: Path, fields: Sequence[str] = (), names: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield each record's file and line, and its text (possibly empty); with `fields`, only the text in these.
 
-    Raises ValueError in the same cases as `read_records`, and if no record has text.
+    `names` are those of `read_records`. Raises ValueError in the same cases, and if no record has text.
     """
-    remaining, has_text = rows(path, fields), False
+    check_names(names or {})
+    remaining, has_text = rows(path, fields, names), False
     if (first := next(remaining, None)) is None:
         raise ValueError(f"{path}: {NO_RECORDS}")
-    _, read_text = _at(first[0], text_reader, first[1], fields)
+    _, read_text = _at(first[0], text_reader, first[1], fields, names or ())
     for place, row in chain([first], remaining):
         text = _at(place, read_text, row)
         has_text = has_text or bool(text)
@@ -206,14 +221,16 @@ NAME_FIELD = "name the field to read with --text-field"
 NO_RECORDS = "no records; expected a JSON list, or one JSON object per line"
 
 
-def text_reader(first: Any, fields: Sequence[str] = ()) -> tuple[str, Callable[[Any], str]]:
+def text_reader(
+    first: Any, fields: Sequence[str] = (), names: Collection[str] = ()
+) -> tuple[str, Callable[[Any], str]]:
     """A description of the text in a file that starts with this row, and the function that extracts a row's text.
 
     Several fields, or the turns of a conversation, are joined by blank lines. Raises ValueError for a row of
-    an unknown format.
+    an unknown format. The format has all of `names`.
     """
     if not fields:
-        name = _known_format(first)
+        name = _known_format(first, names)
         if name != "text":
             return f"the texts of {RECORD_FORMATS[name].description}", partial(_chat_text, name)
     fields = fields or ("text",)
@@ -258,13 +275,23 @@ def _at(place: str, read: Callable[..., T], *arguments: Any) -> T:
         raise ValueError(f"{place}: {error}") from None
 
 
-def _known_format(row: Any) -> str:
-    row = _object(row, f"; {NAME_FIELD}")
-    for name, record_format in RECORD_FORMATS.items():
+def check_names(names: Collection[str]) -> None:
+    """Raise ValueError unless all these names of --fields are fields of one record format."""
+    known = dict.fromkeys(field for record_format in RECORD_FORMATS.values() for field in record_format.fields)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--fields: {unknown[0]!r} is no field of a record format; expected {', '.join(known)}")
+    if not any({*names} <= {*record_format.fields} for record_format in RECORD_FORMATS.values()):
+        raise ValueError(f"--fields: no record format has all of {', '.join(names)}")
+
+
+def _known_format(row: Any, names: Collection[str] = (), remedy: str = NAME_FIELD) -> str:
+    row = _object(row, f"; {remedy}")
+    formats = {name: f for name, f in RECORD_FORMATS.items() if {*names} <= {*f.fields}}
+    for name, record_format in formats.items():
         if all(key in row for key in record_format.keys):
             return name
-    expected = "; or ".join(", ".join(record_format.keys) for record_format in RECORD_FORMATS.values())
-    raise ValueError(f"expected the keys {expected}; found {_keys(row)}; {NAME_FIELD}")
+    expected = "; or ".join(", ".join(record_format.keys) for record_format in formats.values())
+    raise ValueError(f"expected the keys {expected}; found {_keys(row)}; {remedy}")
 
 
 def _read(name: str, row: Any) -> Conversation:
@@ -387,16 +414,15 @@ def _function(entry: Any, noun: str) -> dict[str, Any]:
 def _parse(key: str, value: Any) -> Any:
     """The value, which may be a string of JSON."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return DECODER.decode(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{key}: not JSON: {error}; found {value[:40]!r}") from None
 
 
 def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
     """Names of fields of a row, and of its messages, that have a value but no effect."""
-    record_format, usable = RECORD_FORMATS[name], name != "text"
-    common = (*SYSTEM_KEYS, VARIABLES, *TOOL_KEYS, *UNUSABLE_IN_ROWS, "weight", "mask") if usable else ()
-    used = {*record_format.keys, *record_format.options, *common}
+    checked = (*UNUSABLE_IN_ROWS, "weight", "mask") if name != "text" else ()
+    used = {*RECORD_FORMATS[name].fields, *checked}
     yield from (key for key, value in row.items() if key not in used and not _is_blank(value))
     lists = [row.get(key) for key in MESSAGE_LISTS.get(name, ())]
     for message in chain.from_iterable(
@@ -449,21 +475,21 @@ def _pair(row: dict[str, Any]) -> Conversation:
 
 
 def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
-    """The prompt with the chosen, and with the rejected answer. The answers of the prompt are not trained on.
+    """The prompt with the chosen, and with the rejected answer. Answers that both sides have are not trained on.
 
     `chosen` and `rejected` are an answer (text, a message, or messages) after a prompt, or both are complete
     conversations; then the messages that they begin with are the prompt, and a `prompt` beside them must be one.
     """
     prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
-    if [(t.role, t.text, t.fields) for t in chosen] == [(t.role, t.text, t.fields) for t in rejected]:
+    size = _shared(chosen, rejected)
+    if size == len(chosen) == len(rejected):
         raise ValueError("chosen and rejected are equal; leave the row out")
     if "assistant" not in (chosen[0].role, rejected[0].role):
-        size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
         if bad := {turn.full_text.strip() for turn in prompt} - {turn.full_text.strip() for turn in chosen[:size]}:
             raise ValueError(
                 f"prompt: expected a message that chosen and rejected begin with, found {min(bad)[:40]!r}"
             )
-        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+        prompt, chosen, rejected, size = chosen[:size], chosen[size:], rejected[size:], 0
     if not prompt:
         raise ValueError(
             "chosen and rejected: expected a prompt beside them, or messages that both begin with; divide a "
@@ -471,12 +497,20 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
         )
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         roles = [turn.role for turn in answer] or ["none"]
-        if {roles[0], roles[-1]} != {"assistant"}:
+        if {roles[0], roles[-1]} != {"assistant"} or len(answer) == size:
             raise ValueError(
-                f"{key}: expected an answer after the prompt that both have, found {', '.join(roles[:9])}"
+                f"{key}: expected an answer after the messages that both have, found {', '.join(roles[:9])}"
             )
-    prompt = tuple(replace(turn, trained=turn.role not in ANSWER_ROLES) for turn in prompt)
-    return (*prompt, *chosen), (*prompt, *rejected)
+        if not answer[-1].trained:
+            raise ValueError(f"{key}: its last answer is excluded from the loss; leave the mark out, or the row")
+    prompt = tuple(replace(turn, trained=turn.role not in ANSWER_ROLES) for turn in (*prompt, *chosen[:size]))
+    return (*prompt, *chosen[size:]), (*prompt, *rejected[size:])
+
+
+def _shared(chosen: Conversation, rejected: Conversation) -> int:
+    """Number of messages with which both sides of a preference begin, whatever is excluded from the loss."""
+    equal = (a == replace(b, trained=a.trained) for a, b in zip(chosen, rejected, strict=False))
+    return sum(takewhile(bool, equal))
 
 
 def _prompt(row: dict[str, Any]) -> Conversation:
@@ -670,10 +704,10 @@ def split_records(
 
 def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) -> list[float]:
     """The hash of each record's words, in [0, 1), by which records are split; near-duplicate texts share one hash.
-    Preferences with equal prompts share one, too.
+    Preferences with equal prompts share one, too, and so do records whose examples have equal words (`seen`).
 
     One is added to the hash of a group with more than LARGE of the records, so that it is selected for validation
-    last. With `split_version` 0, near-duplicates are not grouped.
+    last. With `split_version` 0, near-duplicates are not grouped; below 3, only fields are compared.
     """
     hashes = [split_hash(_split_by(row)) for row in rows]
     texts = [i for i, row in enumerate(rows) if row.format == "text"] if split_version else []
@@ -683,14 +717,18 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
     for i, first in zip(texts, firsts, strict=True):
         if sizes[first] > 1:
             hashes[i] = own[first] + (sizes[first] > LARGE * len(rows))
+    joined, keys = list[float](), (hashes, [row.seen for row in rows])
+    while split_version > 2 and joined != hashes:
+        joined = hashes
+        for each in keys:  # equal keys have the least of their hashes, which comes last
+            least: dict[Any, float] = dict(sorted(zip(each, hashes, strict=True), key=itemgetter(1), reverse=True))
+            hashes = [least[key] if key != b"" else value for key, value in zip(each, hashes, strict=True)]
     return hashes
 
 
 def _split_by(row: Record) -> Conversation:
     """The turns by which a record is split: all, or the prompt of a preference."""
-    return (
-        (*takewhile(lambda t: t.role != "assistant" or not t.trained, row.turns),) if row.rejected else row.turns
-    )
+    return row.turns[: _shared(row.turns, row.rejected)] if row.rejected else row.turns
 
 
 def count_leaked(train: Sequence[Record], valid: Sequence[Record], split_version: int = SPLIT_VERSION) -> int:
@@ -753,7 +791,16 @@ def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: st
     other, rejected = replace(row, turns=row.rejected, rejected=(), place=f"{row.place}, rejected"), None
     if other.turns:
         rejected = _example(other, template, tokenizer, train_on)
-    return Example(np.array(ids, np.int32), np.array(trained, bool), row.place, None, rejected)
+        segments = [*takewhile(lambda segment: not segment.trained, segments)]
+    seen = " ".join("".join(segment.text for segment in segments).split()).encode()
+    return Example(
+        np.array(ids, np.int32),
+        np.array(trained, bool),
+        row.place,
+        None,
+        rejected,
+        blake2b(seen, digest_size=16).digest(),
+    )
 
 
 def _text_example(row: Record, tokenizer: Tokenizer) -> Example:

@@ -14,12 +14,29 @@ import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 NEVER = {".git", ".hg", ".svn", "__pycache__"}
 DEPENDENCIES = {"node_modules", ".venv", "site-packages"}
 """Folders of third-party code. They are skipped inside a source, and reported unless .gitignore excludes them."""
+THIRD_PARTY = {"bower_components", "third_party", "third-party", "thirdparty", "3rdparty"}
+VENDOR = {"vendor", "vendors", "vendored", "_vendor"}
+"""Folders of third-party code, if they or their subfolders have a file that `_OF_OTHERS` matches."""
+_OF_OTHERS = re.compile(
+    r"licen[cs]e.*|copying.*|modules\.txt|vendor\.txt|autoload\.php|package\.json|\.cargo-checksum\.json", re.I
+)
+GENERATED_NAMES = re.compile(
+    r""".+\.lock(b|file)? | .*[-.]lock\.(json|ya?ml|toml|hcl) | pylock(\..+)?\.toml | go(\.work)?\.sum
+    | npm-shrinkwrap\.json | (package|cartfile)\.resolved | project\.assets\.json | cabal\.project\.freeze
+    | .+[-.]min\.([cm]?js|css) | .+\.([cm]?[jt]s|css)\.map | .+\.(snap|ambr)
+    | .+_pb2(_grpc)?\.pyi? | .+\.pb\.((gw|validate)\.)?(go|cc|h|rs|swift|dart) | .+\.(g|freezed)\.dart
+    | .+\.designer\.cs | .+\.g(\.i)?\.cs | .*[._]generated\..+ | zz_generated.*""",
+    re.VERBOSE | re.I,
+)
+"""Names of lock files, minified code, source maps, snapshots of tests, and code that a generator writes."""
 STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
 OUTSIDE = "links that lead outside"
 
@@ -48,6 +65,27 @@ class SourceFile:
     path: Path
     name: str
     named: bool
+
+
+def reason_by_name(file: SourceFile) -> str:
+    """The reason to leave a file out by its path, "third-party" or "generated"; empty if there is none."""
+    *folders, name = file.name.split("/")
+    for depth, folder in enumerate(folders):
+        above = file.path.parents[len(folders) - 1 - depth]
+        if folder.lower() in THIRD_PARTY or (folder.lower() in VENDOR and _is_of_others(above)):
+            return "third-party"
+    return "generated" if GENERATED_NAMES.fullmatch(name) or "__snapshots__" in folders else ""
+
+
+@lru_cache(256)
+def _is_of_others(folder: Path) -> bool:
+    """True if a folder, or one in it, has a licence or the list of a package manager."""
+    try:
+        entries = [*os.scandir(folder)]
+        below = (name for e in entries if e.is_dir(follow_symlinks=False) for name in os.listdir(e.path))
+        return any(map(_OF_OTHERS.fullmatch, chain((e.name for e in entries), below)))
+    except OSError:
+        return False
 
 
 class Walk:
@@ -233,13 +271,16 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 CODE_SUFFIXES = frozenset((
-    ".ada", ".adb", ".ads", ".agda", ".asm", ".bash", ".bat", ".c", ".cc", ".clj", ".cljs", ".cmake",
-    ".coffee", ".cpp", ".cs", ".css", ".cu", ".cuh", ".cxx", ".d", ".dart", ".el", ".elm", ".erl", ".ex",
-    ".exs", ".f", ".f90", ".fish", ".fs", ".glsl", ".go", ".gradle", ".groovy", ".h", ".hh", ".hpp", ".hs",
-    ".hxx", ".java", ".jl", ".js", ".jsx", ".kt", ".kts", ".lean", ".lisp", ".lua", ".m", ".metal", ".mjs",
-    ".ml", ".mli", ".mm", ".nim", ".nix", ".pas", ".php", ".pl", ".pm", ".proto", ".ps1", ".purs", ".py",
-    ".pyi", ".pyx", ".r", ".rb", ".rkt", ".rs", ".s", ".scala", ".scm", ".scss", ".sh", ".sol", ".sql",
-    ".sv", ".svelte", ".swift", ".tcl", ".tf", ".ts", ".tsx", ".v", ".vb", ".vhd", ".vim", ".vue", ".wgsl",
-    ".zig", ".zsh",
+    ".ada", ".adb", ".ads", ".agda", ".asm", ".bash", ".bat", ".c", ".cc", ".cjs", ".clj", ".cljs", ".cmake",
+    ".coffee", ".cpp", ".cs", ".css", ".cts", ".cu", ".cuh", ".cxx", ".d", ".dart", ".el", ".elm", ".erl",
+    ".ex", ".exs", ".f", ".f90", ".fish", ".fs", ".glsl", ".go", ".gradle", ".groovy", ".h", ".hh", ".hpp",
+    ".hs", ".hxx", ".java", ".jl", ".js", ".jsx", ".kt", ".kts", ".lean", ".less", ".lisp", ".lua", ".m",
+    ".metal", ".mjs", ".ml", ".mli", ".mm", ".mts", ".nim", ".nix", ".pas", ".php", ".pl", ".pm", ".proto",
+    ".ps1", ".purs", ".py", ".pyi", ".pyx", ".r", ".rb", ".rkt", ".rs", ".s", ".scala", ".scm", ".scss", ".sh",
+    ".sol", ".sql", ".sv", ".svelte", ".swift", ".tcl", ".tf", ".ts", ".tsx", ".v", ".vb", ".vhd", ".vim",
+    ".vue", ".wgsl", ".zig", ".zsh",
 ))  # fmt: skip
 """Suffixes of source code in lower case; prose and data (.md, .html, .json) do not count as code."""
+
+DOCUMENTATION = re.compile(r"(?i)(.*/)?(docs?|documentation)/.*|.*\.(mdx?|markdown|rst|adoc|asciidoc|html?|po)")
+"""Paths of documentation, unless they are source code."""

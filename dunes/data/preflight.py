@@ -26,10 +26,10 @@ class DataReport:
     `windows` counts windows of plain text; other examples are conversations. `tokens` counts an id shared by two
     windows once. `trained` counts targets within the context, `lost` targets beyond it. `lengths` are QUANTILES of
     the examples' lengths in ids before truncation. `leaked` counts validation examples that are also training
-    examples, `with_stop` counts conversations with a stop token as target, and `without_target` counts examples
-    without targets. `double_bos` counts training and validation examples that start with two BOS tokens. `max_id`
-    is the largest id of all examples. Preferences are examples (`noun` is "pair"): their tokens and targets are
-    those of both sides, their length is that of the longer one.
+    examples (preferences: with a prompt of the training data), `with_stop` counts conversations with a stop token
+    as target, and `without_target` counts examples without targets. `double_bos` counts training and validation
+    examples that start with two BOS tokens. `max_id` is the largest id of all examples. Preferences are examples
+    (`noun` is "pair"): their tokens and targets are those of both sides, their length is that of the longer one.
     """
 
     examples: int
@@ -113,8 +113,7 @@ def data_report(
     lengths = np.array([len(e) for e in examples], np.int64)
     sides, targets = [side for e in examples for side in e.sides], [e.targets(context_length) for e in examples]
     val_targets = [e.targets(context_length) for e in validation]
-    training = [_content(e) for e in examples]
-    distinct = set(training)
+    seen = {e.seen or _content(e) for e in examples}
     all_sides = [side for e in (*examples, *validation) for side in e.sides]
     stops = np.array(sorted({template.stop_id(tokenizer), *tokenizer.stops}))
     conversations = [e for e in examples if e.window_index is None]
@@ -130,8 +129,8 @@ def data_report(
         lengths=tuple(map(int, np.quantile(lengths if len(lengths) else 0, QUANTILES, method="inverted_cdf"))),
         context_length=context_length,
         truncated=int((lengths > context_length + 1).sum()),
-        duplicates=len(training) - len(distinct),
-        leaked=sum(_content(e) in distinct for e in validation),
+        duplicates=len(examples) - len({*map(_content, examples)}),
+        leaked=sum((e.seen or _content(e)) in seen for e in validation),
         with_stop=sum(ends),
         without_target=targets.count(0),
         double_bos=sum(_double_bos(side, tokenizer.document_start) for side in all_sides),

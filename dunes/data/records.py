@@ -3,9 +3,10 @@
 import gzip
 import io
 import json
+import re
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import count
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dunes.data.files import open_plain
+from dunes.files.json_file import unique_keys
 from dunes.files.model_file import HEAD, stand_in
 from dunes.text.lines import decode_text
 
@@ -21,12 +23,25 @@ MAX_ROW_BYTES = 1 << 24
 MAX_LIST_BYTES = 1 << 31
 """Maximum bytes of a file that is one JSON list."""
 
+DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
+"""Reads JSON in which no object has a key twice. To keep a decoder is faster than `json.loads` with a hook."""
+
+EXPECTED = "expected one JSON object per line, or one list"
+_BETWEEN_ROWS = re.compile(r"[\s,]*")
+
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 JSON = (".json", ".json.gz")
 """Suffixes of files that may contain records; files with a suffix in LINES or TABLES always do."""
 
-TABLES = {".parquet": (b"PAR1", "parquet", "scan_parquet")}
-"""Formats of tables by suffix: a file's first bytes, the format's name, and the function of polars to read it."""
+TABLES: dict[str, tuple[bytes, str, str, dict[str, Any]]] = {
+    ".parquet": (b"PAR1", "parquet", "scan_parquet", {"hive_partitioning": False}),
+    ".csv": (b"", "CSV", "scan_csv", {"infer_schema": False}),
+    ".tsv": (b"", "TSV", "scan_csv", {"infer_schema": False, "separator": "\t"}),
+}
+"""Formats of tables by suffix: a file's first bytes (none: by suffix alone), the format's name, the function of
+polars to read it, and its options. All values in CSV are texts."""
+DELIMITED = (".csv", ".tsv")
+"""Suffixes of tables that are plain text, unless the user asks for records."""
 TABLE_ROWS = 8192
 """Number of rows of a table that are in memory at a time."""
 
@@ -39,11 +54,40 @@ def file_format(path: Path) -> str:
         return "a JSON list" if _first_byte(file) == b"[" else "JSON lines"
 
 
-def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+def rows(
+    path: Path, fields: Collection[str] = (), names: Mapping[str, str] | None = None
+) -> Iterator[tuple[str, Any]]:
     """Yield each row with its place (file and line or row). Of tables, only columns in `fields`, if any, are read.
 
+    Fields are renamed from the values of `names` to its keys; a field that had that name is kept under another.
     Raises ValueError that names the file, the line or row, the expected value and the actual one.
     """
+    if not names:
+        yield from _rows(path, fields)
+        return
+    missing, found = {*names.values()}, dict[str, None]()
+    for place, row in _rows(path):
+        if isinstance(row, dict):
+            missing -= row.keys()
+            found |= dict.fromkeys(row)
+        yield place, rename_fields(row, names)
+    if missing:
+        listed = ", ".join(found)[:400]
+        raise ValueError(
+            f"{path}: --fields: no record has a field {min(missing)!r}; found {listed or 'no fields'}"
+        )
+
+
+def rename_fields(row: Any, names: Mapping[str, str]) -> Any:
+    """The row with fields renamed as by `rows`; unchanged if it is no object."""
+    if not isinstance(row, dict):
+        return row
+    others = {key: value for key, value in row.items() if key not in names.values()}
+    others = {f"{key} (replaced by --fields)" if key in names else key: value for key, value in others.items()}
+    return {ours: row[theirs] for ours, theirs in names.items() if theirs in row} | others
+
+
+def _rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
     try:
         if suffix := _table_suffix(path):
             yield from _table_rows(path, suffix, fields)
@@ -57,13 +101,16 @@ def rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
 
 
 def first_row(path: Path) -> Any:
-    """The first row of a file; the others are not read. Raises ValueError if the file starts with no row."""
+    """The first row of a file, also with duplicate keys, which `rows` refuses; the others are not read.
+
+    Raises ValueError if the file starts with no row.
+    """
     try:
         if suffix := _table_suffix(path):
             return next(_table_rows(path, suffix))[1]
         with _open(path) as file:
             if _first_byte(file) != b"[":
-                return next(_line_rows(path, file))[1]
+                return next(_line_rows(path, file, json.JSONDecoder()))[1]
             text = file.read(MAX_ROW_BYTES).decode("utf-8-sig", "ignore")
         return json.JSONDecoder().raw_decode(text.lstrip()[1:].lstrip())[0]
     except (OSError, EOFError, zlib.error, StopIteration, RecursionError) as error:
@@ -88,7 +135,8 @@ def _table_suffix(path: Path) -> str | None:
     if reason := stand_in(head):
         raise ValueError(f"{path}: {reason}")
     name = path.name.lower()
-    return next((s for s, (first, *_) in TABLES.items() if head.startswith(first) or name.endswith(s)), None)
+    starts = (s for s, (first, *_) in TABLES.items() if name.endswith(s) or (first and head.startswith(first)))
+    return next(starts, None)
 
 
 def _first_byte(file: BinaryIO) -> bytes:
@@ -102,12 +150,28 @@ def _list_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
     data = file.read(MAX_LIST_BYTES + 1)
     if len(data) > MAX_LIST_BYTES:
         raise ValueError(f"{path}: a list of more than {MAX_LIST_BYTES} bytes; write one JSON object per line")
-    listed = _json(str(path), data)
+    text = decode_text(data, str(path))
+    try:
+        listed = DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{_place_of_error(path, text)}: not JSON: {error}; {EXPECTED}") from None
     for i, row in enumerate(listed, 1):
         yield f"{path}, row {i}", row
 
 
-def _line_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+def _place_of_error(path: Path, text: str) -> str:
+    """The row of a JSON list that cannot be read, and its first line."""
+    start = text.index("[") + 1
+    for i in count(1):
+        start = _BETWEEN_ROWS.match(text, start).end()  # type: ignore[union-attr]
+        try:
+            _, start = DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            return f"{path}, row {i}, line {text.count(chr(10), 0, start) + 1}"
+    raise AssertionError("some row is damaged")
+
+
+def _line_rows(path: Path, file: BinaryIO, decoder: json.JSONDecoder = DECODER) -> Iterator[tuple[str, Any]]:
     lines = iter(lambda: file.readline(MAX_ROW_BYTES + 1), b"")
     for number, line in enumerate(lines, 1):
         place = f"{path}, line {number}"
@@ -115,26 +179,26 @@ def _line_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"{place}: more than {MAX_ROW_BYTES} bytes; expected one JSON object per line")
         line = line.removeprefix(BOM_UTF8) if number == 1 else line
         if line.strip():
-            yield place, _json(place, line)
-
-
-def _json(place: str, data: bytes) -> Any:
-    text = decode_text(data, place)
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not JSON: {error}; expected one JSON object per line, or one list") from None
+            text = decode_text(line, place)
+            try:
+                row = decoder.decode(text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{place}: not JSON: {error}; {EXPECTED}") from None
+            yield place, row
 
 
 def _table_rows(path: Path, suffix: str, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    _, name, scan = TABLES[suffix]
+    _, name, scan, options = TABLES[suffix]
     try:
         polars: Any = import_module("polars")
     except ImportError:
         raise ValueError(f"{path}: {name} needs polars; pip install -e '.[parquet]'") from None
     try:
-        table = getattr(polars, scan)(path.absolute(), glob=False, hive_partitioning=False)
-        if columns := [name for name in table.collect_schema().names() if name in fields]:
+        table = getattr(polars, scan)(path.absolute(), glob=False, **options)
+        found = table.collect_schema().names()
+        if twice := [column for column in found if column.removesuffix("_duplicated_0") in {*found} - {column}]:
+            raise ValueError(f"{path}: {twice[0].removesuffix('_duplicated_0')!r} names two columns")
+        if columns := [column for column in found if column in fields]:
             table = table.select(columns)
         for start in count(0, TABLE_ROWS):
             part = table.slice(start, TABLE_ROWS).collect()

@@ -1,19 +1,20 @@
 """Collect a corpus: the text in files and folders.
 
-Links, binaries, large generated files, duplicates, and files that .gitignore excludes are skipped, and counted by
-reason. Among files of similar kind and size, validation files are selected by a hash of their path, so that the
-split is the same on every machine. Near-duplicates are on the same side. Validation records are selected by a hash
-of their text.
+Links, binaries, generated files, third-party code, tables of numbers, duplicates, and files that .gitignore
+excludes are skipped, and counted by reason. Among files of similar kind and size, validation files are selected by
+a hash of their path, so that the split is the same on every machine. Near-duplicates are on the same side.
+Validation records are selected by a hash of their text.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
 from dunes.data.document import (
+    LEFT_OUT,
     Document,
     RecordDocument,
     describe_records,
@@ -89,6 +90,7 @@ def collect_corpus(
     *,
     follow_links: bool = False,
     text_field: Sequence[str] = (),
+    names: Mapping[str, str] | None = None,
     split_version: int = SPLIT_VERSION,
 ) -> Corpus:
     """Collect the corpus in files and folders; `stdlib` is the standard library of the running Python.
@@ -97,7 +99,8 @@ def collect_corpus(
     files of records are divided record by record. Of several items, at least one is for validation, but never all.
     Near-duplicates are on the same side, except with `split_version` 0. Versions 0 and 1, which earlier trainings
     used, select files by their hash alone. Links to files outside the sources are followed only with
-    `follow_links`. If `text_field` is given, only these fields of records are read. Raises ValueError if a source
+    `follow_links`. If `text_field` is given, only these fields of records are read; `names` are those of
+    `read_records`. Raises ValueError if a source
     is missing, if a file of records that the user named cannot be read, if there is no text, or for an unknown
     version.
     """
@@ -111,20 +114,28 @@ def collect_corpus(
     if share is None:
         share = TESTED if split_version < 2 else validation_share(sum(file_size(file.path) for file in files))
     corpus.share = share if split_version > 1 else SHARE
+    left_out = list[tuple[int, str]]()
+    collected: Sequence[Document] | str
     for file in files:
-        collected = _documents(file, share, text_field, corpus.notes)
+        if holds_records(file, bool(text_field or names)):
+            collected = _read_records(file, share, text_field, names, corpus.notes)
+        else:
+            document = plain_document(file, split_version)
+            collected = document if isinstance(document, str) else [document]
         if isinstance(collected, str):
             walk.skip(collected, file.name)
+            left_out += [(file_size(file.path), file.name)] * (collected in LEFT_OUT)
         elif collected[0].digest in documents:
             walk.skip("duplicates", file.name)
         else:
             documents |= {document.digest: document for document in collected}
     if not documents:
-        names, reasons = ", ".join(map(str, sources)), "; ".join([corpus.report(), *corpus.notes[:1]])
-        raise ValueError(f"{names}: no text to train on ({reasons}); give files or folders of UTF-8 text")
+        notes = [_left_out_line(left_out), *corpus.notes[:1]]
+        listed, reasons = ", ".join(map(str, sources)), "; ".join(filter(None, [corpus.report(), *notes]))
+        raise ValueError(f"{listed}: no text to train on ({reasons}); give files or folders of UTF-8 text")
     if unread := corpus.notes[SHOWN:]:
         corpus.notes[SHOWN:] = [f"skipped: {plural(len(unread), 'more file')} of records"]
-    corpus.notes[:0] = describe_records([*documents.values()])
+    corpus.notes[:0] = filter(None, [_left_out_line(left_out), *describe_records([*documents.values()])])
     if split_version:
         _find_duplicates(corpus, [*documents.values()])
     _divide(corpus, [*documents.values()], share, split_version)
@@ -156,15 +167,20 @@ def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SP
     return replace(corpus, train=train, valid=valid, test=test)
 
 
-def _documents(
-    file: SourceFile, share: float, fields: Sequence[str], notes: list[str]
+def _left_out_line(files: Sequence[tuple[int, str]]) -> str:
+    """One line on the files (bytes, name) that are skipped for one of LEFT_OUT; empty for none."""
+    (size, name), total = max(files, default=(0, "")), format_bytes(sum(size for size, _ in files))
+    largest = f"{total}, the largest {header_name(name)[:200]}, {format_bytes(size)}"
+    text = f"left out: {plural(len(files), 'file')} of generated or third-party text or data ({largest})"
+    return f"{text}; to read one, name it as a source" if files else ""
+
+
+def _read_records(
+    file: SourceFile, share: float, fields: Sequence[str], names: Mapping[str, str] | None, notes: list[str]
 ) -> Sequence[Document] | str:
-    """The documents in a file, or the reason why it has none. Raises ValueError for bad records in named files."""
-    if not holds_records(file):
-        document = plain_document(file)
-        return document if isinstance(document, str) else [document]
+    """The documents in a file of records, or the reason why it has none. Raises ValueError for named files."""
     try:
-        return record_documents(file, share, fields)
+        return record_documents(file, share, fields, names)
     except ValueError as error:
         if file.named:
             raise

@@ -1,16 +1,21 @@
 """Compare a model before and after a change: loss, size, memory and speed.
 
 Each folder is measured in its own process, so that the memory of one model is measured alone, as a user runs it.
+Their speeds are taken in one more process, in alternation and by processor time on one thread: the speed of a
+machine changes by more than most changes of a model, and waiting threads use processor time, too.
 """
 
 import json
+import math
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
+from time import process_time
 from typing import Any
 
 import numpy as np
@@ -32,43 +37,74 @@ COMPARED = 8_192
 """Approximate number of validation tokens after which the greedy predictions are compared."""
 READ = 128
 """Maximum number of prompt tokens when speed is measured."""
-WRITTEN = 64
+WRITTEN = 16
 """Maximum number of tokens, after the first generated token, whose decoding is timed."""
-ROUNDS = 3
-"""Number of rounds of prefill and decoding; the fastest round counts."""
-SLOWER = 1.05
-"""A model is reported as slower if the ratio of the times is above this; smaller ratios are noise."""
+ROUNDS, SECONDS = (6, 40), 5.0
+"""Minimum and maximum number of rounds, and the processor time after which no further round begins."""
+PHASES = {"prefill": "reading a prompt", "decode": "decoding"}
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A folder's `size` and `memory` in bytes, `prefill` and `decode` in tokens/s, and `loss` in nats/token.
+    """A folder's `size` and `memory` in bytes, and `loss` in nats/token.
 
     `memory` is the peak of loading, prefill and decoding. `form` names the implementation that decoded.
     """
 
     size: int
     memory: int
-    prefill: float
-    decode: float
     form: str
     loss: float | None = None
     tokens: int = 0
 
 
 @dataclass(frozen=True)
+class Speed:
+    """Medians of tokens/s on one thread, and of the paired ratios after / before with a 95 % interval.
+
+    The interval, `low` to `high`, is that of the sign test, which assumes no distribution.
+    """
+
+    before: float
+    after: float
+    ratio: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[tuple[float, float]]) -> "Speed":
+        """The speed from the tokens/s (before, after) of at least six rounds."""
+        ratios, count = sorted(after / before for before, after in rounds), len(rounds)
+        tails = accumulate(math.comb(count, i) for i in range(count))
+        cut = sum(tail <= 0.025 * 2**count for tail in tails)
+        before, after = (median(side) for side in zip(*rounds, strict=True))
+        return cls(before, after, median(ratios), ratios[cut - 1], ratios[-cut])
+
+    @property
+    def differs(self) -> bool:
+        """True if the interval does not contain 1."""
+        return not self.low <= 1 <= self.high
+
+    def __str__(self) -> str:
+        found = f"{self.ratio:.2f} times" if self.differs else "no difference seen"
+        return f"{found} [{self.low:.2f}, {self.high:.2f}]"
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Both measurements, and the fraction of validation tokens after which both models predict the same token."""
+    """Both measurements, and the fraction of validation tokens after which both models predict the same token.
+
+    `speeds` are those of PHASES, or empty if memory does not hold both models at once.
+    """
 
     before: Measurement
     after: Measurement
     agreement: float | None
+    speeds: Mapping[str, Speed]
 
     def warnings(self) -> list[str]:
         """A list with one line if decoding or prefill became slower, otherwise empty."""
-        a, b = self.before, self.after
-        ratios = {"decoding": a.decode / b.decode, "reading a prompt": a.prefill / b.prefill}
-        slower = [f"{phase} takes {ratio:.1f} times" for phase, ratio in ratios.items() if ratio > SLOWER]
+        slower = [f"{PHASES[n]} takes {1 / s.ratio:.2f} times" for n, s in self.speeds.items() if s.high < 1]
         return [f"slower: {' and '.join(slower)} as long as before"] if slower else []
 
     def lines(self) -> list[str]:
@@ -82,14 +118,16 @@ class Comparison:
                 f"{'validation loss':18}{a.loss:12.4f}{b.loss:12.4f}  {b.loss - a.loss:+.4f} nats/token, "
                 f"{a.tokens:,} tokens",
                 f"{'perplexity':18}{np.exp(a.loss):12.3f}{np.exp(b.loss):12.3f}",
-                f"{'equal top-1 tokens':18}{'':12}{self.agreement:12.1%}",
+                f"{'equal top-1 tokens':18}{'':12}{self.agreement:12.1%}  of the validation text",
             ]
         for name, x, y in (("size on disk", a.size, b.size), ("peak memory", a.memory, b.memory)):
             rows.append(f"{name:18}{format_bytes(x):>12}{format_bytes(y):>12}  {y / max(1, x):.2f} times")
-        for name, old, new in (("prefill", a.prefill, b.prefill), ("decoding", a.decode, b.decode)):
-            rows.append(f"{name:18}{old:12,.0f}{new:12,.0f}  tokens/s, {new / old:.2f} times")
+        for name, speed in self.speeds.items():
+            rows.append(f"{name + ', tokens/s':18}{speed.before:12,.0f}{speed.after:12,.0f}  {speed}")
+        if not self.speeds:
+            rows.append("speed not measured: both models at once do not fit into the free memory")
         forms = a.form if a.form == b.form else f"before {a.form}, after {b.form}"
-        rows.append(f"decoded by {forms}; dunes compile MODEL makes a compiled step")
+        rows.append(f"decoded by {forms}, on one thread; dunes compile MODEL makes a compiled step")
         return rows
 
 
@@ -99,24 +137,30 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
         with TemporaryDirectory() as scratch:
             if ids is not None:
                 _write_ids(Path(scratch) / "ids.npz", ids)
-            first, second = (_run_measurement(folder, Path(scratch)) for folder in (before, after))
+            first, second = (_run_measurement([folder], Path(scratch)) for folder in (before, after))
+            free = measure.free_memory(torch.device("cpu"))
+            fits = not free or first["memory"] + second["memory"] <= free
+            rounds = _run_measurement([before, after], Path(scratch)) if fits else {}
     except (ValueError, OSError) as error:  # do not lose the work that is to be reported
         return f"not measured: {error}"
     top = [np.array(facts.pop("top")) for facts in (first, second)]
     agreement = float((top[0] == top[1]).mean()) if len(top[0]) else None
-    return Comparison(Measurement(**first), Measurement(**second), agreement)
+    speeds = {phase: Speed.of(laps) for phase, laps in rounds.items()}
+    return Comparison(Measurement(**first), Measurement(**second), agreement, speeds)
 
 
-def _run_measurement(folder: Path, scratch: Path) -> dict[str, Any]:
-    """The result of `measure_folder` in a new process. Raises ValueError with the last line of its stderr."""
-    options = [str(torch.get_num_threads()), *["trust"] * checkpoint.cards_trusted()]
-    command, environment = python_command(
-        "-m", "dunes.evaluate.comparison", str(folder), str(scratch / "ids.npz"), *options
-    )
+def _run_measurement(folders: Sequence[Path], scratch: Path) -> dict[str, Any]:
+    """The result of `measure_folder` or, for two folders, of `measure_speeds` in a new process.
+
+    Raises ValueError with the last line of its stderr.
+    """
+    trust = "trust" if checkpoint.cards_trusted() else ""
+    options = [trust, str(torch.get_num_threads()), str(scratch / "ids.npz")]
+    command, environment = python_command("-m", "dunes.evaluate.comparison", *options, *map(str, folders))
     process = subprocess.run(command, capture_output=True, text=True, env=environment)
     if process.returncode:
         reason = next(iter(process.stderr.strip().splitlines()[-1:]), f"exit status {process.returncode}")
-        raise ValueError(f"{folder}: {reason}")
+        raise ValueError(f"{' and '.join(map(str, folders))}: {reason}")
     facts: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return facts
 
@@ -130,14 +174,12 @@ def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
     loaded = checkpoint.load(folder)
     step = load_step(loaded.model)
     ids = _read_ids(file) if file.is_file() else None
-    prefill, decode = _speeds(loaded, step, ids)
+    _speeds(loaded, step, ids)
     memory = measure.peak_memory(cpu) - before
     score = None if ids is None else evaluate(loaded, ids, limit=SCORED)
     return {
         "size": sum(f.stat().st_size for f in folder.iterdir() if f.suffix in (".safetensors", ".bin", ".dunes")),
         "memory": memory,
-        "prefill": prefill,
-        "decode": decode,
         "form": "the modules" if step is None else "compiled code",
         "loss": None if score is None else score.loss,
         "tokens": 0 if score is None else score.tokens,
@@ -160,22 +202,34 @@ def _id_array(ids: TokenIds) -> Any:
     return np.asarray(ids.tokens if isinstance(ids, PackedText) else ids)
 
 
+def measure_speeds(folders: Sequence[Path], file: Path) -> dict[str, list[tuple[float, ...]]]:
+    """Tokens/s of processor time on one thread, by phase: for each round, the figures of all folders.
+
+    The folders take turns, in the order A B, then B A. `file` is as in `measure_folder`.
+    """
+    torch.set_num_threads(1)
+    ids = _read_ids(file) if file.is_file() else None
+    models = [(loaded := checkpoint.load(folder), load_step(loaded.model)) for folder in folders]
+    rounds, start = list[list[tuple[float, float]]](), process_time()
+    while len(rounds) <= ROUNDS[0] or (len(rounds) <= ROUNDS[1] and process_time() - start < SECONDS):
+        order = -1 if len(rounds) % 2 else 1
+        rounds.append([_speeds(*model, ids) for model in models[::order]][::order])
+    # The first round loads kernels.
+    return {phase: [tuple(lap[i] for lap in laps) for laps in rounds[1:]] for i, phase in enumerate(PHASES)}
+
+
 def _speeds(loaded: LoadedModel, step: Any, ids: TokenIds | None) -> tuple[float, float]:
-    """Tokens/s of prefill and of decoding, the fastest of ROUNDS rounds."""
+    """Tokens/s of processor time of prefill and of decoding."""
     context = loaded.context_length
     read = max(1, min(READ, context // 2))
     prompt = [1] * read if ids is None else _id_array(ids)[:read].tolist()
-    prefill = decode = 0.0
-    for _ in range(ROUNDS):
-        cache, start = PrefixCache(loaded.model, step=step), time.perf_counter()
-        limit = max(2, min(WRITTEN + 1, context - read))
-        tokens = generate(loaded.model, prompt, max_tokens=limit, context_length=context, cache=cache)
-        next(tokens)
-        first = time.perf_counter()
-        count = sum(1 for _ in tokens)
-        prefill = max(prefill, len(prompt) / (first - start))
-        decode = max(decode, count / (time.perf_counter() - first))
-    return prefill, decode
+    limit = max(2, min(WRITTEN + 1, context - read))
+    cache, start = PrefixCache(loaded.model, step=step), process_time()
+    tokens = generate(loaded.model, prompt, max_tokens=limit, context_length=context, cache=cache)
+    next(tokens)
+    first = process_time()
+    count = sum(1 for _ in tokens)
+    return len(prompt) / (first - start), count / (process_time() - first)
 
 
 def _most_probable(loaded: LoadedModel, ids: Any) -> list[int]:
@@ -187,6 +241,8 @@ def _most_probable(loaded: LoadedModel, ids: Any) -> list[int]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(sys.argv[3]))
-    with checkpoint.trust_cards("trust" in sys.argv[4:]):
-        print(json.dumps(measure_folder(Path(sys.argv[1]), Path(sys.argv[2]))))
+    trust, threads, ids_file, *paths = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    with checkpoint.trust_cards(bool(trust)):
+        folders, file = [Path(path) for path in paths], Path(ids_file)
+        print(json.dumps(measure_folder(folders[0], file) if len(folders) == 1 else measure_speeds(folders, file)))

@@ -32,7 +32,7 @@ from dunes.completion.text import first_line, first_word
 from dunes.data import collect_corpus
 from dunes.data.document import NamedText, document_texts
 from dunes.data.duplicates import content_digest
-from dunes.progress import Display, print_table, report, shown_by
+from dunes.progress import Display, each, phase, print_table, shown_by
 from dunes.text.lines import split_lines
 from dunes.units import plural
 
@@ -44,6 +44,8 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 COPY = "copy nearest"
 """Name of the baseline that a model is compared with."""
+COPYING = 0.03
+"""Fraction of the time of an evaluation that the baseline takes, and that its index takes before."""
 
 COLUMNS = (
     "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
@@ -130,7 +132,7 @@ def scored_files(
     """
     digests = {content_digest([text]) for _, text in training} | {*seen}
     unseen = [(name, text) for name, text in texts if content_digest([text]) not in digests]
-    index = LineIndex(() if all_lines else (text for _, text in training))
+    index = LineIndex(() if all_lines else (text for _, text in each(training)))
     files, line_count = [], 0
     for name, text in unseen:
         lines = file_lines(text)
@@ -221,17 +223,19 @@ def score_completer(
     options: CompletionOptions = CompletionOptions(),
     threshold: float = math.nan,
 ) -> CompleterScore:
-    """The completer's score on these files; the display shows the name of each file."""
+    """The completer's score on these files; the progress shows the name of each file."""
     score = CompleterScore(name, threshold)
     for number, file in enumerate(files):
-        report(f"{name}: {file.name}", number / len(files))
         suggestions = FileSuggestions(completer, file.name, file.text)
-        for cut in cut_points(file.name, file.text, file.lines, options.seed, options.cuts):
-            text = first_line(suggestions.ask(cut.end, cut.offset, behind=cut.behind).text)
-            score.points.append(Point(number, cut, text))
-        typed = suggestions, sample_lines(file.name, file.text, file.lines, options.seed, options.lines)
-        for limit in (0.0, threshold) if threshold > 0 else (0.0,):
-            score.typed.setdefault(limit, []).append(type_file(typed, limit))
+        cuts = cut_points(file.name, file.text, file.lines, options.seed, options.cuts)
+        lines = sample_lines(file.name, file.text, file.lines, options.seed, options.lines)
+        with phase(f"{name}: {file.name}", number / len(files), (number + 1) / len(files)):
+            for cut in each(cuts, end=0.5):
+                text = first_line(suggestions.ask(cut.end, cut.offset, behind=cut.behind).text)
+                score.points.append(Point(number, cut, text))
+            for limit in (0.0, threshold) if threshold > 0 else (0.0,):
+                typed = type_file((suggestions, each(lines, 0.5)), limit)
+                score.typed.setdefault(limit, []).append(typed)
         score.cold += suggestions.cold
         score.warm += suggestions.warm
     if (bits := getattr(completer, "bits", None)) is not None:
@@ -267,21 +271,24 @@ def evaluate_completion(
     documents = corpus.valid + corpus.train if corpus else engine.test_documents()
     documents = sorted(documents, key=lambda document: (document.split_hash, document.name))
     training, seen_digests = list(engine.training_files), engine.seen_digests()
-    try:
-        texts = list(islice(document_texts(documents), files))
-        scored = scored_files(texts, training, options.all_lines, seen_digests or ())
-    except ValueError as error:
-        raise ValueError(f"{', '.join(sources) or folder}: {error}") from None
-    name, copy = folder.resolve().name, CopyNearest.of_files(training)
+    name = folder.resolve().name
     with display or Display() as display, shown_by(display.time_left):
+        try:
+            with phase("comparing with the lines of the training text", end=0.5 * COPYING):
+                texts = list(islice(document_texts(documents), files))
+                scored = scored_files(texts, training, options.all_lines, seen_digests or ())
+        except ValueError as error:
+            raise ValueError(f"{', '.join(sources) or folder}: {error}") from None
+        with phase("indexing the training text", 0.5 * COPYING, COPYING):
+            copy = CopyNearest.of_files(training)
         display.line(scored.report())
         if seen_digests is None:
             indexed = "but for those in its index" if training else "so none of them is left out"
             display.line(f"note: the files that the model was trained on are not known, {indexed}")
-        scores = [
-            score_completer(name, engine, scored.files, options, engine.threshold()),
-            score_completer(COPY, copy, scored.files, options),
-        ]
+        with shown_by(scale=lambda done: COPYING * (1 + done)):
+            copied = score_completer(COPY, copy, scored.files, options)
+        with shown_by(scale=lambda done: 2 * COPYING + (1 - 2 * COPYING) * done):
+            scores = [score_completer(name, engine, scored.files, options, engine.threshold()), copied]
     print_table(
         "Rest of a line, from the text above the cursor: means over files, with 95 % intervals",
         COLUMNS,

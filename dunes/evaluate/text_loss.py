@@ -24,6 +24,7 @@ from dunes.data.duplicates import content_digest
 from dunes.data.fim import find_headers
 from dunes.flags import STDLIB
 from dunes.measure import ranks
+from dunes.progress import each
 from dunes.text import Tokenizer
 from dunes.train import IGNORE
 from dunes.train.loss import next_token_loss
@@ -110,7 +111,7 @@ def evaluate(
     starts = np.arange(0, len(tokens) - 1, context)
     if limit is not None and limit < len(tokens):
         starts = starts[np.linspace(0, len(starts) - 1, max(1, limit // context)).astype(int)]
-    chunks = (starts[i : i + BATCH] for i in range(0, len(starts), BATCH))
+    chunks = each([starts[i : i + BATCH] for i in range(0, len(starts), BATCH)])
     headers = find_headers(loaded.require_tokenizer())
     return score_batches(loaded, (_rectangle(tokens, chunk, context, headers) for chunk in chunks), dtype)
 
@@ -187,7 +188,7 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
     split recorded in the model's card. Raises ValueError if the card records none."""
     tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
     if sources:
-        corpus = collect_corpus(sources, **{"split_version": 0} | options)  # all text, on either side of the split
+        corpus = collect_corpus(sources, **options)  # all text, on either side of the split
         return _ids(tokenizer, corpus.valid + corpus.train, "all", trained, 0), len(corpus.documents)
     corpus = split_documents(loaded.card, **options)
     tails = corpus.split == "tails"

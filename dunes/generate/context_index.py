@@ -8,6 +8,7 @@ https://doi.org/10.1137/0222058
 
 # Shapes: N items in the index.
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -35,13 +36,20 @@ class ContextIndex:
     """Index of the contexts of all positions in `items` (N,), unsigned integers below 2^32 - 1.
 
     `order` (N,), int32, is the sorted order of the positions, computed if not given. The index takes 4 bytes per
-    item, in addition to the items and a reversed copy of their bytes.
+    item, in addition to the items and a reversed copy of their bytes. While it sorts, `progress` is called with
+    the fractions of the work that were done.
     """
 
-    def __init__(self, items: NDArray[Any], order: NDArray[np.int32] | None = None, depth: int = DEPTH) -> None:
+    def __init__(
+        self,
+        items: NDArray[Any],
+        order: NDArray[np.int32] | None = None,
+        depth: int = DEPTH,
+        progress: Callable[[float], object] = lambda part: None,
+    ) -> None:
         self.items, self.depth = items, depth
         self._backwards = _backwards(items)
-        self.order = sorted_contexts(items, depth) if order is None else order
+        self.order = sorted_contexts(items, depth, progress) if order is None else order
         # A memoryview returns Python's integers, which are faster here than NumPy's.
         self._positions = self.order.data
 
@@ -124,7 +132,9 @@ def last_match(text: Text, context: Text) -> tuple[int, int]:
     return longest, position
 
 
-def sorted_contexts(items: NDArray[Any], depth: int) -> NDArray[np.int32]:
+def sorted_contexts(
+    items: NDArray[Any], depth: int, progress: Callable[[float], object] = lambda part: None
+) -> NDArray[np.int32]:
     """Positions (N,), int32, of a text, sorted by the `depth` items before each position, nearest item first."""
     count, bits = len(items), (int(items.max(initial=0)) + 1).bit_length()
     padded = np.zeros(depth + count, np.int64)  # zero, before the first item, is none of them
@@ -134,7 +144,8 @@ def sorted_contexts(items: NDArray[Any], depth: int) -> NDArray[np.int32]:
     key = np.zeros(count, np.int64)
     for back in range(1, width + 1):
         key = (key << bits) | padded[depth - back : depth - back + count]
-    order = np.argsort(key, kind="stable")
+    order, passes = np.argsort(key, kind="stable"), 1 + math.ceil(math.log2(depth / width))
+    progress(1 / passes)
     while width < depth:
         ranks = np.zeros(count, np.int64)
         ranks[order] = np.cumsum(np.diff(key[order], prepend=key[order[:1]]) != 0)
@@ -142,4 +153,5 @@ def sorted_contexts(items: NDArray[Any], depth: int) -> NDArray[np.int32]:
         further[width:] = ranks[:-width] if width < count else further[width:]
         key = (ranks << 32) | further
         order, width = np.argsort(key, kind="stable"), 2 * width
+        progress(1 / passes)
     return order.astype(np.int32)

@@ -1,9 +1,9 @@
 """Whole architectures, one file each, and their names and configs in Hugging Face.
 
 Each family's file defines Config, build(config), read(model, context_length), from_hf, to_hf and NAMES. It may
-also define ALIASES (weight names that are read but not written) and IGNORED_NAMES (tensors in checkpoint files
-that are no weights). Start with `llama.Config`, `llama.build` and `initialise.initialise`. `FAMILIES` is the table
-of all families by name.
+also define ALIASES (weight names that are read but not written), IGNORED_NAMES (tensors in checkpoint files that
+are no weights) and refusal(config) (why transformers does not run such a model). Start with `llama.Config`,
+`llama.build` and `initialise.initialise`. `FAMILIES` is the table of all families by name.
 """
 
 import difflib
@@ -85,6 +85,12 @@ def _nearest(model_type: str) -> str:
     if starts := [start for start in _NEAREST if model_type.startswith(start)]:
         return _NEAREST[max(starts, key=len)]
     return "".join(difflib.get_close_matches(model_type, FAMILIES, n=1, cutoff=0.75))
+
+
+def refusal(family: str, config: Any) -> str:
+    """Why transformers refuses a model folder with this config, or fails in its forward; "" if it runs it."""
+    reason: str = getattr(FAMILIES[family], "refusal", lambda config: "")(config)
+    return reason and f"transformers does not run it: {reason}"
 
 
 def weight_names(family: str) -> Names:

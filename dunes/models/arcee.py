@@ -51,4 +51,4 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 NAMES: Names = [n for n in llama.NAMES if "gate_proj" not in n.theirs]
 
-IGNORED_NAMES = llama.IGNORED_NAMES
+IGNORED_NAMES, refusal = llama.IGNORED_NAMES, llama.refusal

@@ -114,12 +114,15 @@ def layer_windows(hf: Json, windowed: Sequence[bool]) -> tuple[int | None, ...]:
     return tuple(window if w else None for w in windowed)
 
 
-def layer_windows_to_hf(windows: Sequence[int | None]) -> dict[str, Any]:
-    """The inverse of `layer_windows`. Raises ValueError for windows of several sizes."""
+def layer_windows_to_hf(windows: Sequence[int | None], context_length: int) -> dict[str, Any]:
+    """The inverse of `layer_windows`. Raises ValueError for windows of several sizes.
+
+    Without windows, `sliding_window` is the context length, since transformers makes the mask that no layer uses.
+    """
     if len(sizes := {w for w in windows if w is not None}) > 1:
         raise ValueError(f"config.json cannot express windows of several sizes: {sorted(sizes)}")
     types = ["full_attention" if w is None else "sliding_attention" for w in windows]
-    return {"layer_types": types, "sliding_window": next(iter(sizes), None)}
+    return {"layer_types": types, "sliding_window": next(iter(sizes), context_length)}
 
 
 def _short(value: Any) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from dunes.models import llama
 from dunes.models.config_values import check_supported, flag, number, size, yarn_scale
-from dunes.models.mixtral import EXPERTS, expert_width, mixture, moe_fields, read_moe_fields
+from dunes.models.mixtral import EXPERTS, expert_width, experts_to_hf, mixture, moe_fields, read_moe_fields
 from dunes.models.names import Names, name, weight_and_bias
 from dunes.parts import Decoder, Embedding, GatedMLP, MoE, Rotary
 from dunes.parts.latent_attention import LatentAttention
@@ -155,8 +155,14 @@ def to_hf(config: Config) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters") if config.mscale else ():
         hf[key]["mscale_all_dim"] = config.mscale
     own = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_nextn_predict_layers": 0}
-    own |= {"qk_nope_head_dim": config.head_dim - config.rope_dim, **_REQUIRED}
+    own |= {"qk_nope_head_dim": config.head_dim - config.rope_dim, **_REQUIRED, **experts_to_hf(config)}
     return hf | own | {theirs: getattr(config, ours) for ours, theirs in _KEYS.items()}
+
+
+def refusal(config: Config) -> str:
+    """Why transformers fails in the forward of this config; "" if it does not."""
+    single = config.experts == 1 and config.dense < config.depth
+    return "it has 1 expert, and groups of experts are chosen by their best 2" if single else ""
 
 
 _ATTN, _MLP, _OURS = "model.layers.{i}.self_attn", "model.layers.{i}.mlp", "blocks.{i}"

@@ -20,12 +20,12 @@ from dunes.models.config_values import (
     optional,
     size,
 )
-from dunes.models.llama import IGNORED_NAMES
+from dunes.models.llama import IGNORED_NAMES, refusal
 from dunes.models.names import Names, name
 from dunes.parts import Attention, Block, Decoder, Embedding, GatedMLP
 from dunes.parts.layers import ZeroCenteredRMSNorm
 
-__all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
+__all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "refusal", "to_hf"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ def config_fields(hf: dict[str, Any], windowed: Sequence[bool]) -> dict[str, Any
 
 def to_hf(config: Config) -> dict[str, Any]:
     """Convert a Config to the content of a Hugging Face config.json."""
-    hf = llama.to_hf(config) | layer_windows_to_hf(config.windows)
+    hf = llama.to_hf(config) | layer_windows_to_hf(config.windows, config.context_length)
     del hf["hidden_act"], hf["mlp_bias"]
     return hf | {
         "architectures": ["Gemma2ForCausalLM"],

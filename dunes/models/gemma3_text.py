@@ -8,13 +8,13 @@ from typing import Any, Self
 
 from dunes.models import gemma2, qwen3
 from dunes.models.config_values import check_supported, layer_count, rope_fields, size
-from dunes.models.llama import IGNORED_NAMES
+from dunes.models.llama import IGNORED_NAMES, refusal
 from dunes.models.names import Names
 from dunes.parts import Attention, Decoder, Rotary
 from dunes.parts.layers import ZeroCenteredRMSNorm
 from dunes.parts.position import UNSCALED
 
-__all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
+__all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "refusal", "to_hf"]
 
 FULL, LOCAL = "full_attention", "sliding_attention"
 
@@ -82,7 +82,8 @@ def _rope(hf: dict[str, Any], kind: str, base: float) -> dict[str, Any]:
         raise ValueError(f"config.json: rope_scaling is a {type(scaling).__name__}; it must be an object")
     top, more = ("rope_theta", scaling) if kind == FULL else ("rope_local_base_freq", {})
     others = {k: v for k, v in hf.items() if k not in ("rope_theta", "rope_scaling")}
-    return rope_fields(others | {"rope_parameters": {"rope_theta": hf.get(top), **own, **more}}, base)
+    rope = {"rope_theta": hf.get(top), **own, **more, "truncate": True}  # which transformers does not read here
+    return rope_fields(others | {"rope_parameters": rope}, base)
 
 
 def to_hf(config: Config) -> dict[str, Any]:

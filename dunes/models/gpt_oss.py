@@ -9,7 +9,7 @@ from typing import Any, Self
 from dunes.models import llama, mixtral
 from dunes.models.config_values import check_supported, layer_count, layer_windows, layer_windows_to_hf, number
 from dunes.models.llama import IGNORED_NAMES
-from dunes.models.mixtral import expert_width, moe_fields, read_moe_fields
+from dunes.models.mixtral import expert_width, experts_to_hf, moe_fields, read_moe_fields
 from dunes.models.names import Name, Names, halves, name, pairs, transpose, weight_and_bias
 from dunes.parts import Attention, Decoder, MoE
 from dunes.parts.layers import ClampedGatedMLP
@@ -72,13 +72,18 @@ def from_hf(hf: dict[str, Any]) -> Config:
 def to_hf(config: Config) -> dict[str, Any]:
     """Convert a Config to the content of a Hugging Face config.json."""
     # Without a rope_scaling, transformers 4 takes that of the published models.
-    hf = {"rope_scaling": {"rope_type": "default"}} | llama.to_hf(config) | layer_windows_to_hf(config.windows)
+    hf = (
+        {"rope_scaling": {"rope_type": "default"}}
+        | llama.to_hf(config)
+        | layer_windows_to_hf(config.windows, config.context_length)
+    )
     hf |= {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}
     return hf | {
         "num_local_experts": config.experts,
         "num_experts_per_tok": config.top_k,
         "router_aux_loss_coef": config.balance,
         "swiglu_limit": config.limit,
+        **experts_to_hf(config),
     }
 
 

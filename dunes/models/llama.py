@@ -48,7 +48,7 @@ class Config:
         """A config of this width and depth for training from scratch; the other sizes are conventional."""
         head_dim = 64 if dim % 64 == 0 and dim >= 192 else 32
         hidden = round(dim * 8 / 3 / 32) * 32
-        heads = max(1, dim // head_dim)
+        heads = next(n for n in range(max(1, dim // head_dim), 0, -1) if dim % n == 0)
         return cls(
             vocab=vocab,
             dim=dim,
@@ -215,6 +215,14 @@ def to_hf(config: Config) -> dict[str, Any]:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
     }
+
+
+def refusal(config: Config) -> str:
+    """Why transformers refuses this config; "" if it does not. It checks the width in several families."""
+    width, heads = config.dim, config.heads
+    return (
+        f"hidden_size is {width}, which is not divisible by num_attention_heads, {heads}" if width % heads else ""
+    )
 
 
 ATTENTION: Names = [

@@ -68,6 +68,14 @@ def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
     }
 
 
+def experts_to_hf(config: Any) -> dict[str, Any]:
+    """The key of a config.json with which transformers runs experts of this width.
+
+    Its default, `F.grouped_mm`, needs rows of a multiple of 16 bytes.
+    """
+    return {"experts_implementation": "eager"} if config.dim % 8 or config.hidden % 8 else {}
+
+
 def read_moe_fields(moe: MoE) -> dict[str, Any]:
     """The fields `experts`, `top_k` and `balance` of a Config, read from a built layer."""
     return {"experts": len(moe.experts), "top_k": moe.top_k, "balance": moe.balance}
@@ -108,6 +116,7 @@ def to_hf(config: Config) -> dict[str, Any]:
         "num_experts_per_tok": config.top_k,
         "router_aux_loss_coef": config.balance,
         "router_jitter_noise": 0.0,
+        **experts_to_hf(config),
     }
 
 

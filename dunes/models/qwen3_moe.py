@@ -6,7 +6,7 @@ from typing import Any, Self
 from dunes.models import llama, mixtral, qwen3
 from dunes.models.config_values import check_supported, flag, size
 from dunes.models.llama import IGNORED_NAMES
-from dunes.models.mixtral import EXPERTS, expert_width, moe_fields, read_moe_fields
+from dunes.models.mixtral import EXPERTS, expert_width, experts_to_hf, moe_fields, read_moe_fields
 from dunes.models.names import Names, name
 from dunes.parts import Decoder, MoE
 
@@ -72,6 +72,7 @@ def to_hf(config: Config) -> dict[str, Any]:
         "router_aux_loss_coef": config.balance,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+        **experts_to_hf(config),
     }
 
 

@@ -148,6 +148,11 @@ def to_hf(config: Config) -> dict[str, Any]:
     }
 
 
+def refusal(config: Config) -> str:
+    """Why transformers fails in the forward of this config; "" if it does not."""
+    return "no layer has attention, which its cache needs" if all(config.recurrent) else ""
+
+
 _LAYER, _OURS = "model.layers.{i}", "blocks.{i}"
 _NET, _SHARED = f"{_LAYER}.linear_attn", f"{_LAYER}.mlp.shared_expert"
 

@@ -25,9 +25,8 @@ class Config(llama.Config):
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
         """A config of this width and depth for training from scratch; the heads share the width without a rest."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
-        heads = next(n for n in range(base["heads"], 0, -1) if dim % n == 0)
-        base |= {"heads": heads, "kv_heads": heads, "head_dim": dim // heads}
-        return cls(**base, rotary_dim=max(2, dim // heads // 8 * 2))
+        base["head_dim"] = dim // base["heads"]
+        return cls(**base, rotary_dim=max(2, base["head_dim"] // 8 * 2))
 
 
 def attention(config: Config, layer: int, out_bias: bool = False) -> Attention:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dunes.ops.operation import autocast_dtype, once_differentiable
+from dunes.ops.operation import autocast_dtype, once_differentiable, without_autocast
 
 IGNORE = -100
 """Target id of a position that does not count in the loss, as in PyTorch."""
@@ -52,7 +52,7 @@ def per_token(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     dtype = autocast_dtype(x)
 
     def losses(x: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             x = x.to(dtype).masked_fill((targets == IGNORE)[:, None], 0.0)
             logits = F.linear(x, weight.to(dtype)).to(torch.promote_types(dtype, torch.float32))
             return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
@@ -82,7 +82,7 @@ def _loss_and_gradients(
     )
     matrix = weight.to(dtype)
     size = _chunk_size(x, weight)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         for start in range(0, len(x), size):
             rows = slice(start, start + size)
             mask = targets[rows] != IGNORE

@@ -84,9 +84,9 @@ def one_by_one() -> Iterator[None]:
 def _routed_tokens(expert_ids: Tensor, expert: int, experts: int) -> tuple[Tensor, Tensor]:
     """Indices of the tokens routed to the expert, and for each token the column of `expert_ids` with this expert.
 
-    For fake tensors, which have no values, the number of tokens is the average per expert.
+    For fake and meta tensors, which have no values, the number of tokens is the average per expert.
     """
-    if isinstance(expert_ids, FakeTensor):
+    if isinstance(expert_ids, FakeTensor) or expert_ids.is_meta:
         if torch.compiler.is_exporting():
             raise ValueError("experts of this form run one by one, by the values of the router")
         token = torch.arange(-(-expert_ids.numel() // experts), device=expert_ids.device)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dunes import measure
+from dunes.ops.operation import without_autocast
 
 MIN_TOKENS = 128
 """Fewest tokens for float32 products; with 64, the gain equals the cost of conversion (10M, 124M parameters)."""
@@ -84,7 +85,7 @@ def _widen(argument: Any) -> Any:
 
 def plain_gram(x: Tensor) -> Tensor:
     """The Gram matrix (I, I) of inputs (N, I), computed in float32 even under autocast."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return x.float().T @ x.float()
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dunes.ops.operation import autocast_dtype, once_differentiable
+from dunes.ops.operation import autocast_dtype, once_differentiable, without_autocast
 
 Dense = Callable[[], Tensor]
 
@@ -54,7 +54,7 @@ class _Fused(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
-        with _without_autocast(x):
+        with without_autocast(x):
             low = flat @ a.T.to(dtype)
             y = _linear(flat, dense, bias, dtype)
             y.addmm_(low, b.T.to(dtype), alpha=scale)
@@ -67,7 +67,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         flat, a, b, low = ctx.saved_tensors
         grad = grad.reshape(-1, grad.shape[-1])
-        with _without_autocast(grad):
+        with without_autocast(grad):
             grad_low = (grad @ b.to(grad.dtype)).mul_(ctx.scale)
         da, db = grad_low.T @ flat, (low.T @ grad).mul_(ctx.scale).T  # oneDNN is faster with the few rows first
         dx = None
@@ -90,10 +90,5 @@ class _Frozen(torch.autograd.Function):
 
 
 def _linear(x: Tensor, dense: Dense, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    with _without_autocast(x):
+    with without_autocast(x):
         return F.linear(x, dense().to(dtype), None if bias is None else bias.to(dtype))
-
-
-def _without_autocast(x: Tensor) -> torch.autocast:
-    """A context without autocast, for operands that have the right dtype already."""
-    return torch.autocast(x.device.type, enabled=False)

@@ -15,6 +15,7 @@ an autograd.Function, which has less overhead.
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_origin
 
@@ -67,7 +68,7 @@ class Operation:
             parameter = self.parameters[self.tensors[0]]
             raise ValueError(f"{self.name}: {parameter!r} is a {type(first).__name__}; expected a tensor")
         device = first.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):
+        if autocast_enabled(first):
             with torch.autocast(device, enabled=False):
                 return self._call(self._cast(args, torch.get_autocast_dtype(device)), device)
         return self._call(args, device)
@@ -342,5 +343,18 @@ def _plain_tensors(args: Sequence[Any], tensors: Sequence[int]) -> bool:
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Autocast's dtype on x's device; x's own dtype if autocast is off."""
+    return torch.get_autocast_dtype(x.device.type) if autocast_enabled(x) else x.dtype
+
+
+def autocast_enabled(x: Tensor) -> bool:
+    """True if autocast is on for x's device; False for devices without autocast, such as meta."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context that disables autocast on x's device.
+
+    If autocast is off, it is a null context, since exported graphs cannot contain autocast contexts.
+    """
+    return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else nullcontext()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dunes.parts.context import ForwardContext
+from dunes.parts.context import ForwardContext, fitted
 from dunes.parts.position import Position
 from dunes.units import plural
 
@@ -60,6 +60,8 @@ class Attention(nn.Module):
             raise ValueError(f"{plural(heads, 'head')} are no multiple of {kv_heads} key/value heads")
         if window is not None and window < 1:
             raise ValueError(f"window is {window}; it must be at least 1, the token itself")
+        for name, part in (("q_norm", q_norm), ("k_norm", k_norm), ("position", position)):
+            _ = part and fitted(name, part, "x, ctx" if name == "position" else "x")
         self.q = nn.Linear(dim, heads * head_dim, bias)
         self.k = nn.Linear(dim, kv_heads * head_dim, bias)
         self.v = nn.Linear(dim, kv_heads * head_dim, bias)

@@ -4,7 +4,9 @@
 
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any
+from contextlib import suppress
+from inspect import Signature, signature
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from dunes.parts.cache import Cache
 from dunes.parts.recurrent_cache import RecurrentCache
 from dunes.units import plural
 
+Part = TypeVar("Part", bound=Callable[..., Any])
 Bias = Callable[[Tensor, Tensor], Tensor]
 """Given the positions of queries (B or 1, T) and keys (B or 1, S), returns what is added to the scores of
 attention, broadcastable to (B, H, T, S)."""
@@ -214,6 +217,60 @@ def documents_by_length(positions: Tensor) -> list[Tensor]:
         real[first[lengths == n, None] + torch.arange(n, device=positions.device)]
         for n in torch.unique(lengths).tolist()
     ]
+
+
+class WithoutContext(nn.Module):
+    """A part that is called with x alone, in a slot that is called with a context, too."""
+
+    supports_packing = True
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor, *context: Any) -> Tensor:
+        """The part's output for x, both (B, T, dim). Raises ValueError if it is no tensor of this shape."""
+        y: Any = self.base(x)
+        if (found := getattr(y, "shape", type(y).__name__)) != x.shape:
+            raise ValueError(f"{type(self.base).__name__} returned {found}; expected a tensor {tuple(x.shape)}")
+        return cast(Tensor, y)
+
+
+def fitted(slot: str, part: Part, arguments: str) -> Part:
+    """The part, which can be called with these arguments, such as "x, ctx, layer".
+
+    Raises ValueError, with the slot's name, for another one. torch's own modules take no context, whatever their
+    further parameters are, and a part with a parameter `ctx` is not called without it.
+    """
+    alone, call = "," not in arguments, _signature(part)
+    calls = map(_signature, part.modules()) if isinstance(part, nn.Sequential) else [call]
+    torchs = type(part).__module__.startswith("torch.nn.modules.")
+    fits = not any("ctx" in c.parameters for c in calls) if alone else not torchs
+    with suppress(TypeError):
+        call.bind(*arguments.split(","))
+        if fits:
+            return part
+    name, taken = getattr(part, "__name__", type(part).__name__), ", ".join(call.parameters)
+    raise ValueError(
+        f"{slot} is called with ({arguments}) by position, but {name} takes ({taken}); put it into a module"
+    )
+
+
+def with_context(slot: str, part: nn.Module) -> nn.Module:
+    """The part, called with (x, ctx, layer); one that takes x alone is in a `WithoutContext`. Else as `fitted`."""
+    try:
+        return fitted(slot, part, "x, ctx, layer")
+    except ValueError:
+        with suppress(ValueError):
+            return WithoutContext(fitted(slot, part, "x"))
+        raise
+
+
+def _signature(part: Any) -> Signature:
+    try:
+        return signature(getattr(part, "forward", part))
+    except ValueError:  # of code that is no Python
+        return signature(lambda *arguments: None)
 
 
 PER_TOKEN = {

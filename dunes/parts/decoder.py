@@ -22,9 +22,11 @@ from dunes.parts.context import (
     ForwardContext,
     document_starts,
     documents_by_length,
+    fitted,
     supports_packing,
     undeclared_modules,
     warn_about_mixing,
+    with_context,
 )
 from dunes.parts.latent_attention import LatentAttention
 from dunes.parts.layers import at_least_float32
@@ -46,7 +48,8 @@ class Block(nn.Module):
     `dropout` acts on the outputs of attn and mlp, in training only. `attn_post_norm` and `mlp_post_norm` are
     applied to these outputs before they are added; with nn.Identity as the norms before, the block norms only
     after. With `parallel`, it is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an MLP (both None), only attn
-    is added.
+    is added. `attn` is called with (x, ctx, layer), or with x if it takes nothing else; the others are called with
+    x. Raises ValueError for a part that cannot be.
     """
 
     supports_packing = True
@@ -71,10 +74,15 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.attn_post_norm: nn.Module | None
         self.mlp_post_norm: nn.Module | None
-        self.register_module("attn_post_norm", attn_post_norm)
-        self.register_module("mlp_post_norm", mlp_post_norm)
+        for name, norm in (("attn_post_norm", attn_post_norm), ("mlp_post_norm", mlp_post_norm)):
+            self.register_module(name, None if norm is None else fitted(name, norm, "x"))
         if parallel:
             self.parallel = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):  # also where `tree.replace` exchanges a part
+            value = with_context(name, value) if name == "attn" else fitted(name, value, "x")
+        super().__setattr__(name, value)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
         """(B, T, dim) -> (B, T, dim)."""
@@ -173,8 +181,12 @@ class Decoder(nn.Module):
             self.softcap = softcap
         if ahead:
             self.ahead_weight = ahead_weight
-        self.embed: Any = embed  # an Embedding, or a user's own
-        self.blocks, self.norm, self.head = nn.ModuleList(blocks), norm, head
+        self.embed: Any = fitted("embed", embed, "ids, ctx")  # an Embedding, or a user's own
+        if head is None and not hasattr(embed, "token"):
+            raise ValueError(f"{type(embed).__name__} has no `token`, whose weight is the head's; pass a head")
+        self.blocks = nn.ModuleList(with_context("a block", block) for block in blocks)
+        self.norm = fitted("norm", norm, "x")
+        self.head = None if head is None else fitted("head", head, "x")
         self.ahead: nn.ModuleList | None
         # The last one, so that the other first values are those of a model without it.
         self.register_module("ahead", nn.ModuleList(ahead) if ahead else None)

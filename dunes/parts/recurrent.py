@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes.ops.linear_recurrence import CHUNK, recurrence
+from dunes.ops.operation import without_autocast
 from dunes.parts.context import ForwardContext
 from dunes.parts.layers import at_least_float32
 from dunes.units import plural
@@ -107,7 +108,7 @@ def _recur(
     q, k, v, log_decay = (at_least_float32(x.transpose(1, 2)) for x in (q, k, v, log_decay))
     beta = None if beta is None else at_least_float32(beta.transpose(1, 2))
     state = ctx.state((layer, "recurrence"), v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]))
-    with torch.autocast(v.device.type, enabled=False):  # which would multiply in bfloat16
+    with without_autocast(v):  # which would multiply in bfloat16
         y, last = recurrence(q, k, v, log_decay.clamp(min=LEAST_DECAY), state, beta, ctx.documents())
     ctx.keep((layer, "recurrence"), last)
     return y.transpose(1, 2)

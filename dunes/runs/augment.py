@@ -109,7 +109,8 @@ def _changed(
     stamp = _source_stamp(folder)
     with phase("reading", 0.0, 0.05):
         loaded = checkpoint.load(folder)
-        compare = None if validation is None else partial(compare_folders, folder, ids=_scored(loaded, validation))
+        ids = None if validation is None else _scored(loaded, validation)
+        compare = None if validation is None else partial(compare_folders, folder, ids=ids)
         if calibration is not None:
             tokens = getattr(CHANGES[name], "calibration_tokens", lambda model: None)(loaded.model)
             if compare:
@@ -134,12 +135,13 @@ def _changed(
 
     def check(staged: Path) -> tuple[list[str], Mapping[str, Any]]:
         entries = _check(staged, out, loaded, after, facts)
+        # On validation text, the comparison counts equal tokens.
+        agreed = "" if ids is not None else f"top-1 tokens agree at {agreement:.0%} of positions; "
         lines = [
             *([CHANGES[name].describe(change)] if hasattr(CHANGES[name], "describe") else []),
             f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
             f"{format_bytes(_size(loaded))}",
-            f"logits moved by {effect['logits_moved']:.1e} (relative norm); top-1 tokens agree at "
-            f"{agreement:.0%} of positions; the written folder is equal",
+            f"logits moved by {effect['logits_moved']:.1e} (relative norm); {agreed}the written folder is equal",
             f"written as {describe_form(loaded)}",
         ]
         if compare is None:

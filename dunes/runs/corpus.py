@@ -15,7 +15,7 @@ from dunes.data import (
     PackedText,
     Shard,
     TokenIds,
-    code_fraction,
+    code_size,
     collect_corpus,
     hold_out_test,
     missing_sentinels,
@@ -33,6 +33,9 @@ SAMPLE = 2_000_000
 """Bytes of text to train a tokenizer on; more text hardly changes the tokenizer."""
 
 FEWEST, LONG = 5, 4_000  # with fewer validation files, tails of files of LONG bytes on average are for validation
+ENOUGH_CODE, LEAST_CODE = 50_000, 0.05
+"""Runs complete lines if so many bytes, and so large a part of the text without documentation, are source code, as
+in a project with much documentation. Otherwise, more than half of all text must be code."""
 LITTLE = 20_000
 """With fewer bytes of validation text, the user is warned: the validation loss is uncertain by some percent."""
 
@@ -86,30 +89,30 @@ def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
 def choose_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[TrainConfig, str]:
     """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of --from.
 
-    Raises ValueError if completion is chosen and `base` lacks the fill-in-the-middle tokens, or if --fim-rate is
-    set and completion is not chosen.
+    Raises ValueError if completion is chosen and `base` lacks the fill-in-the-middle tokens, or if an option of
+    completion is set and completion is not chosen.
     """
     asked = config.complete is not None
     chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)
     if chosen and base is not None:
         sentinels(base)
-    if not chosen and config.fim_rate != TrainConfig.fim_rate:
-        off = f"completion is off ({reason}); pass --complete, or omit it"
-        raise ValueError(f"--fim-rate is {config.fim_rate}, but {off}")
+    if not chosen:
+        config.refuse_unused(f"completion is off ({reason}); pass --complete, or omit it")
     rate = f"; {config.fim_rate:.0%} of windows are cut into prefix, suffix and middle" if chosen else ""
     return replace(config, complete=chosen), f"completion of lines: {'on' if chosen else 'off'}, {reason}{rate}"
 
 
 def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[bool, str]:
     """True if the model is trained for completion by default, and the reason."""
-    fraction = code_fraction(corpus.documents)
-    if fraction <= 0.5:
-        return False, f"{fraction:.0%} of the text is source code (--complete turns it on)"
+    code, other = code_size(corpus.documents)
+    size = f"{format_bytes(code)} of {format_bytes(corpus.size)} of text are source code"
+    if code <= corpus.size / 2 and not (code >= ENOUGH_CODE and code > LEAST_CODE * other):
+        return False, f"{size} (--complete turns it on)"
     if base is None and config.tokenizer != "bpe":
         return False, f"since the tokenizer is of {config.tokenizer} (--complete turns it on)"
     if base is not None and (missing := missing_sentinels(base)):
         return False, f"since the model's tokenizer has no {missing[0]}"
-    return True, f"{fraction:.0%} of the text is source code (--no-complete turns it off)"
+    return True, f"{size} (--no-complete turns it off)"
 
 
 def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, display: Display) -> Tokens:

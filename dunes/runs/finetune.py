@@ -28,7 +28,7 @@ from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
 from dunes.data import TokenIds
 from dunes.data.batches import Batch, Batches, PairBatches, collate
-from dunes.data.examples import Example, Record, trained_spans
+from dunes.data.examples import Example, Record, check_names, trained_spans
 from dunes.data.preflight import check_report, data_report
 from dunes.evaluate.preferences import reference_logprobs, score_pairs
 from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_batches
@@ -39,7 +39,7 @@ from dunes.flags import option
 from dunes.inference.text_generator import TextGenerator
 from dunes.measure import ranks
 from dunes.parts import Decoder
-from dunes.progress import Display, phase, shown_by
+from dunes.progress import Display, each, phase, shown_by
 from dunes.runs.augment import history, resolve_new
 from dunes.runs.autosize import autocast_dtype, with_hardware
 from dunes.runs.config import RunOptions
@@ -106,6 +106,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     ready = begin_run(config, folder, display, run_options)
     if ready is None:
         return 0
+    check_names(ready.field_names)
     with display:
         with timings("reading data"):
             data = FinetuneData.read(ready, load_base(ready), display)
@@ -345,7 +346,8 @@ def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
     before = ranks.decide(before)
     if before is None:
         display.detail("evaluating the base model")
-        before = task.measure_baseline()
+        with shown_by(display.state):
+            before = task.measure_baseline()
     elif before.text != task.text:
         display.detail("the text to measure forgetting on changed: evaluating the base model again")
         before = replace(before, forgetting=task.score_forgetting(before.limits[1]), text=task.text)
@@ -450,8 +452,10 @@ class FinetuneTask:
         """Score the model and generate its answers. If `score` is given, it is the validation score."""
         limit, text_limit = self.before.limits
         start, available = monotonic(), 0 if self.forgetting_ids is None else len(self.forgetting_ids)
-        forgetting, text_limit = score_within(self._budget, self.score_forgetting, text_limit, available)
-        answers = self._answers()
+        with phase("measuring forgetting", end=0.5):
+            forgetting, text_limit = score_within(self._budget, self.score_forgetting, text_limit, available)
+        with phase("generating answers", 0.5):
+            answers = self._answers()
         seconds = monotonic() - start
         if score is None:
             score, limit = score_within(self._budget, self.score, limit, self.tokens)
@@ -469,7 +473,8 @@ class FinetuneTask:
     def _answers(self) -> list[str]:
         """Answers to the first validation examples: as many as the base model gave, or as the budget allows."""
         answers, end = list[str](), monotonic() + self._budget
-        for record in self.data.val_records[: ANSWERED if self.before is UNMEASURED else len(self.before.answers)]:
+        answered = ANSWERED if self.before is UNMEASURED else len(self.before.answers)
+        for record in each(self.data.val_records[:answered]):
             answers.append(self._answer(record))
             if ranks.decide(monotonic() > end):
                 break

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from dunes.augment.options import Router
-from dunes.flags import REQUIRED, flag
+from dunes.flags import REQUIRED, flag, parse_fields
 from dunes.runs.config import Optimization, RunConfig
 
 Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8", "lora-experts"]
@@ -68,6 +68,8 @@ class ExampleData:
     chosen and rejected), plain text, or a folder of such files."""
     text_field: Annotated[tuple[str, ...], flag("FIELD", "detected")] = ()
     """Fields of each record to train on as plain text; several are joined by a blank line."""
+    fields: Annotated[tuple[str, ...], flag("OURS=THEIRS,...", "named as in the formats of --data")] = ()
+    """Names of the data's fields by the names in --data's formats, like prompt=question,completion=answer."""
     follow_links: bool = False
     """Follow symbolic links that lead outside the data folder."""
     template: Annotated[
@@ -159,6 +161,16 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
     # Paths may change, since the contents of base and examples are compared.
     OVERRIDABLE = (*RunConfig.OVERRIDABLE, *PATHS)
     VERB = "finetune"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.field_names and self.text_field:
+            raise ValueError("--fields names fields of records, and --text-field of plain text; omit one of them")
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """`fields` as the data's names by ours. Raises ValueError if an entry is not OURS=THEIRS."""
+        return parse_fields(self.fields)
 
     @property
     def spec(self) -> MethodSpec:

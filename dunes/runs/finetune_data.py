@@ -13,6 +13,7 @@ from typing import Any
 
 from dunes.checkpoint import LoadedModel
 from dunes.data.document import Document, holds_records, plain_document
+from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import (
     RECORD_FORMATS,
     Example,
@@ -85,7 +86,13 @@ class FinetuneData:
         Raises ValueError if they cannot be read, if the context length is too large for the model, or if no
         validation examples remain.
         """
-        read = partial(read_dataset, text_field=config.text_field, follow_links=config.follow_links)
+        read = partial(
+            read_dataset,
+            text_field=config.text_field,
+            follow_links=config.follow_links,
+            names=config.field_names,
+            split_version=config.split_version,
+        )
         files, lines = read(config.data)
         val_files, val_lines = read(config.val_data) if config.val_data else ([], [])
         for line in (*lines, *val_lines, *ignored_line([*files, *val_files])):
@@ -102,13 +109,14 @@ class FinetuneData:
             if own_template not in (None, template.name):
                 display.line(f"warning: it replaces the base model's own template: {own_template}")
         write = partial(_tokenize, config, template, records.format not in PLAIN_KINDS, tokenizer)
-        rows, val_records = ([row for r in side for row in r.rows] for side in (files, val_files))
+        (rows, train), (val_records, valid) = (
+            write([row for r in side for row in r.rows]) for side in (files, val_files)
+        )
         leaked = count_leaked(rows, val_records, config.split_version)
         if val_records:
-            train, valid = write(rows), write(val_records)
             config = replace(config, context_length=choose_context_length(config, [*train, *valid], base))
         else:
-            config, train, valid, val_records = _split_examples(rows, config, base, write)
+            config, train, valid, val_records = _split_examples(rows, train, config, base)
             if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
                 display.detail(
                     f"{plural(copies, 'pair has', 'pairs have')} the prompt of another, each on one side with it"
@@ -168,26 +176,27 @@ def choose_template(
 
 def _tokenize(
     config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
-) -> list[Example]:
-    """Tokenize the rows. If `conversations` is true, the template is not applied to plain text among the rows."""
+) -> tuple[list[Record], list[Example]]:
+    """The rows with their `seen`, and their examples.
+
+    If `conversations` is true, the template is not applied to plain text among the rows.
+    """
     examples: list[Example] = []
     for plain, group in groupby(rows, key=lambda row: conversations and row.format in PLAIN_KINDS):
         row_template = templates.get_template("plain") if plain else template
         examples += tokenize_records([*group], row_template, tokenizer, config.train_on)
-    return examples
+    return [replace(row, seen=e.seen) for row, e in zip(rows, examples, strict=True)], examples
 
 
 def _split_examples(
-    rows: Sequence[Record],
-    config: FinetuneConfig,
-    base: LoadedModel,
-    write: Callable[[Sequence[Record]], list[Example]],
+    rows: Sequence[Record], written: Sequence[Example], config: FinetuneConfig, base: LoadedModel
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
     """Divide the rows; returns (config with context length, training examples, validation examples, val. records).
 
-    Records are split by hash; the end of each large text is for validation. Examples without a target within the
-    context are used for validation only if no others remain.
+    `written` has an example for each row. Records are split by hash; the end of each large text is for validation.
+    Examples without a target within the context are used for validation only if no others remain.
     """
+    by_row = {id(row): example for row, example in zip(rows, written, strict=True)}
     share = config.val_fraction
     if share is None:
         share = validation_share(sum(len(turn.full_text) for row in rows for turn in row.turns))
@@ -195,11 +204,11 @@ def _split_examples(
     if large and config.split_version:
         rows = _without_copies(rows, large)
         large = large_texts(rows, share)
-    heads, tails = split_tails(write(large), share)
+    heads, tails = split_tails([by_row[id(row)] for row in large], share)
     excluded = {id(row) for row in large} if tails else set()
     heads, large = (heads, large) if tails else ([], [])
     rest = [row for row in rows if id(row) not in excluded]
-    examples = write(rest)
+    examples = [by_row[id(row)] for row in rest]
     config = replace(config, context_length=choose_context_length(config, [*examples, *heads, *tails], base))
     usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
     val_records: list[Record] = []
@@ -246,26 +255,33 @@ def own_template_name(base: LoadedModel) -> str | None:
 
 
 def read_dataset(
-    source: Path | str, text_field: Sequence[str] = (), follow_links: bool = False
+    source: Path | str,
+    text_field: Sequence[str] = (),
+    follow_links: bool = False,
+    *,
+    names: Mapping[str, str] | None = None,
+    split_version: int = SPLIT_VERSION,
 ) -> tuple[list[Records], list[str]]:
     """Read the records of a file, or of all files below a folder; also returns lines about read and skipped files.
 
-    A file of plain text is one record; .gitignore, binaries, links and duplicates are handled as in
-    `collect_corpus`. Raises ValueError for an invalid record, naming the file and the line or row, and if the
-    source contains no records.
+    A file of plain text is one record; .gitignore, binaries, generated files, links and duplicates are handled as
+    in `collect_corpus`. `names` has names of fields, as in `read_records`. Raises ValueError for an invalid
+    record, naming the file and the line or row, and if the source contains no records.
     """
     walk = Walk([source], follow_links)
     files: list[Records] = []
     documents: dict[str, Document] = {}
     for file in walk.files():
-        if holds_records(file) or (file.named and file.path.name.lower().endswith(JSON)):
-            files.append(read_records(file.path, text_field))
-        elif isinstance(document := plain_document(file), str):
+        if holds_records(file, True) or (file.named and file.path.name.lower().endswith(JSON)):
+            files.append(read_records(file.path, text_field, names))
+        elif isinstance(document := plain_document(file, split_version), str):
             walk.skip(document, file.name)
         elif document.digest in documents:
             walk.skip("duplicates", file.name)
         else:
             documents[document.digest] = document
+    if names and not files:
+        raise ValueError(f"{source}: --fields names fields of records, and no file has records")
     lines = [records.description for records in files]
     if documents:
         rows = [Record((Turn("text", "".join(d.text())),), str(d.path), "text") for d in documents.values()]

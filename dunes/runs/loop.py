@@ -23,7 +23,7 @@ from dunes.evaluate.text_loss import Score
 from dunes.files.atomic import fsync_path
 from dunes.files.json_file import append_text
 from dunes.measure import ranks
-from dunes.progress import Display, Line
+from dunes.progress import Display, Line, phase, shown_by
 from dunes.runs.autosize import autocast_dtype, flops
 from dunes.runs.compiled_loss import compile_loss
 from dunes.runs.config import RunOptions, T
@@ -454,17 +454,8 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
             saved = saver.last(run)
         if not saved:
             status = NOT_SAVED
-        with run.timings("final validation"):
-            if run.best_weights:
-                load_trainable_state(run.model, run.best_weights)
-            score = run.best if interrupted and run.best else run.task.score(FINAL_TOKENS)
-            saved_step = run.best_step if run.best_weights else step
-        with run.timings("samples"), non_fatal("sampling"):
-            if run.warm and not interrupted:
-                board.sample(step, _sample(run, display, saved_step))
-        run.elapsed = monotonic() - run.start_time
-        with run.timings("saves"):
-            report = run.task.close(run, score, interrupted)
+        with display.own_bar("closing"):
+            score, saved_step, report = _close(run, interrupted, display, board)
     except OSError as error:
         display.line(f"not saved: {error}")
         return NOT_SAVED
@@ -486,9 +477,26 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
         display.line(line)
     loads = f"   load of experts: {folder}/{LOAD_PICTURE}" if drawn else ""
     display.line(f"loss curve: {folder}/loss.png   samples: {folder}/samples.md{loads}")
-    resume = f"resume with: dunes {run.config.VERB} --out {folder} --resume"
+    trust = run.task.loaded.architecture.trust_option
+    resume = f"resume with: dunes {run.config.VERB} --out {folder} --resume{trust}"
     display.line(resume if interrupted else next_steps)
     return status
+
+
+def _close(run: Run, interrupted: bool, display: Display, board: TensorBoard) -> tuple[Score, int, list[str]]:
+    """Validate and save the weights to keep; returns their score and step, and the lines of the task's report."""
+    step, validated = run.trainer.number, run.final_seconds / run.closing_seconds
+    with run.timings("final validation"), phase("final validation", end=validated):
+        if run.best_weights:
+            load_trainable_state(run.model, run.best_weights)
+        score = run.best if interrupted and run.best else run.task.score(FINAL_TOKENS)
+        saved_step = run.best_step if run.best_weights else step
+    with run.timings("samples"), board.non_fatal("sampling"):
+        if run.warm and not interrupted:
+            board.sample(step, _sample(run, display, saved_step))
+    run.elapsed = monotonic() - run.start_time
+    with run.timings("saves"), shown_by(scale=lambda done: validated + (1 - validated) * done):
+        return score, saved_step, run.task.close(run, score, interrupted)
 
 
 def rising_loss_warning(run: Run) -> str:

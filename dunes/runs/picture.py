@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from dunes.evaluate.comparison import Comparison
+from dunes.evaluate.comparison import PHASES, Comparison
 from dunes.evaluate.preferences import PreferenceScore
 from dunes.evaluate.text_loss import Score
 from dunes.train import Step
@@ -58,20 +58,18 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 def comparison_picture(comparison: Comparison, path: Path) -> None:
     """Draw a bar chart, as a PNG, of a model's size, memory and speed after a change relative to before it."""
     a, b = comparison.before, comparison.after
-    ratios = {
-        "size on disk": b.size / max(1, a.size),
-        "peak memory": b.memory / max(1, a.memory),
-        "prefill, tokens/s": b.prefill / a.prefill,
-        "decoding, tokens/s": b.decode / a.decode,
-    }
+    ratios = {"size on disk": b.size / max(1, a.size), "peak memory": b.memory / max(1, a.memory)}
+    labels = [f"{ratio:.2f}" for ratio in ratios.values()] + [str(speed) for speed in comparison.speeds.values()]
+    ratios |= {f"{PHASES[phase]}, tokens/s": speed.ratio for phase, speed in comparison.speeds.items()}
     loss = "" if a.loss is None or b.loss is None else f"; validation loss {a.loss:.4f} to {b.loss:.4f} nats/token"
     with _figure(path, 8, 3.5) as figure:
         axes = figure.add_subplot()
-        bars = axes.barh([*ratios], [*ratios.values()], color=[TRAINING, TRAINING, VALIDATION, VALIDATION])
-        axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios.values()], padding=3)
+        colors = [TRAINING, TRAINING, VALIDATION, VALIDATION][: len(ratios)]
+        bars = axes.barh([*ratios], [*ratios.values()], color=colors)
+        axes.bar_label(bars, labels, padding=3)
         axes.axvline(1.0, color="black", linewidth=0.8)
         axes.invert_yaxis()
-        axes.set(xlabel=f"after, relative to before{loss}", xlim=(0, 1.15 * max(1.0, *ratios.values())))
+        axes.set(xlabel=f"after, relative to before{loss}", xlim=(0, 1.5 * max(1.0, *ratios.values())))
         axes.spines[["top", "right"]].set_visible(False)
 
 

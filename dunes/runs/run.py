@@ -205,8 +205,13 @@ class Run:
 
     @property
     def closing_seconds(self) -> float:
-        """Estimated seconds from the last step to the end, if validation is as fast as it was the last time."""
-        return CLOSING + self.task.closing_seconds + self.seconds_per_token * min(FINAL_TOKENS, self.task.tokens)
+        """Estimated seconds from the last step to the end."""
+        return CLOSING + self.task.closing_seconds + self.final_seconds
+
+    @property
+    def final_seconds(self) -> float:
+        """Estimated seconds of the final validation, if it is as fast as the last one was."""
+        return self.seconds_per_token * min(FINAL_TOKENS, self.task.tokens)
 
     def check(self, limit: int) -> Score:
         """Validate the model on about `limit` tokens, and copy its weights if they are the best so far."""

@@ -33,7 +33,7 @@ from dunes.measure import ranks
 from dunes.models.initialise import initialise
 from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
-from dunes.progress import Display
+from dunes.progress import Display, phase, shown_by
 from dunes.runs import autosize
 from dunes.runs.augment import resolve_new, save_changed
 from dunes.runs.config import RunOptions
@@ -67,7 +67,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     ready = begin_run(config, folder, display, run_options)
     if ready is None:
         return 0
-    if run_options.resume and isinstance(ready.chosen_parts, str) and not cards_trusted():
+    named = ready.parts == config.parts  # in this command
+    if run_options.resume and isinstance(ready.chosen_parts, str) and not (named or cards_trusted()):
         raise ValueError(f"{folder}: built by {ready.chosen_parts}; if you trust it, pass --trust-code")
     with display:
         with timings("reading data"):
@@ -92,7 +93,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                 completion = None
                 if ready.complete and ranks.is_first():
                     files = FileTokenizer(tokens.tokenizer, ready.with_headers)
-                    completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
+                    with shown_by(display.state), phase("indexing the text"):
+                        completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
                 run = prepare(ready, folder, tokens, base, completion)
             if base and not run_options.resume:
@@ -323,7 +325,9 @@ class TrainTask:
             f"batch size {config.batch}, context length {config.context_length}; "
             f"{run.hardware}; {config.length}"
         )
-        return [summary] if self.completion is None else [summary, begin_completion(run.folder, self.completion)]
+        if self.completion is None:
+            return [summary]
+        return [summary, begin_completion(run.folder, self.completion, self.loaded.architecture)]
 
     def _parameters(self, model: Decoder) -> str:
         total, trained = tree.count(model), tree.count(model, trainable=True)
@@ -337,10 +341,11 @@ class TrainTask:
         set_dropout(loaded.model, self.dropout)  # a saved model has no trace of the training's dropout
         facts = card_facts(run, score, "trained")
         save_changed(loaded, (), run.folder, lambda staged: facts)
-        folder = shlex.quote(str(run.folder)) + " --trust-code" * isinstance(self.config.chosen_parts, str)
+        folder = shlex.quote(str(run.folder)) + loaded.architecture.trust_option
         lines = [f"model: {run.folder}"]
         if self.completion is not None and not interrupted:
-            lines.append(finish_completion(run.folder, self.completion, self._seconds))
+            completion = partial(finish_completion, run.folder, self.completion, self._seconds)
+            lines.append(completion(loaded.architecture, self.config.copies))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         return [*lines, f"try: dunes generate {folder}   {then.format(folder)}"]
 

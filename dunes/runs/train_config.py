@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
-from dunes.flags import PARTS, REQUIRED, Family, flag, option
+from dunes.flags import PARTS, REQUIRED, Copies, Family, flag, option
 from dunes.runs.config import Optimization, RunConfig
 
 SMALLEST = 10_000
@@ -91,6 +91,9 @@ class Completion:  # `file_headers` False: files do not begin with their paths, 
     """Train to complete lines from the text before and after them, in a stream of files with their paths."""
     fim_rate: Annotated[float, flag("RATE")] = 0.25
     """With --complete, the fraction of windows that are cut into prefix, suffix and middle."""
+    copies: Annotated[Copies, flag("auto|never|only")] = "auto"
+    """When lines are completed by copying alone: if it has more line ends right than the model, by a margin beyond
+    the spread of held-out files (auto), never, or always (only: the model is not used for lines)."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
     dropout: Annotated[
         float | None, flag("P", "0.2 with --complete, if text is repeated often; with --from its own; else 0")
@@ -110,7 +113,7 @@ class Completion:  # `file_headers` False: files do not begin with their paths, 
 class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig):
     """Options of training on text; `runs/autosize.py` chooses the unset options."""
 
-    OVERRIDABLE = ("sources", "base", "corpus", *RunConfig.OVERRIDABLE)
+    OVERRIDABLE = ("sources", "base", "corpus", "copies", *RunConfig.OVERRIDABLE)
     PATHS = ("sources", "base")
     VERB = "train"
 
@@ -135,9 +138,8 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"--weight-decay is {self.weight_decay}; it must be a number from 0 on")
-        if self.complete is False and self.fim_rate != TrainConfig.fim_rate:
-            unused = "--no-complete leaves it unused; omit one of them"
-            raise ValueError(f"--fim-rate is {self.fim_rate}, but {unused}")
+        if self.complete is False:
+            self.refuse_unused("--no-complete leaves it unused; omit one of them")
         names = (*EXPERT_OPTIONS, "family", "parts", "size", "tokenizer", "vocab_size")
         shape = [name for name in names if name in self.changed()]
         if self.parts and (others := [n for n in (*EXPERT_OPTIONS, "family") if n in self.changed()]):
@@ -146,6 +148,12 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             )
         if self.base and shape:
             raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; omit it")
+
+    def refuse_unused(self, reason: str) -> None:
+        """Raise ValueError with this reason if an option is set that only completion uses."""
+        for name in ("fim_rate", "copies"):
+            if name in self.changed():
+                raise ValueError(f"--{option(name)} is {getattr(self, name)}, but {reason}")
 
     @property
     def shape(self) -> tuple[int, int] | None:

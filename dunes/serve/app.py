@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -20,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dunes.serve import llama_server, ollama, openai
+from dunes.serve.client import AGENT, RECENT
 from dunes.serve.fields import BODY, Fields, Refused, parse
 from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Named, Protocol, TextRequest
 from dunes.serve.running import Running
@@ -40,8 +40,9 @@ def read_suggest(fields: Fields) -> Asked:
     """A request of the page or `dunes complete` for suggestions with probabilities, and for tokens if wanted."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
-    count = 3 if explains else 1
-    line = LineRequest(before, after, path, (), count, model=model, shows_all=True, explains=explains)
+    line = LineRequest(
+        before, after, path, (), 3 if explains else 1, model=model, shows_all=True, explains=explains
+    )
     return Asked(fields, [line])
 
 
@@ -69,7 +70,6 @@ ABOUT: dict[str, Callable[[Named], Any]] = {
     "/v1/models": llama_server.list_models,
     "/models": llama_server.list_models,
     "/v1/models/{name:path}": lambda models: llama_server.list_models(models)["data"][0],
-    "/models/{name:path}": lambda models: llama_server.list_models(models)["data"][0],
     "/props": llama_server.props,
     "/slots": llama_server.slots,
     "/api/tags": ollama.tags,
@@ -175,6 +175,7 @@ class Server:
             "/suggest": partial(self._answer, SUGGEST),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
+            RECENT: partial(self._replay, key),
         }
         routes += [Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in endpoints.items()]
         handlers = dict.fromkeys((404, 405, 500, Refused), refusal)
@@ -203,7 +204,7 @@ class Server:
         try:
             first = await anext(events)  # a refused request has no stream
         except StopAsyncIteration:
-            first = 0, replace(EMPTY)
+            first = 0, Answer(reason="length")
         chunks = _chunks(protocol, asked, first, events)
         media_type = "application/x-ndjson" if protocol.form == "ndjson" else "text/event-stream"
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
@@ -224,10 +225,11 @@ class Server:
                 pass
             queue.put_nowait((0, ClientDisconnect()))
 
-        tasks, watcher, first = list[Task](), asyncio.create_task(watch()), 0
+        tasks, watcher, first = dict[int, Task](), asyncio.create_task(watch()), 0
+        is_editor = request.headers.get("user-agent") != AGENT
         try:
             for item in asked.requests:
-                tasks.append(self.running.worker.submit(item, partial(emit, first)))
+                tasks[first] = self.running.worker.submit(item, partial(emit, first))
                 first += item.alternatives if isinstance(item, LineRequest) else 1
             remaining = len(tasks)
             while remaining:
@@ -235,6 +237,9 @@ class Server:
                 if isinstance(event, Exception):
                     raise event if isinstance(event, ClientDisconnect) else client_error(event)
                 if isinstance(event, list):
+                    line = tasks[index].request
+                    if is_editor and isinstance(line, LineRequest) and not line.shows_all:
+                        self.running.remember(line, event[0])
                     for i, answer in enumerate(event, index):
                         yield i, Answer(answer.text)
                         yield i, answer
@@ -243,7 +248,7 @@ class Server:
                 remaining -= isinstance(event, list) or bool(event.reason)
         finally:
             watcher.cancel()
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()
 
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
@@ -252,6 +257,13 @@ class Server:
         name = path or fields.text("model") or fields.text("name") or request.query_params.get("model", "")
         models = self.running.facts_by_name(name.removesuffix(":latest"), path is not None)
         return json_response(write(models), headers=_headers(fields))
+
+    async def _replay(self, key: str | None, request: Request) -> Response:
+        """The last places where an editor asked, for the user who runs the server: it is text being written."""
+        if key is None and request.client is not None:  # the socket in the user's folder has no client address
+            raise Refused(403, "only the user who runs the server may see this")
+        notes = {name: model.current.note for name, model in self.running.served.items()}
+        return json_response({"notes": notes, "places": await asyncio.to_thread(self.running.replay)})
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await _fields(request)

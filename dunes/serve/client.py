@@ -17,9 +17,13 @@ from dunes.files.atomic import cache_home
 
 TIMEOUT = 10.0
 """Timeout of a request in seconds."""
+AGENT = "dunes"
+"""Value of User-Agent in requests of this package, which are not those of an editor."""
+RECENT = "/recent"
+"""Path of the last requests of editors, for `dunes doctor`."""
 
 
-class _SocketConnection(http.client.HTTPConnection):
+class SocketConnection(http.client.HTTPConnection):
     """An HTTP connection to a Unix socket."""
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +41,9 @@ def exchange(
     connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any] | None, key: str = ""
 ) -> tuple[int, bytes]:
     """Status and bytes of a reply on a new connection; without a body, the request is a GET."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": "application/json", "User-Agent": AGENT} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
     data = None if body is None else json.dumps(body).encode()
     try:
         connection.request("GET" if data is None else "POST", path, data, headers)
@@ -54,7 +60,7 @@ def complete_by_server(folder: Path, before: str, after: str, path: Path | None)
     body = {"before": before, "after": after, "path": str(path.absolute()) if path else ""}
     with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         body["model"] = folder.resolve().name
-        status, data = exchange(_SocketConnection(socket_file(folder)), "/suggest", body)
+        status, data = exchange(SocketConnection(socket_file(folder)), "/suggest", body)
         if status == 200:
             return str(json.loads(data)["suggestions"][0]["text"])
     return None

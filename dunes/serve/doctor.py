@@ -4,14 +4,23 @@ import http.client
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from dunes.serve.client import TIMEOUT, exchange
+from dunes.serve.client import RECENT, TIMEOUT, SocketConnection, exchange, socket_file
+from dunes.units import format_seconds
 
 BEFORE = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return "
 AFTER = "\n\n\nprint(volume(1, 2, 3))\n"
+
+
+KEPT = (
+    "llama.vim keeps what it got here, until `:let g:cache_data = {} | let g:cache_lru_order = []` or the end of "
+    "Vim, and llama-vscode until its window is loaded again"
+)
 
 
 class Check(NamedTuple):
@@ -44,7 +53,10 @@ def ask(address: str, path: str, body: Mapping[str, Any] | None = None, key: str
 
 
 def _vim(data: bytes) -> str:
-    # llama.vim looks for this in the bytes before it parses them, and wants one line.
+    # llama.vim looks for this in the bytes before it parses them, and wants one line. It keeps what has it, also
+    # an empty text; so a reply without a suggestion lacks it.
+    if b"content" not in data and isinstance(json.loads(data), dict):
+        return ""
     if not re.search(rb'"content"\s*:"', data) or b"\n" in data.strip():
         raise ValueError('the reply has no `"content":"` on a single line, so llama.vim drops it')
     return _vscode(data)
@@ -119,7 +131,10 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
         names = [model["id"] for model in json.loads(data)["data"]]
     except (ValueError, LookupError, TypeError):
         raise ValueError(f"{address}: /v1/models is not a model server's answer") from None
-    yield Line("server", f"serves {', '.join(names)}", "" if names else "it has no model")
+    recent = _recent(address, key)
+    notes = "".join(f"; {name}: {note}" for name, note in recent.get("notes", {}).items() if note)
+    yield Line("server", f"serves {', '.join(names)}{notes}", "" if names else "it has no model")
+    yield from map(_replayed, recent.get("places", ()))
     for check in checks(before, after, names[0] if names else ""):
         start = perf_counter()
         status, data = ask(address, check.path, check.body, key)
@@ -132,6 +147,31 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
         result = f"shows {text!r}" if text else "shows nothing here: no suggestion was probable enough"
         problem = "" if status == 200 else f"status {status}: {_message(data)}"
         yield Line(check.client, f"{result} after {milliseconds:.0f} ms", problem)
+
+
+def _recent(address: str, key: str) -> dict[str, Any]:
+    """What the server remembers of editors' requests; empty if it tells this user nothing."""
+    with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+        if key:
+            status, data = ask(address, RECENT, key=key)
+        else:
+            folder = json.loads(ask(address, "/props")[1])["model_path"]
+            status, data = exchange(SocketConnection(socket_file(Path(folder))), RECENT, None)
+        return dict(json.loads(data)) if status == 200 else {}
+    return {}
+
+
+def _replayed(place: Mapping[str, Any]) -> Line:
+    """The line on a place where an editor asked."""
+    shown, now = (repr(place[name]) if place[name] else "nothing" for name in ("shown", "now"))
+    text = f"shows {now}" if shown == now else f"showed {shown}, and would show {now} now; "
+    if shown != now:
+        text += KEPT if place["shown"] else "it asks again when you type there"
+    elif not place["now"]:
+        needed = min(1.0, place["threshold"])
+        text += f": its best suggestion is {place['word']:.0%} sure, and {needed:.0%} are needed"
+    where = f"an editor, {format_seconds(round(place['seconds']))} ago, behind {place['line'].lstrip()[-40:]!r}"
+    return Line(where, text, "")
 
 
 def _message(data: bytes) -> str:

@@ -198,9 +198,7 @@ class Fields:
             turn = read_message(body | {"role": role if role in ROLES else "user"}, "a message")
         except ValueError as error:
             raise self.refusal(place, str(error).removeprefix("a message: ")) from None
-        message._read.update(
-            ("content", *CALL_KEYS, *REASONING_KEYS, *(RESULT_KEYS if turn.role == "tool" else ()))
-        )
+        message._read.update(("content", *CALL_KEYS, *REASONING_KEYS, *RESULT_KEYS * (turn.role == "tool")))
         return turn if role in ROLES else replace(turn, role=role)
 
     def open_files(self, name: str) -> list[tuple[str, str]]:

@@ -69,8 +69,7 @@ def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
         remedy = "pass another --port, or end the program that listens there"
         if isinstance(error, ValueError | socket.gaierror):
             remedy = "name an address of this machine"
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(f"--host {host}: {reason.lower()}; {remedy}") from None
+        raise ValueError(f"--host {host}: {str(error.args[-1]).lower()}; {remedy}") from None
     return sockets
 
 
@@ -78,10 +77,9 @@ def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socke
     """Add sockets that listen on this port, or for 0 on the same free one, of each address. Raises OSError."""
     count, missing = len(sockets), OSError("the host has no address")
     for family, (name, _, *scope) in addresses:
-        options: dict[str, Any] = {"family": family, "backlog": 1024}
-        options["dualstack_ipv6"] = family == socket.AF_INET6 and len(addresses) == 1  # for IPv4 at `::`
+        dual = family == socket.AF_INET6 and len(addresses) == 1  # for IPv4 at `::`
         try:
-            sockets.append(socket.create_server((name, port, *scope), **options))
+            sockets.append(socket.create_server((name, port, *scope), family=family, dualstack_ipv6=dual))
         except OSError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise

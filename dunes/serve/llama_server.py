@@ -37,7 +37,8 @@ def read_infill(fields: Fields) -> Asked:
     after, limit = fields.text("input_suffix", None), fields.limit("n_predict")
     count, stop = fields.integer(fields.first("n_cmpl", "n"), 1, 1, CHOICES), fields.stops()
     files, name = fields.open_files("input_extra"), file_name(fields.path("filename", "path"))
-    _read_form(fields)
+    fields.items("response_fields", 256)
+    fields.flag("return_tokens")
     request = LineRequest(before, after, name, files, count, limit or 1, stop, fields.text("model"))
     return Asked(fields, [request] if limit else [], count=count)
 
@@ -47,27 +48,21 @@ def read_completion(fields: Fields) -> Asked:
     limit = fields.first("n_predict", "max_tokens")
     text = read_text(fields, TextRequest(), limit, logprobs=fields.integer("n_probs", 0, 0, 100) or None)
     count = fields.integer(fields.first("n_cmpl", "n"), 1, 1, CHOICES)
-    _read_form(fields)
+    fields.items("response_fields", 256)
+    fields.flag("return_tokens")
     return Asked(
         fields, [r for prompt in prompts(fields) for r in line_or_texts(text, prompt, None, count)], count=count
     )
 
 
-def _read_form(fields: Fields) -> None:
-    """Check the fields that choose what a reply has."""
-    fields.items("response_fields", 256)
-    fields.flag("return_tokens")
-
-
 def write(request: Asked, answers: Answers, streams: bool) -> Any:
     """An object for each answer, or part of an answer; a list of objects if several answers were requested."""
-    body = request.fields.body
     replies = [(_reply if answer.reason else _part)(request, i, answer) for i, answer in answers.items()]
     if streams:
         reply, is_last = replies[0], any(answer.reason for answer in answers.values())
         cleared = ("content", "tokens", PROBS) if is_last else ()  # the parts had them
         return reply | {name: type(reply[name])() for name in cleared if name in reply}
-    several = request.count > 1 or isinstance(body.get("prompt"), list)
+    several = request.count > 1 or isinstance(request.fields.body.get("prompt"), list)
     return replies if several or len(replies) > 1 else replies[0]
 
 
@@ -96,6 +91,9 @@ def _reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
         reply[PROBS] = [token.entry(True) for token in answer.tokens]
     if not (names := request.fields.items("response_fields", 256)):
         return reply
+    # llama.vim would keep an empty answer, also when the model has come or a file has changed.
+    if answer.line is not None and not answer.text:
+        del reply["content"]
     values = {name: _field(reply, name) for name in names if isinstance(name, str)}
     return {name: value for name, value in values.items() if value is not None}
 

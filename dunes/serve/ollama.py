@@ -32,11 +32,11 @@ def read_generate(fields: Fields) -> Asked:
     system, is_raw = fields.text("system"), fields.flag("raw")
     requests = line_or_texts(_text_request(fields), prompt, after) if prompt or after else []
     for i, request in enumerate(requests):
-        if isinstance(request, TextRequest) and not is_raw:
+        if is_raw or not isinstance(request, TextRequest):
+            fields.disregard("system", "think")
+        else:
             turns = [Turn("system", system)] if system else []
             requests[i] = replace(request, messages=(*turns, Turn("user", prompt)))
-        elif system:
-            raise fields.refusal("system", "has no effect on a raw prompt or the rest of a line; leave it out")
     return Asked(fields, requests, streams=True)
 
 
@@ -48,8 +48,7 @@ def read_chat(fields: Fields) -> Asked:
 
 def _text_request(fields: Fields, **more: Any) -> TextRequest:
     variables = {"enable_thinking": fields.flag("think")} if fields.has("think") else {}
-    options = fields.object("options")
-    return read_text(fields, DEFAULTS, "num_predict", options=options, variables=variables, **more)
+    return read_text(fields, DEFAULTS, "num_predict", -1, fields.object("options"), variables=variables, **more)
 
 
 def format_time(time: datetime) -> str:

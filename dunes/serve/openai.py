@@ -84,8 +84,7 @@ def _protocol(
             part = Answer(reason=answer.reason, first=answer.first) if streams and answer.reason else answer
             content = choice(request, part, streams)
             listed.append({"index": i, **content, "finish_reason": REASONS[answer.reason]})
-        counts = {} if streams else usage(request, answers)
-        return reply(request, chunk if streams else full, listed, counts)
+        return reply(request, chunk if streams else full, listed, {} if streams else usage(request, answers))
 
     def end(request: Asked, answers: Answers) -> Sequence[Any]:
         return [reply(request, chunk, [], usage(request, answers))] if _wants_usage(request.fields) else []
@@ -104,8 +103,7 @@ def usage(request: Asked, answers: Answers) -> dict[str, dict[str, int]]:
 def text_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]:
     """The text and the log-probabilities of a choice."""
     has_logprobs = answer.tokens if streams else request.fields.has("logprobs")
-    logprobs = legacy_logprobs(answer.tokens) if has_logprobs else None
-    return {"text": answer.text, "logprobs": logprobs}
+    return {"text": answer.text, "logprobs": legacy_logprobs(answer.tokens) if has_logprobs else None}
 
 
 def legacy_logprobs(tokens: Sequence[TokenText]) -> dict[str, Any]:

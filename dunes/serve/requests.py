@@ -82,14 +82,14 @@ Request = LineRequest | TextRequest
 
 
 class TokenText(NamedTuple):
-    """A token, its bytes, its log-probability (nats; None for a text's first token), the likeliest tokens, and the
-    number of characters of the answer before it."""
+    """A token, its bytes, log-probability (nats; None for the first one), the likeliest tokens, and its offset."""
 
     id: int
     data: bytes
     logprob: float | None
     top: Sequence[tuple[int, bytes, float]] = ()
     offset: int = 0
+    """Number of characters of the answer before the token."""
 
     @property
     def text(self) -> str:

@@ -82,7 +82,12 @@ class LoadedFolder:
             self.batch = Batch(chat.loaded, step_source(chat.loaded.model), names, names.get(name))
         self.loaded = chat.loaded if chat else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
-        self.completer = find_completer(folder, say, False, self.loaded)
+        notes: list[str] = []
+        self.completer = find_completer(folder, notes.append, False, self.loaded)
+        self.note = " ".join(notes)
+        """Why the model does not complete lines; empty if it does."""
+        if self.note:
+            say(self.note)
         self.files = FileFinder(self.completer.training_files)
         self.copies = isinstance(self.completer, CopyCompleter) or self.completer.copies
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
@@ -114,7 +119,7 @@ def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | Non
         "digest": sha256(repr((str(folder), stamp)).encode()).hexdigest(),
         "created": int(modified),
         "family": "dunes",
-        "folder": str(folder),
+        "folder": str(folder.absolute()),
     }
     facts |= dict.fromkeys(("parameters", "size", "context_length", "vocab", "dim"), 0)
     facts |= dict.fromkeys(("dtype", "bos", "eos"), "")
@@ -233,7 +238,7 @@ class ServedModel:
                 answer.new_tokens = len(completer.files.line(answer.text))
                 answer.prompt_tokens = min(prompt_tokens, completer.loaded.context_length)
             if request.explains:
-                tokens = completer.explain(request.before, suggestions[0].text, name, is_cancelled)
+                tokens = completer.explain(request.before, request.after, name, options)
                 answers[0].explained = {"file": name, "tokens": tokens, "threshold": min(1.0, self.threshold)}
         return answers
 
@@ -279,18 +284,19 @@ class ServedModel:
         message beside it, and if the template refuses the messages.
         """
         batch, chats = self.require_batch(), self.current.chats
-        chat, (first, *_) = chats.get(request.model, chats[self.name]), request.messages
+        chat, variables = chats.get(request.model, chats[self.name]), dict(request.variables)
         try:
-            # A variable that is false and not read has no effect.
-            variables = {k: v for k, v in request.variables.items() if v or chat.template.reads(k)}
+            if not variables.get("enable_thinking") and not chat.template.reads("enable_thinking"):
+                variables.pop("enable_thinking", None)  # it has no thoughts to be disabled
             ids = chat.encode(tuple(request.messages), variables, request.continues)
             stop = chat.template.stop_id(chat.loaded.require_tokenizer())
             return replace(request, prompt=ids, stop_ids=(stop,), batch=batch)
         except ValueError as error:
-            if isinstance(error, NoTemplate) and request.prompt and first.role != "system":
+            is_plain = len(request.messages) == 1 and not variables.get("enable_thinking")
+            if isinstance(error, NoTemplate) and request.prompt and is_plain:
                 return replace(request, messages=())
-            field = "prompt" if request.prompt else "messages"
-            raise Refused(400, f"Field '{field}': {' '.join(str(error).split())}") from None
+            name = "prompt" if request.prompt else "messages"
+            raise Refused(400, f"Field '{name}': {' '.join(str(error).split())}") from None
 
 
 def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> Answer:

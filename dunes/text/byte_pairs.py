@@ -64,10 +64,15 @@ def add_special(inner: Tokenizer, tokens: Iterable[str], begin: str | None = Non
     """Add special tokens; `begin` is put before a text when special tokens are requested."""
     inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
     if begin is not None:
-        special = [(begin, inner.token_to_id(begin))]
-        single, pair = [begin, "$A"], [begin, "$A", f"{begin}:1", "$B:1"]
-        make = partial(processors.TemplateProcessing, single=single, pair=pair, special_tokens=special)
-        inner.post_processor = library.call(f"the token before each text, {library.abbreviate(begin)}", make)
+        surround(inner, begin)
+
+
+def surround(inner: Tokenizer, *begin: str, end: Sequence[str] = ()) -> None:
+    """Put special tokens before and after each text when special tokens are requested."""
+    special = [(token, inner.token_to_id(token)) for token in {*begin, *end}]
+    single, second = [*begin, "$A", *end], [*(f"{t}:1" for t in begin), "$B:1", *(f"{t}:1" for t in end)]
+    make = partial(processors.TemplateProcessing, single=single, pair=[*single, *second], special_tokens=special)
+    inner.post_processor = library.call(f"the tokens around each text, {library.abbreviate([*begin, *end])}", make)
 
 
 # sentencepiece writes U+FFFD for each invalid byte, Python one for several.

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 
 from dunes.files.model_file import find_file, open_file, require_content
 from dunes.text import library, sentencepiece
-from dunes.text.byte_pairs import SPACE, add_special
+from dunes.text.byte_pairs import SPACE, add_special, surround
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, Piece
 from dunes.text.special_tokens import SpecialTokens
 from dunes.text.split_rules import RULES, split_rule
@@ -32,6 +32,13 @@ STRING, ARRAY = 8, 9
 BYTE_PAIRS = ("gpt2", "gemma4")
 """Kinds of tokenizers that merge pairs by rank within words; `llama` merges by score."""
 JSON = "huggingface.json"
+KNOWN = (
+    *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
+    *("add_space_prefix", "add_bos_token", "add_eos_token"),
+)
+"""Keys of a tokenizer that are read, or do not change the ids of a text; nor do those of single ids."""
+OFF = ("remove_extra_whitespaces", "add_sep_token", "precompiled_charsmap")
+"""Keys of a tokenizer that must be false or empty."""
 
 
 class TensorInfo(NamedTuple):
@@ -182,8 +189,13 @@ def build_tokenizer(
     if f"tokenizer.{JSON}" in fields:
         return library.call(f"tokenizer.{JSON}", lambda: parse(value(fields, JSON, str).encode()))
     model, tokens, types = value(fields, "ggml.model", str), *vocabulary(fields)
+    for key, given in fields.items():
+        name = key.removeprefix("tokenizer.ggml.")
+        known = name in (key, *KNOWN) or name.endswith("_token_id")
+        if not known and (name not in OFF or (len(given) if isinstance(given, np.ndarray) else given)):
+            raise ValueError(f"{key[:80]} is {library.abbreviate(given)}, which is not supported")
     if model == "llama":
-        return _sentencepiece(fields, tokens, types)
+        return _surrounded(_sentencepiece(fields, tokens, types), fields, tokens)
     if model not in BYTE_PAIRS:
         raise ValueError(
             f"a tokenizer of kind {model[:80]!a} is not supported; expected llama, {', '.join(BYTE_PAIRS)}"
@@ -191,8 +203,18 @@ def build_tokenizer(
     inner = byte_pairs(tokens, types, _texts(fields, "ggml.merges"), rule_name(fields))
     typed = [*zip(tokens, types, strict=True)]
     inner.add_tokens([AddedToken(text, normalized=False) for text, type in typed if type == USER])
-    special, begin = [text for text, type in typed if type in (CONTROL, UNKNOWN)], special_tokens(fields).bos
-    add_special(inner, special, tokens[begin[0]] if begin else None)
+    add_special(inner, [text for text, type in typed if type in (CONTROL, UNKNOWN)])
+    return _surrounded(inner, fields, tokens)
+
+
+def _surrounded(
+    inner: tokenizers.Tokenizer, fields: Mapping[str, Any], tokens: Sequence[str]
+) -> tokenizers.Tokenizer:
+    """The tokenizer with the BOS and EOS that the file puts around a text."""
+    special = special_tokens(fields)
+    end = [special.eos] if value(fields, "ggml.add_eos_token", bool, False) and special.eos is not None else []
+    if special.bos or end:
+        surround(inner, *(tokens[i] for i in special.bos or ()), end=[tokens[i] for i in end])
     return inner
 
 
@@ -291,8 +313,8 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
     """The special ids in a header. Texts start with BOS if `add_bos_token` is true (else, by the kind)."""
     count, rule = len(value(fields, "ggml.tokens", list)), RULES.get(rule_name(fields))
-    bos, eos, turn = (_id(fields, name, None, count) for name in ("bos", "eos", "eot"))
+    bos, eos, turn, message = (_id(fields, name, None, count) for name in ("bos", "eos", "eot", "eom"))
     adds = fields["tokenizer.ggml.model"] == "llama" if rule is None else rule.bos
     adds = value(fields, "ggml.add_bos_token", bool, adds)
-    stops = frozenset(i for i in (eos, turn) if i is not None)
+    stops = frozenset(i for i in (eos, turn, message) if i is not None)
     return SpecialTokens((bos,) if adds and bos is not None else (), eos, stops)

@@ -122,6 +122,7 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
     begin, (_, end) = tokenizer.bos, tokenizer.added_ids
     tokens = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
     special = [token.decode() for token, type in tokens if type in (USER, CONTROL, UNKNOWN)]
+    special += _joined_bytes(fields) if tokenizer.line_separable else []
     texts: list[str] = []
     for text in _texts(tokenizer, inner, special):
         text_ids = library.call("the tokenizer fails", partial(inner.encode, text, add_special_tokens=False)).ids
@@ -135,6 +136,13 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
             texts.append(text)
     if texts:
         warnings.warn(f"llama.cpp puts other spaces around special tokens, as in {texts[0][:60]!a}", stacklevel=4)
+
+
+def _joined_bytes(fields: Mapping[str, Any]) -> list[str]:
+    """The spellings of bytes into which llama.cpp may join two tokens."""
+    vocab: set[bytes] = {*fields["ggml.tokens"]}
+    spelled = [t for t, type in zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True) if type == BYTE]
+    return [t.decode() for t in spelled if any({t[:i], t[i:]} <= vocab for i in range(1, len(t)))]
 
 
 def _same_text(tokenizer: Tokenizer, text: str, actual: list[int], expected: list[int]) -> bool:
@@ -195,7 +203,8 @@ def _tokens(tokenizer: Tokenizer, by_score: bool, merged: set[str], rows: int) -
     for i in range(rows):
         text = tokenizer.inner.id_to_token(i) if i < tokenizer.vocab else None
         if text is None:
-            yield f"[PAD{i}]".encode(), UNUSED
+            end = "\n" if tokenizer.line_separable else ""  # no token joins a line and its end
+            yield f"{end}[PAD{i}]{end}".encode(), UNUSED
         elif text == unknown:
             yield text.encode(), UNKNOWN
         elif i in added:

@@ -169,10 +169,10 @@ class Template(ABC):
                 raise
             pieces = [text]
         plain, trained = "".join(pieces), [turns[i].trained for i in answers]
-        for message in messages:
-            role = message["role"]
-            if role not in ANSWER_ROLES and not _is_written(message["content"], plain):
-                self._check(f"a {role[:40]} message{self._unwritten(role)}", message["content"], plain)
+        for turn, message in zip(turns, messages, strict=True):
+            if turn.role not in ANSWER_ROLES and not _is_written(message["content"], plain):
+                what = f"a {turn.role[:40]} message{self._unwritten(turn.role)}"
+                self._check(what, message["content"], plain)
         tools = values.get("tools")
         self._check("a tool", [_function(t).get("name") for t in tools] if isinstance(tools, list) else (), plain)
         if add_generation_prompt:

@@ -35,8 +35,14 @@ SPECIAL = (
 )  # fmt: skip
 """Special tokens, in Qwen's spelling, which editor plugins know."""
 
-_SPELLED = re.compile(rf"(?<=<\|)(?={'|'.join(re.escape(token[2:]) for token in SPECIAL)})")
-"""Matches inside the spelling of a special token, after its first two characters."""
+_NAMES = [token[2:-2] for token in SPECIAL]
+_FIRST = "".join(sorted({name[0] for name in _NAMES}))
+_SPELLED = re.compile(
+    rf"(?=[{_FIRST}|x>])(?:(?<=<\|)(?=[{_FIRST}])|(?=\|>)(?:{'|'.join(f'(?<={name})' for name in _NAMES)})"
+    r"|(?<=<0)(?=x)|(?=>)(?<=x[89A-F][0-9A-F]))"
+)
+"""Matches where no token of a trained vocabulary may cross. So no two tokens together are spelled like a special
+token or like a byte in GGUF (`<0xFF>`): llama.cpp joins neighbours that are spelled like any token."""
 
 UNKNOWN = "<|unk|>"
 KINDS = ("bpe", "bytes", "chars")
@@ -97,7 +103,6 @@ class Tokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab - len(SPECIAL), initial_alphabet=_ALPHABET, special_tokens=[], show_progress=False
         )
-        # A special token in a text would become a token of the text, and then the special one.
         inner.train_from_iterator((part for text in texts for part in _SPELLED.split(text)), trainer)
         add_special(inner, SPECIAL)  # special tokens get the last ids
         return cls(inner)

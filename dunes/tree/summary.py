@@ -241,7 +241,7 @@ def print_statistics(records: Mapping[str, ModuleStatistics]) -> None:
                 lines.append([name, label, str(record.calls), *figures, f"{values.zeros:.1%}", odd])
         if not record.calls:
             lines.append([name, "not called", *[""] * 6])
-    print_table("", ["", "of", "calls", "mean", "std", "largest", "zeros", "not finite"], lines)
+    print_table("", ["", "of", "calls", "mean", "std", "largest", "zeros", "not finite"], lines, 2)
 
 
 class ModuleRow(NamedTuple):

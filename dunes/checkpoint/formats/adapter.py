@@ -81,7 +81,7 @@ def adapter_base_of(model: nn.Module, family: str | None = None) -> AdapterBase:
     modules = {p.name: p.module for p in tree.places(plain) if tree.linear(p.module) or is_embedding(p.module)}
     for p in list(tree.places(plain)):
         setattr(p.parent, p.key, _dense_module(tree.innermost(p.module)))
-    config = hf_config_of(plain, 2048)  # any context length, as names of weights do not depend on it
+    config = hf_config_of(plain, 2048, loads=False)  # names of weights do not depend on the context length
     if isinstance(config, str):
         raise ValueError(
             f"the base of these adapters has no Hugging Face config: {config}; save the whole model, "

@@ -81,6 +81,25 @@ GPT2_KEYS = {
     "n_positions": "context_length",
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
 }
+ROPE_KEYS = (
+    *("rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
+    *("rope.scaling.original_context_length", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+)
+"""Further keys that are read, for all architectures but gpt2."""
+UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
+"""Keys without effect on the logits."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("attention.causal", "expert_weights_norm"), (True,)),
+    **dict.fromkeys(("logit_scale", "embedding_scale", "residual_scale", "expert_weights_scale"), (0.0, 1.0)),
+    **dict.fromkeys(("expert_gating_func", "expert_group_count", "expert_group_used_count"), (0, 1)),
+    **dict.fromkeys(("rope.scaling.alpha", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), (1.0,)),
+    **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.sliding_window"), (0,)),
+    **dict.fromkeys((f"{part}_logit_softcapping" for part in ("attn", "router", "final")), (0,)),
+    **dict.fromkeys(("leading_dense_block_count", "nextn_predict_layers", "moe_every_n_layers"), (0,)),
+    **dict.fromkeys(("expert_shared_count", "expert_shared_feed_forward_length"), (0,)),
+    **dict.fromkeys(("use_parallel_residual", "swin_norm", "rope.scaling.yarn_log_multiplier"), (0,)),
+}
+"""Values of further keys with which a file is read; 0 turns off what they set."""
 
 
 def write(
@@ -316,6 +335,7 @@ def hf_config(path: Path, files: Weights) -> dict[str, Any]:
         raise ValueError(f"architecture {quote(architecture)} is not one of {', '.join(ARCHITECTURES.values())}")
     keys = GPT2_KEYS if architecture == "gpt2" else KEYS
     hf = {ours: known[key] for ours, key in keys.items() if key in known}
+    _refuse_other_keys(architecture, known)
     mostly = {1: "float16", 32: "bfloat16"}.get(fields.get("general.file_type", 0), "float32")
     hf |= {"model_type": _family(architecture, known)}
     hf |= {"vocab_size": files["token_embd.weight"].shape[0], "tie_word_embeddings": "output.weight" not in files}
@@ -327,6 +347,26 @@ def hf_config(path: Path, files: Weights) -> dict[str, Any]:
         hf = {"rope_theta": 10_000.0, "norm_topk_prob": True} | hf
     family = FAMILIES[hf["model_type"]]
     return {**family.to_hf(family.from_hf(hf)), "dtype": mostly}
+
+
+def _refuse_other_keys(architecture: str, known: Mapping[str, Any]) -> None:
+    """Raise ValueError for a key that is neither read, nor without effect, nor neutral."""
+    read = {*UNUSED, *(GPT2_KEYS.values() if architecture == "gpt2" else (*KEYS.values(), *ROPE_KEYS))}
+    read -= set() if architecture == "llama" else {"attention.sliding_window"}
+    width = known.get("attention.key_length") if "attention.key_length" in read else None
+    width = width or quotient(known, "embedding_length", "attention.head_count")
+    yarn = known.get("rope.scaling.type") == "yarn"
+    neutral = {**NEUTRAL, "attention.key_length": (width,), "attention.value_length": (width,)}
+    neutral |= {"attention.scale": (0.0, float(str(np.float32(width**-0.5))))}
+    neutral |= {"attention.head_count_kv": (known.get("attention.head_count"),)}
+    neutral |= {"rope.scaling.yarn_ext_factor": (-1.0, 1.0 if yarn else 0.0)}
+    read |= {"rope.scaling.attn_factor"} if yarn else set()
+    for key in known.keys() - read:
+        if not any(np.array_equal(known[key], value) for value in neutral.get(key, ())):
+            raise ValueError(
+                f"{quote(f'{architecture}.{key}')} is {quote(known[key])}, which is not supported; "
+                f"expected {' or '.join(map(str, neutral.get(key, ('none',))))}"
+            )
 
 
 def _family(architecture: str, known: Mapping[str, Any]) -> str:
@@ -341,18 +381,23 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
     width = hf.get("head_dim") or quotient(hf, "hidden_size", "num_attention_heads")
     rotated = {"partial_rotary_factor": known.get("rope.dimension_count", width) / width}
     length = known.get("rope.scaling.original_context_length")
-    if FREQUENCIES in files:
-        return rotated | {"rope_scaling": _llama3(hf, width, length or 8192, files[FREQUENCIES].read())}
     # As in llama.cpp: the default type is linear, the default factor (also under its old key) is 1.
     kind = known.get("rope.scaling.type", "linear")
     given = known.get("rope.scaling.factor") or known.get("rope.scale_linear") or 1.0
     factor = config_values.number({"rope.scaling.factor": given}, "rope.scaling.factor")
+    if FREQUENCIES in files:
+        if kind not in ("none", "linear") or (kind == "linear" and factor != 1.0):
+            raise ValueError(
+                f"rope.scaling is {kind} by {factor:g} and {FREQUENCIES} exists; expected one of both"
+            )
+        return rotated | {"rope_scaling": _llama3(hf, width, length or 8192, files[FREQUENCIES].read())}
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return rotated
     rope = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": length}
     if kind == "yarn":
         multiple = config_values.number(known, "rope.scaling.attn_factor", 1.0)  # in float32
         rope["attention_factor"] = yarn_scale(factor) if multiple == 1 else round(multiple * yarn_scale(factor), 6)
+        rope |= {key: known.get(f"rope.scaling.yarn_{key}") for key in ("beta_fast", "beta_slow")}
     return rotated | {"rope_scaling": rope}
 
 

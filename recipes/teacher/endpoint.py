@@ -20,8 +20,8 @@ from functools import partial
 from itertools import count
 from math import isfinite
 from pathlib import Path
-from threading import Condition, Event, Thread
-from time import monotonic
+from socket import SHUT_RDWR, socket
+from threading import Condition, Event, Thread, Timer
 from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -403,16 +403,18 @@ class Endpoint:
         private = [name for name in os.environ if not trusted and name.startswith(("OPENAI_", "ANTHROPIC_"))]
         removed = {name: os.environ.pop(name) for name in private}
         try:
+            http_client: Any = self._module.DefaultHttpxClient(
+                follow_redirects=False,  # would send the key elsewhere
+                trust_env=host not in LOCAL,  # proxies
+                event_hooks={"response": [partial(_limit_body, self.url)]},
+            )
+            http_client.send = partial(_send_within, timeout, http_client.send, self.url)
             self._client: Any = getattr(self._module, name)(
                 api_key=self.key,
                 base_url=base,
                 max_retries=0,
                 timeout=timeout,
-                http_client=self._module.DefaultHttpxClient(
-                    follow_redirects=False,  # would send the key elsewhere
-                    trust_env=host not in LOCAL,  # proxies
-                    event_hooks={"response": [partial(_limit_body, self.url, timeout)]},
-                ),
+                http_client=http_client,
             )
         except Exception as error:  # of a text that may have a password
             raise ValueError(
@@ -520,21 +522,55 @@ class Endpoint:
         return FailedAttempt(f"{place}: {text}; {remedy}", then="stop")
 
 
-def _limit_body(place: str, seconds: float, response: Any) -> None:
-    """Limit the bytes of a reply and the seconds until its end; a timeout is a limit between two bytes only."""
-    parts, start = response.iter_bytes(), monotonic()
+def _limit_body(place: str, response: Any) -> None:
+    """Limit the bytes of a reply."""
+    parts = response.iter_bytes()
 
     def limited() -> Iterator[bytes]:
         size = 0
         for part in parts:
             size += len(part)
-            if size > MAX_BODY or monotonic() > start + seconds:
-                raise FailedAttempt(
-                    f"{place}: a reply of more than {format_bytes(MAX_BODY)} or {seconds:g} s", None, "retry once"
-                )
+            if size > MAX_BODY:
+                raise FailedAttempt(f"{place}: a reply of more than {format_bytes(MAX_BODY)}", None, "retry once")
             yield part
 
     response.iter_bytes = limited
+
+
+def _send_within(seconds: float, send: Callable[..., Any], place: str, request: Any, **options: Any) -> Any:
+    """The response with its body. Raises FailedAttempt after so long; a client's timeout is between two bytes.
+
+    Each request has a connection of its own, which the client's trace names, and which is shut down then.
+    """
+    sockets, passed = list[socket](), Event()
+
+    def disconnect() -> None:
+        passed.set()
+        for connection in sockets:
+            with suppress(OSError):
+                connection.shutdown(SHUT_RDWR)
+
+    def trace(event: str, info: Mapping[str, Any]) -> None:
+        if event.endswith("connect_tcp.complete"):  # a duplicate, since TLS takes the socket over
+            sockets.append(info["return_value"].get_extra_info("socket").dup())
+            if passed.is_set():
+                disconnect()
+
+    request.headers["Connection"] = "close"
+    request.extensions["trace"] = trace
+    timer = Timer(seconds, disconnect)
+    timer.daemon = True
+    timer.start()
+    try:
+        return send(request, **options)
+    except Exception:
+        if passed.is_set():
+            raise FailedAttempt(f"{place}: no complete reply within {seconds:g} s", None, "retry once") from None
+        raise
+    finally:
+        timer.cancel()
+        for connection in sockets:
+            connection.close()
 
 
 def _checked_host(url: str) -> str:

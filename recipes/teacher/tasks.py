@@ -16,12 +16,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from dunes.data.endpoint import Answer
 from dunes.data.records import rows
 from dunes.text.lines import valid_text
 from dunes.units import plural
+from teacher.endpoint import Answer
+
+import numpy as np
 
 SHOWN = 3
 """Number of seed tasks in a prompt."""

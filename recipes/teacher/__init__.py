@@ -1,0 +1,1 @@
+"""Instruction data from a stronger model: requests to its endpoint, and the tasks in its answers."""
