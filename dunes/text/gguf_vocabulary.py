@@ -28,7 +28,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """The values whose keys start with `tokenizer.` in a GGUF file, for an embedding with `rows` rows.
 
     Raises ValueError if llama.cpp has no algorithm for the tokenizer, or would produce other ids. Warns if ids may
-    differ: for text that the tokenizer changes to NFC, around special tokens, and for the Tekken pattern.
+    differ: for text that the tokenizer changes to NFC, around special tokens, and for patterns with cases.
     """
     content = json.loads(tokenizer.json())
     model = content["model"]
@@ -189,9 +189,9 @@ def _rule_name(tokenizer: Tokenizer, whole_words: bool) -> str:
             "--to hf"
         )
     name = tokenizer.split_rule if tokenizer.split_rule in names else names[0]
-    if name == "tekken":
+    if any(r"\p{Lu}" in pattern for pattern in RULES[name].patterns):
         warnings.warn(
-            "llama.cpp ends Tekken's words at combining marks, not at capitals beyond ASCII", stacklevel=4
+            f"llama.cpp ends words of {name} at combining marks, not at capitals beyond ASCII", stacklevel=4
         )
     return name
 
