@@ -205,7 +205,8 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str
     """Print a table: labels and bars left-aligned, figures right-aligned.
 
     A table that is wider than the terminal is printed in several parts, since truncated or wrapped figures would
-    mislead. Each part has the first `keys` columns, which identify a line, and at least one other.
+    mislead. Each part has the first `keys` columns, which identify a line, and at least one other. A column
+    without a title is text, and stays with the column before it.
     """
     from rich.cells import cell_len
 
@@ -217,8 +218,8 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str
             space = " " * (width - cell_len(text))
             column[line] = text + space if number == 0 or not columns[number] else space + text
     labels, parts = cells[:keys], list[list[list[str]]]()
-    for column in cells[keys:]:
-        if not parts or sum(cell_len(c[0]) + 2 for c in (*parts[-1], column)) - 2 > most:
+    for column, name in zip(cells[keys:], columns[keys:], strict=True):
+        if not parts or (name and sum(cell_len(c[0]) + 2 for c in (*parts[-1], column)) - 2 > most):
             parts.append([*labels])
         parts[-1].append(column)
     texts = ["\n".join("  ".join(row).rstrip() for row in zip(*part, strict=True)) for part in parts or [labels]]

@@ -354,9 +354,9 @@ def test_the_verb_prints_a_table(engine, capsys):
     printed = capsys.readouterr().out
     assert "2 files, 8 lines; left out: 1 file that the model was trained on" in printed
     rows = [line.split() for line in printed.splitlines() if line.startswith(("model ", "copy nearest "))]
-    assert [row[0] for row in rows] == ["model", "copy"]
+    assert [row[0] for row in rows] == ["model", "copy"] * (len(rows) // 2)  # in parts, since it is wide
     assert rows[0][1:4] == ["50.0", "[0.0,", "100.0]"]
-    assert "2.000" in rows[0]
+    assert "2.000" in {word for row in rows[::2] for word in row}
     assert not (engine / "completion.md").exists()
 
 

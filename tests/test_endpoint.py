@@ -198,7 +198,8 @@ def test_a_reply_that_never_ends_is_waited_for_until_the_timeout(what, api):
         with pytest.raises(FailedAttempt) as error:
             teacher.ask("hi")
         assert time.monotonic() - start < 20
-        assert (error.value.tokens, error.value.then) == ((0, 0) if tls else None, "retry") or (
+        # The client's own timeout of a first connection may be the first to pass: nothing was sent.
+        assert (tls and (error.value.tokens, error.value.then) == ((0, 0), "stop")) or (
             "no complete reply within 0.3 s" in str(error.value) and error.value.then == "retry once"
         )
         end = time.monotonic() + 10

@@ -8,6 +8,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -72,7 +73,8 @@ class Follower(threading.Thread):
     def _say_once(self, error: Exception, last_message: str) -> str:
         message = f"{self.model.name}: {' '.join(str(error).split())}"
         if message != last_message:
-            self._say(message)
+            with suppress(OSError, ValueError):  # nobody may read it
+                self._say(message)
         return message
 
     def _begin(self) -> None:

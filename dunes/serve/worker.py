@@ -134,5 +134,6 @@ class Worker:
             pass
         except Exception as error:
             if not isinstance(error, Refused):
-                traceback.print_exception(error)
+                with suppress(OSError, ValueError):  # nobody may read it
+                    traceback.print_exception(error)
             task.emit(error)
