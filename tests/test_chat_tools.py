@@ -805,7 +805,7 @@ def test_masks_are_those_of_a_loop_over_characters(tokenizer, tmp_path):
 @pytest.mark.parametrize("begun", ["It is", "final", "It is ", ""])
 @pytest.mark.parametrize("trims", ["", " | trim"])
 def test_the_beginning_of_an_answer_ends_the_prompt_whatever_the_template_writes_after_it(begun, trims, tokenizer):
-    form = "{{ m.content%s }}\nThis was final.<|im_end|>" % trims
+    form = f"{{{{ m.content{trims} }}}}\nThis was final.<|im_end|>"
     own = ModelTemplate("{% for m in messages %}{{ m.role + ' final:' }}" + form + "{% endfor %}", tokenizer)
     ids = encode_prompt(own, (ASKING, Turn("assistant", begun)), tokenizer, continues=True)
     kept = begun.strip() if trims else begun
