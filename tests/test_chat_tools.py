@@ -800,3 +800,30 @@ def test_masks_are_those_of_a_loop_over_characters(tokenizer, tmp_path):
     bodies = [p.split(chat_template.CLOSE)[0] for p in marked.split(chat_template.OPEN)[1:]]
     assert shown(example, tokenizer) == bodies
     assert np.flatnonzero(np.diff(example.loss_mask)).size == 2 * len(bodies) - example.loss_mask[-1]
+
+
+@pytest.mark.parametrize("begun", ["It is", "final", "It is ", ""])
+@pytest.mark.parametrize("trims", ["", " | trim"])
+def test_the_beginning_of_an_answer_ends_the_prompt_whatever_the_template_writes_after_it(begun, trims, tokenizer):
+    form = f"{{{{ m.content{trims} }}}}\nThis was final.<|im_end|>"
+    own = ModelTemplate("{% for m in messages %}{{ m.role + ' final:' }}" + form + "{% endfor %}", tokenizer)
+    ids = encode_prompt(own, (ASKING, Turn("assistant", begun)), tokenizer, continues=True)
+    kept = begun.strip() if trims else begun
+    assert tokenizer.decode(ids).endswith(f"This was final.assistant final:{kept}")
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_words_that_a_template_obeys_need_not_be_written(role, tokenizer):
+    text = (
+        "{% for m in messages %}{{ m.role + m.content | replace('/no_think', '') | trim }}<|im_end|>{% endfor %}"
+    )
+    own = ModelTemplate(text, tokenizer)
+    for said in ("/no_think", "Be terse. /no_think", "Be /no_think terse"):
+        talk = (Turn(role, said), *[ASKING] * (role == "system"))
+        written = "".join(segment.text for segment in own.render(talk, True))
+        assert written.startswith(role + said.replace("/no_think", "").strip())
+    refuses(
+        f"leaves out or changes a {role} message",
+        ModelTemplate(text.replace("/no_think", "terse"), tokenizer).render,
+        (Turn(role, "Be terse now"), ASKING, Turn("assistant", "A")),
+    )

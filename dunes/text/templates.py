@@ -32,6 +32,9 @@ MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
 """Other pairs of lone surrogates, which mark strings of a conversation to show where a template writes them."""
 MARKED_KEYS = ("content", "name", "arguments", *chat_template.REASONING_KEYS)
 
+CUT = "\ufdd0"
+"""A character that Unicode keeps free, which marks the end of a text that is continued."""
+
 MAX_DEPTH = 100
 """Maximum levels of nested data in tools and tool calls."""
 
@@ -170,7 +173,8 @@ class Template(ABC):
             pieces = [text]
         plain, trained = "".join(pieces), [turns[i].trained for i in answers]
         for turn, message in zip(turns, messages, strict=True):
-            if turn.role not in ANSWER_ROLES and not _is_written(message["content"], plain):
+            texts = message["content"], self._commands.sub("", message["content"] or "")
+            if turn.role not in ANSWER_ROLES and not any(_is_written(text, plain) for text in texts):
                 what = f"a {turn.role[:40]} message{self._unwritten(turn.role)}"
                 self._check(what, message["content"], plain)
         tools = values.get("tools")
@@ -319,6 +323,12 @@ class Template(ABC):
             "longer, so the start of an answer is unknown; write {% generation %} tags around the answers in it, "
             "or leave the row out"
         )
+
+    @cached_property
+    def _commands(self) -> re.Pattern[str]:
+        """Matches words such as `/no_think` that the template names; it may obey them instead of writing them."""
+        words = re.findall(r"""(?<=["'])/\w+(?=["'])""", self.source)
+        return re.compile("|".join(sorted(words, key=len, reverse=True)) or r"(?!)")
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -599,10 +609,17 @@ def encode_prompt(
     template.check_tokenizer(tokenizer)
     if continues and (not turns or turns[-1].role not in ANSWER_ROLES or "tool_calls" in turns[-1].fields):
         raise ValueError("continue_final_message: expected a text of the assistant as the last message")
+    tail = ""
+    if continues:  # templates write more after a text than the end token, and may write the same words there
+        text = turns[-1].full_text
+        tail = text[len(text.rstrip()) :]
+        turns = (*turns[:-1], replace(turns[-1], text=text.rstrip() + CUT + tail))
     segments = template.render(turns, not continues, variables)
     if continues:
-        end = max(i for i, segment in enumerate(segments) if segment.special and segment.text == template.end)
-        segments = segments[:end]
+        last = max(i for i, segment in enumerate(segments) if CUT in segment.text)
+        start, _, rest = segments[last].text.rpartition(CUT)
+        start += tail * rest.startswith(tail)
+        segments = [*segments[:last], *[Segment(start)] * bool(start)]
     return encode_segments(segments, tokenizer)[0]
 
 
