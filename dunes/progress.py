@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 EVERY = 10.0
 """Seconds between two plain lines of progress."""
+BAR = 20
+"""Width of the bar, in characters."""
 KNOWN = 0.01
 """The remaining time is estimated once this fraction of the work is done."""
 UNKNOWN_SECONDS = 2.0
@@ -60,7 +62,7 @@ class Display:
     def __enter__(self) -> Self:
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=self.console)
+        self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=BAR), console=self.console)
         self._task = self._bar.add_task("", total=1.0, start=True)
         self._start = monotonic()
         self._last_line = self._start + self.patience - EVERY
@@ -74,11 +76,17 @@ class Display:
             self._bar.stop()
 
     def state(self, text: str, done: float) -> None:
-        """Show the progress: a text and the fraction done, in [0, 1]."""
+        """Show the progress: a text, whose parts two spaces separate, and the fraction done, in [0, 1].
+
+        On a terminal that is too narrow for all parts, only the first ones and the last one are shown.
+        """
         if self.quiet:
             return
         if self.console.is_terminal:
-            self._bar.update(self._task, description=text, completed=min(1.0, done))
+            parts = text.split("  ")
+            while len(parts) > 2 and len("  ".join(parts)) >= self.console.width - BAR:
+                del parts[-2]  # rather than the bar and the time left, which is the last part
+            self._bar.update(self._task, description="  ".join(parts), completed=min(1.0, done))
         elif monotonic() - self._last_line >= EVERY:
             self._last_line = monotonic()
             self.line(f"{done:4.0%}  {text}")

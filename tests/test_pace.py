@@ -42,7 +42,8 @@ def check(monkeypatch, share, seconds, cores=2, tokens=1000, **options):
 
 def test_a_run_that_is_half_as_fast_as_estimated_says_so_once_and_why(monkeypatch):
     assert check(monkeypatch, 0.5, 0.2) == [
-        "warning: 5k tokens/s, where 20.6k were estimated: other programs leave 1.0 processors to its 2 threads "
+        "warning: 5k tokens/s, where the measured rates of this machine allow 20.6k: "
+        "other programs leave 1.0 processors to its 2 threads "
         "(load 3.9); the run makes fewer steps in its 3 minutes"
     ]
     (warning,) = check(monkeypatch, 0.95, 0.2, steps=100)

@@ -627,6 +627,28 @@ def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path, term
     assert "--- sample" not in out.getvalue()
 
 
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_narrow_terminal_shows_the_bar_and_the_time_left(width):
+    out = io.StringIO()
+    parts = [
+        "step 7",
+        "loss 3.210",
+        "val 3.237 bits/byte",
+        "lr 0.02",
+        "10.2k tok/s",
+        "2% MFU",
+        "0.6 GB",
+        "26 s left",
+    ]
+    with Display(Console(file=out, width=width, force_terminal=True, color_system=None)) as shown:
+        shown.state("  ".join(parts), 1.0)
+        shown._bar.refresh()
+    (line,) = {each for each in out.getvalue().replace("\r", "\n").split("\n") if "step 7" in each}
+    assert "26 s left ━" in line
+    assert line.count("━") == 20
+    assert all(part in line for part in parts) == (width == 200)
+
+
 def test_the_learning_rate_asked_for_is_the_one_trained_with(code, tmp_path):
     run = lambda name, **changes: train(toy(code, steps=3, **changes), tmp_path / name, display()[0])
     losses = lambda name: [r["loss_hex"] for r in read_metrics(tmp_path / name / "metrics.jsonl")]

@@ -158,3 +158,27 @@ def test_a_hangup_that_was_ignored_at_the_start_stays_ignored(tmp_path):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+SWALLOWS = """
+    import time
+    from pathlib import Path
+
+    try:
+        Path("ready").touch()
+        time.sleep(60)
+    except BaseException:  # as torch does around its import of numpy
+        Path("swallowed").touch()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_during_an_import_is_not_lost_in_it(number, tmp_path):
+    (tmp_path / "swallows.py").write_text(dedent(SWALLOWS))
+    script = "from dunes.cli.main import exit_with; exit_with(lambda: __import__('swallows') and 0, 'program')"
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stderr=subprocess.PIPE)
+    assert eventually((tmp_path / "ready").exists)
+    process.send_signal(number)
+    assert process.communicate(timeout=20) == (None, b"")
+    assert process.returncode == 128 + number
+    assert not (tmp_path / "swallowed").exists()

@@ -142,7 +142,17 @@ def _open_streams(is_result: bool) -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """End by a signal, with cleanup as after Ctrl-C; the next signal ends the process at once."""
+    """End by a signal: with cleanup, after which a second SIGTERM or SIGHUP ends the process at once.
+
+    While a module is imported, end at once: torch and numpy catch what is raised in their imports, and the process
+    would go on with half of a module.
+    """
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    if frame is not None:
+        os._exit(128 + number)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     die_by_signals()
     sys.exit(128 + number)
 
@@ -161,8 +171,8 @@ def exit_with(work: Callable[[], int | None], program: str, is_result: bool = Tr
     such an error if it `is_result`, and is dropped otherwise.
     """
     _open_streams(is_result)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):  # nohup ignores SIGHUP
             signal.signal(number, _end)
     share_cores()
     try:

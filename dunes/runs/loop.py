@@ -369,7 +369,9 @@ class PaceCheck:
         if rate >= SLOW * estimated if estimated else share >= SLOW or _load() <= _cores():
             return ""
         self.warned = True
-        estimate = f", where {format_count(estimated)} were estimated" if estimated else ""
+        estimate = (
+            f", where the measured rates of this machine allow {format_count(estimated)}" if estimated else ""
+        )
         left = f"{share * usable:.1f} processors to its {plural(config.threads or 1, 'thread')}"
         reason = HOT if share > (1 + SLOW) / 2 else f"other programs leave {left} (load {_load():.1f})"
         ends = "takes longer" if config.steps else f"makes fewer steps in its {plural(config.minutes, 'minute')}"
