@@ -131,7 +131,9 @@ def test_transformers_runs_what_we_write_and_nothing_else(family, seed, tmp_path
     check(family, seed, tmp_path)
 
 
-@pytest.mark.parametrize(("family", "field"), [("mistral", "window"), ("gemma2", "windows"), ("gpt_oss", "windows")])
+@pytest.mark.parametrize(
+    ("family", "field"), [("mistral", "window"), ("gemma2", "windows"), ("gpt_oss", "windows")]
+)
 def test_a_window_of_one_token_which_transformers_caches_ignore_is_in_no_hf_folder(family, field):
     for width in (1, 2):
         window = width if field == "window" else (width, None)
