@@ -625,7 +625,6 @@ RIGHT: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[Any]]] = {
         lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w, b, eps),
         [X, draws(6), draws(6), 1e-5],
     ),
-    "logsumexp": (lambda x: x.logsumexp(-1), lambda x: x.log_softmax(-1).neg()[..., 0] + x[..., 0], [X]),
     "norm": (lambda x: x.norm(dim=-1), lambda x: torch.linalg.vector_norm(x, dim=-1), [X]),
     "abs": (lambda x: x * x.sign(), torch.abs, [X]),
     "square product": (lambda x, y: torch.einsum("ij,jk->ik", x, y), torch.matmul, [draws(6, 6), draws(6, 6)]),
@@ -638,7 +637,6 @@ RIGHT: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[Any]]] = {
         [X, lambda draw: torch.Generator()],
     ),
     "cumsum": (lambda x: x.cumsum(-1), lambda x: x.mT.cumsum(0).mT, [X]),
-    "topk": (lambda x, k: x.sort(-1, descending=True).values[..., :k], lambda x, k: x.topk(k).values, [X, 3]),
     "rotary": (
         lambda x, cos, sin: rotated(x, cos, sin),
         lambda x, cos, sin: (
@@ -648,7 +646,6 @@ RIGHT: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[Any]]] = {
         [draws(5, 8), draws(5, 4), draws(5, 4)],
     ),
     "cross entropy": (lambda x, t: F.nll_loss(x.log_softmax(-1), t), F.cross_entropy, [X, indices(6, 4)]),
-    "tanh": (lambda x: 2 * (2 * x).sigmoid() - 1, torch.tanh, [X]),
 }
 
 

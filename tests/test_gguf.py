@@ -478,6 +478,37 @@ def test_a_tokenizer_is_built_from_the_tokens_of_a_file(name, tmp_path):
     assert after.decode(ids) == before.decode(ids)
 
 
+def test_the_first_of_two_equal_merges_counts():
+    merges = ["a b", "b c", "a b"]
+    inner = gguf_file.byte_pairs([*"abc", "ab", "bc"], [1] * 5, merges, "gpt-2")
+    assert inner.encode("abc").tokens == ["ab", "c"]
+
+
+PLAIN = {"tokenizer.ggml.tokens": [b"x"] * 12, "tokenizer.ggml.model": "gpt2"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"model": "llama"}, ((1,), 2)),
+        ({"model": "llama", "bos_token_id": 3, "eos_token_id": 4}, ((3,), 4)),
+        ({"model": "llama", "add_bos_token": False}, ((), 2)),
+        ({"model": "gemma4", "add_bos_token": False, "bos_token_id": 5}, ((5,), None)),
+        ({"pre": "llama-bpe"}, "bos_token_id"),
+        ({"add_bos_token": True}, "bos_token_id"),
+        ({"add_eos_token": True}, "eos_token_id"),
+        ({}, ((), None)),
+    ],
+)
+def test_special_ids_that_a_header_leaves_out(fields, expected):
+    fields = PLAIN | {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    if isinstance(expected, str):
+        refuses(expected, special_tokens, fields)
+    else:
+        special = special_tokens(fields)
+        assert (special.bos, special.eos) == expected
+
+
 def test_tokenizers_that_llama_cpp_has_no_algorithm_for_are_refused():
     refuses("no tokens for bytes", vocabulary_fields, metaspace_tokenizer(), metaspace_tokenizer().vocab)
     other, digits = byte_level("gpt-2"), pre_tokenizers.Digits()

@@ -297,6 +297,16 @@ def test_a_merge_into_a_quantized_base_leaves_dense_weights_and_says_what_it_los
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("seed", range(3))
+def test_the_share_of_a_small_update_does_not_count_the_rounding_of_the_base(seed):
+    torch.manual_seed(seed)
+    outer = lora.AdaptedLinear(nn.Linear(128, 128, bias=False))
+    outer.adapters["small"] = adapter = Adapter(outer.base, LoraConfig(4, 8.0), torch.float32)
+    adapter.B.data.normal_(0, 1e-6)
+    adapter.A.data.normal_()
+    assert 0.5 < merge(nn.Sequential(outer), dtype=torch.bfloat16).share < 1.5
+
+
 def test_norms_of_dora_are_not_rounded_by_autocast_and_rows_of_zeros_do_no_harm():
     model = build()
     model.blocks[0].attn.out.weight.zero_()

@@ -102,6 +102,11 @@ def assert_equal_in_transformers(folder, model, ids):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected, logits = model(ids), theirs(ids).logits
     assert float((logits - expected).abs().max()) <= 2e-4 * max(1.0, float(expected.abs().max()))
+    options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    start, wanted = ids[:, :-2], {"output_logits": True, "return_dict_in_generate": True}
+    found = theirs.generate(start, attention_mask=torch.ones_like(start), **options, **wanted)
+    expected, logits = model(found.sequences[:, :-1])[:, -1], found.logits[1]  # of a step that reads the cache
+    assert float((logits - expected).abs().max()) <= 5e-4 * max(1.0, float(expected.abs().max()))
 
 
 def check(family, seed, folder):
@@ -116,7 +121,7 @@ def check(family, seed, folder):
         return
     known, settings, weights = hf_parts(model, Architecture(family, config))
     write_model(folder / "refused", weights, settings, known)
-    with pytest.raises((ValueError, RuntimeError, StrictDataclassError)):
+    with pytest.raises((ValueError, RuntimeError, StrictDataclassError, AssertionError)):
         assert_equal_in_transformers(folder / "refused", model, ids_for(config))
 
 
@@ -124,6 +129,16 @@ def check(family, seed, folder):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_runs_what_we_write_and_nothing_else(family, seed, tmp_path):
     check(family, seed, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "field"), [("mistral", "window"), ("gemma2", "windows"), ("gpt_oss", "windows")]
+)
+def test_a_window_of_one_token_which_transformers_caches_ignore_is_in_no_hf_folder(family, field):
+    for width in (1, 2):
+        window = width if field == "window" else (width, None)
+        described = hf_config_of(random_model(family, **{field: window}), 32)
+        assert isinstance(described, Architecture) == (width == 2)
 
 
 @pytest.mark.slow

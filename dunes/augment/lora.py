@@ -323,7 +323,8 @@ def _merge_place(
 ) -> tuple[float, tuple[float, float], nn.Module]:
     """The relative rounding error of the merged weight, the products of update and change, and the merged module.
 
-    The products are (change, update) and (update, update); the change is rounded, the update is not.
+    The products are (change, update) and (update, update). The change is between the rounded weights before and
+    after; the update is not rounded.
     """
     (name,) = outer.adapters
     base = dense(outer.base)
@@ -332,8 +333,8 @@ def _merge_place(
     rounding, update = weight.double() - exact, exact - base.double()
     square = update.square().sum().item()
     error = rounding.norm().item() / square**0.5 if square else 0.0
-    sums = (square + (rounding * update).sum().item(), square)
-    return error, sums, _plain(outer.base, weight, keep).train(outer.training)
+    change = weight.double() - base.to(weight.dtype).double()  # without the rounding of the base alone
+    return error, ((change * update).sum().item(), square), _plain(outer.base, weight, keep).train(outer.training)
 
 
 def _plain(base: nn.Module, weight: Tensor, keep: bool) -> nn.Module:

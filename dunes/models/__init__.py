@@ -88,8 +88,10 @@ def _nearest(model_type: str) -> str:
 
 
 def refusal(family: str, config: Any) -> str:
-    """Why transformers refuses a model folder with this config, or fails in its forward; "" if it runs it."""
+    """Why transformers refuses a model folder with this config, or computes other logits; "" if it runs it."""
     reason: str = getattr(FAMILIES[family], "refusal", lambda config: "")(config)
+    if 1 in (getattr(config, "window", None), *getattr(config, "windows", ())):
+        reason = reason or "its cache of a sliding window of 1 keeps all tokens"  # its slice [-window + 1:]
     return reason and f"transformers does not run it: {reason}"
 
 

@@ -230,7 +230,8 @@ def byte_pairs(
 ) -> tokenizers.Tokenizer:
     """A byte-pair tokenizer that splits words by the rule of this name and has no added tokens."""
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    pairs = [(merge[: (end := merge.find(" ", 1))], merge[end + 1 :]) for merge in merges]
+    # The first of two equal merges counts, as in llama.cpp; in the library, it is the last.
+    pairs = [(merge[: (end := merge.find(" ", 1))], merge[end + 1 :]) for merge in dict.fromkeys(merges)]
     patterns, whole_words, metaspace, _ = split_rule(rule)
     settings = {"ignore_merges": whole_words, "byte_fallback": metaspace}
     inner = tokenizers.Tokenizer(library.bpe(vocab, pairs, MERGES, **settings))
@@ -311,10 +312,20 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
-    """The special ids in a header. Texts start with BOS if `add_bos_token` is true (else, by the kind)."""
+    """The special ids in a header. Texts start with BOS if `add_bos_token` is true (else, by the kind).
+
+    As in llama.cpp, BOS and EOS of the kind `llama` are 1 and 2 by default, and `gemma4` always adds BOS. Raises
+    ValueError for a BOS or EOS that is added but has no id.
+    """
     count, rule = len(value(fields, "ggml.tokens", list)), RULES.get(rule_name(fields))
-    bos, eos, turn, message = (_id(fields, name, None, count) for name in ("bos", "eos", "eot", "eom"))
-    adds = fields["tokenizer.ggml.model"] == "llama" if rule is None else rule.bos
-    adds = value(fields, "ggml.add_bos_token", bool, adds)
+    by_score = fields["tokenizer.ggml.model"] == "llama"
+    defaults = {"bos": 1, "eos": 2} if by_score else {}
+    names = ("bos", "eos", "eot", "eom")
+    bos, eos, turn, message = (_id(fields, name, defaults.get(name), count) for name in names)
+    adds = value(fields, "ggml.add_bos_token", bool, by_score if rule is None else rule.bos)
+    adds |= rule is not None and rule.metaspace
+    for name, i, added in (("bos", bos, adds), ("eos", eos, value(fields, "ggml.add_eos_token", bool, False))):
+        if added and i is None:
+            raise ValueError(f"tokenizer.ggml.{name}_token_id is missing, and each text gets this token")
     stops = frozenset(i for i in (eos, turn, message) if i is not None)
     return SpecialTokens((bos,) if adds and bos is not None else (), eos, stops)

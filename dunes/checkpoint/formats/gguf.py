@@ -336,7 +336,7 @@ def hf_config(path: Path, files: Weights) -> dict[str, Any]:
     keys = GPT2_KEYS if architecture == "gpt2" else KEYS
     hf = {ours: known[key] for ours, key in keys.items() if key in known}
     _refuse_other_keys(architecture, known)
-    mostly = {1: "float16", 32: "bfloat16"}.get(fields.get("general.file_type", 0), "float32")
+    mostly = {"1": "float16", "32": "bfloat16"}.get(str(fields.get("general.file_type")), "float32")
     hf |= {"model_type": _family(architecture, known)}
     hf |= {"vocab_size": files["token_embd.weight"].shape[0], "tie_word_embeddings": "output.weight" not in files}
     if architecture == "gpt2":
@@ -353,7 +353,7 @@ def _refuse_other_keys(architecture: str, known: Mapping[str, Any]) -> None:
     """Raise ValueError for a key that is neither read, nor without effect, nor neutral."""
     read = {*UNUSED, *(GPT2_KEYS.values() if architecture == "gpt2" else (*KEYS.values(), *ROPE_KEYS))}
     read -= set() if architecture == "llama" else {"attention.sliding_window"}
-    width = known.get("attention.key_length") if "attention.key_length" in read else None
+    width = config_values.size(known, "attention.key_length", 0) if "attention.key_length" in read else 0
     width = width or quotient(known, "embedding_length", "attention.head_count")
     yarn = known.get("rope.scaling.type") == "yarn"
     neutral = {**NEUTRAL, "attention.key_length": (width,), "attention.value_length": (width,)}
@@ -379,7 +379,7 @@ def _family(architecture: str, known: Mapping[str, Any]) -> str:
 
 def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weights) -> dict[str, Any]:
     width = hf.get("head_dim") or quotient(hf, "hidden_size", "num_attention_heads")
-    rotated = {"partial_rotary_factor": known.get("rope.dimension_count", width) / width}
+    rotated = {"partial_rotary_factor": config_values.number(known, "rope.dimension_count", width) / width}
     length = known.get("rope.scaling.original_context_length")
     # As in llama.cpp: the default type is linear, the default factor (also under its old key) is 1.
     kind = known.get("rope.scaling.type", "linear")
