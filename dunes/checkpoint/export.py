@@ -55,10 +55,10 @@ class Report:
         lines = [self.verified.verdict + ("" if self.moved is None else ", to the adapter on the original base")]
         if errors := self.merged.errors:
             place, worst = max(errors.items(), key=lambda pair: pair[1])
+            share = min(self.merged.share, 1)  # rounding of another dtype may add to it
             lines.append(
-                f"merged into {plural(len(errors), 'matrix', 'matrices')}, which keep {self.merged.share:.1%} of "
-                f"the update; rounding error relative to it: {mean(errors.values()):.1e} on average, {worst:.1e} "
-                f"at most ({place})"
+                f"merged into {plural(len(errors), 'matrix', 'matrices')}, which keep {share:.1%} of the update; "
+                f"rounding error relative to it: {mean(errors.values()):.1e} on average, {worst:.1e} at most ({place})"
             )
         if self.merged.share < MOST_LOST:
             lines.append(
