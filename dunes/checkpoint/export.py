@@ -58,7 +58,8 @@ class Report:
             share = min(self.merged.share, 1)  # rounding of another dtype may add to it
             lines.append(
                 f"merged into {plural(len(errors), 'matrix', 'matrices')}, which keep {share:.1%} of the update; "
-                f"rounding error relative to it: {mean(errors.values()):.1e} on average, {worst:.1e} at most ({place})"
+                f"rounding error relative to it: {mean(errors.values()):.1e} on average, {worst:.1e} at most "
+                f"({place})"
             )
         if self.merged.share < MOST_LOST:
             lines.append(
