@@ -105,7 +105,9 @@ def test_a_part_compiles_as_one_graph(parts):
     want = torch.autograd.grad(loss(model), model.parameters())
     torch._dynamo.reset()
     got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(model), model.parameters())
-    assert max(difference(a, b) for a, b in zip(got, want, strict=True)) <= 1e-4
+    # Eager gradients of up to 19 are themselves 1e-4 off those in float64.
+    largest = max(b.abs().max() for b in want)
+    assert max(difference(a, b) for a, b in zip(got, want, strict=True)) <= 1e-5 * largest
 
 
 @each_part
