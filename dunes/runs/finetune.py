@@ -517,7 +517,7 @@ class FinetuneTask:
         rounds = self.config.spec.adapter is None and self.stored != torch.float32
         if rounds:  # to score the weights as saved
             round_weights(run.model, self.stored)
-            score = self.score(FINAL_TOKENS)
+            score = self.score(1 if interrupted else FINAL_TOKENS)
         after = None if interrupted else self.measure_baseline(score)
         model = checkpoint.gathered(run.model, self.outline, run.folder / "weights")
         if rounds:
