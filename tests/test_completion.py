@@ -39,7 +39,7 @@ from dunes.completion.copy_gate import (
 )
 from dunes.completion.copy_mixture import Mixture, RememberedLogits
 from dunes.completion.engine import CompletionEngine
-from dunes.completion.fit import fit_mixture, right_by_line, typed_files
+from dunes.completion.fit import FitSize, fit_mixture, right_by_line, typed_files
 from dunes.completion.index import index_texts, named_texts, read_index, write_index
 from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, Beam, CompleteOptions, LineSearch
@@ -766,6 +766,16 @@ def test_the_gate_of_the_thresholds_has_not_seen_their_texts():
     assert facts["places"] > 100
     assert torch.equal(first.up.weight, same.up.weight)
     assert not torch.equal(final.up.weight, changed.up.weight)
+
+
+@pytest.mark.parametrize("minutes", [5, 15, 60])
+def test_the_fit_of_a_slow_model_takes_a_few_percent_of_the_run(minutes):
+    quick, slow = FitSize.of(60 * minutes), FitSize.of(60 * minutes, 6e-3)
+    assert slow.places < quick.places
+    assert slow.lines <= quick.lines
+    at_least = FitSize.of(0.0, 6e-3).seconds
+    assert slow.seconds <= max(at_least, 0.13 * 60 * minutes) + at_least
+    assert FitSize.of(0.0).places == 500
 
 
 def test_places_are_of_all_texts():

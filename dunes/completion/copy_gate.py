@@ -40,6 +40,8 @@ CONTEXT = 64
 """Number of ids before a position that are matched."""
 ROOM = 3 * CANDIDATES + TOP
 """Maximum number of candidates of a position."""
+WINDOW = 512
+"""Maximum number of ids in a forward for a chunk, half of them before it; with 8,192, a place took 65 tokens."""
 CHUNK = 64
 """Approximate number of positions in a contiguous chunk."""
 FEWEST = 8
@@ -157,7 +159,8 @@ def scored_places(
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)
     stop = len(text.ids) if count is None else min(first + count, len(text.ids))
-    logprobs = text_logprobs(loaded.model, text.ids, loaded.context_length, first, stop)
+    window = loaded.context_length if count is None else min(loaded.context_length, WINDOW)
+    logprobs = text_logprobs(loaded.model, text.ids, window, first, stop)
     copied, copies, stale = 0, None, 0
     for start, end in zip(text.starts, [*text.starts[1:], len(text.ids)], strict=True):
         if start >= stop:

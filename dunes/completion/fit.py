@@ -40,6 +40,10 @@ PLACE_SECONDS = 2e-3
 """Seconds to fit the gate, per position, at 4M parameters with one thread."""
 LINE_SECONDS = 0.75
 """Seconds per typed line, at 4M parameters with one thread."""
+PLACE_TOKENS, LINE_TOKENS = 5, 4_000
+"""Forward passes that a place and a typed line cost, in tokens of validation: larger models take longer."""
+SHARES = 0.08, 0.04
+"""Maximum fractions of the run to fit the gate on places, and the thresholds on typed lines."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 8
@@ -88,29 +92,49 @@ def begin_completion(run: Path, files: CompletionFiles) -> str:
     return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
 
 
-def finish_completion(run: Path, files: CompletionFiles, seconds: float) -> str:
+@dataclass(frozen=True)
+class FitSize:
+    """Numbers of places and of typed lines to fit on, and the estimated seconds."""
+
+    places: int
+    lines: int
+    seconds: float
+
+    @classmethod
+    def of(cls, seconds: float, per_token: float = 0.0) -> "FitSize":
+        """The size for a run of `seconds`, of a model that takes `per_token` seconds to evaluate a token.
+
+        A slow model gets fewer places and lines, so that the fit takes a few percent of the run.
+        """
+        costs = PLACE_SECONDS + PLACE_TOKENS * per_token, LINE_SECONDS + LINE_TOKENS * per_token
+        rules = zip((PLACES, LINES), SHARES, costs, strict=True)
+        places, lines = (_scale((min(rule[0], share / cost), *rule[1:]), seconds) for rule, share, cost in rules)
+        return cls(places, lines, costs[0] * places + costs[1] * lines)
+
+
+def finish_completion(run: Path, files: CompletionFiles, size: FitSize) -> str:
     """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
 
-    `seconds` is the duration of the run; the fit takes a few percent of it. Returns a line for the user.
+    Returns a line for the user.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for single tokens, more threads only wait for each other
     try:
-        return _finish(run, files, seconds)
+        return _finish(run, files, size)
     finally:
         torch.set_num_threads(threads)
 
 
-def _finish(run: Path, files: CompletionFiles, seconds: float) -> str:
+def _finish(run: Path, files: CompletionFiles, size: FitSize) -> str:
     loaded = checkpoint.load_with_tokenizer(run, measure.device())
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     texts = [pair for pair in files.gate if pair[1].strip()]
-    fitted, facts = fit_mixture(engine, texts, _scale(PLACES, seconds))
+    fitted, facts = fit_mixture(engine, texts, size.places)
     if fitted is None:
         return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
-    unseen, lines = _unseen_texts(texts), _scale(LINES, seconds)
-    typed, copied = (typed_files(c, unseen, lines) for c in (engine, CopyCompleter(files.index)))
+    unseen = _unseen_texts(texts)
+    typed, copied = (typed_files(c, unseen, size.lines) for c in (engine, CopyCompleter(files.index)))
     model_shares, copy_shares = right_by_line(typed), right_by_line(copied)
     facts["copies"] = bool(len(model_shares) >= LEAST and interval(model_shares - copy_shares).high < 0)
     used = copied if facts["copies"] else typed
@@ -141,10 +165,9 @@ def right_by_line(typed: Sequence[TypedFile]) -> NDArray[np.float64]:
     return np.array([np.mean(right) for right in shares])
 
 
-def closing_seconds(files: CompletionFiles, seconds: float) -> float:
-    """Estimated seconds that `finish_completion` takes after a run of `seconds`."""
-    fitted = PLACE_SECONDS * _scale(PLACES, seconds) + LINE_SECONDS * _scale(LINES, seconds)
-    return fitted + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
+def closing_seconds(files: CompletionFiles, size: FitSize) -> float:
+    """Estimated seconds that `finish_completion` takes."""
+    return size.seconds + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
 
 
 def _scale(rule: tuple[float, int, int], seconds: float) -> int:

@@ -223,7 +223,7 @@ def text_logprobs(
         last = window.shape[1] - (position - start)
         with torch.no_grad(), tree.mode(model, False):
             states, head = _before_head(model, window, last)
-        for part in states.split(BLOCK, 1):
+        for part in torch.split(states, BLOCK, 1):
             with torch.no_grad(), tree.mode(model, False):
                 block = log_probs(head(part)[0]).cpu()
             yield from block

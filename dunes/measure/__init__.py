@@ -7,6 +7,7 @@ workload.
 from dunes.measure.allocations import KINDS, Allocation, Allocations, ModuleTracker, allocations
 from dunes.measure.machine import (
     DEVICES,
+    LARGE_BLOCK,
     Rate,
     choose_dtype,
     choose_threads,
@@ -14,7 +15,6 @@ from dunes.measure.machine import (
     fingerprint,
     flush_denormals,
     free_memory,
-    LARGE_BLOCK,
     keep_freed_memory,
     matmul_rate,
     model_flops_utilization,
@@ -34,6 +34,7 @@ from dunes.measure.machine import (
 __all__ = [
     "DEVICES",
     "KINDS",
+    "LARGE_BLOCK",
     "Allocation",
     "Allocations",
     "ModuleTracker",
@@ -45,7 +46,6 @@ __all__ = [
     "fingerprint",
     "flush_denormals",
     "free_memory",
-    "LARGE_BLOCK",
     "keep_freed_memory",
     "matmul_rate",
     "model_flops_utilization",

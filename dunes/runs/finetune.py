@@ -416,8 +416,7 @@ class FinetuneTask:
         targets = sum(e.targets(self.config.context_length) for e in self.data.valid)
         return min(targets, self.before.limits[0])
 
-    @property
-    def closing_seconds(self) -> float:
+    def closing_seconds(self, seconds_per_token: float) -> float:
         return self.before.seconds
 
     def batches(self, start: int) -> Iterator[Batch]:
