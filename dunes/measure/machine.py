@@ -142,6 +142,13 @@ def keep_freed_memory() -> None:
             libc.mallopt(mmap_threshold, LARGE_BLOCK)
 
 
+def return_freed_memory() -> None:
+    """Return freed memory to the system, also pages between blocks in use; the next step allocates them again."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def flush_denormals() -> None:
     """Flush denormal numbers to zero, in this thread and in threads that it starts later.
 

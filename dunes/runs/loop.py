@@ -181,6 +181,7 @@ class Saver:
         """Start to save the current state. Returns False, without saving, if the previous save is in progress."""
         if not self.ready():
             return False
+        measure.return_freed_memory()  # else the copy's blocks would split what the next step needs
         snapshot = checkpoint.snapshot(run_state(run), unchanging=["best_weights"])
         self._pending = self.pool.submit(self._write, run.folder, run.trainer.number, snapshot)
         return True
