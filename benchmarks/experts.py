@@ -31,7 +31,7 @@ from torch import Tensor, nn
 SHAPES = [(8, 256, 96, 2), (8, 512, 512, 2), (64, 256, 96, 8)]
 TOKENS = (1, 16, 256, 1024)
 LAYER, LAYER_TOKENS = (8, 512, 512, 2), 4096
-KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_MAX_": "0"}
+KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 """Environment variables with the effect of `measure.keep_freed_memory` on another process."""
 
 

@@ -261,7 +261,7 @@ def race(
     environment = os.environ | {
         "OMP_NUM_THREADS": str(work.threads),
         "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(SIDES), os.environ.get("PYTHONPATH")))),

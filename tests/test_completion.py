@@ -32,6 +32,7 @@ from dunes.completion.completer import (
 from dunes.completion.copy_gate import (
     Places,
     _chunks,
+    _row,
     even_share,
     fit_gate,
     places_of,
@@ -43,6 +44,7 @@ from dunes.completion.copy_mixture import Mixture, RememberedLogits
 from dunes.completion.engine import CompletionEngine
 from dunes.completion.fit import (
     FileShares,
+    FitSize,
     choose_copies,
     fit_mixture,
     model_minus_copying,
@@ -54,6 +56,7 @@ from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, Beam, CompleteOptions, LineSearch
 from dunes.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.data import collect_corpus
+from dunes.generate import decode
 from dunes.generate.copying import Copies, Gate
 from dunes.generate.decode import text_logprobs
 from dunes.runs.train import train
@@ -128,7 +131,7 @@ CUTS = [
 def forwards():
     """A list with an item for each forward of the model."""
     counted = []
-    with LOADED.model.register_forward_pre_hook(lambda *_: counted.append(1)):
+    with LOADED.model.embed.register_forward_pre_hook(lambda *_: counted.append(1)):
         yield counted
 
 
@@ -684,6 +687,23 @@ def test_a_texts_probabilities_need_no_more_memory_than_a_window(forwards):
     assert len(forwards) == 1
 
 
+@pytest.mark.parametrize(("first", "stop"), [(1, None), (5, 20), (CONTEXT - 2, CONTEXT + 9)])
+def test_log_probabilities_in_blocks_are_those_at_once(first, stop, monkeypatch):
+    ids = [id % BPE.vocab for id in range(3, 3 + 2 * CONTEXT)]
+    at_once = list(text_logprobs(LOADED.model, ids, CONTEXT, first))[: None if stop is None else stop - first]
+    monkeypatch.setattr(decode, "BLOCK", 3)
+    rows = list(text_logprobs(LOADED.model, ids, CONTEXT, first, stop))
+    assert len(rows) == len(at_once) == (len(ids) if stop is None else stop) - first
+    assert torch.allclose(torch.stack(rows), torch.stack(at_once), atol=1e-5)
+
+
+def test_a_place_keeps_no_log_probabilities_of_all_ids():
+    """A view of one would keep them all: 200 KB a place with a vocabulary of 50,000."""
+    text, sources = FileTokenizer(BPE, True).tokenize(CODE), engine_of().sources([], [], "")
+    for place in scored_places(LOADED, text, lambda above: sources, 9, 5):
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in _row(*place))
+
+
 @pytest.mark.slow
 def test_a_fitted_gate_lowers_the_loss_of_a_text_that_repeats_itself():
     engine = engine_of([("a.py", CODE)])
@@ -757,6 +777,16 @@ def test_the_gate_of_the_thresholds_has_not_seen_their_texts():
     assert facts["places"] > 100
     assert torch.equal(first.up.weight, same.up.weight)
     assert not torch.equal(final.up.weight, changed.up.weight)
+
+
+@pytest.mark.parametrize("minutes", [5, 15, 60])
+def test_the_fit_of_a_slow_model_takes_a_few_percent_of_the_run(minutes):
+    quick, slow = FitSize.of(60 * minutes), FitSize.of(60 * minutes, 6e-3)
+    assert slow.places < quick.places
+    assert slow.lines <= quick.lines
+    at_least = sum(FitSize.of(0.0, 6e-3).seconds)
+    assert sum(slow.seconds) <= max(at_least, 0.17 * 60 * minutes) + at_least
+    assert FitSize.of(0.0).places == 500
 
 
 def test_places_are_of_all_texts():

@@ -682,7 +682,7 @@ def test_who_stops_waits_for_no_comparison(base, examples, tmp_path, monkeypatch
     stopping_at(3, monkeypatch)
     show, out = display()
     assert finetune(asked(base, examples), tmp_path / "run", show) == 130
-    assert "stopping after this step and saving" in out.getvalue()
+    assert "stopping after step 3 and saving" in out.getvalue()
     assert "validation loss of answers:" not in out.getvalue()
     assert checkpoint.load(tmp_path / "run").card["finetuned"]["steps"] == 3
 

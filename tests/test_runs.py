@@ -283,6 +283,31 @@ def test_a_run_that_another_process_has_made_meanwhile_stays(code, tmp_path, mon
     assert checkpoint.latest_state(folder).name == "step-000003"
 
 
+def test_who_stops_is_answered_at_once_and_waits_for_no_validation(code, tmp_path, monkeypatch, capfd):
+    real, limits = train_module.TrainTask.score, []
+    monkeypatch.setattr(
+        train_module.TrainTask, "score", lambda self, limit=None: limits.append(limit) or real(self, limit)
+    )
+    assert "stopped after 3 steps" in stop(toy(code, steps=30), tmp_path / "run", 3, monkeypatch)
+    assert limits == [1]
+    with loop_module._signals() as request:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            capfd.readouterr()
+            request.signal = 0
+            signal.raise_signal(number)
+            assert request.signal == number
+            assert "saving" in capfd.readouterr().err, "before the step ends"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "low", "high"), [(0.0, 60, 60), (0.01, 60, 60), (8.0, 300, 1200), (60.0, 1200, 3600)]
+)
+def test_states_are_saved_as_often_as_the_work_that_would_be_lost_is_worth(seconds, low, high):
+    saver = loop_module.Saver(None, print)
+    saver.seconds = seconds
+    assert low <= saver.interval <= high
+
+
 def test_a_signal_while_results_are_saved_is_too_late(code, tmp_path, monkeypatch):
     real = train_module.TrainTask.close
 

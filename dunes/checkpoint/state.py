@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -194,17 +194,19 @@ def _state_folders(run: Path) -> list[Path]:
     return sorted(folders, key=lambda p: int(p.name[5:]), reverse=True)
 
 
-def snapshot(state: Mapping[str, Any]) -> Snapshot:
+def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snapshot:
     """A copy of a state on the CPU, of a sharded tensor this rank's part.
 
-    Raises TypeError for values that are neither tensors nor JSON.
+    The tensors under the keys in `unchanging` are not copied: the caller never writes to them. Raises TypeError
+    for values that are neither tensors nor JSON.
     """
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
             if (own := ranks.own(value.detach())) is not None:
-                tensors[path] = own.cpu().contiguous().clone()
+                own = own.cpu().contiguous()
+                tensors[path] = own if path.partition(".")[0] in unchanging else own.clone()
             return {"tensor": path}
         if isinstance(value, Mapping):
             # Optimizers number their parameters; JSON has string keys only.

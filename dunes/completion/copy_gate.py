@@ -9,7 +9,6 @@ At the end of a run, the gate is written to `gate.safetensors` in RUN/completion
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +41,8 @@ CONTEXT = 64
 """Number of ids before a position that are matched."""
 ROOM = 3 * CANDIDATES + TOP
 """Maximum number of candidates of a position."""
+WINDOW = 512
+"""Maximum number of ids in a forward for a chunk, half of them before it; with 8,192, a place took 65 tokens."""
 CHUNK = 64
 """Approximate number of positions in a contiguous chunk."""
 FEWEST = 8
@@ -106,7 +107,7 @@ def places_of(
     rows = [
         _row(*place)
         for text, first, count in each(chunks)
-        for place in islice(scored_places(loaded, text, sources_of, text.starts[0] + first), count)
+        for place in scored_places(loaded, text, sources_of, text.starts[0] + first, count)
     ]
     return Places(*(torch.stack(column) for column in zip(*rows, strict=True))) if rows else None
 
@@ -139,27 +140,36 @@ def _row(id: int, logprobs: Tensor, candidates: Candidates) -> Places:
     hits = (candidates.ids[:count] == id).nonzero()
     target = hits[0, 0] if len(hits) else torch.tensor(-1)
     rest = logprobs.index_fill(0, candidates.ids[:count], -math.inf).logsumexp(0)
-    return Places(features, own, torch.arange(ROOM) < count, logprobs.amax(), target, logprobs[id], rest)
+    own_target = logprobs[id].clone()  # a view would keep the log-probabilities of all ids in memory
+    return Places(features, own, torch.arange(ROOM) < count, logprobs.amax(), target, own_target, rest)
 
 
 def scored_places(
-    loaded: LoadedModel, text: TokenizedText, sources_of: SourcesOf, first: int | None = None
+    loaded: LoadedModel,
+    text: TokenizedText,
+    sources_of: SourcesOf,
+    first: int | None = None,
+    count: int | None = None,
 ) -> Iterator[tuple[int, Tensor, Candidates]]:
-    """Yield for each id of a text, from index `first` on (default: after the header): the id, the model's
-    log-probabilities (V,) for the id's position, and the candidates for copying.
+    """Yield for `count` ids of a text (default: all), from index `first` on (default: after the header): the id,
+    the model's log-probabilities (V,) for the id's position, and the candidates for copying.
 
     `sources_of` gets the ids of the lines above. In a long text and without `first`, their last 1 % may be
     missing.
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)
-    logprobs = text_logprobs(loaded.model, text.ids, loaded.context_length, first)
+    stop = len(text.ids) if count is None else min(first + count, len(text.ids))
+    window = loaded.context_length if count is None else min(loaded.context_length, WINDOW)
+    logprobs = text_logprobs(loaded.model, text.ids, window, first, stop)
     copied, copies, stale = 0, None, 0
-    for start, stop in zip(text.starts, [*text.starts[1:], len(text.ids)], strict=True):
-        if stop > first and (copies is None or start - copied >= stale):
+    for start, end in zip(text.starts, [*text.starts[1:], len(text.ids)], strict=True):
+        if start >= stop:
+            return
+        if end > first and (copies is None or start - copied >= stale):
             copied, copies = start, Copies(sources_of(text.ids[:start]))
             stale = start // RENEWED if is_complete else 0
-        for place in range(max(start, first), stop):
+        for place in range(max(start, first), min(end, stop)):
             assert copies is not None, "made for the first line"
             own = next(logprobs)
             context = text.ids[max(0, place - CONTEXT) : place]

@@ -47,12 +47,12 @@ CURSORS = (0.2, 64, 400)
 """Number of cursors at which model and copying are compared: per second of the run, minimum and maximum."""
 LINES = (0.05, 4, 120)
 """Number of lines that are typed to fit the thresholds: per second of the run, minimum and maximum."""
-PLACE_SECONDS = 2e-3
-"""Seconds to fit the gate, per position, at 4M parameters with one thread."""
-CURSOR_SECONDS = 0.1
-"""Seconds per cursor in a new line, at 4M parameters with one thread."""
-LINE_SECONDS = 0.75
-"""Seconds per typed line, at 4M parameters with one thread."""
+SECONDS = 2e-3, 0.1, 0.75
+"""Seconds per place of the gate, cursor in a new line, and typed line, at 4M parameters with one thread."""
+TOKENS = 5, 500, 4_000
+"""Tokens of validation that take as long to evaluate as a place, a cursor and a line."""
+SHARES = 0.08, 0.04, 0.04
+"""Maximum fractions of the run for places, cursors and lines."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
@@ -105,40 +105,60 @@ def begin_completion(run: Path, files: CompletionFiles, architecture: Architectu
     return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
 
 
+@dataclass(frozen=True)
+class FitSize:
+    """Numbers of places, cursors and typed lines to fit on, and the estimated seconds of each."""
+
+    places: int
+    cursors: int
+    lines: int
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def of(cls, seconds: float, per_token: float = 0.0) -> "FitSize":
+        """The size for a run of `seconds`, of a model that takes `per_token` seconds to evaluate a token.
+
+        A slow model gets fewer of each, so that the fit takes a few percent of the run.
+        """
+        costs = [fixed + tokens * per_token for fixed, tokens in zip(SECONDS, TOKENS, strict=True)]
+        rules = zip((PLACES, CURSORS, LINES), SHARES, costs, strict=True)
+        counts = [_scale((min(rule[0], share / cost), *rule[1:]), seconds) for rule, share, cost in rules]
+        places, cursors, lines = counts
+        return cls(places, cursors, lines, tuple(np.multiply(costs, counts).tolist()))
+
+
 def finish_completion(
-    run: Path, files: CompletionFiles, seconds: float, architecture: Architecture, copies: Copies = "auto"
+    run: Path, files: CompletionFiles, size: FitSize, architecture: Architecture, copies: Copies = "auto"
 ) -> str:
     """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
 
-    `seconds` is the duration of the run; the fit takes a few percent of it. The saved model is loaded with the
-    function of `architecture`, which built it in this process. `copies` is the option of `dunes train`. Returns a
-    line for the user.
+    The saved model is loaded with the function of `architecture`, which built it in this process. `copies` is the
+    option of `dunes train`. Returns a line for the user.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for single tokens, more threads only wait for each other
     try:
-        return _finish(run, files, seconds, architecture, copies)
+        return _finish(run, files, size, architecture, copies)
     finally:
         torch.set_num_threads(threads)
 
 
-def _finish(run: Path, files: CompletionFiles, seconds: float, architecture: Architecture, copies: Copies) -> str:
+def _finish(run: Path, files: CompletionFiles, size: FitSize, architecture: Architecture, copies: Copies) -> str:
     loaded = checkpoint.load(run, measure.device(), build=architecture.function)
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
-    estimates = _estimates(files, seconds)
-    gated, compared, typed = np.cumsum(estimates)[:3] / sum(estimates)
+    gated, compared, typed = np.cumsum(size.seconds) / closing_seconds(files, size)
     with phase("fitting the completion gate", 0.0, gated):
-        fitted, facts = fit_mixture(engine, texts, _scale(PLACES, seconds))
+        fitted, facts = fit_mixture(engine, texts, size.places)
     if fitted is None:
         return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
     unseen = _unseen_texts(texts)
     with phase("comparing the model with copying", gated, compared):
-        shares = paired_shares(engine, copier, unseen, _scale(CURSORS, seconds)) if copies != "only" else []
+        shares = paired_shares(engine, copier, unseen, size.cursors) if copies != "only" else []
     facts["copies"], verdict = choose_copies(copies, shares)
     with phase("fitting the thresholds of completion", compared, typed):
-        used = typed_files(copier if facts["copies"] else engine, unseen, _scale(LINES, seconds))
+        used = typed_files(copier if facts["copies"] else engine, unseen, size.lines)
         # 2.0, above all probabilities, for an unreachable acceptance.
         thresholds = [(share, min(fit_threshold(used, share), 2.0)) for share in ACCEPTANCES]
     facts |= {"thresholds": {"word": thresholds}, "verdict": verdict}
@@ -221,16 +241,9 @@ def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, st
     return True, f"{text}, so lines are copied, without the model"
 
 
-def closing_seconds(files: CompletionFiles, seconds: float) -> float:
-    """Estimated seconds that `finish_completion` takes after a run of `seconds`."""
-    return sum(_estimates(files, seconds))
-
-
-def _estimates(files: CompletionFiles, seconds: float) -> list[float]:
-    """Estimated seconds of the gate, the comparison, the thresholds and the index."""
-    rules = (PLACES, PLACE_SECONDS), (CURSORS, CURSOR_SECONDS), (LINES, LINE_SECONDS)
-    size = sum(len(text) for _, text in files.all_texts)
-    return [*(_scale(rule, seconds) * time for rule, time in rules), BYTE_SECONDS * size]
+def closing_seconds(files: CompletionFiles, size: FitSize) -> float:
+    """Estimated seconds that `finish_completion` takes."""
+    return sum(size.seconds) + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
 
 
 def _scale(rule: tuple[float, int, int], seconds: float) -> int:

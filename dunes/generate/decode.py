@@ -2,7 +2,7 @@
 
 # Shapes: N tokens, V vocabulary.
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +13,12 @@ from dunes.generate.prefix_cache import PrefixCache, check_ids
 from dunes.generate.sampling import Sampler, log_probs
 from dunes.generate.speculate import Proposal, Proposer, check_rewinds, choose
 from dunes.generate.step import Scores
-from dunes.parts import vocabulary_size
+from dunes.parts import Decoder, vocabulary_size
 from dunes.parts.quantized_cache import SLACK
 
 GREEDY = Sampler()
+BLOCK = 64
+"""Number of positions of a text whose logits are computed together: 13 MB with a vocabulary of 50,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,20 +207,32 @@ def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -
     return _tokens(logprobs, torch.tensor(ids[1:]), [alternatives] * len(logprobs))
 
 
-def text_logprobs(model: nn.Module, ids: Sequence[int], context_length: int, first: int = 1) -> Iterator[Tensor]:
-    """Yield, for each id from index `first` >= 1 on, the log-probabilities (V,) for its position, on the CPU.
+def text_logprobs(
+    model: nn.Module, ids: Sequence[int], context_length: int, first: int = 1, stop: int | None = None
+) -> Iterator[Tensor]:
+    """Yield, for each id from index `first` >= 1 to `stop` (default: all), its log-probabilities (V,), on the CPU.
 
     The text is evaluated in windows that overlap by half. Every id after the first window thus has at least half
-    of the context length before it.
+    of the context length before it. Of a `Decoder`, only BLOCK positions' logits are in memory at a time.
     """
     half, position = max(1, context_length // 2), first - 1
-    data = torch.tensor(ids[:-1], device=next(model.parameters()).device)
+    data = torch.tensor(ids[:stop][:-1], device=next(model.parameters()).device)
     while position < len(data):
         start = max(0, position - half)
+        window = data[None, start : start + context_length]
+        last = window.shape[1] - (position - start)
         with torch.no_grad(), tree.mode(model, False):
-            logprobs = log_probs(model(data[None, start : start + context_length])[0]).cpu()
-        yield from logprobs[position - start :]
-        position = start + len(logprobs)
+            states, head = _before_head(model, window, last)
+        for part in torch.split(states, BLOCK, 1):
+            with torch.no_grad(), tree.mode(model, False):
+                block = log_probs(head(part)[0]).cpu()
+            yield from block
+        position += last
+
+
+def _before_head(model: nn.Module, ids: Tensor, last: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """As `Decoder.before_head`, also for other models, whose logits are computed at once."""
+    return model.before_head(ids, last) if isinstance(model, Decoder) else (model(ids, last=last), lambda x: x)
 
 
 def _tokens(logprobs: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[Token]:

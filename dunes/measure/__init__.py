@@ -7,6 +7,7 @@ workload.
 from dunes.measure.allocations import KINDS, Allocation, Allocations, ModuleTracker, allocations
 from dunes.measure.machine import (
     DEVICES,
+    LARGE_BLOCK,
     Rate,
     choose_dtype,
     choose_threads,
@@ -25,6 +26,7 @@ from dunes.measure.machine import (
     read_rate,
     reset_peak_memory,
     resident_memory,
+    return_freed_memory,
     set_device,
     synchronize,
     use_best_threads,
@@ -33,6 +35,7 @@ from dunes.measure.machine import (
 __all__ = [
     "DEVICES",
     "KINDS",
+    "LARGE_BLOCK",
     "Allocation",
     "Allocations",
     "ModuleTracker",
@@ -55,6 +58,7 @@ __all__ = [
     "read_rate",
     "reset_peak_memory",
     "resident_memory",
+    "return_freed_memory",
     "set_device",
     "synchronize",
     "use_best_threads",

@@ -238,6 +238,15 @@ class Decoder(nn.Module):
         x = self.hidden(ids, positions, cache)
         return self.logits(x if last is None else x[:, x.shape[1] - last :])
 
+    def before_head(self, ids: Tensor, last: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """States (B, last, dim) of the last positions of ids (B, T), and the function from their slices to logits.
+
+        If the head may mix tokens, the logits are computed at once, and the function is the identity.
+        """
+        if self._head_mixes:
+            return self(ids, last=last), lambda logits: logits
+        return self.hidden(ids)[:, ids.shape[1] - last :], self.logits
+
     def hidden(self, ids: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """The hidden states (B, T, dim) after the final norm."""
         return self._apply_separately(self._states, ids, positions, cache)

@@ -418,8 +418,7 @@ class FinetuneTask:
         targets = sum(e.targets(self.config.context_length) for e in self.data.valid)
         return min(targets, self.before.limits[0])
 
-    @property
-    def closing_seconds(self) -> float:
+    def closing_seconds(self, seconds_per_token: float) -> float:
         return self.before.seconds
 
     def batches(self, start: int) -> Iterator[Batch]:
@@ -522,7 +521,7 @@ class FinetuneTask:
         rounds = self.config.spec.adapter is None and self.stored != torch.float32
         if rounds:  # to score the weights as saved
             round_weights(run.model, self.stored)
-            score = self.score(FINAL_TOKENS)
+            score = self.score(1 if interrupted else FINAL_TOKENS)
         after = None if interrupted else self.measure_baseline(score)
         model = checkpoint.gathered(run.model, self.outline, run.folder / "weights")
         if rounds:

@@ -52,6 +52,9 @@ from dunes.units import format_count, format_seconds, plural
 
 CHECK_TOKENS = 16_384
 SAVE_SECONDS = 60.0
+"""Seconds between saves, if a save takes at most CHEAP seconds. https://doi.org/10.1145/361147.361115"""
+CHEAP = SAVE_SECONDS**2 / (2 * 8 * 3600)
+"""Seconds of a save that is worth SAVE_SECONDS of lost work, with a failure in eight hours."""
 LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 PATIENCE, WORSE = 3, 1.01  # validations without improvement, and ratio to the best loss, for a warning
@@ -68,6 +71,7 @@ HOT = "not for other programs: the processor is slower than when it was measured
 SMALL_STEP = 1_000
 """In steps of fewer tokens, fixed costs may dominate; the estimate does not include fixed costs."""
 
+STOPPING = b"\nstopping after this step and saving; interrupt again to exit at once\n"
 NOT_SAVED = 3
 DIVERGED = 4
 
@@ -159,21 +163,35 @@ class Saver:
     """Saves the run, each rank its part, one save at a time, in a thread of `pool` while training continues.
 
     If a save fails, earlier states remain, `line` gets a warning, and the next save tries again. With `strict`,
-    the next call raises the save's error instead.
+    the next call raises the save's error instead. `seconds` is the duration of the last save.
     """
 
     pool: ThreadPoolExecutor
     line: Line
     strict: bool = False
+    seconds: float = 0.0
     _pending: Future[Path] | None = None
+
+    @property
+    def interval(self) -> float:
+        """Seconds between saves: by Young's rule, sqrt(2 * seconds of a save * seconds between failures)."""
+        return SAVE_SECONDS * max(1.0, math.sqrt(self.seconds / CHEAP))
 
     def start(self, run: Run) -> bool:
         """Start to save the current state. Returns False, without saving, if the previous save is in progress."""
         if not self.ready():
             return False
-        snapshot = checkpoint.snapshot(run_state(run))
-        self._pending = self.pool.submit(_write, run.folder, run.trainer.number, snapshot)
+        measure.return_freed_memory()  # else the copy's blocks would split what the next step needs
+        snapshot = checkpoint.snapshot(run_state(run), unchanging=["best_weights"])
+        self._pending = self.pool.submit(self._write, run.folder, run.trainer.number, snapshot)
         return True
+
+    def _write(self, folder: Path, step: int, snapshot: checkpoint.Snapshot) -> Path:
+        start = perf_counter()
+        try:
+            return _write(folder, step, snapshot)
+        finally:
+            self.seconds = perf_counter() - start
 
     @property
     def busy(self) -> bool:
@@ -243,6 +261,8 @@ def _signals() -> Iterator[StopRequest]:
         if request.signal:
             os._exit(128 + number)
         request.signal = number
+        if ranks.is_first():
+            os.write(2, STOPPING)  # a handler may not print through the display, which it may have interrupted
 
     def save(number: int, frame: FrameType | None) -> None:
         request.save = True
@@ -310,12 +330,12 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             display.line(reason)
             run.schedule.records.append(Record(step.number, step.number))  # over for a resumed run, too
             return
-        stop, save, busy = ranks.largest(request.signal, request.save, saver.busy)
+        stop, save, busy, interval = ranks.largest(request.signal, request.save, saver.busy, saver.interval)
         if stop:
-            display.line("stopping after this step and saving; interrupt again to exit at once")
+            display.line(f"stopping after step {step.number} and saving")
             return
         with run.timings("saves"):
-            if saver.ready() and not busy and (save or run.elapsed - saved > SAVE_SECONDS):
+            if saver.ready() and not busy and (save or run.elapsed - saved > interval):
                 saved, request.save = run.elapsed, False
                 saver.start(run)
         ranks.expect(max(durations, default=0))
@@ -491,7 +511,7 @@ def _close(run: Run, interrupted: bool, display: Display, board: TensorBoard) ->
     with run.timings("final validation"), phase("final validation", end=validated):
         if run.best_weights:
             load_trainable_state(run.model, run.best_weights)
-        score = run.best if interrupted and run.best else run.task.score(FINAL_TOKENS)
+        score = run.best if interrupted and run.best else run.task.score(1 if interrupted else FINAL_TOKENS)
         saved_step = run.best_step if run.best_weights else step
     with run.timings("samples"), board.non_fatal("sampling"):
         if run.warm and not interrupted:

@@ -114,9 +114,11 @@ class Task(Protocol):
     @property
     def tokens(self) -> int: ...
 
-    @property
-    def closing_seconds(self) -> float:
-        """Approximate seconds that `close` takes, not counting the time to save."""
+    def closing_seconds(self, seconds_per_token: float) -> float:
+        """Approximate seconds that `close` takes, not counting the time to save.
+
+        `seconds_per_token` is the measured time to validate a token; 0 before it is measured.
+        """
         ...
 
     def batches(self, start: int) -> Iterator[Any]:
@@ -206,7 +208,7 @@ class Run:
     @property
     def closing_seconds(self) -> float:
         """Estimated seconds from the last step to the end."""
-        return CLOSING + self.task.closing_seconds + self.final_seconds
+        return CLOSING + self.task.closing_seconds(self.seconds_per_token) + self.final_seconds
 
     @property
     def final_seconds(self) -> float:

@@ -19,6 +19,7 @@ from dunes.checkpoint.base import weights_digest
 from dunes.checkpoint.loading import is_adapter
 from dunes.completion.fit import (
     CompletionFiles,
+    FitSize,
     begin_completion,
     closing_seconds,
     finish_completion,
@@ -284,16 +285,16 @@ class TrainTask:
     def tokens(self) -> int:
         return len(self.text.valid)
 
-    @property
-    def closing_seconds(self) -> float:
-        return closing_seconds(self.completion, self.config.seconds) if self.completion is not None else 0.0
+    def closing_seconds(self, seconds_per_token: float) -> float:
+        size = self._fit_size(seconds_per_token)
+        return closing_seconds(self.completion, size) if self.completion is not None else 0.0
 
-    @property
-    def _seconds(self) -> float:
-        """Duration of the run in seconds, for the completion gate's time budget; depends only on the config."""
+    def _fit_size(self, seconds_per_token: float) -> FitSize:
+        """How much the completion gate is fitted on; in a run with fixed steps, it depends only on the config."""
         config = self.config
-        tokens = (config.steps or 0) * config.batch * config.context_length
-        return tokens / TYPICAL_RATE if config.steps else config.seconds
+        if config.steps:
+            return FitSize.of(config.steps * config.batch * config.context_length / TYPICAL_RATE)
+        return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
@@ -344,7 +345,9 @@ class TrainTask:
         folder = shlex.quote(str(run.folder)) + loaded.architecture.trust_option
         lines = [f"model: {run.folder}"]
         if self.completion is not None and not interrupted:
-            completion = partial(finish_completion, run.folder, self.completion, self._seconds)
+            completion = partial(
+                finish_completion, run.folder, self.completion, self._fit_size(run.seconds_per_token)
+            )
             lines.append(completion(loaded.architecture, self.config.copies))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         return [*lines, f"try: dunes generate {folder}   {then.format(folder)}"]
