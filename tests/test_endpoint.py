@@ -301,6 +301,7 @@ def test_budgets():
 KILLS = 20
 
 
+@pytest.mark.slow
 def test_kills_lose_and_repeat_nothing(tmp_path):
     """The log is that of all runs: what was counted, and what was on its way when a run was killed."""
     clean, killed = tmp_path / "clean", tmp_path / "killed"

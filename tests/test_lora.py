@@ -307,6 +307,7 @@ def test_the_share_of_a_small_update_does_not_count_the_rounding_of_the_base(see
     assert 0.5 < merge(nn.Sequential(outer), dtype=torch.bfloat16).share < 1.5
 
 
+@torch.no_grad()
 def test_norms_of_dora_are_not_rounded_by_autocast_and_rows_of_zeros_do_no_harm():
     model = build()
     model.blocks[0].attn.out.weight.zero_()

@@ -102,6 +102,8 @@ def assert_equal_in_transformers(folder, model, ids):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected, logits = model(ids), theirs(ids).logits
     assert float((logits - expected).abs().max()) <= 2e-4 * max(1.0, float(expected.abs().max()))
+    if getattr(theirs.config, "time_step_limit", (0.0, math.inf)) != (0.0, math.inf):
+        return  # which transformers ignores when it decodes Mamba-2 with a cache
     options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     start, wanted = ids[:, :-2], {"output_logits": True, "return_dict_in_generate": True}
     found = theirs.generate(start, attention_mask=torch.ones_like(start), **options, **wanted)
@@ -151,6 +153,7 @@ def test_transformers_runs_what_we_write_of_many_configs(family, tmp_path):
 SIZES = {"dim": 32, "depth": 2, "heads": 4, "kv_heads": 4, "head_dim": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "fields", "written"),
     [

@@ -947,7 +947,7 @@ def test_the_faster_of_two_dtypes_is_chosen(slow, monkeypatch):
 
     class Step(PlainStep):
         def __call__(self, ids, cache):
-            end = time.process_time() + 0.005 * (self.dtype == slow)
+            end = time.process_time() + 0.05 * (self.dtype == slow)
             while time.process_time() < end:
                 pass
             time.sleep(0.1 * (self.dtype != slow))  # the turn of another program

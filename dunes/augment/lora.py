@@ -307,7 +307,7 @@ def merge(
     merged = {place: _merge_place(outer, keep, dtype) for place, outer in selected.items()}
     put_modules(model, {place: module for place, (*_, module) in merged.items()})
     errors = {place: error for place, (error, *_) in merged.items()}
-    changed, update = (sum(numbers) for numbers in zip(*(sums for _, sums, _ in merged.values()), strict=True))
+    changed, update = (sum(sums[i] for _, sums, _ in merged.values()) for i in (0, 1))
     return Merged(errors, dict(selected) if keep else {}, changed / update if update else 1.0)
 
 

@@ -78,9 +78,9 @@ class Report:
 
     def card(self) -> dict[str, Any]:
         entries: dict[str, Any] = {} if self.moved is None else {"moved": self.moved, "allowed": self.allowed}
-        values = self.merged.errors.values()
-        found = {"errors": {"largest": max(values), "mean": mean(values)}, "share_kept": self.merged.share}
-        return (found if values else {}) | entries
+        if values := self.merged.errors.values():
+            entries |= {"errors": {"largest": max(values), "mean": mean(values)}, "share_kept": self.merged.share}
+        return entries
 
 
 def export(

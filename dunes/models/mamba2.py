@@ -152,12 +152,6 @@ def to_hf(config: Config) -> dict[str, Any]:
     }
 
 
-def refusal(config: Config) -> str:
-    """Why transformers computes other logits for this config; "" if it does not."""
-    limited = config.limits != (0.0, float("inf"))
-    return "its decoding with a cache ignores time_step_limit" if limited else ""
-
-
 _OURS, _THEIRS = "blocks.{i}.attn", "backbone.layers.{i}.mixer"
 
 NAMES: Names = [
