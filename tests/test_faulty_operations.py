@@ -563,7 +563,7 @@ WIDER: dict[str, tuple[str, Callable[..., Any], Callable[..., Any], list[Any]]] 
 
 
 @pytest.mark.parametrize("name", WIDER)
-@pytest.mark.parametrize("seeds", [[0], pytest.param(range(1, 25), marks=pytest.mark.slow)], ids=["one", "many"])
+@pytest.mark.parametrize("seeds", [[0], pytest.param(range(1, 25), marks=pytest.mark.long)], ids=["one", "many"])
 def test_wider_faults_are_refused_at_every_seed(name, seeds, only):
     row, form, reference, inputs = WIDER[name]
     only(row)
@@ -649,7 +649,7 @@ RIGHT: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_operations_pass_at_every_seed(name, monkeypatch):
     rows = {row: cases for row, cases in check_module.ROWS.items() if row not in ("compiled", "opcheck")}
