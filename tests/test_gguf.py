@@ -675,7 +675,7 @@ DAMAGED = [
     ("ggml.eos_token_id", lambda v: "x", "eos_token_id is 'x'; expected an id below 704, the number of tokens"),
     ("ggml.add_bos_token", lambda v: 2, "add_bos_token is 2; expected true or false"),
     ("ggml.pre", lambda v: 7, "ggml.pre is 7; expected a text"),
-    ("ggml.pre", lambda v: "x", "split as in 'x' is not supported"),
+    ("ggml.pre", lambda v: "x", "split as in 'x', a rule that is not known"),
     ("ggml.model", lambda v: 7, "ggml.model is 7; expected a text"),
     ("chat_template", lambda v: 7, "chat_template is 7; expected a text"),
     ("huggingface.json", lambda v: 7, "huggingface.json is 7; expected a text"),

@@ -231,7 +231,7 @@ def byte_pairs(
     """A byte-pair tokenizer that splits words by the rule of this name and has no added tokens."""
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
     # The first of two equal merges counts, as in llama.cpp; in the library, it is the last.
-    pairs = [(merge[: (end := merge.find(" ", 1))], merge[end + 1 :]) for merge in dict.fromkeys(merges)]
+    pairs = [tuple(merge.split(" ", 1)) for merge in dict.fromkeys(merges)]
     patterns, whole_words, metaspace, _ = split_rule(rule)
     settings = {"ignore_merges": whole_words, "byte_fallback": metaspace}
     inner = tokenizers.Tokenizer(library.bpe(vocab, pairs, MERGES, **settings))
