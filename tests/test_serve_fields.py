@@ -193,6 +193,20 @@ READ = {
 """Fields in NEUTRAL that a path reads."""
 
 
+def test_no_request_of_an_editor_is_refused_for_its_fields():
+    """llama.vim and llama-vscode send `n_indent`, the indentation of the line, and limits of time."""
+    from dunes.serve.app import PATHS as protocols
+    from dunes.serve.doctor import AFTER, BEFORE, checks
+
+    indents = set()
+    for check in checks(BEFORE, AFTER, "name"):
+        fields = Fields(check.body)
+        protocols[check.path].read(fields)
+        assert not set(fields.ignored()) & {"prompt", "suffix", "input_suffix", "n_predict", "max_tokens", "stop"}
+        indents.add(fields.body.get("n_indent"))
+    assert indents == {None, 4}
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_field_that_changes_the_text_is_read_or_refused_by_name(path):
     from dunes.serve.app import PATHS as protocols
