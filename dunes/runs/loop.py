@@ -23,7 +23,7 @@ from dunes.evaluate.text_loss import Score
 from dunes.files.atomic import fsync_path
 from dunes.files.json_file import append_text
 from dunes.measure import ranks
-from dunes.progress import Display, Line, phase, shown_by
+from dunes.progress import Display, Interrupted, Line, interruptible, phase, shown_by
 from dunes.runs.autosize import autocast_dtype, flops
 from dunes.runs.compiled_loss import compile_loss
 from dunes.runs.config import RunOptions, T
@@ -157,6 +157,10 @@ class StopRequest:
     signal: int = 0
     save: bool = False
 
+    def asked(self) -> bool:
+        """True if validation and the like are to be left; several ranks would leave them in different places."""
+        return bool(self.signal) and ranks.count() == 1
+
 
 @dataclass
 class Saver:
@@ -229,7 +233,8 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
     compile_loss(run, display.line)
     with _signals() as request:
         try:
-            train_loop(run, request, saver, display, board)
+            with interruptible(request.asked):
+                train_loop(run, request, saver, display, board)
         except Diverged as error:
             saver.last(run)
             display.line(f"{error} (the last state is in {run.folder}/state)")
@@ -355,6 +360,8 @@ class NonFatal:
     def __call__(self, work: str) -> Iterator[None]:
         try:
             yield
+        except Interrupted:  # the loop sees the request after this step's work
+            return
         except (OSError, RuntimeError, MemoryError) as error:
             if not isinstance(error, OSError) and not measure.out_of_memory(error):
                 raise
@@ -469,15 +476,17 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
 def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> int:
     """Save the state and the results, plot the loss, and print the final report; returns the exit status."""
     step, non_fatal = run.trainer.number, board.non_fatal
-    number = int(ranks.largest(request.signal)[0])  # later signals do not cut the report short
-    interrupted, status = bool(number), 128 + number if number else 0
+    number = int(ranks.largest(request.signal)[0])
     try:
         with run.timings("saves"):
             saved = saver.last(run)
-        if not saved:
-            status = NOT_SAVED
         with display.own_bar("closing"):
-            score, saved_step, report = _close(run, interrupted, display, board)
+            try:
+                with interruptible(lambda: not number and request.asked()):
+                    score, saved_step, report = _close(run, bool(number), display, board)
+            except Interrupted:
+                number = request.signal
+                score, saved_step, report = _close(run, True, display, board)
     except OSError as error:
         display.line(f"not saved: {error}")
         return NOT_SAVED
@@ -487,7 +496,7 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
         if ranks.is_first():
             loss_picture(records, score, saved_step, run.folder / "loss.png")
             drawn = load_picture(records, run.folder / LOAD_PICTURE)
-    outcome = "stopped" if interrupted else "done"
+    outcome = "stopped" if number else "done"
     display.line(
         f"\n{outcome} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss {score.text}"
     )
@@ -501,8 +510,8 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
     display.line(f"loss curve: {folder}/loss.png   samples: {folder}/samples.md{loads}")
     trust = run.task.loaded.architecture.trust_option
     resume = f"resume with: dunes {run.config.VERB} --out {folder} --resume{trust}"
-    display.line(resume if interrupted else next_steps)
-    return status
+    display.line(resume if number else next_steps)
+    return (128 + number if number else 0) if saved else NOT_SAVED
 
 
 def _close(run: Run, interrupted: bool, display: Display, board: TensorBoard) -> tuple[Score, int, list[str]]:
