@@ -243,7 +243,10 @@ def _plain(value: Any, path: str, tensors: dict[str, Tensor], unchanging: Collec
             own = own.cpu().contiguous()
             tensors[path] = own if path.partition(".")[0] in unchanging else own.clone()
         return {"tensor": path}
-    inner = lambda key, v: _plain(v, f"{path}.{key}" if path else str(key), tensors, unchanging)
+
+    def inner(key: object, v: Any) -> Any:
+        return _plain(v, f"{path}.{key}" if path else str(key), tensors, unchanging)
+
     if isinstance(value, Mapping):
         # Optimizers number their parameters; JSON has string keys only.
         return {"dict": [[key, inner(key, v)] for key, v in value.items()]}

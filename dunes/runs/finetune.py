@@ -54,8 +54,16 @@ from dunes.runs.finetune_config import (
 )
 from dunes.runs.finetune_data import Baseline, FinetuneData, question, score_within
 from dunes.runs.loop import begin_run, execute_run
-from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memory, process_memory
+from dunes.runs.memory import (
+    Shape,
+    TrainSetup,
+    build_with_dtype,
+    describe_memory,
+    measure_step,
+    process_memory,
+)
 from dunes.runs.run import (
+    CLOSING,
     FINAL_TOKENS,
     Run,
     Timings,
@@ -66,7 +74,7 @@ from dunes.runs.run import (
     trainable_state,
 )
 from dunes.text import templates
-from dunes.train import adamw, cast_frozen
+from dunes.train import Trainer, adamw, cast_frozen
 from dunes.train.loss import Loss, dpo_loss, next_token_loss
 from dunes.units import format_count, plural
 
@@ -119,10 +127,13 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
             same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
             text = text if same else None
         if run_options.dry_run:
+            report_step(data.config, _dry_trainer(data), display)
             return 0
         with run_lock(folder):
             with timings("building the model"):
                 run = prepare(data, text, folder, display)
+            if not run_options.resume:
+                report_step(data.config, run.trainer, display)
             return execute_run(run, display, run_options, timings)
 
 
@@ -194,6 +205,21 @@ def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
     return data
 
 
+def report_step(config: FinetuneConfig, trainer: Trainer, display: Display) -> None:
+    """Measure a step, and show the run's tokens/s, steps, minutes and disk."""
+    if cost := measure_step(trainer, _full_batch(config)):
+        display.detail(cost.describe(config.steps, config.seconds, 2 * BUDGET * config.seconds + CLOSING))
+
+
+def _dry_trainer(data: FinetuneData) -> Trainer:
+    """A trainer of the base model with the method's changes; it belongs to no run."""
+    model, config = data.base.model.to(measure.device()), data.config
+    apply_method(model, resolve_targets(config, data.base))
+    cast_frozen_weights(model, config)
+    dtype, accumulate = autocast_dtype(config), config.batch // (micro_batch(config) * ranks.count())
+    return Trainer(model, optimizer(config, model), choose_loss(config), dtype=dtype, accumulate=accumulate)
+
+
 def micro_batch(config: FinetuneConfig) -> int:
     """Rows of a micro-batch of each rank: those of the config, or a part that divides the rank's rows."""
     return gcd(config.batch // ranks.count(), config.micro_batch)
@@ -222,7 +248,7 @@ def _full_batch(config: FinetuneConfig) -> Batch:
     """A full batch with a loss on every token: two examples in each row, or pairs of rows."""
     if config.is_dpo:
         ids = torch.zeros(2 * micro_batch(config), config.context_length, dtype=torch.long)
-        return ids, ids, ids, torch.zeros(len(ids))
+        return ids, ids, torch.arange(ids.shape[1]).expand_as(ids), torch.zeros(len(ids))
     half = np.zeros(config.context_length // 2 + 1, np.int32)
     example = Example(half, np.ones(len(half), bool))
     row = [example] * (2 if config.packing else 1)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from dunes import measure, tree
+from dunes.checkpoint.state import KEEP_STATES
 from dunes.measure import Allocations, ranks
 from dunes.parts import Checkpointed, Decoder, cache_for
 from dunes.train import Trainer, muon
 from dunes.train.loss import Loss, next_token_loss
+from dunes.units import format_bytes, format_count, format_seconds, plural
 
 Build = Callable[[], Decoder]
 
@@ -27,6 +30,9 @@ FRAGMENTATION = 0.45
 
 MOST_LOST = 0.3e9
 """Maximum memory lost to fragmentation: at 135M parameters, with 2 GB in the heap, hardly more is lost."""
+
+MEASURED_TOKENS = 2048
+"""Maximum number of tokens by which a step is measured before a run; rows are at least two."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,64 @@ def process_memory(
     # The best weights, and a copy of the current weights and the optimizer's state, which is written meanwhile.
     parts["copies for saving"] = 2 * (weights if trainable is None else trainable / number) + averages
     return parts
+
+
+class StepCost(NamedTuple):
+    """Measured seconds of a step and of its gradients, its tokens, and the bytes of a saved training state."""
+
+    seconds: float
+    gradients: float
+    tokens: int
+    state: int
+
+    def describe(self, steps: int | None, limit: float, outside: float) -> str:
+        """A line for the user: tokens/s, steps, minutes and disk of a run of `steps`, or of `limit` seconds.
+
+        `outside` are the seconds outside of steps.
+        """
+        steps = steps or max(1, round((limit - outside) / self.seconds))
+        return (
+            f"measured: {format_count(self.tokens / self.seconds)} tokens/s, {format_seconds(self.seconds)} per step; "
+            f"{plural(steps, 'step')} in about {format_seconds(steps * self.seconds + outside)}; "
+            f"training states take up to {format_bytes((KEEP_STATES + 1) * self.state)} of disk"
+        )
+
+
+def measure_step(trainer: Trainer, batch: Any) -> StepCost | None:
+    """Measure a step whose micro-batches are all like `batch`; weights and optimizer stay as they are.
+
+    Gradients are those of at most MEASURED_TOKENS tokens, after those of one or two rows, which load the code.
+    Returns None for several ranks, and if free memory has no room for gradients and optimizer.
+    """
+    trained = sum(p.nbytes for p in trainer.parameters() if p.requires_grad)
+    if ranks.count() > 1 or 0 < measure.free_memory(trainer.device) < 3 * trained:
+        return None
+    parts, buffers = batch if isinstance(batch, tuple) else (batch,), [(b, b.clone()) for b in trainer.buffers()]
+    rows, width = parts[0].shape[0], parts[0].shape[1] - (len(parts) == 1)
+    used, seconds = min(rows, max(2, 2 * (MEASURED_TOKENS // width // 2))), 0.0
+    with tree.mode(trainer.model, True):
+        for number in (min(rows, 2), used):
+            start = perf_counter()
+            short = tuple(part[:number] for part in parts)
+            trainer.gradients([short if isinstance(batch, tuple) else short[0]])
+            measure.synchronize(trainer.device)
+            seconds = perf_counter() - start
+    for p in trainer.parameters():  # an update by zeros, at a rate of zero, changes no weight
+        if p.grad is not None:
+            p.grad.zero_()
+    start = perf_counter()
+    trainer.update(0.0)
+    measure.synchronize(trainer.device)
+    update, optimizers = perf_counter() - start, getattr(trainer.optimizer, "optimizers", [trainer.optimizer])
+    state = sum(t.nbytes for o in optimizers for entry in o.state.values() for t in entry.values())
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    trainer.clear_gradients()
+    measure.return_freed_memory()
+    gradients = trainer.accumulate * seconds * rows / used
+    return StepCost(gradients + update, gradients, trainer.accumulate * rows * width, 2 * trained + state)
 
 
 def describe_memory(parts: Mapping[str, float]) -> str:
