@@ -64,7 +64,6 @@ from dunes.runs.memory import (
 )
 from dunes.runs.run import (
     CLOSING,
-    FINAL_TOKENS,
     Run,
     Timings,
     card_facts,
@@ -547,7 +546,7 @@ class FinetuneTask:
         rounds = self.config.spec.adapter is None and self.stored != torch.float32
         if rounds:  # to score the weights as saved
             round_weights(run.model, self.stored)
-            score = self.score(1 if interrupted else FINAL_TOKENS)
+            score = self.score(1 if interrupted else run.final_tokens)
         after = None if interrupted else self.measure_baseline(score)
         model = checkpoint.gathered(run.model, self.outline, run.folder / "weights")
         if rounds:

@@ -29,8 +29,8 @@ from dunes.runs.compiled_loss import compile_loss
 from dunes.runs.config import RunOptions, T
 from dunes.runs.picture import load_picture, loss_picture, smooth, with_violation
 from dunes.runs.run import (
+    CHECK_TOKENS,
     FALL,
-    FINAL_TOKENS,
     METRICS,
     FolderInUse,
     Run,
@@ -50,7 +50,6 @@ from dunes.runs.tensorboard import TensorBoard
 from dunes.train import Clock, Diverged, Record, Step
 from dunes.units import format_count, format_seconds, plural
 
-CHECK_TOKENS = 16_384
 SAVE_SECONDS = 60.0
 """Seconds between saves, if a save takes at most CHEAP seconds. https://doi.org/10.1145/361147.361115"""
 CHEAP = SAVE_SECONDS**2 / (2 * 8 * 3600)
@@ -312,7 +311,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
         run.timings.add("steps" if run.warm else "first step", step.seconds - (data - waited))
         run.warm, waited = True, data
         if clock is not None:
-            clock.seconds = config.seconds - min(closing, (config.seconds - run.begin) / 4)
+            clock.seconds = config.seconds - min(closing, (config.seconds - run.begin) / 2)
             clock.update(step.number, run.elapsed)
         over, score = run.schedule.is_over(step.number), None
         with run.timings("validation"), non_fatal("validation"):
@@ -335,6 +334,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             display.line(reason)
             run.schedule.records.append(Record(step.number, step.number))  # over for a resumed run, too
             return
+        run.save_seconds = saver.seconds
         stop, save, busy, interval = ranks.largest(request.signal, request.save, saver.busy, saver.interval)
         if stop:
             display.line(f"stopping after step {step.number} and saving")
@@ -466,7 +466,9 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
     steps = plural(run.trainer.number, "step")
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
+    start = perf_counter()
     text = run.task.sample()
+    run.sample_seconds = perf_counter() - start
     display.detail(f"\n--- sample after {steps} ---\n{text}\n---")
     if ranks.is_first():
         append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
@@ -520,7 +522,7 @@ def _close(run: Run, interrupted: bool, display: Display, board: TensorBoard) ->
     with run.timings("final validation"), phase("final validation", end=validated):
         if run.best_weights:
             load_trainable_state(run.model, run.best_weights)
-        score = run.best if interrupted and run.best else run.task.score(1 if interrupted else FINAL_TOKENS)
+        score = run.best if interrupted and run.best else run.task.score(1 if interrupted else run.final_tokens)
         saved_step = run.best_step if run.best_weights else step
     with run.timings("samples"), board.non_fatal("sampling"):
         if run.warm and not interrupted:

@@ -31,7 +31,7 @@ FRAGMENTATION = 0.45
 MOST_LOST = 0.3e9
 """Maximum memory lost to fragmentation: at 135M parameters, with 2 GB in the heap, hardly more is lost."""
 
-MEASURED_TOKENS = 2048
+MEASURED_TOKENS = 1024
 """Maximum number of tokens by which a step is measured before a run; rows are at least two."""
 
 
