@@ -411,7 +411,8 @@ def test_tensors_that_did_not_change_are_written_once(tmp_path, monkeypatch):
     assert not kept(second).samefile(kept(third))
     flip(kept(third))
     assert checkpoint.latest_state(tmp_path) == second
-    assert not kept(third).samefile(kept(fourth := save(4))), "damaged"
+    fourth = save(4)
+    assert not kept(third).samefile(kept(fourth)), "damaged"
     kept(fourth).unlink()
     fifth = save(5)
     monkeypatch.setattr(state.os, "link", raising(OSError("no links here")))

@@ -90,13 +90,13 @@ def _write_part(staged: Path, copied: Snapshot, earlier: Sequence[Path]) -> dict
 
     A file of unchanging tensors is linked from the newest of the `earlier` states, if that has the same bytes.
     """
-    kept = {name: copied.tensors[name] for name in copied.unchanging}
     written, digests = list[Path](), dict[str, str]()
-    for stem, tensors in (TENSORS, {k: t for k, t in copied.tensors.items() if k not in kept}), (UNCHANGING, kept):
-        path = staged / (stem if ranks.count() == 1 else PART.format(Path(stem).stem, ranks.rank() + 1, ranks.count()))
-        if stem == UNCHANGING and earlier and (digest := _link(path, earlier[0] / path.name, tensors)):
+    for name, kept in (TENSORS, False), (UNCHANGING, True):
+        tensors = {key: t for key, t in copied.tensors.items() if (key in copied.unchanging) == kept}
+        path = staged / (PART.format(name[:-12], ranks.rank() + 1, ranks.count()) if ranks.count() > 1 else name)
+        if kept and earlier and (digest := _link(path, earlier[0] / path.name, tensors)):
             digests[path.name] = digest
-        elif tensors or stem == TENSORS:
+        elif tensors or not kept:
             safetensors_file.write_file(path, in_memory(tensors))
             written.append(path)
     if ranks.is_first():
@@ -232,7 +232,7 @@ def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snap
     """
     tensors: dict[str, Tensor] = {}
     values = _plain(state, "", tensors, unchanging)
-    return Snapshot(tensors, values, [path for path in tensors if path.partition(".")[0] in unchanging])
+    return Snapshot(tensors, values, frozenset(path for path in tensors if path.partition(".")[0] in unchanging))
 
 
 # An inner function that calls itself would keep the tensors in memory until the next garbage collection.

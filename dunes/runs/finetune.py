@@ -53,17 +53,9 @@ from dunes.runs.finetune_config import (
     unused_options,
 )
 from dunes.runs.finetune_data import Baseline, FinetuneData, question, score_within
-from dunes.runs.loop import begin_run, execute_run
-from dunes.runs.memory import (
-    Shape,
-    TrainSetup,
-    build_with_dtype,
-    describe_memory,
-    measure_step,
-    process_memory,
-)
+from dunes.runs.loop import begin_run, execute_run, report_step
+from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memory, process_memory
 from dunes.runs.run import (
-    CLOSING,
     Run,
     Timings,
     card_facts,
@@ -126,13 +118,13 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
             same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
             text = text if same else None
         if run_options.dry_run:
-            report_step(data.config, _dry_trainer(data), display)
+            report_step(data.config, _dry_trainer(data), _full_batch(data.config), display)
             return 0
         with run_lock(folder):
             with timings("building the model"):
                 run = prepare(data, text, folder, display)
             if not run_options.resume:
-                report_step(data.config, run.trainer, display)
+                report_step(data.config, run.trainer, _full_batch(data.config), display)
             return execute_run(run, display, run_options, timings)
 
 
@@ -202,12 +194,6 @@ def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
     if sum(parts.values()) > free:
         display.line("warning: that may not fit; use --method qlora, or reduce --context-length or --micro-batch")
     return data
-
-
-def report_step(config: FinetuneConfig, trainer: Trainer, display: Display) -> None:
-    """Measure a step, and show the run's tokens/s, steps, minutes and disk."""
-    if cost := measure_step(trainer, _full_batch(config)):
-        display.detail(cost.describe(config.steps, config.seconds, 2 * BUDGET * config.seconds + CLOSING))
 
 
 def _dry_trainer(data: FinetuneData) -> Trainer:

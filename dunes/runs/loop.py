@@ -16,17 +16,20 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dunes import __version__, checkpoint, measure
+from dunes.checkpoint.state import KEEP_STATES
 from dunes.data.duplicates import SPLIT_VERSION
 from dunes.evaluate.text_loss import Score
 from dunes.files.atomic import fsync_path
 from dunes.files.json_file import append_text
 from dunes.measure import ranks
 from dunes.progress import Display, Interrupted, Line, interruptible, phase, shown_by
-from dunes.runs.autosize import autocast_dtype, flops
+from dunes.runs.autosize import OVERHEAD_SECONDS, autocast_dtype, flops
 from dunes.runs.compiled_loss import compile_loss
-from dunes.runs.config import RunOptions, T
+from dunes.runs.config import RunConfig, RunOptions, T
+from dunes.runs.memory import measure_step
 from dunes.runs.picture import load_picture, loss_picture, smooth, with_violation
 from dunes.runs.run import (
     CHECK_TOKENS,
@@ -47,8 +50,8 @@ from dunes.runs.run import (
     start_run,
 )
 from dunes.runs.tensorboard import TensorBoard
-from dunes.train import Clock, Diverged, Record, Step
-from dunes.units import format_count, format_seconds, plural
+from dunes.train import Clock, Diverged, Record, Step, Trainer
+from dunes.units import format_bytes, format_count, format_seconds, plural
 
 SAVE_SECONDS = 60.0
 """Seconds between saves, if a save takes at most CHEAP seconds. https://doi.org/10.1145/361147.361115"""
@@ -105,6 +108,28 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
     measure.keep_freed_memory()
     measure.flush_denormals()
     return config
+
+
+def report_step(
+    config: RunConfig,
+    trainer: Trainer,
+    batch: tuple[Tensor, ...],
+    display: Display,
+    fit: Callable[[float], float] = lambda per_token: 0.0,
+) -> None:
+    """Measure a step whose micro-batches are like `batch`, and show the run's tokens/s, steps, time and disk.
+
+    `fit` are the seconds of what is fitted at the end, of a model that evaluates a token in `per_token` seconds.
+    """
+    if cost := measure_step(trainer, batch):
+        per_token = cost.gradients / 3 / cost.tokens  # a backward pass takes twice as long as the forward pass
+        outside = OVERHEAD_SECONDS + 2 * CHECK_TOKENS * per_token + fit(per_token)
+        steps = config.steps or max(1, round((config.seconds - outside) / cost.seconds))
+        rate, total = format_count(cost.tokens / cost.seconds), format_seconds(steps * cost.seconds + outside)
+        display.detail(
+            f"measured: {rate} tokens/s, {format_seconds(cost.seconds)} per step; {plural(steps, 'step')} in about "
+            f"{total}; training states take up to {format_bytes((KEEP_STATES + 1) * cost.state)} of disk"
+        )
 
 
 def execute_run(run: Run, display: Display, options: RunOptions, timings: Timings) -> int:

@@ -8,17 +8,15 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from dunes import measure, tree
-from dunes.checkpoint.state import KEEP_STATES
 from dunes.measure import Allocations, ranks
 from dunes.parts import Checkpointed, Decoder, cache_for
 from dunes.train import Trainer, muon
 from dunes.train.loss import Loss, next_token_loss
-from dunes.units import format_bytes, format_count, format_seconds, plural
 
 Build = Callable[[], Decoder]
 
@@ -32,7 +30,7 @@ MOST_LOST = 0.3e9
 """Maximum memory lost to fragmentation: at 135M parameters, with 2 GB in the heap, hardly more is lost."""
 
 MEASURED_TOKENS = 1024
-"""Maximum number of tokens by which a step is measured before a run; rows are at least two."""
+"""Maximum number of tokens by which a step is measured, in at least two rows."""
 
 
 @dataclass(frozen=True)
@@ -134,54 +132,43 @@ class StepCost(NamedTuple):
     tokens: int
     state: int
 
-    def describe(self, steps: int | None, limit: float, outside: float) -> str:
-        """A line for the user: tokens/s, steps, minutes and disk of a run of `steps`, or of `limit` seconds.
 
-        `outside` are the seconds outside of steps.
-        """
-        steps = steps or max(1, round((limit - outside) / self.seconds))
-        return (
-            f"measured: {format_count(self.tokens / self.seconds)} tokens/s, {format_seconds(self.seconds)} per step; "
-            f"{plural(steps, 'step')} in about {format_seconds(steps * self.seconds + outside)}; "
-            f"training states take up to {format_bytes((KEEP_STATES + 1) * self.state)} of disk"
-        )
-
-
-def measure_step(trainer: Trainer, batch: Any) -> StepCost | None:
+def measure_step(trainer: Trainer, batch: tuple[Tensor, ...]) -> StepCost | None:
     """Measure a step whose micro-batches are all like `batch`; weights and optimizer stay as they are.
 
-    Gradients are those of at most MEASURED_TOKENS tokens, after those of one or two rows, which load the code.
-    Returns None for several ranks, and if free memory has no room for gradients and optimizer.
+    Gradients are those of at most MEASURED_TOKENS tokens, after those of two rows, which load the code. Returns
+    None for several ranks, and if free memory has no room for gradients and optimizer.
     """
     trained = sum(p.nbytes for p in trainer.parameters() if p.requires_grad)
     if ranks.count() > 1 or 0 < measure.free_memory(trainer.device) < 3 * trained:
         return None
-    parts, buffers = batch if isinstance(batch, tuple) else (batch,), [(b, b.clone()) for b in trainer.buffers()]
-    rows, width = parts[0].shape[0], parts[0].shape[1] - (len(parts) == 1)
-    used, seconds = min(rows, max(2, 2 * (MEASURED_TOKENS // width // 2))), 0.0
+    buffers, (rows, width) = [(b, b.clone()) for b in trainer.buffers()], batch[0].shape
+    used, seconds = min(rows, max(2, MEASURED_TOKENS // width // 2 * 2)), list[float]()
     with tree.mode(trainer.model, True):
-        for number in (min(rows, 2), used):
-            start = perf_counter()
-            short = tuple(part[:number] for part in parts)
-            trainer.gradients([short if isinstance(batch, tuple) else short[0]])
-            measure.synchronize(trainer.device)
-            seconds = perf_counter() - start
+        for number in (2, used):
+            seconds.append(_seconds(trainer, lambda: trainer.gradients([tuple(part[:number] for part in batch)])))
     for p in trainer.parameters():  # an update by zeros, at a rate of zero, changes no weight
-        if p.grad is not None:
-            p.grad.zero_()
-    start = perf_counter()
-    trainer.update(0.0)
-    measure.synchronize(trainer.device)
-    update, optimizers = perf_counter() - start, getattr(trainer.optimizer, "optimizers", [trainer.optimizer])
-    state = sum(t.nbytes for o in optimizers for entry in o.state.values() for t in entry.values())
-    for optimizer in optimizers:
-        optimizer.state.clear()
+        p.grad = None if p.grad is None else torch.zeros_like(p.grad)
+    update, gradients = (
+        _seconds(trainer, lambda: trainer.update(0.0)),
+        trainer.accumulate * rows / used * seconds[1],
+    )
+    states = [o.state for o in getattr(trainer.optimizer, "optimizers", [trainer.optimizer])]
+    size = sum(t.nbytes for state in states for entry in state.values() for t in entry.values())
+    for state in states:
+        state.clear()
     for buffer, before in buffers:
         buffer.copy_(before)
     trainer.clear_gradients()
     measure.return_freed_memory()
-    gradients = trainer.accumulate * seconds * rows / used
-    return StepCost(gradients + update, gradients, trainer.accumulate * rows * width, 2 * trained + state)
+    return StepCost(gradients + update, gradients, trainer.accumulate * rows * width, 2 * trained + size)
+
+
+def _seconds(trainer: Trainer, work: Callable[[], object]) -> float:
+    start = perf_counter()
+    work()
+    measure.synchronize(trainer.device)
+    return perf_counter() - start
 
 
 def describe_memory(parts: Mapping[str, float]) -> str:

@@ -163,8 +163,8 @@ class Run:
     `timings` include them too. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first
     step. `warm` is True after the first step of this process. `compiled` is True if the loss is compiled, None if
     undecided. `checks_since_best` counts the validations since the best score. `pace` has the seconds of recent
-    steps, except of those that loaded or compiled code. `save_seconds` and `sample_seconds` are those of the last save
-    and sample.
+    steps, except of those that loaded or compiled code. `save_seconds` and `sample_seconds` are the last save's and
+    sample's.
     """
 
     folder: Path
@@ -213,7 +213,7 @@ class Run:
 
     @property
     def closing_seconds(self) -> float:
-        """Estimated seconds from the last step to the end: with its validation, a save, a sample, and the close."""
+        """Estimated seconds from the last step to the end: its validation, a save, a sample, and the close."""
         check = self.seconds_per_token * min(CHECK_TOKENS, self.task.tokens)
         close = self.task.closing_seconds(self.seconds_per_token) + self.final_seconds
         return CLOSING + check + self.save_seconds + self.sample_seconds + close

@@ -39,19 +39,8 @@ from dunes.runs import autosize
 from dunes.runs.augment import resolve_new, save_changed
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
-from dunes.runs.loop import begin_run, execute_run
-from dunes.runs.memory import measure_step
-from dunes.runs.run import (
-    FINAL_TOKENS,
-    Run,
-    Timings,
-    append_metrics,
-    card_facts,
-    new_run,
-    run_lock,
-    selects,
-    set_trainable,
-)
+from dunes.runs.loop import begin_run, execute_run, report_step
+from dunes.runs.run import Run, Timings, append_metrics, card_facts, new_run, run_lock, selects, set_trainable
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon, scale_rates
@@ -101,7 +90,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                 select_trainable(model, ready.trainable, base)
                 dtype = autosize.autocast_dtype(ready)
                 trainer = Trainer(model, build_optimizer(model, ready), next_token_loss, dtype=dtype)
-                report_step(ready, trainer, base, corpus, display)
+                _report(ready, trainer, base, display)
             return 0
         with timings("tokenizing"):
             earlier = Tokenizer.load(folder / "state") if run_options.resume and base is None else None
@@ -117,7 +106,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             with timings("building the model"):
                 run = prepare(ready, folder, tokens, base, completion)
             if base and not run_options.resume:
-                report_step(ready, run.trainer, base, corpus, display)
+                _report(ready, run.trainer, base, display)
                 score_base(run, display)
             return execute_run(run, display, run_options, timings)
 
@@ -218,20 +207,11 @@ def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[s
     return plain if base is None else resolve_new(plain, base)
 
 
-def report_step(
-    config: TrainConfig, trainer: Trainer, base: LoadedModel, corpus: Corpus, display: Display
-) -> None:
-    """Measure a step, and show the run's tokens/s, steps, minutes and disk."""
-    vocab, rows = base.require_tokenizer().vocab, (config.batch, config.context_length + 1)
-    cost = measure_step(trainer, torch.randint(vocab, rows, generator=torch.Generator().manual_seed(0)))
-    if cost is None:
-        return
-    per_token = cost.gradients / 3 / cost.tokens  # a backward pass takes twice as long as the forward pass
-    size = sum(d.size for d in corpus.valid) or round(corpus.share * corpus.size)
-    tokens = autosize.unique_tokens(config, size)
-    outside = autosize.OVERHEAD_SECONDS + per_token * (BASE_TOKENS + min(FINAL_TOKENS, tokens))
-    outside += sum(fit_size(config, per_token).seconds) if config.complete else 0.0
-    display.detail(cost.describe(config.steps, config.seconds, outside))
+def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> None:
+    rows = config.batch // ranks.count(), config.context_length + 1
+    ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
+    fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
+    report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
 
 
 def score_base(run: Run, display: Display) -> None:
