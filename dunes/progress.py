@@ -187,7 +187,7 @@ class Interrupted(Exception):
 
 @contextmanager
 def interruptible(asked: Callable[[], bool]) -> Iterator[None]:
-    """Inside the `with` block, loops over `each` and generation of text raise Interrupted once `asked()` is true."""
+    """Inside the `with` block, loops over `each` and generation raise Interrupted once `asked()` is true."""
     token = _asked.set(asked)
     try:
         yield

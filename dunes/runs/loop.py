@@ -126,9 +126,10 @@ def report_step(
         outside = OVERHEAD_SECONDS + 2 * CHECK_TOKENS * per_token + fit(per_token)
         steps = config.steps or max(1, round((config.seconds - outside) / cost.seconds))
         rate, total = format_count(cost.tokens / cost.seconds), format_seconds(steps * cost.seconds + outside)
+        disk, seconds = format_bytes((KEEP_STATES + 1) * cost.state), format_seconds(cost.seconds)
         display.detail(
-            f"measured: {rate} tokens/s, {format_seconds(cost.seconds)} per step; {plural(steps, 'step')} in about "
-            f"{total}; training states take up to {format_bytes((KEEP_STATES + 1) * cost.state)} of disk"
+            f"measured: {rate} tokens/s, {seconds} per step; {plural(steps, 'step')} in about {total}; "
+            f"training states take up to {disk} of disk"
         )
 
 

@@ -143,16 +143,13 @@ def measure_step(trainer: Trainer, batch: tuple[Tensor, ...]) -> StepCost | None
     if ranks.count() > 1 or 0 < measure.free_memory(trainer.device) < 3 * trained:
         return None
     buffers, (rows, width) = [(b, b.clone()) for b in trainer.buffers()], batch[0].shape
-    used, seconds = min(rows, max(2, MEASURED_TOKENS // width // 2 * 2)), list[float]()
+    used = min(rows, max(2, MEASURED_TOKENS // width // 2 * 2))
+    micro_batches = [tuple(part[:number] for part in batch) for number in (2, used)]
     with tree.mode(trainer.model, True):
-        for number in (2, used):
-            seconds.append(_seconds(trainer, lambda: trainer.gradients([tuple(part[:number] for part in batch)])))
+        _, seconds = (_seconds(trainer, trainer.gradients, [micro_batch]) for micro_batch in micro_batches)
     for p in trainer.parameters():  # an update by zeros, at a rate of zero, changes no weight
         p.grad = None if p.grad is None else torch.zeros_like(p.grad)
-    update, gradients = (
-        _seconds(trainer, lambda: trainer.update(0.0)),
-        trainer.accumulate * rows / used * seconds[1],
-    )
+    update, gradients = _seconds(trainer, trainer.update, 0.0), trainer.accumulate * rows / used * seconds
     states = [o.state for o in getattr(trainer.optimizer, "optimizers", [trainer.optimizer])]
     size = sum(t.nbytes for state in states for entry in state.values() for t in entry.values())
     for state in states:
@@ -164,9 +161,9 @@ def measure_step(trainer: Trainer, batch: tuple[Tensor, ...]) -> StepCost | None
     return StepCost(gradients + update, gradients, trainer.accumulate * rows * width, 2 * trained + size)
 
 
-def _seconds(trainer: Trainer, work: Callable[[], object]) -> float:
+def _seconds(trainer: Trainer, work: Callable[[Any], object], argument: Any) -> float:
     start = perf_counter()
-    work()
+    work(argument)
     measure.synchronize(trainer.device)
     return perf_counter() - start
 

@@ -163,8 +163,8 @@ class Run:
     `timings` include them too. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first
     step. `warm` is True after the first step of this process. `compiled` is True if the loss is compiled, None if
     undecided. `checks_since_best` counts the validations since the best score. `pace` has the seconds of recent
-    steps, except of those that loaded or compiled code. `save_seconds` and `sample_seconds` are the last save's and
-    sample's.
+    steps, except of those that loaded or compiled code. `save_seconds` and `sample_seconds` are those of the
+    last save and sample.
     """
 
     folder: Path
