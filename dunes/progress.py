@@ -34,6 +34,7 @@ Show = Callable[[str, float], object]
 """A function that is called with a description of the current phase and the fraction of the work done."""
 _show: ContextVar[Show] = ContextVar("show", default=lambda text, done: None)
 _listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
+_asked: ContextVar[Callable[[], bool]] = ContextVar("asked", default=lambda: False)
 WIDTH = 100
 """Maximum line width of tables where no terminal has a width, in characters."""
 
@@ -180,6 +181,26 @@ def part(start: float, end: float) -> Iterator[None]:
         _listener.reset(token)
 
 
+class Interrupted(Exception):
+    """Raised inside `interruptible` by a loop that the user asked to stop."""
+
+
+@contextmanager
+def interruptible(asked: Callable[[], bool]) -> Iterator[None]:
+    """Inside the `with` block, loops over `each` and generation raise Interrupted once `asked()` is true."""
+    token = _asked.set(asked)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def raise_if_asked() -> None:
+    """Raise Interrupted if the user asked to stop, inside `interruptible`."""
+    if _asked.get()():
+        raise Interrupted
+
+
 def is_shown() -> bool:
     """True if a phase is in progress, so that no second display is needed."""
     return _listener.get() is not None
@@ -202,9 +223,13 @@ def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[flo
 
 
 def each(items: Collection[T], start: float = 0.0, end: float = 1.0) -> Iterator[T]:
-    """Yields the items, and reports progress from fraction `start` to fraction `end` of the current phase."""
+    """Yields the items, and reports progress from fraction `start` to fraction `end` of the current phase.
+
+    Raises Interrupted before an item, inside `interruptible`.
+    """
     report = advance(len(items), start, end)
     for item in items:
+        raise_if_asked()
         yield item
         report(1)
 

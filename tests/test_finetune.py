@@ -434,6 +434,9 @@ def test_examples_are_shown_in_two_colours(base, examples, tmp_path):
     assert len(found) == 2
     assert all(answer in [r["output"] for r in ROWS] for answer in found)
     assert "this run needs about" in out
+    assert re.search(
+        r"measured: \S+ tokens/s, .* per step; \d+ steps in about .*; training states take up to", out
+    )
     assert not (tmp_path / "run").exists()
 
 

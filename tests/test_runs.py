@@ -24,9 +24,12 @@ from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.architecture import has_own_form
 from dunes.checkpoint.export import export
+from dunes.completion import copy_gate, fit
 from dunes.completion.engine import CompletionEngine
 from dunes.data import collect_corpus
+from dunes.evaluate import text_loss
 from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_folder
+from dunes.inference import text_generator
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
 from dunes.progress import Display
@@ -297,6 +300,63 @@ def test_who_stops_is_answered_at_once_and_waits_for_no_validation(code, tmp_pat
             signal.raise_signal(number)
             assert request.signal == number
             assert "saving" in capfd.readouterr().err, "before the step ends"
+
+
+def test_a_stop_is_obeyed_during_validation(code, tmp_path, monkeypatch):
+    """Not after up to 262,144 tokens; the run goes on to the same weights."""
+    real, scored = text_loss._rectangle, []
+
+    def rectangle(*arguments):
+        scored.append(arguments)
+        if len(scored) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return real(*arguments)
+
+    config = toy(code, steps=12)
+    with monkeypatch.context() as patch:
+        patch.setattr(text_loss, "_rectangle", rectangle)
+        patch.setattr(text_loss, "BATCH", 2)
+        printed = training_output(config, tmp_path / "run", status=128 + signal.SIGTERM)
+    assert "stopped after 10 steps" in printed
+    assert len(scored) == 3, "the second batch of the validation after step 10, and a last, minimal validation"
+    assert checkpoint.latest_state(tmp_path / "run").name == "step-000010"
+    assert train(config, tmp_path / "run", display()[0], resume=True) == 0
+    train(config, tmp_path / "straight", display()[0])
+    files = [tmp_path / name / "model.safetensors" for name in ("run", "straight")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_stop_is_obeyed_while_the_gate_is_fitted(code, tmp_path, monkeypatch):
+    config = toy(code, steps=3, complete=True)
+    real = copy_gate.scored_places
+    for name in ("PLACES", "CURSORS", "LINES"):
+        monkeypatch.setattr(fit, name, (0.0, 4, 4))
+
+    def scored_places(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_gate, "scored_places", scored_places)
+        printed = training_output(config, tmp_path / "run", status=128 + signal.SIGTERM)
+    assert "resume with" in printed
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert "completion: " not in printed
+    assert "completion: " in training_output(config, tmp_path / "run", resume=True)
+
+
+def test_a_stop_is_obeyed_between_two_tokens_of_a_sample(code, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop_module, "SAMPLES", (3,))
+    real, tokens = text_generator.TextGenerator._use_step, []
+
+    def use_step(self, *arguments):
+        tokens.append(None)
+        signal.raise_signal(signal.SIGINT)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(text_generator.TextGenerator, "_use_step", use_step)
+    assert "stopped after 3 steps" in training_output(toy(code, steps=9), tmp_path / "run", status=130)
+    assert len(tokens) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Training that goes on from a folder: exact at its start, resumed bit for bit, saved as what it was."""
 
 import json
+import re
 import signal
 from dataclasses import replace
 from functools import partial
@@ -11,8 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import expansion
 from adapters import IDS, trained
-from conftest import display, refuses
-from dunes import checkpoint
+from conftest import display, refuses, training_output
+from dunes import checkpoint, measure, tree
 from dunes.augment import CHANGES, apply_change
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.convert import convert
@@ -24,10 +25,13 @@ from dunes.runs.augment import augment_folder, records
 from dunes.runs.autosize import memory_advice
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
+from dunes.runs.memory import measure_step
 from dunes.runs.run import read_metrics
 from dunes.runs.train import dropouts, outline_with_base, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
+from dunes.train import IGNORE, Trainer, muon
+from dunes.train.loss import next_token_loss
 from killed_runs import exit_code
 from small_models import random_model
 from test_changes import KINDS, PAIRS, REFUSED
@@ -73,6 +77,44 @@ def test_a_base_keeps_its_dropout(asked, trained_with, code, tmp_path, monkeypat
     assert train(going_on(tmp_path / "base", code, steps=2, dropout=asked), tmp_path / "run", display()[0]) == 0
     assert seen[0] == [trained_with] * 2
     assert [d.p for d in dropouts(checkpoint.load(tmp_path / "run").model)] == [0.1] * 2
+
+
+@pytest.mark.parametrize("steps", [7, None])
+def test_a_dry_run_measures_a_step_of_the_base_and_changes_nothing(steps, converted, code, tmp_path):
+    """The same as the run says before its first step, which starts with the base's weights all the same."""
+    config = going_on(converted, code, steps=steps, minutes=0.5)
+    dry = training_output(config, tmp_path / "run", dry_run=True)
+    said = r"measured: \S+ tokens/s, \S+ \S+ per step; (\d+) steps in about \S+( s)?; training states take up to "
+    assert re.search(said, dry)
+    assert not (tmp_path / "run").exists()
+    if steps:
+        assert re.search(said, dry)[1] == str(steps)
+        with_line = training_output(config, tmp_path / "run")
+        assert re.search(said, with_line)
+
+
+def test_the_measurement_of_a_step_leaves_weights_buffers_and_optimizer(code):
+    """Whether gradients are finite or not, and with experts whose selection is balanced."""
+    model = random_model("mixtral", vocab=300, context=16).train()
+    apply_change(model, "routing", bias_rate=0.1)
+    for targets in (1, IGNORE):
+        trainer = Trainer(model, muon(model), next_token_loss, accumulate=3)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        ids = torch.randint(300, (4, 16))
+        cost = measure_step(trainer, (ids, torch.full_like(ids, targets)))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert cost.tokens == 3 * ids.numel()
+        assert cost.seconds > cost.gradients > 0
+        assert trainer.number == 0
+        assert not any(entry for o in trainer.optimizer.optimizers for entry in o.state.values())
+        assert cost.state > 3 * 4 * tree.count(model)
+
+
+def test_a_dry_run_measures_nothing_that_has_no_room(converted, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "free_memory", lambda device: 1000)
+    printed = training_output(going_on(converted, code), tmp_path / "run", dry_run=True)
+    assert "this run needs about" in printed
+    assert "measured: " not in printed
 
 
 def test_the_loss_at_step_0_is_that_of_eval(converted, code, tmp_path):

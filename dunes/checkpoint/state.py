@@ -1,9 +1,11 @@
 """Save and load training states to resume a run: one folder per saved step; the newest intact state is loaded.
 
 `<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. A manifest with digests
-is written last, then the folder is renamed into place.
+is written last, then the folder is renamed into place. Tensors that did not change since the previous state, such
+as the best weights, are a file of their own: a hard link to the file of that state.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -31,14 +33,19 @@ M = TypeVar("M", bound=nn.Module)
 KEEP_STATES = 2
 FORMAT = 2
 STATE, TENSORS, MANIFEST = "state.json", "tensors.safetensors", "manifest.json"
-PART, PARTS = "tensors-{:05}-of-{:05}.safetensors", r"tensors-\d{5}-of-\d{5}\.safetensors"
+UNCHANGING = "unchanging.safetensors"
+PART, PARTS = "{}-{:05}-of-{:05}.safetensors", r"(tensors|unchanging)(-\d{5}-of-\d{5})?\.safetensors"
 
 
 class Snapshot(NamedTuple):
-    """A copy of a training state: tensors by dotted path, and JSON values with a path in place of each tensor."""
+    """A copy of a training state: tensors by dotted path, and JSON values with a path in place of each tensor.
+
+    `unchanging` are the paths of tensors that are often equal to those of the previous state.
+    """
 
     tensors: dict[str, Tensor]
     plain: Any
+    unchanging: Collection[str] = ()
 
 
 def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
@@ -54,7 +61,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
         (staged, *_) = ranks.together(lambda: _stage(folder, size, stack) if ranks.is_first() else None)
         if staged is None:
             return folder
-        digests = ranks.together(lambda: _write_part(staged, copied))
+        digests = ranks.together(lambda: _write_part(staged, copied, _state_folders(run)))
         ranks.together(lambda: _publish(staged, folder, digests) if ranks.is_first() else None)
     return folder
 
@@ -78,16 +85,38 @@ def _stage(folder: Path, size: int, stack: ExitStack) -> Path | None:
     return staged
 
 
-def _write_part(staged: Path, copied: Snapshot) -> dict[str, str]:
-    """Write this rank's tensors, and on the first rank the other values; returns each file's SHA-256."""
-    files = [staged / (PART.format(ranks.rank() + 1, ranks.count()) if ranks.count() > 1 else TENSORS)]
-    safetensors_file.write_file(files[0], in_memory(copied.tensors))
+def _write_part(staged: Path, copied: Snapshot, earlier: Sequence[Path]) -> dict[str, str]:
+    """Write this rank's tensors, and on the first rank the other values; returns each file's SHA-256.
+
+    A file of unchanging tensors is linked from the newest of the `earlier` states, if that has the same bytes.
+    """
+    written, digests = list[Path](), dict[str, str]()
+    for name, kept in (TENSORS, False), (UNCHANGING, True):
+        tensors = {key: t for key, t in copied.tensors.items() if (key in copied.unchanging) == kept}
+        path = staged / (PART.format(name[:-12], ranks.rank() + 1, ranks.count()) if ranks.count() > 1 else name)
+        if kept and earlier and (digest := _link(path, earlier[0] / path.name, tensors)):
+            digests[path.name] = digest
+        elif tensors or not kept:
+            safetensors_file.write_file(path, in_memory(tensors))
+            written.append(path)
     if ranks.is_first():
-        files.append(staged / STATE)
-        files[-1].write_text(json.dumps({"format": FORMAT, "state": copied.plain}))
-    for path in files:
+        written.append(staged / STATE)
+        written[-1].write_text(json.dumps({"format": FORMAT, "state": copied.plain}))
+    for path in written:
         atomic.fsync_path(path)
-    return {path.name: atomic.digest(path) for path in files}
+    return digests | {path.name: atomic.digest(path) for path in written}
+
+
+def _link(path: Path, earlier: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Make `path` a hard link to the file `earlier` if it contains these tensors; returns its SHA-256, else ""."""
+    with suppress(OSError):  # without such a file, or on a disk without links
+        digest, own = atomic.digest(earlier), hashlib.sha256()
+        for part in safetensors_file.file_parts(in_memory(tensors)):
+            own.update(part)
+        if own.hexdigest() == digest:
+            os.link(earlier, path)
+            return digest
+    return ""
 
 
 def _verify(folder: Path) -> None:
@@ -106,7 +135,8 @@ def _verify(folder: Path) -> None:
 
 def _tensor_files(names: Iterable[str]) -> list[str]:
     """Names of the files with tensors, in the order of the ranks that wrote them."""
-    return sorted(name for name in names if re.fullmatch(PARTS, name)) or [TENSORS]
+    files = sorted(name for name in names if re.fullmatch(PARTS, name))
+    return files if any(name.startswith("tensors") for name in files) else [TENSORS, *files]
 
 
 def _publish(staged: Path, folder: Path, digests: Sequence[Mapping[str, str]]) -> None:
@@ -197,29 +227,34 @@ def _state_folders(run: Path) -> list[Path]:
 def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snapshot:
     """A copy of a state on the CPU, of a sharded tensor this rank's part.
 
-    The tensors under the keys in `unchanging` are not copied: the caller never writes to them. Raises TypeError
-    for values that are neither tensors nor JSON.
+    The tensors under the keys in `unchanging` are not copied: the caller never writes to them. They are written
+    once for all states in which they are equal. Raises TypeError for values that are neither tensors nor JSON.
     """
     tensors: dict[str, Tensor] = {}
+    values = _plain(state, "", tensors, unchanging)
+    return Snapshot(tensors, values, frozenset(path for path in tensors if path.partition(".")[0] in unchanging))
 
-    def plain(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            if (own := ranks.own(value.detach())) is not None:
-                own = own.cpu().contiguous()
-                tensors[path] = own if path.partition(".")[0] in unchanging else own.clone()
-            return {"tensor": path}
-        if isinstance(value, Mapping):
-            # Optimizers number their parameters; JSON has string keys only.
-            keys = [[k, plain(v, f"{path}.{k}" if path else str(k))] for k, v in value.items()]
-            return {"dict": keys}
-        if isinstance(value, (list, tuple)):
-            type_name = "tuple" if isinstance(value, tuple) else "list"
-            return {type_name: [plain(v, f"{path}.{i}") for i, v in enumerate(value)]}
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise TypeError(f"{path}: a training state cannot contain a {type(value).__name__}")
 
-    return Snapshot(tensors, plain(state, ""))
+# An inner function that calls itself would keep the tensors in memory until the next garbage collection.
+def _plain(value: Any, path: str, tensors: dict[str, Tensor], unchanging: Collection[str]) -> Any:
+    """The JSON form of a value of a state; its tensors are added to `tensors`, by dotted path."""
+    if isinstance(value, Tensor):
+        if (own := ranks.own(value.detach())) is not None:
+            own = own.cpu().contiguous()
+            tensors[path] = own if path.partition(".")[0] in unchanging else own.clone()
+        return {"tensor": path}
+
+    def inner(key: object, v: Any) -> Any:
+        return _plain(v, f"{path}.{key}" if path else str(key), tensors, unchanging)
+
+    if isinstance(value, Mapping):
+        # Optimizers number their parameters; JSON has string keys only.
+        return {"dict": [[key, inner(key, v)] for key, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {"tuple" if isinstance(value, tuple) else "list": [inner(i, v) for i, v in enumerate(value)]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{path}: a training state cannot contain a {type(value).__name__}")
 
 
 def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -248,7 +283,7 @@ def gathered(model: M, outline: M | None, folder: Path) -> M:
         stage = lambda: stack.enter_context(atomic.staging_folder(folder)) if ranks.is_first() else None
         (staged, *_) = ranks.together(stage)
         assert staged is not None, "the first rank's"
-        path = staged / PART.format(ranks.rank() + 1, ranks.count())
+        path = staged / PART.format("tensors", ranks.rank() + 1, ranks.count())
         ranks.together(lambda: safetensors_file.write_file(path, in_memory(own)))
         if ranks.is_first():
             files = [safetensors_file.tensors(file) for file in sorted(staged.iterdir())]

@@ -53,6 +53,8 @@ TOKENS = 5, 500, 4_000
 """Tokens of validation that take as long to evaluate as a place, a cursor and a line."""
 SHARES = 0.08, 0.04, 0.04
 """Maximum fractions of the run for places, cursors and lines."""
+SLOWEST = 100, 8, 1
+"""Minimum numbers of places, cursors and lines of a slow model."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
@@ -121,8 +123,11 @@ class FitSize:
         A slow model gets fewer of each, so that the fit takes a few percent of the run.
         """
         costs = [fixed + tokens * per_token for fixed, tokens in zip(SECONDS, TOKENS, strict=True)]
-        rules = zip((PLACES, CURSORS, LINES), SHARES, costs, strict=True)
-        counts = [_scale((min(rule[0], share / cost), *rule[1:]), seconds) for rule, share, cost in rules]
+        rules = zip((PLACES, CURSORS, LINES), SLOWEST, SHARES, SECONDS, costs, strict=True)
+        counts = [
+            _scale((min(rate, share / cost), max(slowest, int(least * fixed / cost)), most), seconds)
+            for (rate, least, most), slowest, share, fixed, cost in rules
+        ]
         places, cursors, lines = counts
         return cls(places, cursors, lines, tuple(np.multiply(costs, counts).tolist()))
 

@@ -24,6 +24,7 @@ from dunes.generate.speculate import check_rewinds
 from dunes.generate.step import CompiledStep
 from dunes.measure import ranks
 from dunes.parts import CacheFormat, cache_for
+from dunes.progress import raise_if_asked
 from dunes.text import DecodeStream
 from dunes.units import format_bytes, format_count, plural
 
@@ -112,6 +113,7 @@ class TextGenerator:
                 if request and token and any(stop.encode() in self._bytes(request) for stop in until):
                     request.end = len(request.ids)
             yield row
+            raise_if_asked()
             self._use_step(self.cache, requests)
 
     def _use_step(self, cache: PrefixCache, requests: Sequence[Request | None]) -> None:

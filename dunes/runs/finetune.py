@@ -53,10 +53,9 @@ from dunes.runs.finetune_config import (
     unused_options,
 )
 from dunes.runs.finetune_data import Baseline, FinetuneData, question, score_within
-from dunes.runs.loop import begin_run, execute_run
+from dunes.runs.loop import begin_run, execute_run, report_step
 from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memory, process_memory
 from dunes.runs.run import (
-    FINAL_TOKENS,
     Run,
     Timings,
     card_facts,
@@ -66,7 +65,7 @@ from dunes.runs.run import (
     trainable_state,
 )
 from dunes.text import templates
-from dunes.train import adamw, cast_frozen
+from dunes.train import Trainer, adamw, cast_frozen
 from dunes.train.loss import Loss, dpo_loss, next_token_loss
 from dunes.units import format_count, plural
 
@@ -119,10 +118,13 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
             same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
             text = text if same else None
         if run_options.dry_run:
+            report_step(data.config, _dry_trainer(data), _full_batch(data.config), display)
             return 0
         with run_lock(folder):
             with timings("building the model"):
                 run = prepare(data, text, folder, display)
+            if not run_options.resume:
+                report_step(data.config, run.trainer, _full_batch(data.config), display)
             return execute_run(run, display, run_options, timings)
 
 
@@ -194,6 +196,15 @@ def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
     return data
 
 
+def _dry_trainer(data: FinetuneData) -> Trainer:
+    """A trainer of the base model with the method's changes; it belongs to no run."""
+    model, config = data.base.model.to(measure.device()), data.config
+    apply_method(model, resolve_targets(config, data.base))
+    cast_frozen_weights(model, config)
+    dtype, accumulate = autocast_dtype(config), config.batch // (micro_batch(config) * ranks.count())
+    return Trainer(model, optimizer(config, model), choose_loss(config), dtype=dtype, accumulate=accumulate)
+
+
 def micro_batch(config: FinetuneConfig) -> int:
     """Rows of a micro-batch of each rank: those of the config, or a part that divides the rank's rows."""
     return gcd(config.batch // ranks.count(), config.micro_batch)
@@ -222,7 +233,7 @@ def _full_batch(config: FinetuneConfig) -> Batch:
     """A full batch with a loss on every token: two examples in each row, or pairs of rows."""
     if config.is_dpo:
         ids = torch.zeros(2 * micro_batch(config), config.context_length, dtype=torch.long)
-        return ids, ids, ids, torch.zeros(len(ids))
+        return ids, ids, torch.arange(ids.shape[1]).expand_as(ids), torch.zeros(len(ids))
     half = np.zeros(config.context_length // 2 + 1, np.int32)
     example = Example(half, np.ones(len(half), bool))
     row = [example] * (2 if config.packing else 1)
@@ -521,7 +532,7 @@ class FinetuneTask:
         rounds = self.config.spec.adapter is None and self.stored != torch.float32
         if rounds:  # to score the weights as saved
             round_weights(run.model, self.stored)
-            score = self.score(1 if interrupted else FINAL_TOKENS)
+            score = self.score(1 if interrupted else run.final_tokens)
         after = None if interrupted else self.measure_baseline(score)
         model = checkpoint.gathered(run.model, self.outline, run.folder / "weights")
         if rounds:

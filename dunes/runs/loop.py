@@ -16,21 +16,24 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dunes import __version__, checkpoint, measure
+from dunes.checkpoint.state import KEEP_STATES
 from dunes.data.duplicates import SPLIT_VERSION
 from dunes.evaluate.text_loss import Score
 from dunes.files.atomic import fsync_path
 from dunes.files.json_file import append_text
 from dunes.measure import ranks
-from dunes.progress import Display, Line, phase, shown_by
-from dunes.runs.autosize import autocast_dtype, flops
+from dunes.progress import Display, Interrupted, Line, interruptible, phase, shown_by
+from dunes.runs.autosize import OVERHEAD_SECONDS, autocast_dtype, flops
 from dunes.runs.compiled_loss import compile_loss
-from dunes.runs.config import RunOptions, T
+from dunes.runs.config import RunConfig, RunOptions, T
+from dunes.runs.memory import measure_step
 from dunes.runs.picture import load_picture, loss_picture, smooth, with_violation
 from dunes.runs.run import (
+    CHECK_TOKENS,
     FALL,
-    FINAL_TOKENS,
     METRICS,
     FolderInUse,
     Run,
@@ -47,10 +50,9 @@ from dunes.runs.run import (
     start_run,
 )
 from dunes.runs.tensorboard import TensorBoard
-from dunes.train import Clock, Diverged, Record, Step
-from dunes.units import format_count, format_seconds, plural
+from dunes.train import Clock, Diverged, Record, Step, Trainer
+from dunes.units import format_bytes, format_count, format_seconds, plural
 
-CHECK_TOKENS = 16_384
 SAVE_SECONDS = 60.0
 """Seconds between saves, if a save takes at most CHEAP seconds. https://doi.org/10.1145/361147.361115"""
 CHEAP = SAVE_SECONDS**2 / (2 * 8 * 3600)
@@ -108,6 +110,29 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
     return config
 
 
+def report_step(
+    config: RunConfig,
+    trainer: Trainer,
+    batch: tuple[Tensor, ...],
+    display: Display,
+    fit: Callable[[float], float] = lambda per_token: 0.0,
+) -> None:
+    """Measure a step whose micro-batches are like `batch`, and show the run's tokens/s, steps, time and disk.
+
+    `fit` are the seconds of what is fitted at the end, of a model that evaluates a token in `per_token` seconds.
+    """
+    if cost := measure_step(trainer, batch):
+        per_token = cost.gradients / 3 / cost.tokens  # a backward pass takes twice as long as the forward pass
+        outside = OVERHEAD_SECONDS + 2 * CHECK_TOKENS * per_token + fit(per_token)
+        steps = config.steps or max(1, round((config.seconds - outside) / cost.seconds))
+        rate, total = format_count(cost.tokens / cost.seconds), format_seconds(steps * cost.seconds + outside)
+        disk, seconds = format_bytes((KEEP_STATES + 1) * cost.state), format_seconds(cost.seconds)
+        display.detail(
+            f"measured: {rate} tokens/s, {seconds} per step; {plural(steps, 'step')} in about {total}; "
+            f"training states take up to {disk} of disk"
+        )
+
+
 def execute_run(run: Run, display: Display, options: RunOptions, timings: Timings) -> int:
     """Train the model of a run; a resumed run first restores its last state. Call it inside `run_lock`.
 
@@ -156,6 +181,10 @@ class StopRequest:
 
     signal: int = 0
     save: bool = False
+
+    def asked(self) -> bool:
+        """True if validation and the like are to be left; several ranks would leave them in different places."""
+        return bool(self.signal) and ranks.count() == 1
 
 
 @dataclass
@@ -229,7 +258,8 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
     compile_loss(run, display.line)
     with _signals() as request:
         try:
-            train_loop(run, request, saver, display, board)
+            with interruptible(request.asked):
+                train_loop(run, request, saver, display, board)
         except Diverged as error:
             saver.last(run)
             display.line(f"{error} (the last state is in {run.folder}/state)")
@@ -307,7 +337,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
         run.timings.add("steps" if run.warm else "first step", step.seconds - (data - waited))
         run.warm, waited = True, data
         if clock is not None:
-            clock.seconds = config.seconds - min(closing, (config.seconds - run.begin) / 4)
+            clock.seconds = config.seconds - min(closing, (config.seconds - run.begin) / 2)
             clock.update(step.number, run.elapsed)
         over, score = run.schedule.is_over(step.number), None
         with run.timings("validation"), non_fatal("validation"):
@@ -330,6 +360,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
             display.line(reason)
             run.schedule.records.append(Record(step.number, step.number))  # over for a resumed run, too
             return
+        run.save_seconds = saver.seconds
         stop, save, busy, interval = ranks.largest(request.signal, request.save, saver.busy, saver.interval)
         if stop:
             display.line(f"stopping after step {step.number} and saving")
@@ -355,6 +386,8 @@ class NonFatal:
     def __call__(self, work: str) -> Iterator[None]:
         try:
             yield
+        except Interrupted:  # the loop sees the request after this step's work
+            return
         except (OSError, RuntimeError, MemoryError) as error:
             if not isinstance(error, OSError) and not measure.out_of_memory(error):
                 raise
@@ -459,7 +492,9 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
     steps = plural(run.trainer.number, "step")
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
+    start = perf_counter()
     text = run.task.sample()
+    run.sample_seconds = perf_counter() - start
     display.detail(f"\n--- sample after {steps} ---\n{text}\n---")
     if ranks.is_first():
         append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
@@ -469,15 +504,17 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
 def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> int:
     """Save the state and the results, plot the loss, and print the final report; returns the exit status."""
     step, non_fatal = run.trainer.number, board.non_fatal
-    number = int(ranks.largest(request.signal)[0])  # later signals do not cut the report short
-    interrupted, status = bool(number), 128 + number if number else 0
+    number = int(ranks.largest(request.signal)[0])
     try:
         with run.timings("saves"):
             saved = saver.last(run)
-        if not saved:
-            status = NOT_SAVED
         with display.own_bar("closing"):
-            score, saved_step, report = _close(run, interrupted, display, board)
+            try:
+                with interruptible(lambda: not number and request.asked()):
+                    score, saved_step, report = _close(run, bool(number), display, board)
+            except Interrupted:
+                number = request.signal
+                score, saved_step, report = _close(run, True, display, board)
     except OSError as error:
         display.line(f"not saved: {error}")
         return NOT_SAVED
@@ -487,7 +524,7 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
         if ranks.is_first():
             loss_picture(records, score, saved_step, run.folder / "loss.png")
             drawn = load_picture(records, run.folder / LOAD_PICTURE)
-    outcome = "stopped" if interrupted else "done"
+    outcome = "stopped" if number else "done"
     display.line(
         f"\n{outcome} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss {score.text}"
     )
@@ -501,8 +538,8 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
     display.line(f"loss curve: {folder}/loss.png   samples: {folder}/samples.md{loads}")
     trust = run.task.loaded.architecture.trust_option
     resume = f"resume with: dunes {run.config.VERB} --out {folder} --resume{trust}"
-    display.line(resume if interrupted else next_steps)
-    return status
+    display.line(resume if number else next_steps)
+    return (128 + number if number else 0) if saved else NOT_SAVED
 
 
 def _close(run: Run, interrupted: bool, display: Display, board: TensorBoard) -> tuple[Score, int, list[str]]:
@@ -511,7 +548,7 @@ def _close(run: Run, interrupted: bool, display: Display, board: TensorBoard) ->
     with run.timings("final validation"), phase("final validation", end=validated):
         if run.best_weights:
             load_trainable_state(run.model, run.best_weights)
-        score = run.best if interrupted and run.best else run.task.score(1 if interrupted else FINAL_TOKENS)
+        score = run.best if interrupted and run.best else run.task.score(1 if interrupted else run.final_tokens)
         saved_step = run.best_step if run.best_weights else step
     with run.timings("samples"), board.non_fatal("sampling"):
         if run.warm and not interrupted:

@@ -4,10 +4,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
@@ -27,6 +28,9 @@ FRAGMENTATION = 0.45
 
 MOST_LOST = 0.3e9
 """Maximum memory lost to fragmentation: at 135M parameters, with 2 GB in the heap, hardly more is lost."""
+
+MEASURED_TOKENS = 1024
+"""Maximum number of tokens by which a step is measured, in at least two rows."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,50 @@ def process_memory(
     # The best weights, and a copy of the current weights and the optimizer's state, which is written meanwhile.
     parts["copies for saving"] = 2 * (weights if trainable is None else trainable / number) + averages
     return parts
+
+
+class StepCost(NamedTuple):
+    """Measured seconds of a step and of its gradients, its tokens, and the bytes of a saved training state."""
+
+    seconds: float
+    gradients: float
+    tokens: int
+    state: int
+
+
+def measure_step(trainer: Trainer, batch: tuple[Tensor, ...]) -> StepCost | None:
+    """Measure a step whose micro-batches are all like `batch`; weights and optimizer stay as they are.
+
+    Gradients are those of at most MEASURED_TOKENS tokens, after those of two rows, which load the code. Returns
+    None for several ranks, and if free memory has no room for gradients and optimizer.
+    """
+    trained = sum(p.nbytes for p in trainer.parameters() if p.requires_grad)
+    if ranks.count() > 1 or 0 < measure.free_memory(trainer.device) < 3 * trained:
+        return None
+    buffers, (rows, width) = [(b, b.clone()) for b in trainer.buffers()], batch[0].shape
+    used = min(rows, max(2, MEASURED_TOKENS // width // 2 * 2))
+    micro_batches = [tuple(part[:number] for part in batch) for number in (2, used)]
+    with tree.mode(trainer.model, True):
+        _, seconds = (_seconds(trainer, trainer.gradients, [micro_batch]) for micro_batch in micro_batches)
+    for p in trainer.parameters():  # an update by zeros, at a rate of zero, changes no weight
+        p.grad = None if p.grad is None else torch.zeros_like(p.grad)
+    update, gradients = _seconds(trainer, trainer.update, 0.0), trainer.accumulate * rows / used * seconds
+    states = [o.state for o in getattr(trainer.optimizer, "optimizers", [trainer.optimizer])]
+    size = sum(t.nbytes for state in states for entry in state.values() for t in entry.values())
+    for state in states:
+        state.clear()
+    for buffer, before in buffers:
+        buffer.copy_(before)
+    trainer.clear_gradients()
+    measure.return_freed_memory()
+    return StepCost(gradients + update, gradients, trainer.accumulate * rows * width, 2 * trained + size)
+
+
+def _seconds(trainer: Trainer, work: Callable[[Any], object], argument: Any) -> float:
+    start = perf_counter()
+    work(argument)
+    measure.synchronize(trainer.device)
+    return perf_counter() - start
 
 
 def describe_memory(parts: Mapping[str, float]) -> str:

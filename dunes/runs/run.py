@@ -49,8 +49,11 @@ STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_b
 """Attributes of `Run` that are stored unchanged in its state."""
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
-FINAL_TOKENS = 262_144
-"""Maximum number of validation tokens to score at the end of a run."""
+CHECK_TOKENS = 16_384
+"""Approximate number of validation tokens to score during a run."""
+FINAL_TOKENS, FINAL_SHARE = 262_144, 0.1
+"""Maximum number of validation tokens to score at the end of a run, and maximum part of a time limit for it, but
+at least CHECK_TOKENS are scored."""
 CLOSING = 3.0
 """Seconds at the end of a run to save the model and plot, in addition to the task's `closing_seconds`."""
 WARMUP = 20
@@ -160,7 +163,8 @@ class Run:
     `timings` include them too. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first
     step. `warm` is True after the first step of this process. `compiled` is True if the loss is compiled, None if
     undecided. `checks_since_best` counts the validations since the best score. `pace` has the seconds of recent
-    steps, except of those that loaded or compiled code.
+    steps, except of those that loaded or compiled code. `save_seconds` and `sample_seconds` are those of the
+    last save and sample.
     """
 
     folder: Path
@@ -177,6 +181,8 @@ class Run:
     best_weights: dict[str, Tensor] = field(default_factory=dict)
     last: Score | None = None
     checks_since_best: int = 0
+    save_seconds: float = 0.0
+    sample_seconds: float = 0.0
     timings: Timings = field(default_factory=Timings)
     warm: bool = False
     compiled: bool | None = None
@@ -207,13 +213,22 @@ class Run:
 
     @property
     def closing_seconds(self) -> float:
-        """Estimated seconds from the last step to the end."""
-        return CLOSING + self.task.closing_seconds(self.seconds_per_token) + self.final_seconds
+        """Estimated seconds from the last step to the end: its validation, a save, a sample, and the close."""
+        check = self.seconds_per_token * min(CHECK_TOKENS, self.task.tokens)
+        close = self.task.closing_seconds(self.seconds_per_token) + self.final_seconds
+        return CLOSING + check + self.save_seconds + self.sample_seconds + close
+
+    @property
+    def final_tokens(self) -> int:
+        """Number of validation tokens to score at the end."""
+        timed = self.seconds_per_token and not self.config.steps
+        affordable = int(FINAL_SHARE * self.config.seconds / self.seconds_per_token) if timed else FINAL_TOKENS
+        return min(FINAL_TOKENS, max(CHECK_TOKENS, affordable))
 
     @property
     def final_seconds(self) -> float:
         """Estimated seconds of the final validation, if it is as fast as the last one was."""
-        return self.seconds_per_token * min(FINAL_TOKENS, self.task.tokens)
+        return self.seconds_per_token * min(self.final_tokens, self.task.tokens)
 
     def check(self, limit: int) -> Score:
         """Validate the model on about `limit` tokens, and copy its weights if they are the best so far."""

@@ -39,11 +39,12 @@ from dunes.runs import autosize
 from dunes.runs.augment import resolve_new, save_changed
 from dunes.runs.config import RunOptions
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
-from dunes.runs.loop import begin_run, execute_run
+from dunes.runs.loop import begin_run, execute_run, report_step
 from dunes.runs.run import Run, Timings, append_metrics, card_facts, new_run, run_lock, selects, set_trainable
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
-from dunes.train import muon, scale_rates
+from dunes.train import Trainer, muon, scale_rates
+from dunes.train.loss import next_token_loss
 from dunes.tree.summary import module_rows
 from dunes.units import format_count
 
@@ -84,6 +85,12 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
             ready = ranks.decide(ready)
         if run_options.dry_run:
+            if base is not None:
+                model = base.model.float().to(measure.device())
+                select_trainable(model, ready.trainable, base)
+                dtype = autosize.autocast_dtype(ready)
+                trainer = Trainer(model, build_optimizer(model, ready), next_token_loss, dtype=dtype)
+                _report(ready, trainer, base, display)
             return 0
         with timings("tokenizing"):
             earlier = Tokenizer.load(folder / "state") if run_options.resume and base is None else None
@@ -99,6 +106,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             with timings("building the model"):
                 run = prepare(ready, folder, tokens, base, completion)
             if base and not run_options.resume:
+                _report(ready, run.trainer, base, display)
                 score_base(run, display)
             return execute_run(run, display, run_options, timings)
 
@@ -148,13 +156,17 @@ def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> 
 
     A complete config of a resumed run is returned unchanged.
     """
-    if config.dtype and config.threads and config.batch and config.context_length and config.lr:
-        return config if resumed else autosize.with_hardware(config), []
-    context_length = min(base.context_length, autosize.CONTEXT)
-    config, machine = autosize.with_machine(replace(config, lr=config.lr or LR), context_length)
-    config = replace(config, rate=1 / autosize.seconds_per_token(base.model, config, machine))
-    advice = autosize.memory_advice(config, partial(outline_with_base, config, base))
-    return config, [autosize.describe_machine(machine), advice]
+    complete = config.dtype and config.threads and config.batch and config.context_length and config.lr
+    if complete and resumed:
+        return config, []
+    if complete:
+        config, reasons = autosize.with_hardware(config), []
+    else:
+        context_length = min(base.context_length, autosize.CONTEXT)
+        config, machine = autosize.with_machine(replace(config, lr=config.lr or LR), context_length)
+        config = replace(config, rate=1 / autosize.seconds_per_token(base.model, config, machine))
+        reasons = [autosize.describe_machine(machine)]
+    return config, [*reasons, autosize.memory_advice(config, partial(outline_with_base, config, base))]
 
 
 def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
@@ -193,6 +205,13 @@ def rate_factors(model: nn.Module, config: TrainConfig, base: LoadedModel | None
 def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[str]:
     plain = ["**" if each == "all" else each for each in globs]
     return plain if base is None else resolve_new(plain, base)
+
+
+def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> None:
+    rows = config.batch // ranks.count(), config.context_length + 1
+    ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
+    fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
+    report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
 
 
 def score_base(run: Run, display: Display) -> None:
@@ -262,6 +281,13 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     return muon(model, **options)
 
 
+def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
+    """How much the completion gate is fitted on; in a run with fixed steps, it depends only on the config."""
+    if config.steps:
+        return FitSize.of(config.steps * config.batch * config.context_length / TYPICAL_RATE)
+    return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
+
+
 @dataclass(frozen=True)
 class TrainTask:
     """The task of a training run: next-token prediction on text.
@@ -286,15 +312,8 @@ class TrainTask:
         return len(self.text.valid)
 
     def closing_seconds(self, seconds_per_token: float) -> float:
-        size = self._fit_size(seconds_per_token)
+        size = fit_size(self.config, seconds_per_token)
         return closing_seconds(self.completion, size) if self.completion is not None else 0.0
-
-    def _fit_size(self, seconds_per_token: float) -> FitSize:
-        """How much the completion gate is fitted on; in a run with fixed steps, it depends only on the config."""
-        config = self.config
-        if config.steps:
-            return FitSize.of(config.steps * config.batch * config.context_length / TYPICAL_RATE)
-        return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
@@ -346,7 +365,7 @@ class TrainTask:
         lines = [f"model: {run.folder}"]
         if self.completion is not None and not interrupted:
             completion = partial(
-                finish_completion, run.folder, self.completion, self._fit_size(run.seconds_per_token)
+                finish_completion, run.folder, self.completion, fit_size(self.config, run.seconds_per_token)
             )
             lines.append(completion(loaded.architecture, self.config.copies))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"

@@ -6,6 +6,7 @@ The format: https://huggingface.co/docs/safetensors/index#format
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -139,6 +140,13 @@ def write_tensors(folder: Path, weights: Weights, shard: int = SHARD) -> None:
 
 def write_file(path: Path, weights: Weights) -> None:
     """Write the tensors into one file; they are read one at a time, as in `write_tensors`."""
+    with atomic.add_path_to_errors(path), path.open("wb") as file:
+        for part in file_parts(weights):
+            file.write(part)
+
+
+def file_parts(weights: Weights) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a file with these tensors."""
     # Widest dtypes first, so that every tensor is aligned to its item size.
     order = sorted(weights, key=lambda k: (-weights[k].dtype.itemsize, k))
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -149,13 +157,12 @@ def write_file(path: Path, weights: Weights) -> None:
         entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with atomic.add_path_to_errors(path), path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for key in order:
-            tensor = weights[key].read()
-            assert (tuple(tensor.shape), tensor.dtype) == (weights[key].shape, weights[key].dtype), key
-            file.write(_bytes(tensor))
-            weights[key].release()
+    yield len(text).to_bytes(8, "little") + text
+    for key in order:
+        tensor = weights[key].read()
+        assert (tuple(tensor.shape), tensor.dtype) == (weights[key].shape, weights[key].dtype), key
+        yield _bytes(tensor)
+        weights[key].release()
 
 
 def _bytes(tensor: Tensor) -> memoryview:
