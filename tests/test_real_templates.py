@@ -11,8 +11,8 @@ from real_models import llama_cpp_models
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 MARK = re.compile(
-    r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>]{1,40}｜>|</?[a-zA-Z_|:0-9]{1,30}>|\[/?[A-Z_ ]{3,30}\]|<\|[a-z_]+>|<[a-z_]+\|>"
-    r"|\[e~\[|\]~!?b\[|<[a-z_]+\|"
+    r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|</?[a-zA-Z_|:0-9]{1,30}>|\[/?[A-Z_ ]{3,30}\]"
+    r"|<\|[a-z_]+>|<[a-z_]+\|>|\[e~\[|\]~!?b\[|<[a-z_]+\|"
 )
 SYSTEM = {"role": "system", "content": "You are terse."}
 TURNS = [
