@@ -20,7 +20,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from conftest import metaspace_tokenizer, refuses, refuses_command, run_python
+from conftest import metaspace_tokenizer, raising, refuses, refuses_command, run_python
 from dunes import checkpoint
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.export import export_gguf
@@ -414,7 +414,7 @@ def test_a_model_larger_than_memory_is_refused_before_a_weight_is_read(tmp_path,
     loaded = checkpoint.load(path)
     checkpoint.save(loaded.model.bfloat16(), folder, loaded.tokenizer, loaded.context_length)
     monkeypatch.setattr("dunes.measure.free_memory", lambda device: 100_000)
-    monkeypatch.setattr("dunes.checkpoint.weights.lazy_tensor.MappedFile.tensor", None)
+    monkeypatch.setattr("dunes.checkpoint.weights.lazy_tensor.MappedFile.tensor", raising(AssertionError("read")))
     assert "--dtype bfloat16" in refuses(rf"{path}: the weights take .* are free", checkpoint.load, path)
     assert "--dtype" not in refuses(rf"{folder}: the weights take .* are free", checkpoint.load, folder)
     monkeypatch.undo()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
-from math import prod
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dunes import __version__, measure, tree
+from dunes import __version__, tree
 from dunes.augment import lora
 from dunes.augment.prune import mask_linears, masked_places
 from dunes.checkpoint import architecture as architectures
@@ -33,7 +32,7 @@ from dunes.progress import advance
 from dunes.text import Tokenizer
 from dunes.text.special_tokens import configured_ids
 from dunes.text.tokenizer import SPLIT_RULE
-from dunes.units import format_bytes, format_count, plural
+from dunes.units import format_count, plural
 
 SPECIAL_TOKENS = ("bos", "eos", "pad")
 MASKED = "masked"
@@ -315,31 +314,17 @@ def load_tokenizer(source: Source, folder: Path | None = None) -> Tokenizer | No
 def load_decoder(source: Source) -> Decoder:
     """The model with its weights, which are memory-mapped with copy on write.
 
-    Before any weight is read, raises ValueError if the weights do not fit the model, listing all differences, or
-    if they do not fit into free memory.
+    If the weights do not fit the model, raises ValueError, listing all differences, before any weight is read.
     """
     weights, model = source.weights(), source.outline()
     if source.own is None:
         weights = _to_one_dtype(source, weights)
-    _check_memory(source.folder, weights)
-    if source.own is None:
         model.load_state_dict({name: tensor.read() for name, tensor in weights.items()}, assign=True)
     else:
         architectures.fill(model, weights, source.card)
         lora.set_adapter(model, source.card.get("adapter"))
     _mask(model, source)
     return model
-
-
-def _check_memory(folder: Path, weights: Weights) -> None:
-    """Raise ValueError if the weights take more memory than is free; blocks of a GGUF file become float32."""
-    size, free = sum(w.nbytes for w in weights.values()), measure.free_memory(torch.device("cpu"))
-    if size > free > 0:
-        count = sum(prod(w.shape) for w in weights.values())
-        fits = f"{format_count(free * count / size)} of {format_count(count)} parameters fit"
-        halved = "; to halve the bytes: dunes convert MODEL OUT --dtype bfloat16" * (size > 2 * count)
-        needed = f"the weights take {format_bytes(size)} of memory, and {format_bytes(free)} are free"
-        raise ValueError(f"{folder}: {needed}; {fits}{halved}")
 
 
 def _mask(model: nn.Module, source: Source) -> None:
