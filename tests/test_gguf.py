@@ -714,6 +714,7 @@ DAMAGED = [
     ("ggml.pre", lambda v: "x", "split as in 'x', a rule that is not known"),
     ("ggml.model", lambda v: 7, "ggml.model is 7; expected a text"),
     ("chat_template", lambda v: 7, "chat_template is 7; expected a text"),
+    ("huggingface.json", lambda v: Tokenizer.train("chars", [TEXT]).json(), "not the tokenizer of"),
     ("huggingface.json", lambda v: 7, "huggingface.json is 7; expected a text"),
     ("huggingface.json", lambda v: "{}", "huggingface.json: model is missing; expected an object"),
 ]
