@@ -20,7 +20,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from conftest import metaspace_tokenizer, refuses, refuses_command, run_python
+from conftest import metaspace_tokenizer, raising, refuses, refuses_command, run_python
 from dunes import checkpoint
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.export import export_gguf
@@ -386,6 +386,42 @@ def test_blocks_of_256_are_read(tmp_path, tokenizer, monkeypatch):
         assert (state[name] - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
+@pytest.mark.parametrize("kind", gguf.GGMLQuantizationType, ids=lambda kind: kind.name)
+def test_every_type_that_the_package_dequantizes_is_read_and_others_are_refused_by_name(kind, tmp_path):
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    rng, path = np.random.default_rng(kind), tmp_path / "x.gguf"
+    stored = rng.integers(0, 256, (3, 5 * size), dtype=np.uint8)
+    path.write_bytes(tensor_file((b"a", (5 * block, 3), int(kind), 0)))
+    start = read_header(path).tensors[0].offset
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(stored.tobytes())
+    try:
+        with np.errstate(all="ignore"):
+            expected = gguf.dequantize(stored, kind)
+    except NotImplementedError:
+        refuses(rf"'a' has the unsupported type {kind.name}; .*llama-quantize", form.tensors, path)
+        return
+    with np.errstate(all="ignore"):
+        found = form.tensors(path)["a"].read()
+    assert found.shape == expected.shape == (3, 5 * block)
+    np.testing.assert_array_equal(found.float().numpy(), expected.astype(np.float32))  # NaN equals NaN
+
+
+def test_a_model_larger_than_memory_is_refused_before_a_weight_is_read(tmp_path, tokenizer, monkeypatch):
+    _, path = written(tmp_path, "llama", tokenizer, "q8_0")
+    folder = tmp_path / "folder"
+    loaded = checkpoint.load(path)
+    checkpoint.save(loaded.model.bfloat16(), folder, loaded.tokenizer, loaded.context_length)
+    monkeypatch.setattr("dunes.measure.free_memory", lambda device: 100_000)
+    monkeypatch.setattr("dunes.checkpoint.weights.lazy_tensor.MappedFile.tensor", raising(AssertionError("read")))
+    assert "--dtype bfloat16" in refuses(rf"{path}: the weights take .* are free", checkpoint.load, path)
+    assert "--dtype" not in refuses(rf"{folder}: the weights take .* are free", checkpoint.load, folder)
+    monkeypatch.undo()
+    monkeypatch.setattr("dunes.measure.free_memory", lambda device: 0)  # unknown
+    checkpoint.load(path)
+
+
 def write_parts(tmp_path, tokenizer, monkeypatch):
     """A model in three files, the path of the first."""
     monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=10))
@@ -678,6 +714,7 @@ DAMAGED = [
     ("ggml.pre", lambda v: "x", "split as in 'x', a rule that is not known"),
     ("ggml.model", lambda v: 7, "ggml.model is 7; expected a text"),
     ("chat_template", lambda v: 7, "chat_template is 7; expected a text"),
+    ("huggingface.json", lambda v: Tokenizer.train("chars", [TEXT]).json(), "not the tokenizer of"),
     ("huggingface.json", lambda v: 7, "huggingface.json is 7; expected a text"),
     ("huggingface.json", lambda v: "{}", "huggingface.json: model is missing; expected an object"),
 ]
@@ -759,7 +796,7 @@ REASONS = {
     "a huge tensor": "more elements than can be addressed",
     "a name that occurs twice": "two tensors are called",
     "half a block": "not whole blocks",
-    "a type without a formula": "the unsupported type 15; .* llama-quantize",
+    "a type without a formula": "the unsupported type Q8_K; .* llama-quantize",
     "an unknown type of tensor": "the unsupported type 999",
     "alignment 0": "power of two",
     "another architecture": "'mamba' is not one of",

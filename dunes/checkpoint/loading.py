@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dunes import tree
+from dunes import measure, tree
 from dunes.augment import Change, make_change
 from dunes.augment.adapted import sides
 from dunes.checkpoint import architecture as architectures
@@ -36,6 +37,7 @@ from dunes.files import json_file
 from dunes.files.model_file import trust_cards
 from dunes.parts import Decoder
 from dunes.text import Tokenizer
+from dunes.units import format_bytes, format_count
 
 
 def load(
@@ -56,8 +58,8 @@ def load(
     `any_base`), and quantized if the card says so (QLoRA); then the adapter is added as `default`. Tokenizer and
     context length are the adapter's own; if it lacks one of them, the base's is used. Warns if the model has no
     tokenizer, and about special ids above the vocabulary. Raises ValueError if something is missing or wrong;
-    names and shapes are checked before any weight is read. Loading is repeated if another process saves into the
-    folder meanwhile.
+    names, shapes and free memory are checked before any weight is read. Loading is repeated if another process
+    saves into the folder meanwhile.
     """
 
     def read(readable: Path) -> LoadedModel:
@@ -65,6 +67,7 @@ def load(
             return _load_adapted(readable_folder(readable), adapters, device, any_base)
         source = open_verified_source(readable, build=build)
         context_length, tokenizer = source.context_length, load_tokenizer(source)
+        _check_memory(source)
         model = load_decoder(source).to(device).eval()
         if adapters:
             prepare_base(model, adapters, any_base)
@@ -130,11 +133,23 @@ def base_folder(folder: Path) -> Path:
         raise ValueError(f"{folder}: its base cannot be found: {error}; or {remedy}") from None
 
 
+def _check_memory(source: Source) -> None:
+    """Raise ValueError if the weights take more memory than is free; blocks of a GGUF file become float32."""
+    size, free = sum(w.nbytes for w in source.files.values()), measure.free_memory(torch.device("cpu"))
+    if size > free > 0:
+        count = sum(prod(w.shape) for w in source.files.values())
+        fits = f"{format_count(free * count / size)} of {format_count(count)} parameters fit"
+        halved = "; to halve the bytes: dunes convert MODEL OUT --dtype bfloat16" * (size > 2 * count)
+        needed = f"the weights take {format_bytes(size)} of memory, and {format_bytes(free)} are free"
+        raise ValueError(f"{named_folder(source.folder)}: {needed}; {fits}{halved}")
+
+
 def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
     card = verified_card(folder)
     source = open_verified_source(base_folder(folder))
     tokenizer = load_tokenizer(source, tokenizer_folder(folder))
     context_length = context_length_of(card, folder, source.expected, source.context_length)
+    _check_memory(source)
     model = load_decoder(source)
     changes = prepare_base(model, [folder, *others], any_base)
     changes += [attach_adapter(model, folder, any_base=any_base)]

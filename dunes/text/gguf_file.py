@@ -187,7 +187,9 @@ def build_tokenizer(
     For damaged fields and unsupported kinds, raises ValueError that names the key and index, but not the file.
     """
     if f"tokenizer.{JSON}" in fields:
-        return library.call(f"tokenizer.{JSON}", lambda: parse(value(fields, JSON, str).encode()))
+        inner = library.call(f"tokenizer.{JSON}", lambda: parse(value(fields, JSON, str).encode()))
+        _check_same_tokens(inner, fields)
+        return inner
     model, tokens, types = value(fields, "ggml.model", str), *vocabulary(fields)
     for key, given in fields.items():
         name = key.removeprefix("tokenizer.ggml.")
@@ -205,6 +207,18 @@ def build_tokenizer(
     inner.add_tokens([AddedToken(text, normalized=False) for text, type in typed if type == USER])
     add_special(inner, [text for text, type in typed if type in (CONTROL, UNKNOWN)])
     return _surrounded(inner, fields, tokens)
+
+
+def _check_same_tokens(inner: tokenizers.Tokenizer, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError if a tokenizer.json has other tokens; a few may be spelled differently."""
+    tokens, types = vocabulary(fields)
+    normal = [i for i, type in enumerate(types) if type == NORMAL]
+    other = [i for i in normal if inner.id_to_token(i) != tokens[i]]
+    if inner.get_vocab_size() > len(tokens) or 2 * len(other) > len(normal):
+        raise ValueError(
+            f"tokenizer.{JSON} is not the tokenizer of tokenizer.ggml.tokens: {plural(len(other), 'id')} of "
+            f"{len(normal)} are other tokens; convert the model from its Hugging Face folder instead"
+        )
 
 
 def _surrounded(

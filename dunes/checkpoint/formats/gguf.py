@@ -303,13 +303,15 @@ def tensors(path: Path) -> dict[str, LazyTensor]:
 
 def _lazy_tensor(mapped: MappedFile, info: TensorInfo) -> LazyTensor:
     package, tensor = extra("gguf", "gguf"), f"tensor {quote(info.name)}"
+    kind: Any = info.type
     try:
-        number = package.GGMLQuantizationType(info.type)
+        kind = number = package.GGMLQuantizationType(info.type)
         block, size = package.GGML_QUANT_SIZES[number]
         package.dequantize(np.zeros((1, size), np.uint8), number)
     except (ValueError, NotImplementedError):
         remedy = "write it in another: llama-quantize --allow-requantize FILE OUT F16"
-        raise ValueError(f"{tensor} has the unsupported type {info.type}; {remedy}") from None
+        name = getattr(kind, "name", kind)
+        raise ValueError(f"{tensor} has the unsupported type {name}; {remedy}") from None
     rows = info.shape[-1] // block if info.shape and info.shape[-1] % block == 0 else None
     if reason := "has rows that are not whole blocks" if rows is None else shape_error(info.shape):
         raise ValueError(f"{tensor} {reason}; fetch the file again")
