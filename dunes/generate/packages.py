@@ -234,9 +234,9 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole
             warnings.simplefilter("ignore")  # torch's own deprecations
             options = {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS}.get(tokens, OPTIONS)
             computed = _dtype(model) if tokens == TEXT else dtype
-            whole_graph = lambda: [(name, _export(model, computed, tokens))]
-            for part, graph in _export_parts(model, dtype, tokens) if by_layer else whole_graph():
-                compile_graph(graph, staged / part, options)
+            parts = _export_parts(model, dtype, tokens) if by_layer else [(name, _export(model, computed, tokens))]
+            for file, graph in parts:
+                compile_graph(graph, staged / file, options)
             _bind(model, staged, [name], dtype)
             for part in sorted(staged.iterdir()):
                 digests[part.name] = atomic.digest(part)
@@ -433,8 +433,7 @@ def _load(model: nn.Module, file: Path, weights: Mapping[str, Tensor]) -> Run:
     named = [{f"block.{k.removeprefix(p)}": t for k, t in weights.items() if k.startswith(p)} for p in prefixes]
     for first in {*firsts}:
         numbers = [i for i, form in enumerate(firsts) if form == first]
-        runs = load_native(_layer_file(file, first), *(named[i] for i in numbers))
-        layers |= zip(numbers, runs, strict=True)
+        layers |= zip(numbers, load_native(_layer_file(file, first), *(named[i] for i in numbers)), strict=True)
     return join_parts(model, [layers[i] for i in range(len(firsts))], run)
 
 
