@@ -632,6 +632,23 @@ def logits_of(model, step=None):
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("lora", "dora")])
+@torch.no_grad()
+def test_a_step_is_compared_with_the_model_in_float32(name):
+    model = MODELS[name]().to(torch.bfloat16)
+    cache, own = step_package._check_tokens(model)
+    exact = step_package._exact_logits(model, cache)
+    dtypes = {tensor.dtype for tensor in cache.keys + cache.values}
+    for module in model.modules():
+        module.dtype = torch.float32  # of dequantized weights
+    model.float()
+    expected, logits = step_package._check_tokens(model)
+    assert (exact - logits).abs().max() < (own - logits).abs().max() / 4
+    assert dtypes == {torch.bfloat16}
+    for stored, tensor in zip(cache.keys + cache.values, expected.keys + expected.values, strict=True):
+        torch.testing.assert_close(stored.float(), tensor, rtol=2e-2, atol=2e-2)
+
+
 def test_blocks_of_one_form_are_compiled_once_where_they_are_many_and_large(monkeypatch):
     model = model_of(depth=8)
     assert step_package.layer_forms(model) == [], "its blocks are small"

@@ -49,6 +49,7 @@ from dunes.generate.step import (
     TextStep,
     embedded,
     export_step,
+    in_float32,
     join_parts,
     load_native,
     model_state,
@@ -404,8 +405,8 @@ def bind_step(
 ) -> CompiledStep:
     """The compiled step from these files and weights. Raises ValueError if its logits differ from the model's."""
     step = CompiledStep({n: _load(model, *file) for n, file in files.items()}, dtype)
-    cache, expected = _check_tokens(model)
-    step.state, step.example = model_state(model), cache
+    cache, own = _check_tokens(model)
+    step.state, step.example, exact = model_state(model), cache, _exact_logits(model, cache)
     rows = cache.select_rows(torch.tensor([0, 0]))
     for n, (file, _) in files.items():
         ids = [*range({TEXT: CHECKED, ROWS: 2}.get(n, n), 0, -1)]
@@ -418,7 +419,7 @@ def bind_step(
         with torch.autocast("cpu", enabled=False):
             scores = attempt("a compiled step cannot be run", partial(_run(step, n), ids, used))
         logits = torch.stack([s.logits for s in scores])
-        computed = _dtype(model) if n == TEXT else dtype
+        expected, computed = (own, _dtype(model)) if n == TEXT else (exact, dtype)
         require_close(f"{file}: its logits", logits - expected[-len(logits) :], expected, computed)
     return step
 
@@ -460,6 +461,19 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
     ids = torch.arange(CHECKED, 0, -1) % (vocabulary_size(model) or CHECKED + 1)
     with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
         return cache, model(ids[None], cache=cache, last=FEW)[0].float()
+
+
+def _exact_logits(model: nn.Module, cache: Cache) -> Tensor:
+    """Logits of `_check_tokens` with float32 activations, whose keys and values replace those in the cache.
+
+    A step's activations are float32, too. Those of a published model in bfloat16 can move logits by more than the
+    largest logit.
+    """
+    with in_float32(model):
+        exact, logits = _check_tokens(model)
+    for stored, tensor in zip(cache.keys + cache.values, exact.keys + exact.values, strict=True):
+        stored.copy_(tensor)
+    return logits
 
 
 def compile_graph(

@@ -12,11 +12,13 @@ is changed in place.
 import copy
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -462,6 +464,23 @@ class _OneRow(TorchFunctionMode):
             return self.forms.get(func, func)(*args, **(kwargs or {}))
         with self:  # operations called inside one of ours
             return func.__wrapped__(*args, **(kwargs or {}))
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """A context in which the model's embeddings and linear layers return float32, as those of a step do."""
+    layers = [m for m in model.modules() if hasattr(m, "for_step")]
+    with ExitStack() as stack:
+        for layer in layers:  # whose dequantized weights would be rounded
+            stack.enter_context(patch.object(layer, "dtype", torch.float32))
+        forms = {function: _float(function) for function in (F.linear, F.layer_norm, F.rms_norm)}
+        stack.enter_context(_OneRow(forms | {F.embedding: _embedding}))
+        yield
+
+
+def _float(function: Function) -> Function:
+    cast = lambda value: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return lambda *args, **kwargs: function(*map(cast, args), **{k: cast(v) for k, v in kwargs.items()})
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
