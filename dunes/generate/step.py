@@ -479,7 +479,9 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 
 def _float(function: Function) -> Function:
-    cast = lambda value: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+    def cast(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
     return lambda *args, **kwargs: function(*map(cast, args), **{k: cast(v) for k, v in kwargs.items()})
 
 
