@@ -495,7 +495,7 @@ def test_a_digit_is_classified_as_by_the_network(build, tmp_path):
 @pytest.mark.slow
 def test_a_network_without_weights_is_exported(tmp_path):
     export_network(nn.Sequential(nn.Flatten(), nn.ReLU()), torch.rand(2, 3, 4), tmp_path / "out")
-    run = load_native(tmp_path / "out" / "native.so", {})
+    (run,) = load_native(tmp_path / "out" / "native.so", {})
     image = torch.randn(2, 3, 4)
     assert torch.equal(run([image])[0], image.relu().flatten(1))
 

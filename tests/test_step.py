@@ -41,7 +41,21 @@ from dunes.generate import (
 from dunes.generate import packages as step_package
 from dunes.generate.packages import compile_step, load_step, make_step, step_source
 from dunes.generate.prefix_cache import IN_FLOAT32
-from dunes.generate.step import FEW, ROWS, TEXT, CompiledStep, RowStep, Step, TextStep, export_step, model_state
+from dunes.generate.step import (
+    FEW,
+    ROWS,
+    TEXT,
+    CompiledStep,
+    HeadStep,
+    LayerStep,
+    RowStep,
+    Step,
+    TextStep,
+    export_step,
+    join_parts,
+    load_native,
+    model_state,
+)
 from dunes.inference.chat import start_compiling
 from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
@@ -618,6 +632,76 @@ def logits_of(model, step=None):
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("lora", "dora")])
+@torch.no_grad()
+def test_a_step_is_compared_with_the_model_in_float32(name):
+    model = MODELS[name]().to(torch.bfloat16)
+    cache, own = step_package._check_tokens(model)
+    exact = step_package._exact_logits(model, cache)
+    dtypes = {tensor.dtype for tensor in cache.keys + cache.values}
+    for module in model.modules():
+        module.dtype = torch.float32  # of dequantized weights
+    model.float()
+    expected, logits = step_package._check_tokens(model)
+    assert (exact - logits).abs().max() < (own - logits).abs().max() / 4
+    assert dtypes == {torch.bfloat16}
+    for stored, tensor in zip(cache.keys + cache.values, expected.keys + expected.values, strict=True):
+        torch.testing.assert_close(stored.float(), tensor, rtol=2e-2, atol=2e-2)
+
+
+def test_blocks_of_one_form_are_compiled_once_where_they_are_many_and_large(monkeypatch):
+    model = model_of(depth=8)
+    assert step_package.layer_forms(model) == [], "its blocks are small"
+    monkeypatch.setattr(step_package, "LAYER_PARAMETERS", 1000)
+    assert step_package.layer_forms(model) == [0] * 8
+    model.blocks[3].attn_norm.eps *= 2
+    assert step_package.layer_forms(model) == [], "two forms"
+    monkeypatch.setattr(step_package, "LAYERS_OF_A_FORM", 4)
+    assert step_package.layer_forms(model) == [0, 0, 0, 3, 0, 0, 0, 0]
+    model.blocks[1].depends_on_order = True
+    assert step_package.layer_forms(model) == [], "blocks read what others hand on"
+    assert step_package.layer_forms(nn.Linear(8, 8)) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "window", "gpt2", "alibi", "lora", "int8", "int4"])
+@torch.no_grad()
+def test_the_parts_of_a_step_together_give_the_models_logits(name):
+    model = MODELS[name]()
+
+    def layer(block, inputs):
+        *of_tokens, k, v = inputs
+        return [LayerStep(block)(*of_tokens, [k], [v])]
+
+    layers = [partial(layer, block) for block in model.blocks]
+    step = CompiledStep({1: join_parts(model, layers, lambda inputs: HeadStep(model)(*inputs))}, torch.float32)
+    assert (logits_of(model, step) - logits_of(model)).abs().max() < 1e-4
+
+
+def test_a_block_that_hands_tensors_to_later_ones_is_no_part():
+    class Handing(nn.Module):
+        def forward(self, x, ctx, layer):
+            ctx.carried["x"] = x
+            return x
+
+    token = torch.zeros(1, dtype=torch.long)
+    with pytest.raises(ValueError, match="later ones"):
+        LayerStep(Handing())(torch.zeros(1, 1, 8), token, token, [], [])
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["llama", "int8"])
+def test_a_step_by_layer_gives_equal_greedy_ids(name, monkeypatch, home):
+    monkeypatch.setattr(step_package, "LAYER_PARAMETERS", 0)
+    monkeypatch.setattr(step_package, "LAYERS_OF_A_FORM", 1)
+    model = MODELS[name]()
+    package, dtype = compile_step(model, 64, torch.float32)
+    names = {"native-head.so", "native-layer0.so", "native-few-head.so", "native-few-layer0.so"}
+    assert names <= {*step_package.native_files(package)}
+    step = load_step(model, dtype)
+    assert ids_of(model, step) == ids_of(model)
+    assert_a_few_are_computed_at_once(step)
+
+
 def test_a_step_is_of_the_adapters_that_are_active_in_its_forward():
     model = changed("lora")
     step, (name,) = PlainStep(model), {m.active for m in model.modules() if hasattr(m, "active")}
@@ -656,7 +740,7 @@ def test_native_code_is_not_loaded_where_threads_have_small_stacks(tmp_path):
     before = threading.stack_size(1 << 18)
     try:
         with pytest.raises(ValueError, match="needs threads with a stack of 2097152 bytes, and theirs has 262144"):
-            step_package.CompiledStep({1: (tmp_path / "native.so", {})}, torch.float32)
+            load_native(tmp_path / "native.so", {})
     finally:
         threading.stack_size(before)
 

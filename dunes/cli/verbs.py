@@ -176,7 +176,7 @@ def compile_(
     """Compile the decoding of a model for this machine, which makes generate and chat faster.
 
     The result is used for every model of this shape, and is stored in $DUNES_HOME or the user's cache folder.
-    Compiling takes two to five minutes, and needs a C++ compiler (install g++).
+    Compiling takes one to five minutes, and needs a C++ compiler (install g++).
 
     Example: dunes compile ~/models/mistral
 

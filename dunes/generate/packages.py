@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
 from functools import partial
 from hashlib import sha256
 from itertools import chain
@@ -39,24 +40,38 @@ from dunes.generate.step import (
     STACK,
     TEXT,
     CompiledStep,
+    HeadStep,
+    LayerStep,
     RowStep,
+    Run,
     Scores,
     Step,
     TextStep,
+    embedded,
     export_step,
+    in_float32,
+    join_parts,
+    load_native,
     model_state,
     outline,
     step_weights,
 )
 from dunes.ops.kernels import attempt, why_not_compiled
-from dunes.parts import Cache, cache_for, vocabulary_size
+from dunes.parts import Cache, Decoder, cache_for, vocabulary_size
 from dunes.parts.decoder import recurrent_part
 from dunes.tree.summary import stable_repr
 
-PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 6
+PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 7
 FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so", ROWS: "native-rows.so"}
 """Names of native code files by number of tokens. All packages have the first file; some also have a file for FEW
 tokens, for the start of a text (TEXT), or for a token in each of several rows (ROWS)."""
+HEADS = {1: "native-head.so", FEW: "native-few-head.so"}
+"""Names of the heads' files in packages where blocks of one form are compiled once; see `_layer_file`."""
+LAYERS_OF_A_FORM = 8
+"""Blocks are compiled once for each form if there are at least this many blocks for each. Compiling one more form
+takes as long as compiling seven more blocks in one file."""
+LAYER_PARAMETERS = 2_000_000
+"""Minimum mean size of the linear layers of such a block; smaller ones would mostly pay for being called."""
 TEXT_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 ROW_OPTIONS = TEXT_OPTIONS | {"realize_reads_threshold": 1, "score_fusion_memory_threshold": 1}
 OPTIONS = ROW_OPTIONS | {
@@ -139,26 +154,27 @@ def _files() -> dict[Path, int]:
 
 
 def compile_step(
-    model: nn.Module, context_length: int, dtype: torch.dtype | None = None
+    model: nn.Module, context_length: int, dtype: torch.dtype | None = None, whole: bool = False
 ) -> tuple[Path, torch.dtype]:
     """Compile the package that `load_step` will choose, unless it exists; returns its folder and dtype.
 
     The default dtype is the one recorded for these weights. If there is none, float32 matrices are rounded to
     bfloat16 or float16, whichever is faster here, if greedy decoding then gives the same ids. Steps for FEW
-    tokens, for the start of a text and for several rows are added if the model supports them. Raises ValueError
-    with the reason if the step cannot be exported or compiled, if it does not support the dtype, or if no C++
-    compiler exists.
+    tokens, for the start of a text and for several rows are added if the model supports them. Of a model with many
+    large blocks of the same form, one block and the head are compiled instead, for one token and for FEW, unless
+    `whole` asks for files that need no module of the model. Raises ValueError with the reason if the step cannot
+    be exported or compiled, if it does not support the dtype, or if no C++ compiler exists.
     """
     check_step(model, dtype)
     folder = _folder(model)
     choice = dtype or _read_choice(model, folder) or _choose_dtype(model, context_length)
-    make_step(model, choice)
+    make_step(model, choice, whole)
     package = folder / str(choice)
     if (_read_choice(model, folder) or _dtype(model)) != choice:
         atomic.write_file(_record(model, folder), str(choice).encode())
-    for tokens in FILES:
+    for tokens in HEADS if not whole and layer_forms(model) else FILES:
         with suppress(ValueError):
-            _add(model, choice, package, tokens)
+            _add(model, choice, package, tokens, whole)
     return package, choice
 
 
@@ -169,6 +185,8 @@ def _choose_dtype(model: nn.Module, context_length: int) -> torch.dtype:
         with suppress(ValueError):  # weights may be too large for float16
             step = make_step(model, half)
             steps |= {half: step} if _same_greedy_ids(model, context_length, step) else {}
+            if steps and layer_forms(model):
+                break  # reading large matrices takes equally long in both
     return _fastest(steps) if steps else own
 
 
@@ -185,7 +203,7 @@ def _fastest(steps: Mapping[torch.dtype, CompiledStep]) -> torch.dtype:
     return min(steps, key=lambda dtype: min(times[dtype] for times in rounds))
 
 
-def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
+def make_step(model: nn.Module, dtype: torch.dtype, whole: bool = False) -> CompiledStep:
     """The step with matrices of this dtype, compiled unless its package exists.
 
     Raises ValueError in the same cases as `compile_step`.
@@ -194,16 +212,17 @@ def make_step(model: nn.Module, dtype: torch.dtype) -> CompiledStep:
     packages_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     package = _folder(model) / str(dtype)
     package.mkdir(parents=True, exist_ok=True)
-    _add(model, dtype, package, 1)
+    _add(model, dtype, package, 1, whole)
     return _bind(model, package, native_files(package), dtype)
 
 
-def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> None:
+def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole: bool = False) -> None:
     """Compile the step for this number of tokens into a package, unless it exists.
 
     Raises ValueError, and adds nothing, if the step cannot be compiled, or if its logits differ from the model's.
     """
-    name, digests = FILES[tokens], dict[str, str]()
+    by_layer = not whole and tokens in HEADS and bool(layer_forms(model))
+    name, digests = HEADS[tokens] if by_layer else FILES[tokens], dict[str, str]()
     with folder_lock(package):  # another process may be compiling it
         # A damaged package is compiled again, from its first file on.
         with suppress(ValueError) if tokens == 1 else nullcontext():
@@ -214,9 +233,11 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int) -> No
             raise ValueError(f"decoding cannot be compiled: {reason}. The modules decode, several times slower")
         with warnings.catch_warnings(), staging_folder(package / name) as staged:
             warnings.simplefilter("ignore")  # torch's own deprecations
-            graph = _export(model, _dtype(model) if tokens == TEXT else dtype, tokens)
             options = {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS}.get(tokens, OPTIONS)
-            compile_graph(graph, staged / name, options)
+            computed = _dtype(model) if tokens == TEXT else dtype
+            parts = _export_parts(model, dtype, tokens) if by_layer else [(name, _export(model, computed, tokens))]
+            for file, graph in parts:
+                compile_graph(graph, staged / file, options)
             _bind(model, staged, [name], dtype)
             for part in sorted(staged.iterdir()):
                 digests[part.name] = atomic.digest(part)
@@ -303,19 +324,39 @@ def _record(model: nn.Module, folder: Path) -> Path:
 
 def _folder(model: nn.Module) -> Path:
     """The folder of a model's packages, named by a digest of everything that its compiled code depends on."""
-    internal, package, files = vars(nn.Module()), Path(dunes.__file__).parent, set[str]()
-    modules = []
-    for place, module in model.named_modules():
-        files.add(_source_file(type(module)))
-        attributes = [(k, _describe(v, files)) for k, v in sorted(vars(module).items()) if k not in internal]
-        modules.append((place, type(module).__qualname__, attributes))
-    tensors = [(k, t.shape, t.dtype) for k, t in chain(model.named_parameters(), model.named_buffers())]
+    package, files = Path(dunes.__file__).parent, set[str]()
+    modules, tensors = _structure(model, files)
     files.update(str(file) for pattern in SOURCES for file in package.glob(pattern))
     sources = [atomic.digest(Path(file)) for file in sorted(files) if os.path.isfile(file)]
     processor = measure.processor() or (platform.processor(), torch.backends.cpu.get_cpu_capability())
     machine = torch.__version__, sys.platform, platform.machine(), processor
     dependencies = FORMAT, sorted(OPTIONS.items()), machine, modules, tensors, sources
     return packages_folder() / sha256(repr(dependencies).encode()).hexdigest()[:32]
+
+
+def _structure(model: nn.Module, files: set[str]) -> tuple[list[Any], list[Any]]:
+    """The modules and the tensors that a module's compiled code depends on; adds their source files to `files`."""
+    internal, modules = vars(nn.Module()), []
+    for place, module in model.named_modules():
+        files.add(_source_file(type(module)))
+        attributes = [(k, _describe(v, files)) for k, v in sorted(vars(module).items()) if k not in internal]
+        modules.append((place, type(module).__qualname__, attributes))
+    return modules, [(k, t.shape, t.dtype) for k, t in chain(model.named_parameters(), model.named_buffers())]
+
+
+def layer_forms(model: nn.Module) -> list[int]:
+    """For each block the number of the first one of its form; empty if the model is compiled in one file."""
+    in_order = any(getattr(m, "depends_on_order", False) for m in model.modules())
+    blocks = [*model.blocks] if isinstance(model, Decoder) and not in_order else []
+    texts = [repr(_structure(block, set())) for block in blocks]
+    modules = chain.from_iterable(block.modules() for block in blocks)
+    size = sum(getattr(m, "in_features", 0) * getattr(m, "out_features", 0) for m in modules)
+    is_large = size >= LAYER_PARAMETERS * len(blocks) and len(blocks) >= LAYERS_OF_A_FORM * len({*texts})
+    return [texts.index(text) for text in texts] if is_large else []
+
+
+def _layer_file(head: Path, layer: int) -> Path:
+    return head.with_name(head.name.replace("head", f"layer{layer}"))
 
 
 def _source_file(module: type[nn.Module]) -> str:
@@ -353,7 +394,7 @@ def _describe(value: Any, files: set[str], depth: int = 4) -> str:
 
 
 def _bind(model: nn.Module, package: Path, names: Collection[str], dtype: torch.dtype) -> CompiledStep:
-    files = {n: package / name for n, name in FILES.items() if name in names}
+    files = {n: package / name for table in (HEADS, FILES) for n, name in table.items() if name in names}
     dtypes = {n: _dtype(model) if n == TEXT else dtype for n in files}
     weights = {d: step_weights(model, d) for d in {*dtypes.values()}}
     return bind_step(model, {n: (file, weights[dtypes[n]]) for n, file in files.items()}, dtype)
@@ -363,9 +404,9 @@ def bind_step(
     model: nn.Module, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype
 ) -> CompiledStep:
     """The compiled step from these files and weights. Raises ValueError if its logits differ from the model's."""
-    step = CompiledStep(files, dtype)
-    cache, expected = _check_tokens(model)
-    step.state, step.example = model_state(model), cache
+    step = CompiledStep({n: _load(model, *file) for n, file in files.items()}, dtype)
+    cache, own = _check_tokens(model)
+    step.state, step.example, exact = model_state(model), cache, _exact_logits(model, cache)
     rows = cache.select_rows(torch.tensor([0, 0]))
     for n, (file, _) in files.items():
         ids = [*range({TEXT: CHECKED, ROWS: 2}.get(n, n), 0, -1)]
@@ -378,9 +419,23 @@ def bind_step(
         with torch.autocast("cpu", enabled=False):
             scores = attempt("a compiled step cannot be run", partial(_run(step, n), ids, used))
         logits = torch.stack([s.logits for s in scores])
-        computed = _dtype(model) if n == TEXT else dtype
+        expected, computed = (own, _dtype(model)) if n == TEXT else (exact, dtype)
         require_close(f"{file}: its logits", logits - expected[-len(logits) :], expected, computed)
     return step
+
+
+def _load(model: nn.Module, file: Path, weights: Mapping[str, Tensor]) -> Run:
+    """The code in a file of FILES, or of a head in HEADS together with its blocks'."""
+    (run,), firsts = load_native(file, weights), layer_forms(model)
+    if file.name not in HEADS.values():
+        return run
+    layers: dict[int, Run] = {}
+    prefixes = [f"model.blocks.{i}." for i in range(len(firsts))]
+    named = [{f"block.{k.removeprefix(p)}": t for k, t in weights.items() if k.startswith(p)} for p in prefixes]
+    for first in {*firsts}:
+        numbers = [i for i, form in enumerate(firsts) if form == first]
+        layers |= zip(numbers, load_native(_layer_file(file, first), *(named[i] for i in numbers)), strict=True)
+    return join_parts(model, [layers[i] for i in range(len(firsts))], run)
 
 
 def _run(step: CompiledStep, tokens: int) -> Callable[[list[int], Cache], list[Scores]]:
@@ -406,6 +461,19 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
     ids = torch.arange(CHECKED, 0, -1) % (vocabulary_size(model) or CHECKED + 1)
     with torch.no_grad(), tree.mode(model, False), torch.autocast("cpu", enabled=False):
         return cache, model(ids[None], cache=cache, last=FEW)[0].float()
+
+
+def _exact_logits(model: nn.Module, cache: Cache) -> Tensor:
+    """Logits of `_check_tokens` with float32 activations, whose keys and values replace those in the cache.
+
+    A step's activations are float32, too. Those of a published model in bfloat16 can move logits by more than the
+    largest logit.
+    """
+    with in_float32(model):
+        exact, logits = _check_tokens(model)
+    for stored, tensor in zip(cache.keys + cache.values, exact.keys + exact.values, strict=True):
+        stored.copy_(tensor)
+    return logits
 
 
 def compile_graph(
@@ -448,6 +516,24 @@ def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.E
         step = {TEXT: TextStep, ROWS: RowStep}.get(tokens, Step)(outline(model, dtype)).eval()
     with torch.autocast("cpu", enabled=False):  # whose casts would be part of the graph
         return export_graph(lambda: export_step(step, cache, tokens))
+
+
+def _export_parts(
+    model: nn.Module, dtype: torch.dtype, tokens: int
+) -> Iterator[tuple[str, torch.export.ExportedProgram]]:
+    """The names and the graphs of the head and of one block of each form."""
+    with buffers_unchanged(model):
+        cache, _ = _check_tokens(model)
+    with tree.mode(model, False), torch.autocast("cpu", enabled=False):
+        x = embedded(model, tokens)
+        inner: Any = outline(model, dtype).eval()
+        head = HeadStep(Decoder(inner.embed, [], inner.norm, inner.head, inner.softcap)).eval()
+        yield HEADS[tokens], export_graph(lambda: export_step(head, cache, tokens, x))
+        for layer in sorted({*layer_forms(model)}):
+            step, of_layer = LayerStep(inner.get_submodule(f"blocks.{layer}")), copy(cache)
+            of_layer.keys, of_layer.values = [cache.keys[layer]], [cache.values[layer]]
+            name = _layer_file(Path(HEADS[tokens]), layer).name
+            yield name, export_graph(lambda: export_step(step, of_layer, tokens, x))  # noqa: B023
 
 
 @contextmanager

@@ -12,11 +12,13 @@ is changed in place.
 import copy
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +61,7 @@ class Step(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Arguments: new ids (T,), slots (T,) to write, the position of the token in each readable slot
         (S,), and for each layer keys and values (1, K, slots, D)."""
-        return self._score(self._hidden(ids[None], _StepContext(keys, values, slots, slot_positions)))
+        return self.score(self._hidden(ids[None], _StepContext(keys, values, slots, slot_positions)))
 
     def _hidden(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         assert isinstance(self.model, Decoder)
@@ -68,12 +70,44 @@ class Step(nn.Module):
             x = block(x, ctx, layer)
         return x
 
-    def _score(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def score(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits and the summary of the last block's outputs (B, T, dim)."""
         assert isinstance(self.model, Decoder)
         logits = self.model.logits(self.model.norm(x)).flatten(0, 1).float()
         top = logits.amax(-1)
         summary = logits.argmax(-1), top, (logits - top[:, None]).exp().sum(-1).log()
         return logits, torch.stack([value.double() for value in summary], -1)
+
+
+class LayerStep(nn.Module):
+    """One block of a `Step`, whose code serves all blocks of the same form, each with its own weights."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(
+        self, x: Tensor, slots: Tensor, slot_positions: Tensor, keys: list[Tensor], values: list[Tensor]
+    ) -> Tensor:
+        """The block's outputs; x (1, T, dim) are its inputs, the other arguments are as in `Step`, for one layer.
+
+        Raises ValueError for a block that hands tensors to later ones, or whose outputs have another dtype.
+        """
+        ctx = _StepContext(keys, values, slots, slot_positions)
+        y: Tensor = self.block(x, ctx, 0)
+        if ctx.carried or y.dtype != x.dtype:
+            raise ValueError(
+                "a block that hands tensors to later ones, or changes their dtype, is compiled in place"
+            )
+        return y
+
+
+class HeadStep(Step):
+    """What a `Step` computes after its blocks."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """The scores of the last block's outputs x (1, T, dim)."""
+        return self.score(x)
 
 
 class TextStep(Step):
@@ -85,7 +119,7 @@ class TextStep(Step):
 
     def forward(self, ids: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Arguments: ids (T,), and per layer keys and values (1, K, slots, D); the first T slots are written."""
-        return self._score(self._hidden(ids[None], _TextContext(keys, values, torch.arange(ids.shape[0])))[:, -1:])
+        return self.score(self._hidden(ids[None], _TextContext(keys, values, torch.arange(ids.shape[0])))[:, -1:])
 
 
 class RowStep(Step):
@@ -103,7 +137,7 @@ class RowStep(Step):
         """Arguments: new ids (R,), slots (R,) to write, positions (R,) of the ids, of the tokens in each row's
         readable slots (R, S), -1 if empty, and for each layer keys and values (R, K, slots, D)."""
         ctx = _RowContext(keys, values, slots, positions, slot_positions)
-        return self._score(self._hidden(ids[:, None], ctx))
+        return self.score(self._hidden(ids[:, None], ctx))
 
 
 class _TextContext(ForwardContext):
@@ -184,15 +218,22 @@ class _StepContext(ForwardContext):
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.ExportedProgram:
+def export_step(
+    step: Step | LayerStep, cache: Cache, tokens: int = 1, x: Tensor | None = None
+) -> torch.export.ExportedProgram:
     """The step as a graph, for caches of any capacity with the dtypes of `cache`, which has tokens and 8 slots.
+
+    The steps of a part of the model need an example `x` of their inputs (1, tokens, dim).
 
     The graph of a `TextStep` takes any number of tokens above FEW. In the graph of another step, operations are
     replaced by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
     """
-    args: tuple[Tensor, ...]
+    args: tuple[Any, ...]
     shapes: dict[str, Any] = {}
     row: dict[int, Any] = {}
+    if isinstance(step, HeadStep):
+        with torch.no_grad(), _OneRow(_FORMS):
+            return torch.export.export(step, (x,), strict=False)
     if isinstance(step, TextStep):
         least, forms, args = FEW + 1, {F.embedding: _rows_of_ids}, (torch.zeros(5, dtype=torch.long),)
         shapes["ids"] = {0: torch.export.Dim("tokens", min=least)}
@@ -205,8 +246,9 @@ def export_step(step: Step, cache: Cache, tokens: int = 1) -> torch.export.Expor
     else:
         # For caches in half precision, tracing requires more slots than readable ones.
         readable, least = torch.export.Dim("readable", min=max(2, tokens)), max(4, tokens + 1)
-        forms, args = _FORMS, (torch.zeros(tokens, dtype=torch.long), torch.arange(7 - tokens, 7), torch.arange(7))
-        shapes |= {"ids": None, "slots": None, "slot_positions": {0: readable}}
+        first = torch.zeros(tokens, dtype=torch.long) if x is None else x
+        forms, args = _FORMS, (first, torch.arange(7 - tokens, 7), torch.arange(7))
+        shapes |= {"ids" if x is None else "x": None, "slots": None, "slot_positions": {0: readable}}
     shapes["keys"] = shapes["values"] = [row | {2: torch.export.Dim("slots", min=least)}] * len(cache.keys)
     with torch.no_grad(), _OneRow(forms):
         return torch.export.export(step, (*args, cache.keys, cache.values), dynamic_shapes=shapes, strict=False)
@@ -250,20 +292,17 @@ _COUNTS = [torch.tensor([n]) for n in range(FEW + 1)]
 class CompiledStep:
     """Native code of a step, bound to the model's weights without copying them.
 
-    `files` maps a number of tokens to a file and its weights by name: 1 for one token, FEW for up to FEW tokens,
-    TEXT for the start of a text, ROWS for several rows. `dtype` is the dtype of the matrices. `example` is a cache
-    like those that the step was compiled for, `state` the model's `model_state`. Raises ValueError for a package
-    that torch cannot load, or that needs other weights.
+    `runs` maps a number of tokens to code: 1 for one token, FEW for up to FEW tokens, TEXT for the start of a
+    text, ROWS for several rows. `dtype` is the dtype of the matrices. `example` is a cache like those that the
+    step was compiled for, `state` the model's `model_state`.
     """
 
-    def __init__(self, files: Mapping[int, tuple[Path, Mapping[str, Tensor]]], dtype: torch.dtype) -> None:
+    def __init__(self, runs: Mapping[int, Run], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.state: object = None
         self.example = Cache(1, 0)
-        self._run: dict[int, Run] = {}
-        for n, (file, weights) in files.items():
-            self._run[n] = attempt(f"{file}: cannot be loaded", partial(load_native, file, weights))
-        self.reads_texts, self.reads_rows = TEXT in files, ROWS in files
+        self._run = dict(runs)
+        self.reads_texts, self.reads_rows = TEXT in runs, ROWS in runs
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -312,8 +351,16 @@ def _scores(summary: Tensor, logits: Tensor) -> list[Scores]:
     return [Scores(logits, i, int(row[0]), row[1], row[2]) for i, row in enumerate(summary.tolist())]
 
 
-def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
-    """A function that runs native code with these weights. Raises ValueError if threads have too small a stack."""
+def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
+    """Functions that run the same native code, each with one of `weights`.
+
+    Raises ValueError for code that torch cannot load, or that needs other weights, and if threads have too small a
+    stack.
+    """
+    return attempt(f"{package}: cannot be loaded", partial(_load_native, package, weights))
+
+
+def _load_native(package: Path, weights: Sequence[Mapping[str, Tensor]]) -> list[Run]:
     import resource  # which Windows does not have, nor such code
 
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
@@ -324,12 +371,44 @@ def load_native(package: Path, weights: Mapping[str, Tensor]) -> Run:
     with TemporaryDirectory() as folder:
         for file in package.parent.glob(f"{package.stem}.*"):
             shutil.copy(file, folder)
-        runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(Path(folder) / package.name), 1)
+        copy = str(Path(folder) / package.name)
+        runners = [torch._C._aoti.AOTIModelContainerRunnerCpu(copy, 1) for _ in weights]
+    return [*map(_with_weights, runners, weights)]
+
+
+def _with_weights(runner: Any, weights: Mapping[str, Tensor]) -> Run:
     names = runner.get_constant_names_to_original_fqns()
     constants = {constant: weights[name].detach() for constant, name in names.items()}
     runner.update_constant_buffer(constants, False, False, True)
     # The runner does not own the constants.
     return lambda inputs, owned=constants: runner.run(inputs)  # type: ignore[misc]
+
+
+def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
+    """A step's code from the code of each block and of the head; embeddings are computed by the model's module."""
+    decoder: Any = Step(model).model
+    embed = copy.deepcopy(decoder.embed, {id(t): t for t in named_tensors(model).values()}).eval()
+
+    @torch.no_grad()
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        ids, slots, slot_positions, *caches = inputs
+        keys, values = caches[: len(layers)], caches[len(layers) :]
+        with _OneRow(_FORMS):
+            x = embed(ids[None], _StepContext(keys, values, slots, slot_positions))
+        for layer, k, v in zip(layers, keys, values, strict=True):
+            (x,) = layer([x, slots, slot_positions, k, v])
+        return head([x])
+
+    return run
+
+
+def embedded(model: nn.Module, tokens: int) -> Tensor:
+    """An example (1, tokens, dim) of what the first block of a step gets."""
+    decoder: Any = Step(model).model
+    ids, slots = torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)
+    with torch.no_grad(), _OneRow(_FORMS):
+        x: Tensor = decoder.embed(ids, _StepContext([], [], slots, slots))
+    return x
 
 
 def model_state(model: nn.Module) -> object:
@@ -385,6 +464,25 @@ class _OneRow(TorchFunctionMode):
             return self.forms.get(func, func)(*args, **(kwargs or {}))
         with self:  # operations called inside one of ours
             return func.__wrapped__(*args, **(kwargs or {}))
+
+
+@contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """A context in which the model's embeddings and linear layers return float32, as those of a step do."""
+    layers = [m for m in model.modules() if hasattr(m, "for_step")]
+    with ExitStack() as stack:
+        for layer in layers:  # whose dequantized weights would be rounded
+            stack.enter_context(patch.object(layer, "dtype", torch.float32))
+        forms = {function: _float(function) for function in (F.linear, F.layer_norm, F.rms_norm)}
+        stack.enter_context(_OneRow(forms | {F.embedding: _embedding}))
+        yield
+
+
+def _float(function: Function) -> Function:
+    def cast(value: Any) -> Any:
+        return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return lambda *args, **kwargs: function(*map(cast, args), **{k: cast(v) for k, v in kwargs.items()})
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -104,10 +104,10 @@ def export_native(
     if (length := loaded.context_length) < MIN_CONTEXT:
         raise ValueError(f"--to cpp: the model attends to {length} tokens; expected at least {MIN_CONTEXT}")
     show("compiling the steps unless they are kept already: two to five minutes")
-    package, chosen = packages.compile_step(model, loaded.context_length, dtype)
+    package, chosen = packages.compile_step(model, loaded.context_length, dtype, whole=True)
     step = packages.load_step(model, chosen)
-    of_rows = Path(packages.FILES[ROWS]).stem
-    names = {name for name in packages.native_files(package) if Path(name).stem != of_rows}
+    stems = {Path(name).stem for n, name in packages.FILES.items() if n != ROWS}
+    names = {name for name in packages.native_files(package) if Path(name).stem in stems}
     if step is None or "native-few.so" not in names:
         raise ValueError("the steps of this model cannot be compiled: dunes compile says why")
     weights = step_weights(model, chosen)
@@ -154,7 +154,8 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
             packages.compile_graph(graph, folder / packages.PACKAGE)
 
         def verify(staged: Path, written: Mapping[str, Tensor]) -> None:
-            result = load_native(staged / packages.PACKAGE, written)([example])[0]
+            (run,) = load_native(staged / packages.PACKAGE, written)
+            result = run([example])[0]
             packages.require_close("compiled, its numbers", result - expected, expected, torch.float32)
 
         return _write(out, "network", named_tensors(model), card, fill, verify)
