@@ -94,10 +94,11 @@ def _ollama(data: bytes) -> str:
 def checks(before: str, after: str, model: str) -> list[Check]:
     """The requests that the clients send at a cursor."""
     start = before.rfind("\n") + 1
-    infill = {"id_slot": 0, "input_prefix": before[:start], "prompt": before[start:], "input_suffix": after}
+    line = before[start:]
+    infill = {"id_slot": 0, "input_prefix": before[:start], "prompt": line, "input_suffix": after}
     infill |= {"input_extra": [], "n_predict": 128, "stop": [], "top_k": 40, "top_p": 0.9, "stream": False}
     infill |= {"samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_predict_ms": 250}
-    infill |= {"n_indent": len(infill["prompt"]) - len(infill["prompt"].lstrip()), "t_max_prompt_ms": 500}
+    infill |= {"n_indent": len(line) - len(line.lstrip()), "t_max_prompt_ms": 500}
     vim = infill | {"model": "", "response_fields": ["content", "timings/prompt_n", "truncated", "tokens_cached"]}
     fim = f"<|fim_prefix|>{before}<|fim_suffix|>{after}<|fim_middle|>"
     zed = {"model": model, "prompt": fim, "max_tokens": 64, "stop": ["<|endoftext|>"]}
