@@ -49,7 +49,7 @@ def difference(a, b):
     return (a - b).abs().max()
 
 
-@each_part
+@pytest.mark.parametrize("parts", third, ids=names)
 def test_a_part_is_built_on_meta_generates_from_a_cache_and_is_saved_and_loaded(parts, tmp_path):
     with torch.device("meta"):
         assert all(p.is_meta for p in build(**SIZE, **parts).parameters())
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_finite_differences_in_float64_and_of_checkpointi
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@each_part
+@pytest.mark.parametrize("parts", third, ids=names)
 def test_lora_is_attached_trained_and_merged_and_int8_stays_near(parts):
     model = made(parts)
     before = model(IDS).detach()
