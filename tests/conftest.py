@@ -79,9 +79,34 @@ LONG = re.compile(
 """Long tests, beside those with the mark: each takes 5 to 140 s."""
 
 
+SLOW = re.compile(
+    r"""
+    test_ahead.py::test_counts_and_estimates
+    | test_bench.py::test_several_values_race
+    | test_endpoint.py::test_one_and_sixteen.*anthropic
+    | test_finetune.py::test_(a_run_by_the_clock|each_method.*(dora|pissa|lora-experts))
+    | test_moe.py::test_the_grouped_product_is_an_operator
+    | test_operation.py::test_(times_are_those|graphs_read|products_of_experts_pass)
+    | test_parts.py::test_changed_scores_compile.*alibi
+    | test_preferences.py::test_stopped_and_resumed.*lora
+    | test_recipes.py::test_mixtral_tiny
+    | test_runs.py::test_(the_rest_of_a_line_is_learned|records_are_learned.*tails)
+    | test_serve.py::test_texts_of_a_recurrent_model
+    | test_tokenizer_conversion.py::test_shipped_tekken.*240911
+""",
+    re.VERBOSE,
+)
+"""Slow tests, beside those with the mark: 2 to 6 s each, and a faster one beside them is of the same class."""
+FIRST = re.compile(r"test_(real_\w+|editors|recipes|cli|train_from)\.py")
+"""Files whose slow tests begin, so that they are not among those for which time is lacking."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Long tests are skipped, with their names, unless they are asked for. Slow ones have more time."""
+    """Long tests are skipped, with their names, unless asked for. Slow ones have more time and an order."""
+    items.sort(key=lambda item: not FIRST.search(item.nodeid))  # stable
+    for item in filter(lambda item: SLOW.search(item.nodeid), items):
+        item.add_marker(pytest.mark.slow)
     for item in filter(lambda item: item.get_closest_marker("long") or LONG.search(item.nodeid), items):
         item.add_marker(pytest.mark.slow)
         item.add_marker(pytest.mark.long)

@@ -14,7 +14,7 @@ from dunes import checkpoint
 from dunes.augment import CHANGES
 from dunes.runs import loop
 from dunes.runs.finetune import FinetuneTask
-from dunes.runs.train import TrainTask
+from dunes.runs.train import TrainTask, train
 
 PROCESSES = multiprocessing.get_context("forkserver")  # what takes seconds to import is imported once
 PROCESSES.set_forkserver_preload(
@@ -28,6 +28,21 @@ def exit_code(verb, config, folder, **options):
     process.start()
     process.join(120)
     return process.exitcode
+
+
+def start(config, folder, save_seconds):
+    """A training in a new process, which goes on where an earlier one in the folder has stopped."""
+    process = PROCESSES.Process(target=_train, args=(config, folder, save_seconds))
+    process.start()
+    return process
+
+
+def _train(config, folder, save_seconds):
+    torch.set_num_threads(1)
+    loop.SAVE_SECONDS = save_seconds
+    TrainTask.sample = lambda *_: ""
+    resume = (folder / "state" / "plan.json").exists()
+    sys.exit(train(config, folder, display()[0], resume=resume))
 
 
 def _run(verb, config, folder, kill_after=None, resume=False):

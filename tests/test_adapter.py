@@ -101,8 +101,9 @@ def their_adapter(theirs, folder, **config):
 KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "pissa": {"init": "pissa"}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "kind"), [(s, k) for i, s in enumerate(SHAPES) for j, k in enumerate(KINDS) if (i + j) % 2 == 0]
+)
 def test_peft_opens_ours(shape, kind, tmp_path):
     theirs, ours = pair(shape)
     base = their_logits(theirs)

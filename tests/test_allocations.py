@@ -143,9 +143,14 @@ SHAPES = [Shape(2, 32), Shape(4, 32, torch.bfloat16), Shape(2, 64, torch.bfloat1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("work", [train_allocations, inference_allocations])
+@pytest.mark.parametrize(
+    ("family", "shape", "work"),
+    [
+        *((family, shape, train_allocations) for family in FAMILIES for shape in SHAPES),
+        *((family, SHAPES[i % 3], inference_allocations) for i, family in enumerate(FAMILIES)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_what_is_foreseen_is_what_is_seen(family, shape, work):
     """To the byte, allocation by allocation: another batch, context, dtype, checkpointing."""
     build = of_shape(family, 300_000, 64).outline

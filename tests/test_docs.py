@@ -130,7 +130,9 @@ def pieces(page):
             assert known, f"{page}:{first}: neither commands of known programs nor a known text"
             result += commands
         else:
-            assert language in ("c", "json", "bash", "yaml"), f"{page}:{first}: no test runs a block of {language}"
+            assert language in ("c", "json", "bash", "yaml", "console"), (
+                f"{page}:{first}: no test runs a block of {language}"
+            )
     return result
 
 

@@ -6,9 +6,6 @@ import random
 import re
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import killed_runs
 from conftest import display, refuses, run_python, toy, training_output
 from dunes import checkpoint
 from dunes.checkpoint.weights import safetensors_file
@@ -460,24 +458,8 @@ def test_a_folder_that_may_not_be_written_is_named(where, code, monkeypatch):
         shutil.rmtree(base)
 
 
-TRAIN = """
-import sys
-from pathlib import Path
-from dunes.runs import loop
-from dunes.runs.train_config import TrainConfig
-from dunes.progress import Display
-from dunes.runs.train import train
-
-loop.SAVE_SECONDS = 0.1
-plan = TrainConfig(sources=(sys.argv[1],), size="60k", vocab_size=300, context_length=32, batch=4, steps=120,
-            complete=False, dtype="float32", threads=1)
-folder = Path(sys.argv[2])
-sys.exit(train(plan, folder, Display(), resume=(folder / "state" / "plan.json").exists()))
-"""
-
-
-def training(code: Path, folder: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", TRAIN, code, folder], stdout=subprocess.DEVNULL)
+def training(code: Path, folder: Path):
+    return killed_runs.start(toy(code, steps=60), folder, 0.1)
 
 
 def outcome(folder: Path):
@@ -498,23 +480,24 @@ def assert_same_outcome(straight: Path, resumed: Path) -> None:
 
 
 def killed(code: Path, folder: Path, kills: int, seed: int) -> int:
-    """Train to the end through this many kills at random moments, some aimed at a save; how many hit one."""
-    chance, inside = random.Random(seed), 0
+    """Train to the end through this many kills at random moments, some aimed at a save; how many were left."""
+    chance = random.Random(seed)
     while True:
         process = training(code, folder)
         begun = time.monotonic()
-        aimed, wait = chance.random() < 0.4, chance.uniform(0.0, 1.2)
-        while kills and process.poll() is None:
+        aimed, wait = chance.random() < 0.4, chance.uniform(0.0, 0.3)
+        while kills and process.is_alive():
             running = len(read_metrics(folder / "metrics.jsonl")) > 0
             saving = bool(list((folder / "state").glob(".dunes-*")))
             begun = begun if running else time.monotonic()
             if running and (saving if aimed else time.monotonic() - begun > wait):
-                process.send_signal(signal.SIGKILL)
-                kills, inside = kills - 1, inside + saving
+                process.kill()
+                kills -= 1
                 break
             time.sleep(0.001)
-        if process.wait(timeout=120) == 0:
-            return inside
+        process.join(120)
+        if process.exitcode == 0:
+            return kills
 
 
 SEVENTY = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
@@ -522,7 +505,9 @@ SEVENTY = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
 @pytest.mark.parametrize("kills", [[3], pytest.param([10] * 7, marks=SEVENTY)], ids=["three", "seventy"])
 def test_kills_end_bit_for_bit_as_none(kills, code, tmp_path):
-    assert training(code, tmp_path / "straight").wait(timeout=120) == 0
+    straight = training(code, tmp_path / "straight")
+    straight.join(120)
+    assert straight.exitcode == 0
     for part, count in enumerate(kills):
-        killed(code, tmp_path / f"killed-{part}", count, seed=part)
+        assert killed(code, tmp_path / f"killed-{part}", count, seed=part) < count
         assert_same_outcome(tmp_path / "straight", tmp_path / f"killed-{part}")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from conftest import raising, refuses
+from dunes import measure
 from dunes.generate import PrefixCache, Request, Sampler, generate, generate_all, look_up, prefix_cache, sampler
 from dunes.generate.packages import check_step
 from dunes.generate.sampling import draw
@@ -382,3 +383,14 @@ def test_an_empty_prompt_is_refused():
     model = qwen3.build(qwen3.Config.from_size(VOCAB, 64, 2, CONTEXT))
     refuses("a prompt has no tokens", next, generate(model, [], max_tokens=1, context_length=CONTEXT))
     refuses("a prompt has no tokens", Request, [], 1)
+
+
+def test_a_context_of_131072_tokens_takes_no_memory_by_itself():
+    cpu, grown = torch.device("cpu"), {}
+    for length in (2_048, 2_048, 131_072):
+        model = random_model(dim=256, context=length)
+        before = measure.reset_peak_memory(cpu)
+        assert len([*generate(model, [1, 2, 3], max_tokens=4, context_length=length)]) == 4
+        grown[length] = measure.peak_memory(cpu) - before
+    print({length: f"{size / 1e6:.1f} MB" for length, size in grown.items()})
+    assert grown[131_072] < grown[2_048] + (16 << 20)  # the keys and values of as many tokens: 537 MB or more

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dunes import cores, measure
+from dunes.checkpoint.weights.lazy_tensor import MappedFile
 from dunes.cores import share_cores
 from dunes.measure import machine
 
@@ -334,3 +335,16 @@ def test_numbers_too_small_count_as_zero_when_asked():
     finally:
         torch.set_flush_denormal(False)
     assert (tiny * 1e-10).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise")
+def test_pages_of_a_mapped_file_leave_the_memory_and_come_back(tmp_path):
+    path, size = tmp_path / "file", 1 << 26
+    path.write_bytes(bytes(range(256)) * (size >> 8))
+    tensor = MappedFile(path).tensor(0, (size,), torch.uint8)
+    tensor[5000] = 7
+    before = [tensor[::4096].clone(), measure.resident_memory()]
+    measure.page_out([(tensor.data_ptr() + 3, size - 3), (tensor.data_ptr(), 0), (tensor.data_ptr(), 5)])
+    assert measure.resident_memory() < before[1] - size // 2
+    assert tensor[5000] == 7
+    assert torch.equal(tensor[::4096], before[0])

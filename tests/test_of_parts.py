@@ -31,7 +31,9 @@ ALL = [
     *CHOICES,
     {"mlp": "geglu", "block": "sandwich", "position": "alibi", "attention": "values", "kv": "half"},
 ]
-each_part = pytest.mark.parametrize("parts", ALL, ids=lambda parts: "-".join(parts.values()) or "default")
+names = lambda parts: "-".join(parts.values()) or "default"
+each_part = pytest.mark.parametrize("parts", ALL, ids=names)
+third = [pytest.param(p, marks=[pytest.mark.slow] * (i % 3 > 0)) for i, p in enumerate(ALL)]
 IDS = torch.arange(40).view(2, 20) * 6 + 5
 
 
@@ -47,7 +49,7 @@ def difference(a, b):
     return (a - b).abs().max()
 
 
-@each_part
+@pytest.mark.parametrize("parts", third, ids=names)
 def test_a_part_is_built_on_meta_generates_from_a_cache_and_is_saved_and_loaded(parts, tmp_path):
     with torch.device("meta"):
         assert all(p.is_meta for p in build(**SIZE, **parts).parameters())
@@ -61,7 +63,7 @@ def test_a_part_is_built_on_meta_generates_from_a_cache_and_is_saved_and_loaded(
     assert torch.equal(checkpoint.load(tmp_path).model(IDS), model(IDS))
 
 
-@each_part
+@pytest.mark.parametrize("parts", third, ids=names)
 def test_gradients_are_those_of_finite_differences_in_float64_and_of_checkpointing(parts):
     model = made(parts, vocab=300, depth=2).double().eval()
     names, values = zip(*model.named_parameters(), strict=True)
@@ -78,7 +80,7 @@ def test_gradients_are_those_of_finite_differences_in_float64_and_of_checkpointi
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@each_part
+@pytest.mark.parametrize("parts", third, ids=names)
 def test_lora_is_attached_trained_and_merged_and_int8_stays_near(parts):
     model = made(parts)
     before = model(IDS).detach()
@@ -234,8 +236,11 @@ def dunes(*words, folder):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_function_that_the_command_names_needs_no_further_trust_in_it(code, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
+    for count in ("PLACES", "CURSORS", "LINES"):
+        monkeypatch.setattr(f"dunes.completion.fit.{count}", (1.0, 8, 8))
     (tmp_path / "own.py").write_text(OWN)
     few = ("--batch", 2, "--context-length", 32, "--size", "2x64", "--tokenizer", "bytes", "--threads", 1)
     resume = ("train", "--out", "run", "--resume", "--override", "steps", "--steps")

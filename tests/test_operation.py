@@ -21,6 +21,7 @@ from dunes.ops.float32_products import add_gram, mirror, plain_gram
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own
 
+SLOW = pytest.mark.slow
 check_module = importlib.import_module("dunes.ops.check")  # `ops.check` is the function
 
 DOCS = Path(__file__).parents[1] / "docs" / "operations.md"
@@ -395,7 +396,11 @@ def gram(x: Tensor) -> Tensor:
 OWN = {name: (op, inputs, reference) for name, op, inputs, reference in own_operations()}
 
 
-@pytest.mark.parametrize("name", OWN)
+QUICK = ("rms_norm", "int8_linear")
+"""With a gradient and without; the checks of the others take seconds each."""
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in OWN])
 def test_our_own_operations_pass(name, capsys):
     op, inputs, reference = OWN[name]
     if name != "attention":

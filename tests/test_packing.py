@@ -427,8 +427,7 @@ def test_dropout_of_attention_keeps_the_rows_as_they_are():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*may mix tokens")
-@pytest.mark.parametrize("how", [loss.next_token, nats])
-@pytest.mark.parametrize("in_rows", [True, False])
+@pytest.mark.parametrize(("how", "in_rows"), [(loss.next_token, True), (nats, False)])
 @pytest.mark.parametrize("name", OWN)
 def test_documents_do_not_see_each_other_through_parts_of_ones_own(name, in_rows, how):
     module = of_own_parts(name).eval()

@@ -127,10 +127,9 @@ def check(family, seed, folder):
         assert_equal_in_transformers(folder / "refused", model, ids_for(config))
 
 
-@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_runs_what_we_write_and_nothing_else(family, seed, tmp_path):
-    check(family, seed, tmp_path)
+def test_transformers_runs_what_we_write_and_nothing_else(family, tmp_path):
+    check(family, 0, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +145,7 @@ def test_a_window_of_one_token_which_transformers_caches_ignore_is_in_no_hf_fold
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_runs_what_we_write_of_many_configs(family, tmp_path):
-    for seed in range(4, 24):
+    for seed in range(1, 16):
         check(family, seed, tmp_path / str(seed))
 
 

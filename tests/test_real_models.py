@@ -1,8 +1,11 @@
 """SmolLM2-135M-Instruct as it is published: read, generate, finetune, merge, quantize, export, read back."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from dunes.generate import generate
 from real_models import smollm2
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+README = Path(__file__).parents[1] / "README.md"
 PROMPT = "def fibonacci(n):\n"
 
 
@@ -64,6 +68,14 @@ def test_logits_ids_chats_and_greedy_text_are_those_of_transformers(folder):
     with torch.no_grad():
         said = theirs.generate(prompt, max_new_tokens=16, do_sample=False)[0, prompt.shape[1] :]
     assert tokenizer.decode(said, skip_special_tokens=True).strip() in answer
+
+
+def test_the_chat_in_the_readme_is_what_the_model_says(command):
+    (block,) = re.findall(r"^```console\n(.*?)^```$", README.read_text(), re.M | re.S)
+    for line, answer in re.findall(r"^\$ dunes (.*)\n((?:[^$].*\n)+)", block, re.M):
+        verb, model, *words = shlex.split(line)
+        assert model == smollm2().name
+        assert command(verb, smollm2(), *words)[:2] == (0, answer)
 
 
 def test_twenty_steps_a_merge_and_formats_keep_the_model(folder, tmp_path):

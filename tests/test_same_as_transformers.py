@@ -244,6 +244,10 @@ def ours_of(family, hf):
     return model
 
 
+PLAIN = [shape for shape in SHAPES if "-" not in shape]
+"""One shape of each family."""
+
+
 def some(rows, length):
     return torch.randint(97, (rows, length), generator=torch.Generator().manual_seed(2))
 
@@ -264,8 +268,9 @@ def test_logits_and_greedy_text(shape, record_property):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("cuts", [[40], [17, 3, 1, 1, 18], [1] * 40], ids=["whole", "chunks", "tokens"])
+@pytest.mark.parametrize(
+    ("shape", "cuts"), [*((shape, [17, 3, 1, 1, 18]) for shape in SHAPES), *((shape, [1] * 40) for shape in PLAIN)]
+)
 def test_cached_is_full_across_the_edge_of_a_window(shape, cuts):
     family, hf = theirs(shape)
     ours, ids = ours_of(family, hf), some(2, 40)
@@ -426,7 +431,9 @@ def test_transformers_opens_our_folder(family, tokenizer, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [*PLAIN, *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES if s not in PLAIN)]
+)
 def test_we_open_their_folder_and_write_it_back_bit_for_bit(shape, tmp_path):
     family, hf = theirs(shape)
     there, here = tmp_path / "there", tmp_path / "here"

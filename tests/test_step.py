@@ -262,8 +262,7 @@ def tokens_of(model, step, options, between=lambda requests, cache, n: None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
-@pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize(("window", "few"), [(None, False), (8, True)])
 def test_a_step_gives_the_tokens_of_the_model(name, window, few):
     model = model_of("mistral", window=window, tied=False) if window else model_of(tied=False)
     step = PlainStep(model, few)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import teachers
 from dunes import checkpoint
 from dunes.data import read_records
@@ -21,6 +23,7 @@ STEPS = ["--steps", "3", "--batch", "4", "--dtype", "float32", "--threads", "1"]
 SEEDS = [f"Say the number {i} in words." for i in range(5)]
 
 
+@pytest.mark.slow
 def test_every_command_of_the_walk_runs(tmp_path, monkeypatch, command, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", teachers.KEY)

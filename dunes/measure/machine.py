@@ -15,7 +15,7 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -147,6 +147,20 @@ def return_freed_memory() -> None:
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def page_out(ranges: Iterable[tuple[int, int]]) -> None:
+    """Take pages of a mapped file out of memory, at ranges (address, bytes); any use reads them again.
+
+    Weights that were read once, to be cast or quantized, would stay in memory. Changed pages stay as they are.
+    """
+    if sys.platform == "linux":
+        page, pageout = resource.getpagesize(), 21
+        with suppress(OSError, AttributeError):  # another C library
+            madvise = ctypes.CDLL("libc.so.6").madvise
+            for address, size in ranges:
+                start, stop = -(-address // page) * page, (address + size) // page * page
+                madvise(ctypes.c_void_p(start), ctypes.c_size_t(max(0, stop - start)), pageout)
 
 
 def flush_denormals() -> None:

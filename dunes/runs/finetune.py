@@ -257,6 +257,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     task = FinetuneTask(data, text, next(model.parameters()).dtype)
     before = _baseline(task, folder / BASELINE, display)
     base = {} if config.spec.adapter is None else checkpoint.base_identity(model)
+    stored = [(p.data_ptr(), p.nbytes) for p in model.parameters() if p.device.type == "cpu"]
     changes = apply_method(model, resolve_targets(config, data.base))
     # Without a change, all weights train in float32; with several, the base was quantized before the adapter.
     if len(changes) != 1:
@@ -265,6 +266,8 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
         base["sha256"] = base["digests"]["float32"]  # several ranks cast later
     task = replace(task, before=before, base=base, changes=changes)
     cast_frozen_weights(model, config)
+    used = {p.data_ptr() for p in model.parameters()}
+    measure.page_out(weight for weight in stored if weight[0] not in used)
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
     update = optimizer(config, model)  # before a forward pass, which leaves weights of several ranks gathered
