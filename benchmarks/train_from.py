@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import tyro
 
+Row = dict[str, object]
 RATES = {"full-muon": 0.006, "full-adamw": 3e-4, "lora-muon": 0.02, "lora-adamw": 1e-3}
 CHECK_TOKENS = 16_384
 
@@ -36,7 +37,9 @@ def texts(folder: Path, suffix: str) -> tuple[str, str]:
     return "\n".join(t for i, t in enumerate(files) if i % 10 != 5), "\n".join(held_out)
 
 
-def train(model: str, parts: tuple[str, str], arm: str, rate: float, options: dict[str, float]) -> dict[str, object]:
+def train(
+    model: str, parts: tuple[str, str], arm: str, rate: float, options: dict[str, float]
+) -> dict[str, object]:
     """One run: its losses, and how many steps it had time for."""
     torch.manual_seed(0)
     loaded = checkpoint.load_with_tokenizer(Path(model))

@@ -171,6 +171,17 @@ def test_the_sweep_of_rates_runs_tells_a_wild_one_and_leaves_out_what_is_known(c
     assert len(out.read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
+def test_training_on_is_compared_for_equal_processor_time(code, tmp_path):
+    out, base, _ = finetuning_in(tmp_path, code)
+    short = ("--suffix", ".py", "--minutes", 0.02, "--context-length", 32, "--batch", 2, "--rank", 2)
+    row = last_line("train_from.py", out, base, code, *short)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["arm"] for r in rows] == ["full-muon", "full-adamw", "lora-muon", "lora-adamw"]
+    assert row == rows[-1]
+    assert all(r["after"] != r["before"] == rows[0]["before"] and r["steps"] > 0 for r in rows)
+
+
 @pytest.mark.long
 def test_finetuning_by_lora_holds_less_and_by_qlora_least():
     rows = last_line("lora_memory.py", "--batch", 1)["rows"]

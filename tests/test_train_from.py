@@ -64,6 +64,32 @@ def losses(folder):
     return [(r["step"], r.get("loss_hex"), r.get("validation_loss")) for r in records]
 
 
+@pytest.mark.parametrize(
+    ("asked", "least", "chosen"), [(None, 1, "adamw"), (None, 10**9, "muon"), ("adamw", 10**9, "adamw")]
+)
+def test_many_weights_are_trained_on_by_adamw_unless_muon_is_asked_for(
+    asked, least, chosen, converted, code, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train_module, "ADAMW_FROM", least)
+    config = going_on(converted, code, steps=3, lr=None, optimizer=asked)
+    assert train(config, tmp_path / "run", display()[0]) == 0
+    plan = json.loads((tmp_path / "run/state/plan.json").read_text())
+    stored = plan.get("config", plan)
+    assert stored["optimizer"] == chosen
+    assert stored["lr"] == pytest.approx(0.006 if chosen == "muon" else 2e-5 * 128**1.28)
+    model = checkpoint.load(converted).model.float()
+    optimizer = train_module.build_optimizer(model, replace(config, optimizer=chosen))
+    muons = [o for o in getattr(optimizer, "optimizers", [optimizer]) if type(o).__name__ == "Muon"]
+    assert len(muons) == (chosen == "muon")
+    count = sum(
+        p.numel()
+        for o in getattr(optimizer, "optimizers", [optimizer])
+        for g in o.param_groups
+        for p in g["params"]
+    )
+    assert count == tree.count(model)
+
+
 @pytest.mark.parametrize(("asked", "trained_with"), [(None, 0.1), (0.4, 0.4), (0.0, 0.0)])
 def test_a_base_keeps_its_dropout(asked, trained_with, code, tmp_path, monkeypatch):
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}

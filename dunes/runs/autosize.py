@@ -319,7 +319,8 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
 def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> float:
     """Seconds per training token with all ranks, including the optimizer, estimated by the fitted formula."""
     tokens = config.batch * config.context_length
-    work = flops(model, config.context_length) + muon_flops(model) / tokens
+    optimizer = muon_flops(model) if config.optimizer != "adamw" else 0.0
+    work = flops(model, config.context_length) + optimizer / tokens
     width = 1.0 if machine.dtype == "bfloat16" else 2.0
     traffic = PASSES * width * activation_bytes(model, config.context_length)
     return (ARITHMETIC * work / machine.matmul + traffic / machine.read) / ranks.count()

@@ -33,6 +33,16 @@ _TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 """Description and check for values of each type; checks are needed as a config may come from an edited file."""
 
 
+def adamw_rate(width: int) -> float:
+    """Default learning rate of AdamW for all weights of a trained model of this width.
+
+    A power law through two points: Alpaca's 2e-5 at 4,096 (https://github.com/tatsu-lab/stanford_alpaca) and the
+    best of our sweep, 1e-3 at 192 (docs/log/finetuning.md, "LoRA against full").
+    """
+    rate: float = 2e-5 * (4096 / width) ** 1.28
+    return rate
+
+
 @dataclass(frozen=True, kw_only=True)
 class Optimization:  # options that are None or 0 are chosen at the start of the run
     minutes: Annotated[float, flag("MINUTES")] = 15.0

@@ -8,7 +8,7 @@ import tyro
 
 from dunes.augment.options import Router
 from dunes.flags import REQUIRED, flag, parse_fields
-from dunes.runs.config import Optimization, RunConfig
+from dunes.runs.config import Optimization, RunConfig, adamw_rate
 
 Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8", "lora-experts"]
 TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"]
@@ -231,21 +231,18 @@ def unused_options(config: FinetuneConfig, asked: Collection[str]) -> dict[str, 
 def learning_rate(config: FinetuneConfig, width: int) -> float:
     """The configured learning rate, or the default for a model of this width.
 
-    For full finetuning, the default is a power law of the width through two points: Alpaca's 2e-5 at 4,096
-    (https://github.com/tatsu-lab/stanford_alpaca) and the best of our sweep, 1e-3 at 192 (docs/log/finetuning.md,
-    "LoRA against full"). For adapters, the default is 0.7 times the power law of
+    For full finetuning, the default is `adamw_rate`. For adapters, it is 0.7 times the power law of
     https://thinkingmachines.ai/blog/lora/, at most MAX_ADAPTER_LR; at higher rates, the validation loss rises
     during training. The result is divided by the adapter's scale relative to LoRA with alpha 32, since the scale
-    multiplies updates of `B`. "Learning rates of finetuning" in the same file has results for 100 to 5,000 steps,
-    and the limits of these defaults. For preferences, it is DPO_LR times this: 1e-6 for all weights at a width of
-    4,096, as in https://arxiv.org/abs/2305.18290.
+    multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md has results for 100 to
+    5,000 steps, and the limits of these defaults. For preferences, it is DPO_LR times this: 1e-6 for all weights
+    at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
     """
     if config.lr is not None:
         return config.lr
     part = DPO_LR if config.is_dpo else 1.0
     if config.spec.adapter is None:
-        full_lr: float = 2e-5 * (4096 / width) ** 1.28
-        return part * full_lr
+        return part * adamw_rate(width)
     adapter_lr: float = part * min(3.5e-4 * (2000 / width) ** 0.78, MAX_ADAPTER_LR)
     scale = config.alpha / 32 * (config.rank**0.5 if config.spec.adapter.get("rslora") else 1.0)
     return max(adapter_lr / scale, config.MINIMUM["lr"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import checkpoint, measure, tree
+from dunes.augment.adapted import sides
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import weights_digest
 from dunes.checkpoint.loading import is_adapter
@@ -37,13 +38,13 @@ from dunes.parts import Block, Decoder
 from dunes.progress import Display, phase, shown_by
 from dunes.runs import autosize
 from dunes.runs.augment import resolve_new, save_changed
-from dunes.runs.config import RunOptions
+from dunes.runs.config import RunOptions, adamw_rate
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.loop import begin_run, execute_run, report_step
 from dunes.runs.run import Run, Timings, append_metrics, card_facts, new_run, run_lock, selects, set_trainable
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
-from dunes.train import Trainer, muon, scale_rates
+from dunes.train import Trainer, adamw, muon, scale_rates
 from dunes.train.loss import next_token_loss
 from dunes.tree.summary import module_rows
 from dunes.units import format_count
@@ -52,8 +53,11 @@ TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, as the estimate of its duration must not depend on the machine."""
 
 LR = 0.006
-"""Default peak learning rate of matrices with --from: a third of the rate for a new model (docs/log/training.md,
+"""Default peak learning rate of Muon with --from: a third of the rate for a new model (docs/log/training.md,
 "Training on")."""
+ADAMW_FROM = 30_000_000
+"""Number of trained parameters from which on AdamW is the default with --from: better with published weights of
+135M, worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
 BASE_TOKENS = 16_384
 """Number of validation tokens to score before the first step."""
 
@@ -159,11 +163,15 @@ def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> 
     complete = config.dtype and config.threads and config.batch and config.context_length and config.lr
     if complete and resumed:
         return config, []
+    select_trainable(base.model, config.trainable, base)
+    large = tree.count(base.model, trainable=True) >= ADAMW_FROM
+    config = replace(config, optimizer=config.optimizer or ("adamw" if large else "muon"))
+    lr = config.lr or (LR if config.optimizer == "muon" else adamw_rate(sides(base.model.embed.token)[1]))
     if complete:
         config, reasons = autosize.with_hardware(config), []
     else:
         context_length = min(base.context_length, autosize.CONTEXT)
-        config, machine = autosize.with_machine(replace(config, lr=config.lr or LR), context_length)
+        config, machine = autosize.with_machine(replace(config, lr=lr), context_length)
         config = replace(config, rate=1 / autosize.seconds_per_token(base.model, config, machine))
         reasons = [autosize.describe_machine(machine)]
     return config, [*reasons, autosize.memory_advice(config, partial(outline_with_base, config, base))]
@@ -268,11 +276,13 @@ def prepare(
     return new_run(folder, config, task, optimizer)
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """The optimizer of a run; a learning rate or weight decay that is not set gets the default of `muon`.
+def build_optimizer(model: Decoder, config: TrainConfig) -> Optimizer:
+    """The optimizer of a run; a learning rate or weight decay that is not set gets the optimizer's default.
 
     Muon computes in the run's dtype, so that a run resumed on another machine computes the same.
     """
+    if config.optimizer == "adamw":
+        return adamw(model, config.lr or adamw_rate(sides(model.embed.token)[1]), decay=config.weight_decay or 0.0)
     options: dict[str, Any] = {"products": getattr(torch, config.dtype or "float32")}
     if config.lr is not None:
         options |= {"lr": config.lr, "adam_lr": config.lr / 2}

@@ -77,8 +77,13 @@ class TrainOptimization(Optimization):
         int, flag("TOKENS", "512 with --complete, else 256; with --from 256, at most the model's")
     ] = 0
     """Maximum sequence length of the model, in tokens."""
-    lr: Annotated[float | None, flag("RATE", "0.02; with --from 0.006")] = None
-    """Peak learning rate of weight matrices (Muon); embeddings, head and norms (AdamW) use half of it."""
+    optimizer: Annotated[
+        Literal["muon", "adamw"] | None,
+        flag("muon|adamw", "muon; with --from adamw, if 30M parameters or more are trained"),
+    ] = None
+    """Optimizer; muon trains weight matrices with Muon, and embeddings, head and norms with AdamW."""
+    lr: Annotated[float | None, flag("RATE", "muon 0.02, with --from 0.006; adamw by the model's width")] = None
+    """Peak learning rate; embeddings, head and norms have half of Muon's."""
     lr_factors: Annotated[tuple[str, ...], flag("GLOB=FACTOR", "none")] = ()
     """Multiply the learning rate of matching parameters, like all=0.1 new=1; globs as for --trainable."""
 
