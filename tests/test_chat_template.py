@@ -259,10 +259,6 @@ def test_a_template_reaches_nothing_but_its_messages(attack, tmp_path, monkeypat
     ("template", "said"),
     [
         ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1048576 passes"),
-        ("{% for i in range(9) recursive %}{% for j in range(99999) %}{% endfor %}{{ loop(range(9)) }}{% endfor %}", "passes"),
-        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "writes more than 1048576"),
-        ("{{ 'x' * (2**20 + 1) }}", "writes more than 1048576"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError"),
         ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "the chat template fails"),
@@ -320,19 +316,3 @@ def test_a_template_file_that_is_too_large_or_no_text_is_named(tmp_path):
     for content, said in ((b"\xff", "not UTF-8"), (b"x" * (2**18 + 1), "at most"), (b"x" * 2**24, "at most")):
         path.write_bytes(content)
         refuses(rf"chat_template\.jinja: .*{said}", chat_template.read_template, tmp_path)
-
-
-def test_loops_have_what_they_have_without_a_limit():
-    text = "{% for x in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ x.role[0] }} {% endfor %}"
-    assert chat_template.render(text, MESSAGES["system"]) == "1/2Falses 2/2Trueu "
-    text = "{% for i in range(6) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
-    assert [chat_template.render(text, []) for _ in range(3)] == ["x"] * 3, "the limit is that of one text"
-
-
-def test_a_limit_is_over_with_its_template(monkeypatch):
-    from dunes.text.templates import TEMPLATES, Turn
-
-    monkeypatch.setattr(chat_template, "MAX_LOOPS", 3)
-    chat_template.render("{% for m in messages %}{{ m.role }}{% endfor %}", MESSAGES["system"])
-    talks = [[Turn("user", "Hi"), Turn("assistant", "Ho")]] * 9
-    assert len([*map(TEMPLATES["chatml"].render, talks)]) == 9

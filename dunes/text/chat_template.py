@@ -1,14 +1,13 @@
 """Read and render a model folder's chat template, which turns messages into the text format of its training.
 
 The template comes with a model, so it is untrusted: jinja2's sandbox protects Python's objects and the machine's
-files; limits on loops and output stop most endless work (https://huggingface.co/docs/transformers/chat_templating,
+files, and limits `range` (https://huggingface.co/docs/transformers/chat_templating,
 https://jinja.palletsprojects.com/en/stable/sandbox/).
 """
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -21,10 +20,6 @@ from dunes.text.lines import decode_text
 JINJA, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MAX_TEMPLATE = 1 << 18
 """Maximum characters of a template."""
-MAX_OUTPUT = 1 << 20
-"""Maximum characters of a rendered text."""
-MAX_LOOPS = 1 << 20
-"""Maximum passes of all loops in one text."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of reasoning in messages; templates read the first two."""
@@ -84,7 +79,7 @@ def render(
 
     `variables` are additional variables for the template, such as `bos_token` or `tools`. With `marks`, OPEN and
     CLOSE enclose what a `{% generation %}` tag encloses, which transformers' `assistant_masks` cover. Raises
-    ValueError if the template refuses the messages, fails, or exceeds a limit.
+    ValueError if the template refuses the messages or fails.
     """
     _check_size(template, "the chat template")
     fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
@@ -94,39 +89,10 @@ def render(
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"these messages cannot be passed to the chat template: {error}") from None
     try:
-        return _join_limited(compile_template(template, marks).generate(values))
+        return str(compile_template(template, marks).render(values))
     except Exception as error:  # a template may raise anything
         reason = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
         raise ValueError(f"the chat template fails: {reason[:300]}") from None
-
-
-def _join_limited(parts: Iterable[str]) -> str:
-    """Join the parts of a rendered text. Raises ValueError for too long a text, or too many passes of loops."""
-    text, length, before = list[str](), 0, _PASSES.set([0])
-    try:
-        for part in parts:
-            if (length := length + len(part)) > MAX_OUTPUT:
-                raise ValueError(f"it writes more than {MAX_OUTPUT} characters")
-            text.append(part)
-    finally:
-        _PASSES.reset(before)
-    return "".join(text)
-
-
-COUNTED = "items of a loop"
-"""Name of the internal filter that counts loop iterations. It contains spaces, so a template cannot use it."""
-_PASSES: ContextVar[list[int]] = ContextVar("passes")
-
-
-def _count_passes(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield the items of a loop. Raises ValueError if all loops together have more than MAX_LOOPS passes."""
-    passes = _PASSES.get(None)
-    for item in items:
-        if passes is not None:
-            passes[0] += 1
-            if passes[0] > MAX_LOOPS:
-                raise ValueError(f"its loops have more than {MAX_LOOPS} passes")
-        yield item
 
 
 _NOT_ASCII = re.compile("[^\x00-\x7e\ud800-\udfff]+")
@@ -175,15 +141,6 @@ def compile_template(template: str, marks: bool = False) -> Any:
             check_name(name)
             super().__setitem__(name, value)
 
-    class Environment(sandbox.ImmutableSandboxedEnvironment):
-        """jinja2's sandbox, with a limit on the passes of loops."""
-
-        def _parse(self, *source: Any) -> nodes.Template:
-            tree = super()._parse(*source)
-            for loop in list(tree.find_all(nodes.For)):
-                loop.iter = nodes.Filter(loop.iter, COUNTED, [], [], None, None, lineno=loop.lineno)
-            return tree
-
     def check_name(name: Any) -> None:
         if isinstance(name, str) and name.startswith("_"):
             raise SecurityError(f"a namespace cannot hold {name!r}")
@@ -191,8 +148,9 @@ def compile_template(template: str, marks: bool = False) -> Any:
     def fail(message: Any) -> None:
         raise TemplateError(message)
 
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
-    environment.filters |= {"tojson": to_json, COUNTED: _count_passes}
+    options = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [Generation, ext.loopcontrols]}
+    environment = sandbox.ImmutableSandboxedEnvironment(**options)
+    environment.filters["tojson"] = to_json
     del environment.globals["lipsum"]
     environment.globals |= {
         "raise_exception": fail,
