@@ -28,6 +28,7 @@ from dunes.runs.autosize import (
     muon_flops,
     size_warning,
 )
+from dunes.runs.memory import Shape, process_memory
 from dunes.runs.train import build_optimizer
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.tree import count, find, linear
@@ -277,6 +278,15 @@ def test_the_estimate_is_what_a_run_takes(family, most, code, tmp_path):
     """
     done = run_python(script, code, tmp_path / "run", family, check=True)
     assert 0.9 < float(done.stdout.split()[-1]) < most
+
+
+def test_less_is_lost_to_fragmentation_if_less_is_trained():
+    """Four runs of adapters on 135M parameters took what was estimated without it."""
+    weights = sum(p.nbytes for p in toy_arcee().parameters())
+    lost = [
+        process_memory(toy_arcee, Shape(4, 32), trainable=n)["fragmentation"] for n in (weights, weights // 10)
+    ]
+    assert 0 < lost[1] == pytest.approx(lost[0] / 10, rel=0.01)
 
 
 def test_an_error_of_memory_is_told_from_others():

@@ -96,7 +96,8 @@ def read_model(folder: Path) -> int:
 
 
 def save_state(run: Path, value: int) -> None:
-    checkpoint.save_state(run, value, {"value": value, "weights": torch.full((1000,), float(value))})
+    state = {"value": value, "weights": torch.full((1000,), float(value)), "best": torch.ones(10)}
+    checkpoint.save_state(run, value, checkpoint.snapshot(state, ["best"]))
 
 
 def read_state(run: Path) -> int:

@@ -326,6 +326,7 @@ def test_a_stop_is_obeyed_during_validation(code, tmp_path, monkeypatch):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_a_stop_is_obeyed_while_the_gate_is_fitted(code, tmp_path, monkeypatch):
     config = toy(code, steps=3, complete=True)
     real = copy_gate.scored_places

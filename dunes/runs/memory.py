@@ -24,7 +24,8 @@ PROCESS = measure.resident_memory() + 190e6
 """Bytes of Python and torch: resident memory at import, plus the code and workspaces that first steps load."""
 
 FRAGMENTATION = 0.45
-"""Memory lost to fragmentation of glibc's heap, as a fraction of the memory that training allocates in it."""
+"""Memory lost to fragmentation of glibc's heap, as a fraction of the memory that training allocates in it, if all
+weights are trained. Beside an adapter, little but activations comes and goes, and hardly anything is lost."""
 
 MOST_LOST = 0.3e9
 """Maximum memory lost to fragmentation: at 135M parameters, with 2 GB in the heap, hardly more is lost."""
@@ -118,7 +119,8 @@ def process_memory(
     weights, averages = (log.by("kind", moment=0).get((purpose,), 0) for purpose in ("parameters", "optimizer"))
     parts["Python and torch"] = PROCESS
     in_heap = [a.size for a in log.live_at() if a.size <= measure.LARGE_BLOCK and a.kind != "parameters"]
-    parts["fragmentation"] = min(MOST_LOST, FRAGMENTATION * sum(in_heap))
+    share = 1.0 if trainable is None else min(1.0, trainable / number / weights)
+    parts["fragmentation"] = share * min(MOST_LOST, FRAGMENTATION * sum(in_heap))
     # The best weights, and a copy of the current weights and the optimizer's state, which is written meanwhile.
     parts["copies for saving"] = 2 * (weights if trainable is None else trainable / number) + averages
     return parts
