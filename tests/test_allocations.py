@@ -144,10 +144,10 @@ SHAPES = [Shape(2, 32), Shape(4, 32, torch.bfloat16), Shape(2, 64, torch.bfloat1
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "shape", "work"),
+    ("work", "shape", "family"),
     [
-        *((family, shape, train_allocations) for family in FAMILIES for shape in SHAPES),
-        *((family, SHAPES[i % 3], inference_allocations) for i, family in enumerate(FAMILIES)),
+        *((train_allocations, shape, family) for family in FAMILIES for shape in SHAPES),
+        *((inference_allocations, SHAPES[i % 3], family) for i, family in enumerate(FAMILIES)),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

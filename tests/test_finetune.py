@@ -780,7 +780,7 @@ def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
     least = sum(memory(replace(whole, config=replace(whole.config, micro_batch=2))).values())
     monkeypatch.setattr(measure, "free_memory", lambda device: int((needed + least) / 2))
     assert ready(base, examples, batch=8).config.micro_batch in (2, 4)
-    monkeypatch.setattr(measure, "free_memory", lambda device: 1)
+    monkeypatch.setattr(measure, "free_memory", lambda device: 1_000_000)  # the weights fit, no more
     show, out = display()
     assert fitted(asked(base, examples, batch=8), show).config.micro_batch == 1
     assert "warning: that may not fit" in out.getvalue()

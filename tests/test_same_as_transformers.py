@@ -262,8 +262,8 @@ def test_logits_and_greedy_text(shape, record_property):
     print(f"{shape}: largest difference of logits {difference:.1e}")
     assert difference <= LIMIT
     prompt = ids[:1, :17]
-    want = hf.generate(prompt, max_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=96)[0, 17:]
-    got = [t.id for t in generate(ours, prompt[0].tolist(), max_tokens=30, context_length=64, stop={96})]
+    want = hf.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=96)[0, 17:]
+    got = [t.id for t in generate(ours, prompt[0].tolist(), max_tokens=12, context_length=64, stop={96})]
     assert got == [i for i in want.tolist() if i != 96]
 
 
@@ -425,8 +425,8 @@ def test_transformers_opens_our_folder(family, tokenizer, tmp_path):
     assert opened.pad_token_id != opened.eos_token_id
 
     prompt = tokenizer.encode("def ")
-    want = hf.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :].tolist()
-    got = [t.id for t in generate(model, prompt, max_tokens=40, context_length=48, stop={tokenizer.eos})]
+    want = hf.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+    got = [t.id for t in generate(model, prompt, max_tokens=12, context_length=48, stop={tokenizer.eos})]
     assert got == [i for i in want if i != tokenizer.eos]
 
 
