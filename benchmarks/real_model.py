@@ -92,8 +92,8 @@ def main(
         work = {"short": ids[:prompt], "long": ids[:prefill], "new": new}
         starts = range(prefill, prefill + scored, WINDOW)
         held_out = [ids[start : start + WINDOW] for start in starts]
-        losses = {name: ask_alone(make, ("loss", held_out)) for name, make in scorers(forms, compiled).items()}
         rates = {n: race(racers(forms, n, compiled), work, rounds) for n in threads}
+        losses = {name: ask_alone(make, ("loss", held_out)) for name, make in scorers(forms, compiled).items()}
     figures = {f"{n} threads": best_settings(rows) for n, rows in rates.items()}
     report(figures, losses)
     work |= {"short": prompt, "long": prefill, "scored": len(held_out) * (WINDOW - 1)}
