@@ -8,9 +8,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from conftest import refuses
+from dunes import checkpoint
 from dunes.completion import Suggestion
+from dunes.models import llama
+from dunes.text import Tokenizer
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -491,3 +495,22 @@ def test_completion_is_trained_and_scored_on_a_corpus_and_timed(tmp_path):
     rows = timed["widths"].values()
     assert all(row["warm"][0] > 0 and row["all"] > 0 for row in rows)
     assert all(row["first"] <= 4 for row in rows), "a key whose logits are remembered evaluates nothing"
+
+
+@pytest.mark.slow
+def test_a_models_forms_are_raced_with_their_losses(tmp_path):
+    pytest.importorskip("xllamacpp")
+    torch.manual_seed(0)
+    config = llama.Config.from_size(vocab=400, dim=64, depth=2, context_length=512)
+    text = "\n".join(f"{i} and {i + 1} are {2 * i + 1}." for i in range(400))
+    checkpoint.save(llama.build(config), tmp_path / "model", Tokenizer.train("bpe", [text], 400), 512)
+    (tmp_path / "text").write_text(text)
+    work = ("--prompt", 8, "--new", 8, "--prefill", 64, "--scored", 256, "--rounds", 1, "--threads", 1)
+    row = last_line(
+        "real_model.py", tmp_path / "model", tmp_path / "text", "--kinds", "int4", "--no-compiled", *work
+    )
+    names = ["ours int4 modules", "transformers bfloat16", "llama.cpp q4_0"]
+    assert [*row["loss"]] == [*row["1 threads"]] == names
+    assert all(rates["decode"] > 0 < rates["prefill"] for rates in row["1 threads"].values())
+    assert row["1 threads"]["llama.cpp q4_0"]["settings"].keys() == {"repacked", "as stored"}
+    assert all(abs(loss - row["loss"]["transformers bfloat16"]) < 0.2 for loss in row["loss"].values())

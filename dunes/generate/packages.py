@@ -47,7 +47,6 @@ from dunes.generate.step import (
     Scores,
     Step,
     TextStep,
-    embedded,
     export_step,
     in_float32,
     join_parts,
@@ -406,7 +405,8 @@ def bind_step(
     """The compiled step from these files and weights. Raises ValueError if its logits differ from the model's."""
     step = CompiledStep({n: _load(model, *file) for n, file in files.items()}, dtype)
     cache, own = _check_tokens(model)
-    step.state, step.example, exact = model_state(model), cache, _exact_logits(model, cache)
+    step.state, step.example = model_state(model), cache
+    exact = own if _dtype(model) == torch.float32 else _exact_logits(model, cache)
     rows = cache.select_rows(torch.tensor([0, 0]))
     for n, (file, _) in files.items():
         ids = [*range({TEXT: CHECKED, ROWS: 2}.get(n, n), 0, -1)]
@@ -525,7 +525,8 @@ def _export_parts(
     with buffers_unchanged(model):
         cache, _ = _check_tokens(model)
     with tree.mode(model, False), torch.autocast("cpu", enabled=False):
-        x = embedded(model, tokens)
+        ids, slots = torch.zeros(tokens, dtype=torch.long), torch.arange(tokens)
+        (x,) = join_parts(model, [], lambda inputs: inputs)([ids, slots, slots])
         inner: Any = outline(model, dtype).eval()
         head = HeadStep(Decoder(inner.embed, [], inner.norm, inner.head, inner.softcap)).eval()
         yield HEADS[tokens], export_graph(lambda: export_step(head, cache, tokens, x))

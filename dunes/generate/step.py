@@ -14,7 +14,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -96,9 +95,7 @@ class LayerStep(nn.Module):
         ctx = _StepContext(keys, values, slots, slot_positions)
         y: Tensor = self.block(x, ctx, 0)
         if ctx.carried or y.dtype != x.dtype:
-            raise ValueError(
-                "a block that hands tensors to later ones, or changes their dtype, is compiled in place"
-            )
+            raise ValueError("a block that hands tensors to later ones, or changes their dtype, is no part")
         return y
 
 
@@ -357,10 +354,6 @@ def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
     Raises ValueError for code that torch cannot load, or that needs other weights, and if threads have too small a
     stack.
     """
-    return attempt(f"{package}: cannot be loaded", partial(_load_native, package, weights))
-
-
-def _load_native(package: Path, weights: Sequence[Mapping[str, Tensor]]) -> list[Run]:
     import resource  # which Windows does not have, nor such code
 
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
@@ -372,8 +365,9 @@ def _load_native(package: Path, weights: Sequence[Mapping[str, Tensor]]) -> list
         for file in package.parent.glob(f"{package.stem}.*"):
             shutil.copy(file, folder)
         copy = str(Path(folder) / package.name)
-        runners = [torch._C._aoti.AOTIModelContainerRunnerCpu(copy, 1) for _ in weights]
-    return [*map(_with_weights, runners, weights)]
+        bind = lambda: [_with_weights(torch._C._aoti.AOTIModelContainerRunnerCpu(copy, 1), w) for w in weights]
+        runs: list[Run] = attempt(f"{package}: cannot be loaded", bind)
+    return runs
 
 
 def _with_weights(runner: Any, weights: Mapping[str, Tensor]) -> Run:
@@ -400,15 +394,6 @@ def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
         return head([x])
 
     return run
-
-
-def embedded(model: nn.Module, tokens: int) -> Tensor:
-    """An example (1, tokens, dim) of what the first block of a step gets."""
-    decoder: Any = Step(model).model
-    ids, slots = torch.zeros(1, tokens, dtype=torch.long), torch.arange(tokens)
-    with torch.no_grad(), _OneRow(_FORMS):
-        x: Tensor = decoder.embed(ids, _StepContext([], [], slots, slots))
-    return x
 
 
 def model_state(model: nn.Module) -> object:
@@ -469,9 +454,8 @@ class _OneRow(TorchFunctionMode):
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
     """A context in which the model's embeddings and linear layers return float32, as those of a step do."""
-    layers = [m for m in model.modules() if hasattr(m, "for_step")]
     with ExitStack() as stack:
-        for layer in layers:  # whose dequantized weights would be rounded
+        for layer in [m for m in model.modules() if hasattr(m, "for_step")]:  # would round dequantized weights
             stack.enter_context(patch.object(layer, "dtype", torch.float32))
         forms = {function: _float(function) for function in (F.linear, F.layer_norm, F.rms_norm)}
         stack.enter_context(_OneRow(forms | {F.embedding: _embedding}))
