@@ -88,13 +88,12 @@ def bpe(
     return call(place, lambda: models.BPE(vocab, pairs, **settings))
 
 
-def check_merges(vocab: Mapping[str, int], merges: Sequence[Any], place: str, prefix: int = 0) -> None:
-    """Raise ValueError unless each merge joins two tokens into a token; the second omits `prefix` characters."""
+def check_merges(vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]], place: str) -> None:
+    """Raise ValueError unless each merge joins two tokens into a token."""
     for i, pair in enumerate(merges):
-        parts = pair.split(" ") if isinstance(pair, str) else pair
-        if not isinstance(parts, (list, tuple)) or [*map(type, parts)] != [str, str]:
+        if len(pair) != 2:
             raise ValueError(f"{place}[{i}] is {abbreviate(pair)}; expected two tokens")
-        for token in (*parts, parts[0] + parts[1][prefix:]):
+        for token in (*pair, "".join(pair)):
             if token not in vocab:
                 state = f"none of the vocabulary's {plural(len(vocab), 'token')}"
                 raise ValueError(f"{place}[{i}] is {abbreviate(pair)}: {abbreviate(token)} is {state}")
