@@ -356,7 +356,7 @@ def test_a_stop_is_obeyed_between_two_tokens_of_a_sample(code, tmp_path, monkeyp
         return real(self, *arguments)
 
     monkeypatch.setattr(text_generator.TextGenerator, "_use_step", use_step)
-    printed = training_output(toy(code, steps=9), tmp_path / "run", status=130)
+    printed = training_output(toy(code, steps=9, seed=1), tmp_path / "run", status=130)
     assert "stopped after 3 steps" in printed
     assert "sample after" not in printed
     assert len(tokens) == 1
