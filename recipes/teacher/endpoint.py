@@ -563,8 +563,8 @@ def _send_within(seconds: float, send: Callable[..., Any], place: str, request: 
     timer.start()
     try:
         return send(request, **options)
-    except Exception:
-        if passed.is_set():
+    except Exception as error:
+        if passed.is_set() or type(error).__name__ == "ReadTimeout":  # the client's own, of equal length
             raise FailedAttempt(f"{place}: no complete reply within {seconds:g} s", None, "retry once") from None
         raise
     finally:
