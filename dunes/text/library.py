@@ -72,31 +72,21 @@ def item(container: Any, key: str, value_type: type[_T], place: str = "") -> _T:
 _NOUNS = {str: "a text", int: "a number", bool: "true or false", dict: "an object", list: "a list"}
 
 
-def regex(pattern: Any, place: str) -> Regex:
+def regex(pattern: str, place: str) -> Regex:
     """A compiled pattern; `place` names its origin. Raises ValueError for an invalid pattern."""
-    if not isinstance(pattern, str):
-        raise ValueError(f"{place} is {abbreviate(pattern)}; expected a regular expression")
     return call(f"{place} {abbreviate(pattern)}", lambda: Regex(pattern))
 
 
 def bpe(
     vocab: dict[str, int], merges: Sequence[tuple[str, ...]], place: str = "merges", **settings: Any
 ) -> models.BPE:
-    """A byte-pair model. Raises ValueError that names the first invalid merge by its index in `place`."""
-    check_merges(vocab, merges, place)
-    pairs = [(left, right) for left, right in merges]
-    return call(place, lambda: models.BPE(vocab, pairs, **settings))
-
-
-def check_merges(vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]], place: str) -> None:
-    """Raise ValueError unless each merge joins two tokens into a token."""
+    """A byte-pair model. Raises ValueError for the first of the merges in `place` that does not join two tokens."""
     for i, pair in enumerate(merges):
-        if len(pair) != 2:
-            raise ValueError(f"{place}[{i}] is {abbreviate(pair)}; expected two tokens")
-        for token in (*pair, "".join(pair)):
+        for token in (*pair, "".join(pair)) if len(pair) == 2 else ():
             if token not in vocab:
                 state = f"none of the vocabulary's {plural(len(vocab), 'token')}"
                 raise ValueError(f"{place}[{i}] is {abbreviate(pair)}: {abbreviate(token)} is {state}")
+    return call(place, lambda: models.BPE(vocab, [(left, right) for left, right in merges], **settings))
 
 
 def parse(text: str) -> tokenizers.Tokenizer:
