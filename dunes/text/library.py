@@ -80,7 +80,7 @@ def regex(pattern: str, place: str) -> Regex:
 def bpe(
     vocab: dict[str, int], merges: Sequence[tuple[str, ...]], place: str = "merges", **settings: Any
 ) -> models.BPE:
-    """A byte-pair model. Raises ValueError for the first of the merges in `place` that does not join two tokens."""
+    """A byte-pair model. Raises ValueError for the first of `merges` that does not join two tokens."""
     for i, pair in enumerate(merges):
         for token in (*pair, "".join(pair)) if len(pair) == 2 else ():
             if token not in vocab:
