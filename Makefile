@@ -10,9 +10,9 @@ demo: .venv/demo
 test: .venv/test
 	$(BIN)/python -m pytest -n 2
 
-# Slow tests for 25 minutes; what is left, and what takes longer, is listed at the end. Small chunks keep their order.
+# Slow tests for 20 minutes; what is left, and what takes longer, is listed at the end. Small chunks keep their order.
 test-more: .venv/more
-	DUNES_TEST_MINUTES=25 $(BIN)/python -m pytest -n 2 --maxschedchunk 4 -m slow -rs --durations=20
+	DUNES_TEST_MINUTES=20 $(BIN)/python -m pytest -n 2 --maxschedchunk 4 -m slow -rs --durations=20
 
 # On a Mac: operations, a short training, generation and a benchmark on Apple's GPU, as one table.
 test-mps: .venv/test
