@@ -138,20 +138,23 @@ class StepCost(NamedTuple):
 def measure_step(trainer: Trainer, batch: tuple[Tensor, ...]) -> StepCost | None:
     """Measure a step whose micro-batches are all like `batch`; weights and optimizer stay as they are.
 
-    Gradients are those of at most MEASURED_TOKENS tokens, after those of two rows, which load the code. Returns
-    None for several ranks, and if free memory has no room for gradients and optimizer.
+    Gradients are those of two rows, after others that load the code, and of at most MEASURED_TOKENS tokens; more
+    rows take as much longer as these do. The second update counts. Returns None for several ranks, and if free
+    memory has no room for gradients and optimizer.
     """
     trained = sum(p.nbytes for p in trainer.parameters() if p.requires_grad)
     if ranks.count() > 1 or 0 < measure.free_memory(trainer.device) < 3 * trained:
         return None
     buffers, (rows, width) = [(b, b.clone()) for b in trainer.buffers()], batch[0].shape
     used = min(rows, max(2, MEASURED_TOKENS // width // 2 * 2))
-    micro_batches = [tuple(part[:number] for part in batch) for number in (2, used)]
+    micro_batches = [tuple(part[:number] for part in batch) for number in (2, 2, used)]
     with tree.mode(trainer.model, True):
-        _, seconds = (_seconds(trainer, trainer.gradients, [micro_batch]) for micro_batch in micro_batches)
+        _, few, many = (_seconds(trainer, trainer.gradients, [micro_batch]) for micro_batch in micro_batches)
+    per_row = (many - few) / (used - 2) if many > few and used > 2 else many / used
     for p in trainer.parameters():  # an update by zeros, at a rate of zero, changes no weight
         p.grad = None if p.grad is None else torch.zeros_like(p.grad)
-    update, gradients = _seconds(trainer, trainer.update, 0.0), trainer.accumulate * rows / used * seconds
+    _, update = (_seconds(trainer, trainer.update, 0.0) for _ in range(2))
+    gradients = trainer.accumulate * (many + (rows - used) * per_row)
     states = [o.state for o in getattr(trainer.optimizer, "optimizers", [trainer.optimizer])]
     size = sum(t.nbytes for state in states for entry in state.values() for t in entry.values())
     for state in states:
