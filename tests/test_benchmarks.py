@@ -497,7 +497,7 @@ def test_completion_is_trained_and_scored_on_a_corpus_and_timed(tmp_path):
     assert all(row["first"] <= 4 for row in rows), "a key whose logits are remembered evaluates nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_models_forms_are_raced_with_their_losses(tmp_path):
     pytest.importorskip("xllamacpp")
     torch.manual_seed(0)
