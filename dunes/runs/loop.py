@@ -337,7 +337,7 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
         run.timings.add("steps" if run.warm else "first step", step.seconds - (data - waited))
         run.warm, waited = True, data
         if clock is not None:
-            clock.seconds = config.seconds - min(closing, (config.seconds - run.begin) / 2)
+            clock.seconds = config.seconds - min(closing, (config.seconds - run.begin) / 4)
             clock.update(step.number, run.elapsed)
         over, score = run.schedule.is_over(step.number), None
         with run.timings("validation"), non_fatal("validation"):
