@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import Regex, models
 
-from dunes.units import plural
-
 _T = TypeVar("_T")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
@@ -82,10 +80,8 @@ def bpe(
 ) -> models.BPE:
     """A byte-pair model. Raises ValueError for the first of `merges` that does not join two tokens."""
     for i, pair in enumerate(merges):
-        for token in (*pair, "".join(pair)) if len(pair) == 2 else ():
-            if token not in vocab:
-                state = f"none of the vocabulary's {plural(len(vocab), 'token')}"
-                raise ValueError(f"{place}[{i}] is {abbreviate(pair)}: {abbreviate(token)} is {state}")
+        if len(pair) != 2 or not vocab.keys() >= {*pair, "".join(pair)}:
+            raise ValueError(f"{place}[{i}] is {abbreviate(pair)}; expected two tokens that join to a third one")
     return call(place, lambda: models.BPE(vocab, [(left, right) for left, right in merges], **settings))
 
 
