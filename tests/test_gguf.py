@@ -426,6 +426,19 @@ def test_a_model_larger_than_memory_is_refused_before_a_weight_is_read(tmp_path,
     checkpoint.load(path)
 
 
+def test_a_tokenizer_beside_a_file_is_compared_and_not_read(tmp_path, tokenizer):
+    _, path = written(tmp_path, "llama", tokenizer)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    for text in ("{}", tokenizer.json()):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.warns(UserWarning, match=r"tokenizer\.json, tokenizer_config\.json: not read, since llama\.gguf"):
+            checkpoint.load(path)
+    (tmp_path / "tokenizer.json").write_text(Tokenizer.train("chars", [TEXT]).json())
+    refuses(rf"{path}: {tmp_path}/tokenizer\.json beside it is not", checkpoint.load, path)
+    (tmp_path / "model.safetensors").touch()  # the tokenizer may be this model's
+    checkpoint.load(path)
+
+
 def write_parts(tmp_path, tokenizer, monkeypatch):
     """A model in three files, the path of the first."""
     monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=10))
