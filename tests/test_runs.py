@@ -371,7 +371,7 @@ def test_states_are_saved_as_often_as_the_work_that_would_be_lost_is_worth(secon
     assert low <= saver.interval <= high
 
 
-def test_a_signal_while_results_are_saved_is_too_late(code, tmp_path, monkeypatch):
+def test_a_signal_while_results_are_saved_is_too_late(code, tmp_path, monkeypatch, capfd):
     real = train_module.TrainTask.close
 
     def close(self, run, score, interrupted):
@@ -380,8 +380,9 @@ def test_a_signal_while_results_are_saved_is_too_late(code, tmp_path, monkeypatc
 
     monkeypatch.setattr(train_module.TrainTask, "close", close)
     printed = training_output(toy(code, steps=3), tmp_path / "run")
-    assert "done after 3 steps" in printed
+    assert "done before the signal after 3 steps" in printed
     assert "resume with" not in printed
+    assert "all steps are done; saving" in capfd.readouterr().err
 
 
 def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
