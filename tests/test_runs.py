@@ -114,6 +114,7 @@ def test_every_family_trains_from_scratch_with_every_tokenizer(family, kind, cod
     assert "done after 2 steps" in printed
 
 
+@pytest.mark.usefixtures("draws")
 def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     folder = tmp_path / "run"
     printed = training_output(toy(code, steps=60), folder)
@@ -856,6 +857,7 @@ def test_training_goes_on_without_an_output_or_a_terminal(code, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("draws")
 @pytest.mark.parametrize(
     "options",
     [
