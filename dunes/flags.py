@@ -71,8 +71,8 @@ def parse_fields(texts: Sequence[str]) -> dict[str, str]:
     """Names of a file's fields by ours, from texts like "prompt=question,completion=answer". Raises ValueError."""
     parts = [part.partition("=") for text in texts for part in re.split(r",(?=\w+=)", text)]
     names = {ours: theirs for ours, _, theirs in parts}
-    if len(names) < len(parts) or not all(map(all, names.items())):
+    if min(len(names), len({*names.values()})) < len(parts) or not all(map(all, names.items())):
         raise ValueError(
-            f"--fields {' '.join(texts)}: expected OURS=THEIRS once for each, such as prompt=question"
+            f"--fields {' '.join(texts)}: expected OURS=THEIRS once for each of both, such as prompt=question"
         )
     return names

@@ -27,6 +27,7 @@ from dunes.cli.main import main
 from dunes.inference.text_generator import sample_text
 from dunes.ops.float32_products import repeat_choice
 from dunes.progress import Display
+from dunes.runs import loop
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
@@ -145,10 +146,18 @@ def _threads(monkeypatch: pytest.MonkeyPatch):
     repeat_choice(None)
 
 
+@pytest.fixture
+def draws():
+    """A test with this fixture has real pictures of its runs."""
+
+
 @pytest.fixture(autouse=True)
-def _short_samples(monkeypatch: pytest.MonkeyPatch):
-    """Samples of a run take a second of each, with 120 tokens."""
-    monkeypatch.setattr("dunes.runs.train.sample_text", partial(sample_text, max_tokens=8))
+def _short_samples(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Samples and pictures take most of a small run."""
+    monkeypatch.setattr("dunes.runs.train.sample_text", partial(sample_text, max_tokens=2))
+    if "draws" not in request.fixturenames:
+        monkeypatch.setattr(loop, "loss_picture", lambda records, score, step, path: path.touch())
+        monkeypatch.setattr(loop, "load_picture", lambda records, path: False)
 
 
 @pytest.fixture(autouse=True)

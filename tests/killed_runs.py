@@ -40,7 +40,7 @@ def start(config, folder, save_seconds):
 def _train(config, folder, save_seconds):
     torch.set_num_threads(1)
     loop.SAVE_SECONDS = save_seconds
-    TrainTask.sample = lambda *_: ""
+    TrainTask.sample, loop.loss_picture = lambda *_: "", lambda *_: None
     resume = (folder / "state" / "plan.json").exists()
     sys.exit(train(config, folder, display()[0], resume=resume))
 
@@ -49,7 +49,8 @@ def _run(verb, config, folder, kill_after=None, resume=False):
     CHANGES["expand"] = expansion
     torch.set_num_threads(1)
     loop.SAVE_SECONDS, log_step = 0.0, loop._log_step
-    TrainTask.sample = FinetuneTask.sample = FinetuneTask._answer = lambda *_: ""  # texts for people
+    TrainTask.sample = FinetuneTask.sample = FinetuneTask._answer = lambda *_: ""  # for people, as pictures are
+    loop.loss_picture = lambda *_: None
 
     def log_or_die(path, step, score):
         log_step(path, step, score)

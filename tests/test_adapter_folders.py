@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters import difference, trained
-from conftest import change_json, refuses, run_python
+from conftest import change_json, refuses, refuses_command, run_python
 from dunes import checkpoint
 from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint.convert import convert
@@ -335,8 +335,12 @@ def test_verbs_refuse_another_base_in_another_dtype_unless_told_to_take_it(verb,
         assert json.loads((folder.parent / "m" / "dunes.json").read_text())["any_base"] is True
 
 
-def test_inspect_compares_the_numbers_where_it_is_asked_to(made):
+def test_inspect_compares_the_numbers_where_it_is_asked_to(made, monkeypatch, command):
     folder, _ = made
+    refuses_command("has no table of layers", command("inspect", folder, "--layers"))
+    with monkeypatch.context() as patch:
+        patch.setattr("dunes.measure.free_memory", lambda device: 1000)
+        assert describe_adapter(folder)[1] == refuses("are free", checkpoint.load, folder)
     lines, reason = describe_adapter(folder, values=True)
     assert reason is None
     assert "base check  its weights match the adapter's digests" in lines

@@ -79,7 +79,7 @@ def asked(base, examples, **changes):
 @pytest.fixture(autouse=True)
 def _quick(request, monkeypatch):
     """Short answers, and no estimate of memory but where that is the subject: they take most of a small run."""
-    monkeypatch.setattr(finetune_module, "ANSWER_TOKENS", 8)
+    monkeypatch.setattr(finetune_module, "ANSWER_TOKENS", 3)
     if not re.search("memory|cannot_be", request.node.name):
         monkeypatch.setattr(finetune_module, "memory", lambda data: {"weights": 1e6})
 

@@ -25,6 +25,8 @@ from dunes import checkpoint
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.export import export_gguf
 from dunes.checkpoint.formats import gguf as form
+from dunes.checkpoint.inspect import judge
+from dunes.checkpoint.source import open_source
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.parts.position import Linear, Llama3, Yarn
 from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, ranked_bpe, sentencepiece, templates
@@ -417,8 +419,23 @@ def test_a_model_larger_than_memory_is_refused_before_a_weight_is_read(tmp_path,
     monkeypatch.setattr("dunes.checkpoint.weights.lazy_tensor.MappedFile.tensor", raising(AssertionError("read")))
     assert "--dtype bfloat16" in refuses(rf"{path}: the weights take .* are free", checkpoint.load, path)
     assert "--dtype" not in refuses(rf"{folder}: the weights take .* are free", checkpoint.load, folder)
+    for source in map(open_source, (path, folder)):
+        assert "are free" in "".join(judge(source).reasons)
     monkeypatch.undo()
     monkeypatch.setattr("dunes.measure.free_memory", lambda device: 0)  # unknown
+    checkpoint.load(path)
+
+
+def test_a_tokenizer_beside_a_file_is_compared_and_not_read(tmp_path, tokenizer):
+    _, path = written(tmp_path, "llama", tokenizer)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    for text in ("{}", tokenizer.json()):
+        (tmp_path / "tokenizer.json").write_text(text)
+        with pytest.warns(UserWarning, match=r"tokenizer\.json, tokenizer_config\.json: not read, since llama\.gguf"):
+            checkpoint.load(path)
+    (tmp_path / "tokenizer.json").write_text(Tokenizer.train("chars", [TEXT]).json())
+    refuses(rf"{path}: {tmp_path}/tokenizer\.json beside it is not", checkpoint.load, path)
+    (tmp_path / "model.safetensors").touch()  # the tokenizer may be this model's
     checkpoint.load(path)
 
 

@@ -71,9 +71,12 @@ def test_a_network_that_holds_a_compiled_part_keeps_its_names(tmp_path):
     checkpoint.load_weights(network, tmp_path / "w.pt")
 
 
-def test_a_network_and_its_function_are_one_folder(tmp_path):
+def test_a_network_and_its_function_are_one_folder(tmp_path, monkeypatch):
     network = other(lambda: ConvNet(classes=3))
     checkpoint.save(network, tmp_path / "net", architecture=Architecture.of_function(ConvNet, classes=3))
+    with monkeypatch.context() as patch:
+        patch.setattr("dunes.measure.free_memory", lambda device: 1000)
+        refuses("are free", checkpoint.load_network, tmp_path / "net", build=ConvNet)
     loaded = checkpoint.load_network(tmp_path / "net", build=ConvNet)
     x = torch.rand(2, 1, 28, 28)
     assert torch.equal(loaded(x), network(x))

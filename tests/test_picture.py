@@ -13,6 +13,8 @@ from dunes.runs.run import Run, read_metrics
 from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import TrainTask, train
 
+pytestmark = pytest.mark.usefixtures("draws")
+
 
 @pytest.fixture
 def drawn(monkeypatch):

@@ -450,7 +450,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(finetune_module, "ANSWER_TOKENS", 8)
+    monkeypatch.setattr(finetune_module, "ANSWER_TOKENS", 3)
     monkeypatch.setattr(finetune_module, "memory", lambda data: {"weights": 1e6})
 
 

@@ -114,6 +114,7 @@ def test_every_family_trains_from_scratch_with_every_tokenizer(family, kind, cod
     assert "done after 2 steps" in printed
 
 
+@pytest.mark.usefixtures("draws")
 def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
     folder = tmp_path / "run"
     printed = training_output(toy(code, steps=60), folder)
@@ -371,7 +372,7 @@ def test_states_are_saved_as_often_as_the_work_that_would_be_lost_is_worth(secon
     assert low <= saver.interval <= high
 
 
-def test_a_signal_while_results_are_saved_is_too_late(code, tmp_path, monkeypatch):
+def test_a_signal_while_results_are_saved_is_too_late(code, tmp_path, monkeypatch, capfd):
     real = train_module.TrainTask.close
 
     def close(self, run, score, interrupted):
@@ -380,8 +381,9 @@ def test_a_signal_while_results_are_saved_is_too_late(code, tmp_path, monkeypatc
 
     monkeypatch.setattr(train_module.TrainTask, "close", close)
     printed = training_output(toy(code, steps=3), tmp_path / "run")
-    assert "done after 3 steps" in printed
+    assert "done before the signal after 3 steps" in printed
     assert "resume with" not in printed
+    assert "all steps are done; saving" in capfd.readouterr().err
 
 
 def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
@@ -855,6 +857,7 @@ def test_training_goes_on_without_an_output_or_a_terminal(code, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("draws")
 @pytest.mark.parametrize(
     "options",
     [

@@ -172,13 +172,24 @@ SWALLOWS = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_during_an_import_is_not_lost_in_it(number, tmp_path):
-    (tmp_path / "swallows.py").write_text(dedent(SWALLOWS))
-    script = "from dunes.cli.main import exit_with; exit_with(lambda: __import__('swallows') and 0, 'program')"
+CALLS = {
+    "swallows": "from dunes.cli.main import exit_with; exit_with(lambda: __import__('swallows') and 0, 'program')",
+    "tyro": "from dunes.cli.main import main; main()",
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "module"),
+    [(signal.SIGINT, "tyro"), *((n, "swallows") for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))],
+)
+def test_a_signal_during_an_import_is_not_lost_in_it(number, module, tmp_path):
+    (tmp_path / f"{module}.py").write_text(dedent(SWALLOWS))
+    script = f"import sys; sys.path.insert(0, ''); {CALLS[module]}"
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stderr=subprocess.PIPE)
     assert eventually((tmp_path / "ready").exists)
     process.send_signal(number)
     assert process.communicate(timeout=20) == (None, b"")
     assert process.returncode == 128 + number
     assert not (tmp_path / "swallowed").exists()
+
+

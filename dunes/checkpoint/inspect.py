@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from dunes.augment.options import Lora
 from dunes.checkpoint.base import BaseRecord
 from dunes.checkpoint.folder import check_vocabulary, load_tokenizer
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig
-from dunes.checkpoint.loading import base_folder, load, tokenizer_folder
+from dunes.checkpoint.loading import base_folder, check_memory, load, tokenizer_folder
 from dunes.checkpoint.model_folder import ADAPTER, read_card, readable_folder, verified_card
 from dunes.checkpoint.source import Source, open_source, open_verified_source, tensors
 from dunes.checkpoint.weights.lazy_tensor import Weights
@@ -74,14 +75,15 @@ def judge(source: Source) -> Verdict:
         built = False
         reasons.append(str(error))
     try:
-        verified_card(source.folder, math.inf)
-    except ValueError as error:
-        reasons.append(str(error))
-    try:
         tokenizer = Tokenizer.load_if_present(source.folder)
-        check_vocabulary(source, tokenizer)
     except ValueError as error:
         reasons.append(str(error))
+    checks = (partial(verified_card, source.folder, math.inf), partial(check_memory, source))
+    for check in (*checks, partial(check_vocabulary, source, tokenizer)):
+        try:
+            check()
+        except ValueError as error:
+            reasons.append(str(error))
     return Verdict(tokenizer, tuple(reasons), built)
 
 
@@ -181,6 +183,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     try:
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
         load_tokenizer(source, tokenizer_folder(folder))
+        check_memory(source)
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         check = "done when the adapter is loaded, or with --values"
         if values:

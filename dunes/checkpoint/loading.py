@@ -67,7 +67,7 @@ def load(
             return _load_adapted(readable_folder(readable), adapters, device, any_base)
         source = open_verified_source(readable, build=build)
         context_length, tokenizer = source.context_length, load_tokenizer(source)
-        _check_memory(source)
+        check_memory(source)
         model = load_decoder(source).to(device).eval()
         if adapters:
             prepare_base(model, adapters, any_base)
@@ -133,7 +133,7 @@ def base_folder(folder: Path) -> Path:
         raise ValueError(f"{folder}: its base cannot be found: {error}; or {remedy}") from None
 
 
-def _check_memory(source: Source) -> None:
+def check_memory(source: Source) -> None:
     """Raise ValueError if the weights take more memory than is free; blocks of a GGUF file become float32."""
     size, free = sum(w.nbytes for w in source.files.values()), measure.free_memory(torch.device("cpu"))
     if size > free > 0:
@@ -149,7 +149,7 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
     source = open_verified_source(base_folder(folder))
     tokenizer = load_tokenizer(source, tokenizer_folder(folder))
     context_length = context_length_of(card, folder, source.expected, source.context_length)
-    _check_memory(source)
+    check_memory(source)
     model = load_decoder(source)
     changes = prepare_base(model, [folder, *others], any_base)
     changes += [attach_adapter(model, folder, any_base=any_base)]
@@ -239,7 +239,9 @@ def load_network(
     """
 
     def read(readable: Path) -> nn.Module:
-        return load_decoder(open_verified_source(readable, build=build)).to(device).eval()
+        source = open_verified_source(readable, build=build)
+        check_memory(source)
+        return load_decoder(source).to(device).eval()
 
     with trust_cards(trust_code):
         return read_consistently(Path(folder), read)

@@ -11,15 +11,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from functools import partial, wraps
-from importlib import import_module, metadata
+from importlib import import_module
 from inspect import Parameter, Signature, signature
 from io import BufferedWriter, FileIO, StringIO, TextIOWrapper
 from select import select
 from time import sleep
 from types import FrameType
 from typing import Annotated, Any, NoReturn
-
-import tyro
 
 from dunes import __version__
 from dunes.cores import share_cores
@@ -192,6 +190,8 @@ def exit_with(work: Callable[[], int | None], program: str, is_result: bool = Tr
 
 def version() -> str:
     """A line with the versions of dunes, torch and Python."""
+    from importlib import metadata
+
     return f"dunes {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
 
 
@@ -202,6 +202,8 @@ def _show_warning(message: Warning | str, *place: Any, **rest: Any) -> None:
 
 def run(program: str, about: str, commands: dict[str, Callable[..., Any]], arguments: list[str]) -> int:
     """Parse the arguments and call the command that they name; returns its exit status."""
+    import tyro  # late: an interrupt before `exit_with` would print a traceback
+
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
     status = tyro.extras.subcommand_cli_from_dict(
         commands, args=arguments, prog=program, description=about, config=config
@@ -215,6 +217,8 @@ def with_trust(commands: Mapping[str, Callable[..., Any]]) -> dict[str, Callable
 
 
 def _with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    import tyro
+
     trust = [keyword(name, False, Annotated[bool, tyro.conf.arg(help=text)]) for name, text in TRUST.items()]
 
     @wraps(command)

@@ -353,6 +353,8 @@ def inspect(
 
     folder = checkpoint.locate_model(model, verify=True).folder
     if is_adapter(folder):
+        if layers or example:
+            raise ValueError(f"{folder}: an adapter has no table of layers; inspect its base with --layers")
         lines, reason = describe_adapter(folder, values)
         print("\n".join(lines))
         return 0 if reason is None else 1

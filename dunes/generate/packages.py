@@ -22,7 +22,6 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 from zipfile import ZipFile
 
 import torch
@@ -53,6 +52,7 @@ from dunes.generate.step import (
     load_native,
     model_state,
     outline,
+    replace_attribute,
     step_weights,
 )
 from dunes.ops.kernels import attempt, why_not_compiled
@@ -489,11 +489,11 @@ def compile_graph(
     from torch._inductor.codegen import cpp_wrapper_cpu_array_ref as wrapper
     from torch._inductor.utils import fresh_cache
 
-    limit = patch.object(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK, create=True)
+    limit = replace_attribute(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK)
     # The first compilation in a process, which may be the user's, registers the backends for all.
     common.init_backend_registration()
     cpu = common.device_codegens["cpu"]
-    writer = patch.object(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
+    writer = replace_attribute(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
     # Other processes may write the same names into the usual cache; the compiler accepts no spaces in `path`.
     with (
         TemporaryDirectory() as folder,

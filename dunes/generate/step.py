@@ -17,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -456,10 +455,21 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     """A context in which the model's embeddings and linear layers return float32, as those of a step do."""
     with ExitStack() as stack:
         for layer in [m for m in model.modules() if hasattr(m, "for_step")]:  # would round dequantized weights
-            stack.enter_context(patch.object(layer, "dtype", torch.float32))
+            stack.enter_context(replace_attribute(layer, "dtype", torch.float32))
         forms = {function: _float(function) for function in (F.linear, F.layer_norm, F.rms_norm)}
         stack.enter_context(_OneRow(forms | {F.embedding: _embedding}))
         yield
+
+
+@contextmanager
+def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """A context in which an object's or a module's attribute has another value."""
+    previous = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, previous)
 
 
 def _float(function: Function) -> Function:

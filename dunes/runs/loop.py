@@ -74,6 +74,7 @@ SMALL_STEP = 1_000
 """In steps of fewer tokens, fixed costs may dominate; the estimate does not include fixed costs."""
 
 STOPPING = b"\nstopping after this step and saving; interrupt again to exit at once\n"
+CLOSING = b"\nall steps are done; saving; interrupt again to exit at once\n"
 NOT_SAVED = 3
 DIVERGED = 4
 
@@ -176,11 +177,12 @@ def _warn_in_dry_run(display: Display, dry: bool) -> Iterator[None]:
 class StopRequest:
     """Requests by signals: `signal` is the number of the signal that requested a stop, or 0.
 
-    `save` is True if a signal requested a save.
+    `save` is True if a signal requested a save, `closing` after the last step.
     """
 
     signal: int = 0
     save: bool = False
+    closing: bool = False
 
     def asked(self) -> bool:
         """True if validation and the like are to be left; several ranks would leave them in different places."""
@@ -292,7 +294,8 @@ def _signals() -> Iterator[StopRequest]:
             os._exit(128 + number)
         request.signal = number
         if ranks.is_first():
-            os.write(2, STOPPING)  # a handler may not print through the display, which it may have interrupted
+            # Not through the display, in which the handler may have interrupted a line.
+            os.write(2, CLOSING if request.closing else STOPPING)
 
     def save(number: int, frame: FrameType | None) -> None:
         request.save = True
@@ -504,7 +507,7 @@ def _sample(run: Run, display: Display, weights_step: int) -> str:
 def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, board: TensorBoard) -> int:
     """Save the state and the results, plot the loss, and print the final report; returns the exit status."""
     step, non_fatal = run.trainer.number, board.non_fatal
-    number = int(ranks.largest(request.signal)[0])
+    number, request.closing = int(ranks.largest(request.signal)[0]), True
     try:
         with run.timings("saves"):
             saved = saver.last(run)
@@ -524,7 +527,8 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
         if ranks.is_first():
             loss_picture(records, score, saved_step, run.folder / "loss.png")
             drawn = load_picture(records, run.folder / LOAD_PICTURE)
-    outcome = "stopped" if number else "done"
+    late = " before the signal" if request.signal else ""
+    outcome = "stopped" if number else f"done{late}"
     display.line(
         f"\n{outcome} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss {score.text}"
     )

@@ -188,7 +188,7 @@ def build_tokenizer(
     """
     if f"tokenizer.{JSON}" in fields:
         inner = library.call(f"tokenizer.{JSON}", lambda: parse(value(fields, JSON, str).encode()))
-        _check_same_tokens(inner, fields)
+        check_same_tokens(inner, fields, f"tokenizer.{JSON}")
         return inner
     model, tokens, types = value(fields, "ggml.model", str), *vocabulary(fields)
     for key, given in fields.items():
@@ -209,15 +209,15 @@ def build_tokenizer(
     return _surrounded(inner, fields, tokens)
 
 
-def _check_same_tokens(inner: tokenizers.Tokenizer, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError if a tokenizer.json has other tokens; a few may be spelled differently."""
+def check_same_tokens(inner: tokenizers.Tokenizer, fields: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError if the tokenizer.json `name` has other tokens; a few may be spelled differently."""
     tokens, types = vocabulary(fields)
     normal = [i for i, type in enumerate(types) if type == NORMAL]
     other = [i for i in normal if inner.id_to_token(i) != tokens[i]]
     if inner.get_vocab_size() > len(tokens) or 2 * len(other) > len(normal):
         raise ValueError(
-            f"tokenizer.{JSON} is not the tokenizer of tokenizer.ggml.tokens: {plural(len(other), 'id')} of "
-            f"{len(normal)} are other tokens; convert the model from its Hugging Face folder instead"
+            f"{name} is not the tokenizer of tokenizer.ggml.tokens: {plural(len(other), 'id')} of {len(normal)} are "
+            "other tokens; convert the model from its Hugging Face folder instead"
         )
 
 
