@@ -41,7 +41,6 @@ GENERATED_NAMES = re.compile(
 )
 """Names of lock files, minified code, source maps, snapshots of tests, and code that a generator writes."""
 STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
-OVER_CAP = "installed files beyond the cap, or of older versions"
 OUTSIDE = "links that lead outside"
 
 Lines = list[tuple[re.Pattern[str], bool, bool]]
@@ -127,19 +126,13 @@ class Walk:
 
     def _select_installed(self, files: Iterable[SourceFile]) -> Iterator[SourceFile]:
         """The installed files to read, each with its package."""
-        sizes = dict[SourceFile, int]()
-        for file in files:
-            if reason := reason_by_name(file):
-                self.skip(reason, file.name)
+        named = [replace(file, package=package_folder(file.path, file.name)) for file in files]
+        selected = select_files([(file.package, file.name, file_size(file.path)) for file in named])
+        for file in named:
+            if (file.package, file.name) in selected:
+                yield file
             else:
-                sizes[file] = file_size(file.path)
-        packages = {file: package_folder(file.path, file.name) for file in sizes}
-        selected = select_files([(packages[file], file.name, size) for file, size in sizes.items()])
-        for file, package in packages.items():
-            if (package, file.name) in selected:
-                yield replace(file, package=package)
-            else:
-                self.skip(OVER_CAP, file.name)
+                self.skip("installed files beyond the cap or of older versions", file.name)
 
     def skip(self, reason: str, name: str) -> None:
         self.skipped.setdefault(reason, []).append(name)
