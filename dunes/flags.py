@@ -9,7 +9,7 @@ import tyro
 STDLIB = "stdlib"
 """Name of the source that means the standard library of the running Python."""
 INSTALLED = "installed"
-"""Name of the source that means the code of installed packages; `installed:python,go` are those of two languages."""
+"""Name of the source that means the code of installed packages; `installed:python,go` limits the languages."""
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Copies = Literal["auto", "never", "only"]

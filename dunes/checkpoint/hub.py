@@ -1,4 +1,4 @@
-"""Locate a model by its path or name: for the Hugging Face Hub's, a folder for one commit in the Hub's local cache.
+"""Locate a model by its path or name; one on the Hugging Face Hub is a folder for one commit in the Hub's cache.
 
 A branch is resolved to its commit. huggingface_hub caches the list of files in that commit, downloads missing
 files, and needs no network for cached files. This module selects the files to download: weights in one format

