@@ -8,6 +8,8 @@ import tyro
 
 STDLIB = "stdlib"
 """Name of the source that means the standard library of the running Python."""
+INSTALLED = "installed"
+"""Name of the source that means the code of installed packages; `installed:python,go` limits the languages."""
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Copies = Literal["auto", "never", "only"]
@@ -60,6 +62,11 @@ def flag(metavar: str, default: str = "", about: str | None = None, name: str | 
     """A tyro argument with a metavar, the default shown in help (or REQUIRED), a help text and a name."""
     hint = f"({default})" if default == REQUIRED else f"(default: {default})" if default else None
     return tyro.conf.arg(name=name, metavar=metavar, help=about, help_behavior_hint=hint)
+
+
+def is_path(source: object) -> bool:
+    """True if a source of text is a path; False for STDLIB and INSTALLED."""
+    return str(source) != STDLIB and str(source).partition(":")[0] != INSTALLED
 
 
 def option(field: str) -> str:

@@ -33,7 +33,7 @@ from dunes.extra import python_command
 from dunes.files import json_file
 from dunes.files.atomic import folder_lock
 from dunes.files.model_file import trust_cards
-from dunes.flags import PARTS, option
+from dunes.flags import PARTS, is_path, option
 from dunes.progress import print_table, report
 from dunes.runs.autosize import architecture_for, vocabulary
 from dunes.runs.run import is_number
@@ -66,7 +66,7 @@ class Plan:
                 raise ValueError(f"--{name} is {value}; expected at least {least}")
         if self.budget is not None and not 0 < self.budget < 1e6:
             raise ValueError(f"--budget is {self.budget}; expected hours, more than 0")
-        if missing := [s for s in self.sources if s != "stdlib" and not Path(s).exists()]:
+        if missing := [s for s in self.sources if is_path(s) and not Path(s).exists()]:
             raise ValueError(f"{missing[0]}: no such file or folder")
         if len(self.variants) < 2:
             raise ValueError("nothing to compare; name variants, for example --vary mlp=gated,gelu norm=layer")

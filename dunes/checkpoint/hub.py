@@ -1,4 +1,4 @@
-"""Locate a model by its name on the Hugging Face Hub, as a folder for one commit in the Hub's local cache.
+"""Locate a model by its path or name; one on the Hugging Face Hub is a folder for one commit in the Hub's cache.
 
 A branch is resolved to its commit. huggingface_hub caches the list of files in that commit, downloads missing
 files, and needs no network for cached files. This module selects the files to download: weights in one format
@@ -20,6 +20,7 @@ from hashlib import sha1
 from pathlib import Path
 
 from dunes.checkpoint.model_folder import explain, no_such_folder
+from dunes.checkpoint.wheel import MODELS, fetch_model
 from dunes.files import atomic
 from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
@@ -58,7 +59,8 @@ class ModelLocation:
 
 
 def locate_model(model: str | Path, revision: str | None = None, verify: bool = False) -> ModelLocation:
-    """The folder of a model: a local one, or a cached copy of `org/name` or `org/name@revision` from the Hub.
+    """The folder of a model: a local one, or a cached copy of a packaged model (`smollm2`), or of `org/name` or
+    `org/name@revision` from the Hub, also written `hf:org/name`.
 
     A local folder or GGUF file takes precedence. A revision is a branch, a tag or a commit, by default `main`. The
     digests of downloaded files are checked; with `verify`, of all files. Raises ValueError, on one line, if
@@ -72,7 +74,9 @@ def locate_model(model: str | Path, revision: str | None = None, verify: bool = 
         return ModelLocation(path, {})
     if path.exists():
         raise ValueError(explain(path))
-    return _copy(*_parse(str(model), revision), verify)
+    if packaged := MODELS.get(str(model)) if revision is None else None:
+        return ModelLocation(fetch_model(str(model)), {"package": packaged.requirement})
+    return _copy(*_parse(str(model).removeprefix("hf:"), revision), verify)
 
 
 def _parse(model: str, revision: str | None) -> tuple[str, str]:
@@ -80,7 +84,8 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
     name, separator, suffix = model.partition("@")
     if not NAME.fullmatch(name) or len(name) > 96 or re.search(r"\.\.|--|\.git$", name):
         raise ValueError(
-            f"{no_such_folder(model)}; name a model folder, or one on the Hugging Face Hub: org/name[@revision]"
+            f"{no_such_folder(model)}; name a model folder, one on the Hugging Face Hub (org/name[@revision]), or "
+            f"{', '.join(MODELS)}"
         )
     if separator and revision and suffix != revision:
         raise ValueError(f"{model}: revision {revision!r} is given, too; name one")

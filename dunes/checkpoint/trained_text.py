@@ -17,7 +17,7 @@ from dunes.checkpoint import cards_trusted
 from dunes.data import Corpus, collect_corpus, hold_out_test
 from dunes.data.sources import without_files
 from dunes.files.atomic import cache_home
-from dunes.flags import STDLIB
+from dunes.flags import STDLIB, is_path
 
 _trusted = ContextVar("trusted_sources", default=False)
 
@@ -38,6 +38,12 @@ def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
     sources = trained.get("sources")
     return trained if isinstance(sources, list | tuple) and all(isinstance(s, str) for s in sources) else {}
+
+
+def trained_packages(card: Mapping[str, Any]) -> list[str]:
+    """Installed packages with whose code a model was trained, or the model that it was trained from."""
+    packages = trained_text(card).get("packages")
+    return [name for name in packages if isinstance(name, str)] if isinstance(packages, list) else []
 
 
 def remember_sources(sources: Sequence[str], follow_links: bool) -> None:
@@ -64,7 +70,7 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
 
 def _record(sources: Sequence[str], follow_links: bool) -> Path:
     """The path of a file that exists only if this user has trained on these sources."""
-    paths = [s if s == STDLIB else str(Path(os.path.expanduser(s)).absolute()) for s in sources]
+    paths = [str(Path(os.path.expanduser(s)).absolute()) if is_path(s) else s for s in sources]
     digest = blake2b(json.dumps([paths, follow_links]).encode(), digest_size=16)
     return cache_home() / "sources" / digest.hexdigest()
 

@@ -1,7 +1,6 @@
 """The completer of a model folder, or of a run in training, which only copies (the baseline)."""
 
 import re
-import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +23,7 @@ from dunes.completion.text import first_line, near_text, whole_words, without_ov
 from dunes.data import Document, header_name
 from dunes.data.document import NamedText, document_texts
 from dunes.data.duplicates import content_digest
-from dunes.flags import STDLIB
+from dunes.data.files import source_roots
 from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import TextSource, longest_match
 from dunes.generate.packages import step_source
@@ -147,9 +146,9 @@ def name_in_sources(path: Path, folder: Path) -> str:
     """The name that the file has in training: its path relative to the source that contains it."""
     for source in training_sources(folder, of_anyone=True)[0]:
         with suppress(OSError, ValueError, RuntimeError):  # a path of another user may be invalid here
-            root = Path(sysconfig.get_path("stdlib") if source == STDLIB else source).expanduser().resolve()
-            if path.resolve().is_relative_to(root) and root.is_dir():
-                return header_name(path.resolve().relative_to(root).as_posix())
+            for root in map(Path.resolve, source_roots(source)):
+                if path.resolve().is_relative_to(root) and root.is_dir():
+                    return header_name(path.resolve().relative_to(root).as_posix())
     return header_name(path.name)
 
 

@@ -13,11 +13,14 @@ import re
 import stat
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
+
+from dunes.data.installed import installed_roots, package_folder, select_files
+from dunes.flags import STDLIB, is_path
 
 NEVER = {".git", ".hg", ".svn", "__pycache__"}
 DEPENDENCIES = {"node_modules", ".venv", "site-packages"}
@@ -60,11 +63,15 @@ _REGEX = {
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file: `name` is its path within its source, `named` is True if the user named the file itself."""
+    """A file: `name` is its path within its source, `named` is True if the user named the file itself.
+
+    `package` is the folder of its package in the source `installed`, and empty in others.
+    """
 
     path: Path
     name: str
     named: bool
+    package: str = ""
 
 
 def reason_by_name(file: SourceFile) -> str:
@@ -92,27 +99,41 @@ class Walk:
     """The files of sources, sorted by name. `skipped` has the names of skipped files for each reason.
 
     `folders` has the modification time (ns) of each folder that was read. The source `stdlib` is the standard
-    library of the running Python. A link that is itself a source is followed; with `follow_links`, any other link
-    to a target outside the sources is followed, too. Raises ValueError for a missing source.
+    library of the running Python, and `installed` the code of installed packages. A link that is itself a source
+    is followed; with `follow_links`, any other link to a target outside the sources is followed, too. Raises
+    ValueError for a missing source.
     """
 
     def __init__(self, sources: Sequence[str | Path], follow_links: bool = False) -> None:
         self.follow_links = follow_links
         self.skipped: dict[str, list[str]] = {}
         self.folders: dict[Path, int] = {}
-        self.sources = [(source, _source_path(source)) for source in sources]
-        self._roots = [path.resolve() for _, path in self.sources]
+        self.sources = [(source, source_roots(source)) for source in sources]
+        self._roots = [path.resolve() for _, roots in self.sources for path in roots]
 
     def files(self) -> Iterator[SourceFile]:
         """Yield each file (also devices, pipes and sockets) once for each source that contains it."""
-        for source, path in self.sources:
-            if str(source) == "stdlib":
-                yield from self._walk(path, path, [(path, parse_lines(STDLIB_TESTS))])
-            elif path.is_dir():
-                # The user named this folder, so rules that exclude the folder itself are dropped.
-                yield from self._walk(path, path, rules_above(path, True) or [])
+        for source, roots in self.sources:
+            if not is_path(source):
+                files = (f for path, lines in roots.items() for f in self._walk(path, path, [(path, lines)]))
+                yield from files if str(source) == STDLIB else self._select_installed(files)
+                continue
+            for path in roots:
+                if path.is_dir():
+                    # The user named this folder, so rules that exclude the folder itself are dropped.
+                    yield from self._walk(path, path, rules_above(path, True) or [])
+                else:
+                    yield SourceFile(path, path.name, True)
+
+    def _select_installed(self, files: Iterable[SourceFile]) -> Iterator[SourceFile]:
+        """The installed files to read, each with its package."""
+        named = [replace(file, package=package_folder(file.path, file.name)) for file in files]
+        selected = select_files([(file.package, file.name, file_size(file.path)) for file in named])
+        for file in named:
+            if (file.package, file.name) in selected:
+                yield file
             else:
-                yield SourceFile(path, path.name, True)
+                self.skip("installed files beyond the cap or of older versions", file.name)
 
     def skip(self, reason: str, name: str) -> None:
         self.skipped.setdefault(reason, []).append(name)
@@ -244,15 +265,18 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
     return f"skipped: {', '.join(f'{n} {reason}' for n, reason in counts) or 'nothing'}{hint}"
 
 
-def _source_path(source: str | Path) -> Path:
-    if str(source) == "stdlib":
-        return Path(sysconfig.get_paths()["stdlib"]).resolve()
+def source_roots(source: str | Path) -> dict[Path, Lines]:
+    """The file or the folders of a source, each with its own rules. Raises ValueError for a missing source."""
+    if str(source) == STDLIB:
+        return {Path(sysconfig.get_paths()["stdlib"]).resolve(): parse_lines(STDLIB_TESTS)}
+    if not is_path(source):
+        return {root: parse_lines(lines) for root, lines in installed_roots(str(source)).items()}
     if str(source) == "":  # Path would read it as the current folder
         raise ValueError("a source is an empty string; pass a file or a folder, . for the current one")
     path = Path(os.path.expanduser(source))
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
-    return path
+    return {path: []}
 
 
 def open_plain(path: Path) -> BinaryIO:

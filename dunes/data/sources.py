@@ -7,7 +7,7 @@ Validation records are selected by a hash of their text.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -25,6 +25,7 @@ from dunes.data.document import (
 )
 from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
 from dunes.data.files import SourceFile, Walk, file_size, skipped_line
+from dunes.data.installed import describe_package
 from dunes.units import format_bytes, plural
 
 SHARE = 0.1
@@ -51,7 +52,8 @@ class Corpus:
 
     `notes` are lines on records and near-duplicates. With `split` "files", entire files and records are for
     validation; with "tails", the tail of each document is. `duplicates` maps the digest of each near-duplicate to
-    the digest of the first file in its group. `share` is the fraction of the text for validation.
+    the digest of the first file in its group. `packages` are the installed packages whose code was collected, with
+    versions and licences. `share` is the fraction of the text for validation.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -61,6 +63,7 @@ class Corpus:
     notes: list[str] = field(default_factory=list)
     split: Literal["files", "tails"] = "files"
     duplicates: dict[str, str] = field(default_factory=dict)
+    packages: list[str] = field(default_factory=list)
     share: float = SHARE
 
     def __repr__(self) -> str:
@@ -93,7 +96,8 @@ def collect_corpus(
     names: Mapping[str, str] | None = None,
     split_version: int = SPLIT_VERSION,
 ) -> Corpus:
-    """Collect the corpus in files and folders; `stdlib` is the standard library of the running Python.
+    """Collect the corpus in files and folders; `stdlib` is the standard library of the running Python,
+    and `installed` the code of installed packages (`dunes.data.installed`), of which near-duplicates are left out.
 
     About `share` of the text (default `validation_share`) is for validation. A text file is entirely on one side;
     files of records are divided record by record. Of several items, at least one is for validation, but never all.
@@ -110,7 +114,7 @@ def collect_corpus(
         )
     walk = Walk(sources, follow_links)
     corpus = Corpus(skipped=walk.skipped)
-    documents, files = dict[str, Document](), [*walk.files()]
+    documents, files, packages = dict[str, Document](), [*walk.files()], dict[str, str]()
     if share is None:
         share = TESTED if split_version < 2 else validation_share(sum(file_size(file.path) for file in files))
     corpus.share = share if split_version > 1 else SHARE
@@ -129,6 +133,7 @@ def collect_corpus(
             walk.skip("duplicates", file.name)
         else:
             documents |= {document.digest: document for document in collected}
+            packages |= {document.digest: file.package for document in collected if file.package}
     if not documents:
         notes = [_left_out_line(left_out), *corpus.notes[:1]]
         listed, reasons = ", ".join(map(str, sources)), "; ".join(filter(None, [corpus.report(), *notes]))
@@ -137,7 +142,8 @@ def collect_corpus(
         corpus.notes[SHOWN:] = [f"skipped: {plural(len(unread), 'more file')} of records"]
     corpus.notes[:0] = filter(None, [_left_out_line(left_out), *describe_records([*documents.values()])])
     if split_version:
-        _find_duplicates(corpus, [*documents.values()])
+        _find_duplicates(corpus, documents, packages)
+    corpus.packages = sorted({describe_package(Path(packages[d])) for d in documents if d in packages})
     _divide(corpus, [*documents.values()], share, split_version)
     return corpus
 
@@ -206,11 +212,18 @@ class _Group:
         return self.files[0].path.suffix
 
 
-def _find_duplicates(corpus: Corpus, documents: Sequence[Document]) -> None:
-    """Set `corpus.duplicates`, and add a note. The first file of a group is the file with the shortest path."""
-    files = sorted(_files(documents), key=lambda d: (len(d.name), d.name))
+def _find_duplicates(corpus: Corpus, documents: dict[str, Document], installed: Collection[str]) -> None:
+    """Set `corpus.duplicates`, and add a note. The first file of a group is the file with the shortest path.
+
+    Near-duplicates with digests in `installed` are removed from `documents` instead.
+    """
+    files = sorted(_files([*documents.values()]), key=lambda d: (len(d.name), d.name))
     firsts = group_duplicates(d.text() for d in files) if len(files) > 1 else [0] * len(files)
     pairs = [(file, files[first]) for file, first in zip(files, firsts, strict=True) if file is not files[first]]
+    for file, _ in pairs:
+        if file.digest in installed:
+            corpus.skipped.setdefault("installed near-duplicates", []).append(documents.pop(file.digest).name)
+    pairs = [(file, first) for file, first in pairs if file.digest in documents]
     corpus.duplicates = {file.digest: first.digest for file, first in pairs}
     if pairs:
         example = " of ".join(header_name(d.name)[:200] for d in pairs[0])

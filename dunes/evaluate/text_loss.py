@@ -22,7 +22,7 @@ from dunes.data import Document, PackedText, TokenIds, collect_corpus, file_head
 from dunes.data.batches import join_texts, tail_start
 from dunes.data.duplicates import content_digest
 from dunes.data.fim import find_headers
-from dunes.flags import STDLIB
+from dunes.flags import is_path
 from dunes.measure import ranks
 from dunes.progress import each
 from dunes.text import Tokenizer
@@ -224,7 +224,7 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
 
 def missing_source(card: Mapping[str, Any]) -> str:
     """The first training source in the card that no longer exists; empty if all exist."""
-    sources = [s for s in trained_text(card).get("sources", ()) if s != STDLIB]
+    sources = [s for s in trained_text(card).get("sources", ()) if is_path(s)]
     return next((source for source in sources if not os.path.exists(os.path.expanduser(source))), "")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 import tyro
 
-from dunes.flags import STDLIB, Device, Dtype, flag, option
+from dunes.flags import Device, Dtype, flag, is_path, option
 from dunes.units import plural
 
 MEASURED = ("dtype", "threads", "device")
@@ -203,4 +203,4 @@ def _absolute(name: Any) -> Any:
     if isinstance(name, tuple):
         return (*map(_absolute, name),)
     path = Path(name).expanduser()
-    return str(path.absolute()) if name not in ("", STDLIB) and path.exists() else name
+    return str(path.absolute()) if name and is_path(name) and path.exists() else name

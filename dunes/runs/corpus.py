@@ -42,12 +42,16 @@ LITTLE = 20_000
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenizer, training token ids and validation token ids; `fingerprints` has a digest of each."""
+    """A tokenizer, training token ids and validation token ids; `fingerprints` has a digest of each.
+
+    `packages` are the installed packages whose code is in the text.
+    """
 
     tokenizer: Tokenizer
     train: TokenIds
     valid: TokenIds
     fingerprints: dict[str, str]
+    packages: Sequence[str] = ()
 
 
 def gather(config: TrainConfig) -> Corpus:
@@ -140,7 +144,7 @@ def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, d
                 f"{plural(len(tokens), 'token')} to {side}, at least {minimum} needed; "
                 "add text, or reduce --context-length"
             )
-    return Tokens(tokenizer, train, valid, _fingerprints(tokenizer, corpus))
+    return Tokens(tokenizer, train, valid, _fingerprints(tokenizer, corpus), corpus.packages)
 
 
 def _fingerprints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:

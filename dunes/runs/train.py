@@ -18,6 +18,7 @@ from dunes.augment.adapted import sides
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import weights_digest
 from dunes.checkpoint.loading import is_adapter
+from dunes.checkpoint.trained_text import trained_packages
 from dunes.completion.fit import (
     CompletionFiles,
     FitSize,
@@ -370,6 +371,8 @@ class TrainTask:
             return [""]
         set_dropout(loaded.model, self.dropout)  # a saved model has no trace of the training's dropout
         facts = card_facts(run, score, "trained")
+        if packages := {*trained_packages(self.loaded.card), *self.text.packages}:
+            facts["trained"]["packages"] = sorted(packages)
         save_changed(loaded, (), run.folder, lambda staged: facts)
         folder = shlex.quote(str(run.folder)) + loaded.architecture.trust_option
         lines = [f"model: {run.folder}"]

@@ -1,0 +1,145 @@
+"""Code that is installed on this machine: packages of Python, Node, Go and Rust, and headers of C.
+
+`installed` is a source of text like `stdlib`; `installed:python,go` is its part in these languages. Headers must be
+named, since a machine has them whatever its user writes. Tests are left out, and of several versions of a package
+all but the newest. If there are more than CAP bytes, packages contribute equally, and smaller ones completely.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from hashlib import blake2b
+from importlib.metadata import metadata, packages_distributions
+from pathlib import Path
+from typing import Any
+
+CAP = 100_000_000
+"""Maximum bytes of installed code in a corpus."""
+TESTS = (
+    *("test/", "tests/", "testing/", "testdata/", "__tests__/", "__mocks__/", "fixtures/", "spec/", "externals/"),
+    *("test_*", "*_test.*", "*.test.*", "*.spec.*", "conftest.py", "*.d.ts", "*.d.mts", "*.d.cts"),
+)
+"""Lines of a .gitignore for tests, vendored packages, and declarations that a compiler writes."""
+_PACKAGE = re.compile(r"@[^/]+/[^/]+|(?:[^/@]+/)+[^/@]+@v\d[^/]*|[^/]+")
+"""A package's path within its root: @scope/name (Node), host/path@version (Go), or the first component."""
+_VERSION = re.compile(r"(?<=[@-])v?\d+\.\d+\.\d.*$")
+_MANIFESTS: dict[str, Callable[[str], Any]] = {
+    "package.json": json.loads,
+    "Cargo.toml": lambda text: tomllib.loads(text)["package"],
+}
+"""Files that state name, version and licence of a package, and the functions that parse them."""
+
+
+def _python_folders() -> list[Path]:
+    return [Path(path) for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+
+
+def _node_folders() -> list[Path]:
+    program = Path(shutil.which("node") or "/usr/local/bin/node")
+    roots = [Path("node_modules"), program.parent.parent / "lib" / "node_modules"]
+    return roots + [folder for root in roots for folder in sorted(root.glob(".pnpm/*/node_modules"))]
+
+
+def _go_folders() -> list[Path]:
+    first = os.environ.get("GOPATH", "").split(os.pathsep)[0] or "~/go"
+    return [Path(os.environ.get("GOMODCACHE") or f"{first}/pkg/mod").expanduser()]
+
+
+def _rust_folders() -> list[Path]:
+    return sorted(Path(os.environ.get("CARGO_HOME") or "~/.cargo").expanduser().glob("registry/src/*"))
+
+
+LANGUAGES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[Path]]]] = {
+    "python": ((".py",), _python_folders),
+    "javascript": ((".js", ".cjs", ".mjs", ".jsx", ".ts", ".mts", ".cts", ".tsx"), _node_folders),
+    "go": ((".go",), _go_folders),
+    "rust": ((".rs",), _rust_folders),
+    "c": ((".h", ".hh", ".hpp", ".hxx"), lambda: [Path("/usr/include"), Path("/usr/local/include")]),
+}
+"""Suffixes of files, and folders that may have packages, by language. The last language must be named."""
+
+
+def installed_roots(source: str) -> dict[Path, list[str]]:
+    """The folders of a source `installed` or `installed:LANGUAGE,...`, with lines of a .gitignore for other files.
+
+    A suffix such as `ts` also names its language. Raises ValueError for an unknown language, or without folders.
+    """
+    aliases = {suffix[1:]: name for name, (suffixes, _) in LANGUAGES.items() for suffix in suffixes}
+    asked = source.partition(":")[2].lower().split(",") if ":" in source else [*LANGUAGES][:-1]
+    names = [aliases.get(text.strip(), text.strip()) for text in asked]
+    if unknown := [name for name in names if name not in LANGUAGES]:
+        raise ValueError(f"{source}: unknown language {unknown[0]!r}; name one or more of {','.join(LANGUAGES)}")
+    folders = [(folder, LANGUAGES[name][0]) for name in names for folder in LANGUAGES[name][1]()]
+    roots = {folder.resolve(): [f"!*{s}" for s in suffixes] for folder, suffixes in folders if folder.is_dir()}
+    if roots:
+        return {root: ["*", "!*/", *code, *TESTS] for root, code in roots.items()}
+    places = ", ".join(str(folder) for folder, _ in folders) or "no folder"
+    raise ValueError(f"{source}: nothing is installed here (looked in {places}); name a folder of code")
+
+
+def package_folder(path: Path, name: str) -> str:
+    """The folder of an installed file's package, or the file itself; `name` is its path within its root."""
+    match = _PACKAGE.match(name)
+    return f"{str(path)[: -len(name)]}{match[0] if match else name}"
+
+
+def select_files(files: Sequence[tuple[str, str, int]], cap: float = CAP) -> set[tuple[str, str]]:
+    """(package, name) of the files to read, given (package, name, size): newest versions, at most `cap` bytes."""
+    newest: dict[str, str] = {}
+    for package, _, _ in files:
+        unversioned = _VERSION.sub("", package)
+        newest[unversioned] = max(newest.get(unversioned, package), package, key=_version)
+    kept, bytes_before, ordered = {*newest.values()}, Counter[str](), []
+    for package, name, size in sorted(files, key=lambda file: blake2b(os.fsencode(file[1])).digest()):
+        if package in kept:
+            bytes_before[package] += size
+            ordered.append((bytes_before[package], package, name, size))
+    selected = set[tuple[str, str]]()
+    for _, package, name, size in sorted(ordered):
+        cap -= size
+        if cap >= 0:
+            selected.add((package, name))
+    return selected
+
+
+def _version(package: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", package)]
+
+
+def describe_package(folder: Path) -> str:
+    """Name, version and licence of a package, as far as its manifest or its file of the licence states them."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        for name, parse in _MANIFESTS.items():
+            if (folder / name).is_file():
+                fields = parse((folder / name).read_text("utf-8"))
+                return _describe(f"{fields['name']} {fields['version']}", fields.get("license"))
+        if owners := _owners(tuple(sys.path)).get(folder.name.removesuffix(".py")):
+            return "; ".join(sorted(map(_describe_distribution, {*owners})))
+        files = sorted(path for path in folder.iterdir() if re.match("licen[cs]e|copying", path.name, re.I))
+        return _describe(folder.name, files[0].read_text("utf-8").strip().split("\n")[0])
+    return _describe(folder.name, None)
+
+
+def _describe(name: str, license: object) -> str:
+    return f"{name}, {' '.join(str(license or 'no licence stated').split())[:80]}"
+
+
+@lru_cache(1)
+def _owners(path: Sequence[str]) -> dict[str, list[str]]:
+    return {name: [*owners] for name, owners in packages_distributions().items()}
+
+
+def _describe_distribution(name: str) -> str:
+    fields = metadata(name)
+    classified = [text.rpartition(" :: ")[2] for text in fields.get_all("Classifier", []) if "License ::" in text]
+    stated = [*fields.get_all("License-Expression", []), *fields.get_all("License", []), " and ".join(classified)]
+    return _describe(
+        f"{fields['Name']} {fields['Version']}", next((s for s in stated if s and "\n" not in s), None)
+    )

@@ -1,0 +1,212 @@
+"""The source `installed`: code of packages, in folders of our own that look like those of package managers."""
+
+import json
+import os
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from dunes.checkpoint.trained_text import remember_sources, require_own_sources, trained_packages
+from dunes.completion.completer import name_in_sources
+from dunes.data import collect_corpus, installed
+from dunes.data.files import Walk
+from dunes.data.installed import describe_package, select_files
+from dunes.evaluate.text_loss import missing_source
+from dunes.flags import is_path
+from dunes.runs.train_config import TrainConfig
+from test_data import names, put, refuses
+
+_numbers = count()
+
+
+def code(lines: int = 12) -> str:
+    """Code whose lines stand in no other file."""
+    return "".join(f"value_{next(_numbers)} = compute({next(_numbers)})\n" for _ in range(lines))
+
+
+SITE = {
+    "fast/__init__.py": None,
+    "fast/routing.py": None,
+    "fast/tests/test_routing.py": None,
+    "fast/_vendor/other.py": None,
+    "fast/_vendor/LICENSE": "MIT",
+    "fast/schema_pb2.py": None,
+    "fast/stub.pyi": None,
+    "fast/data.json": "{}",
+    "fast-1.2.dist-info/METADATA": "Metadata-Version: 2.4\nName: fast\nVersion: 1.2\nLicense-Expression: MIT\n",
+    "fast-1.2.dist-info/RECORD": "fast/__init__.py,,\nfast/routing.py,,\n",
+    "one.py": None,
+    "one-3.dist-info/METADATA": "Metadata-Version: 2.1\nName: one\nVersion: 3\nLicense: A\n B\n"
+    "Classifier: License :: OSI Approved :: BSD License\n",
+    "one-3.dist-info/RECORD": "one.py,,\n",
+    "plain/x.py": None,
+}
+NODE = {
+    "left/index.js": None,
+    "left/index.min.js": None,
+    "left/index.test.js": None,
+    "left/types.d.ts": None,
+    "left/package.json": json.dumps({"name": "left", "version": "2.0.0", "license": "ISC"}),
+    "left/node_modules/inner/index.js": None,
+    "@scope/right/src/a.ts": None,
+    "@scope/right/package.json": json.dumps({"name": "@scope/right", "version": "1.0.0"}),
+    "broken/index.js": None,
+    "broken/package.json": "[",
+    ".pnpm/up@1.0.0/node_modules/up/index.js": None,
+    ".pnpm/up@1.0.0/node_modules/up/package.json": json.dumps(
+        {"name": "up", "version": "1.0.0", "license": "MIT"}
+    ),
+}
+GO = {
+    "example.com/!gin/gin@v1.9.1/gin.go": None,
+    "example.com/!gin/gin@v1.10.0/gin.go": None,
+    "example.com/!gin/gin@v1.10.0/gin_test.go": None,
+    "example.com/!gin/gin@v1.10.0/LICENSE": "\nThe MIT License (MIT)\n\nCopyright\n",
+    "cache/download/example.com/list": "text",
+}
+RUST = {
+    "index-1/serde-1.0.9/src/lib.rs": None,
+    "index-1/serde-1.0.10/src/lib.rs": None,
+    "index-1/serde-1.0.10/tests/all.rs": None,
+    "index-1/serde-1.0.10/Cargo.toml": "[package]\nname = 'serde'\nversion = '1.0.10'\nlicense = 'MIT OR Apache-2.0'\n",
+}
+FOUND = {
+    "python": ["fast/__init__.py", "fast/routing.py", "one.py", "plain/x.py"],
+    "javascript": ["@scope/right/src/a.ts", "broken/index.js", "left/index.js", "up/index.js"],
+    "go": ["example.com/!gin/gin@v1.10.0/gin.go"],
+    "rust": ["serde-1.0.10/src/lib.rs"],
+    "c": ["net/if.h", "stdio.h"],
+}
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch) -> Path:
+    """A machine with packages of each language, and a working folder with node_modules."""
+    monkeypatch.setattr(installed, "LANGUAGES", dict(installed.LANGUAGES))
+    headers = (installed.LANGUAGES["c"][0], lambda: [tmp_path / "include"])
+    monkeypatch.setitem(installed.LANGUAGES, "c", headers)
+    trees = {"lib/site-packages": SITE, "work/node_modules": NODE, "go": GO, "cargo/registry/src": RUST}
+    for folder, files in (trees | {"include": {"stdio.h": None, "net/if.h": None}}).items():
+        put(tmp_path / folder, {name: code() if text is None else text for name, text in files.items()})
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "lib" / "site-packages"), str(tmp_path)])
+    monkeypatch.chdir(tmp_path / "work")
+    for name, value in {"GOMODCACHE": "go", "CARGO_HOME": "cargo", "PATH": "bin", "DUNES_HOME": "home"}.items():
+        monkeypatch.setenv(name, str(tmp_path / value))
+    return tmp_path
+
+
+def test_the_default_is_what_is_found_except_headers(machine):
+    corpus = collect_corpus(["installed"])
+    assert names(corpus) == sorted(name for language, found in FOUND.items() if language != "c" for name in found)
+    assert corpus.packages == [
+        *("@scope/right 1.0.0, no licence stated", "broken, no licence stated", "fast 1.2, MIT"),
+        *("gin@v1.10.0, The MIT License (MIT)", "left 2.0.0, ISC", "one 3, BSD License"),
+        *("plain, no licence stated", "serde 1.0.10, MIT OR Apache-2.0", "up 1.0.0, MIT"),
+    ]
+    assert set(corpus.skipped) >= {"third-party", "generated", "ignored"}
+
+
+@pytest.mark.parametrize(
+    "asked", ["python", "javascript", "go", "rust", "c", "go,rust", "rs,py", "ts", "js, GO", "python,python"]
+)
+def test_languages_are_asked_for_by_name_or_suffix(machine, asked):
+    aliases = {"rs": "rust", "py": "python", "ts": "javascript", "js": "javascript"}
+    languages = {aliases.get(text, text) for text in asked.lower().replace(" ", "").split(",")}
+    assert names(collect_corpus([f"installed:{asked}"])) == sorted(n for name in languages for n in FOUND[name])
+
+
+@pytest.mark.parametrize("source", ["installed:cobol", "installed:", "installed:python,", "installed:../x"])
+def test_an_unknown_language_is_refused_by_name(machine, source):
+    assert "name one or more of python,javascript,go,rust,c" in refuses(
+        "unknown language", collect_corpus, [source]
+    )
+
+
+def test_a_language_without_packages_is_refused_with_the_places(machine, monkeypatch):
+    monkeypatch.setenv("GOMODCACHE", str(machine / "none"))
+    assert str(machine / "none") in refuses("nothing is installed", collect_corpus, ["installed:go"])
+    assert names(collect_corpus(["installed:go,rust"])) == FOUND["rust"]
+
+
+def test_near_duplicates_of_installed_code_go_and_those_of_a_project_stay(machine):
+    text = (machine / "lib/site-packages/fast/routing.py").read_text()
+    put(machine / "lib/site-packages", {"again/routing.py": text + "# more\n", "same/routing.py": text})
+    put(
+        machine / "project", {"a.py": code(), "src/routing.py": text + "# ours\n", "src/copy.py": text + "# own\n"}
+    )
+    corpus = collect_corpus(["installed:python"])
+    assert names(corpus) == FOUND["python"]
+    assert corpus.duplicates == {}
+    assert not any(note.startswith("near-duplicates") for note in corpus.notes)
+    both = collect_corpus(["installed:python", machine / "project"])
+    assert {"src/routing.py", "src/copy.py", "a.py"} <= {*names(both)}
+    assert {*both.duplicates} <= {d.digest for d in both.documents}
+
+
+def test_packages_contribute_equally_up_to_a_cap():
+    files = [("/r/large", f"large/{i}.py", 10) for i in range(100)]
+    files += [("/r/small", f"small/{i}.py", 10) for i in range(3)] + [
+        ("/r/next", f"next/{i}.py", 10) for i in range(50)
+    ]
+    chosen = select_files(files, 430)
+    counts = {package: sum(p == f"/r/{package}" for p, _ in chosen) for package in ("large", "small", "next")}
+    assert counts == {"large": 20, "small": 3, "next": 20}
+    assert select_files(files[::-1], 430) == chosen
+    assert select_files(files, 0) == set()
+    assert len(select_files(files, 1e9)) == len(files)
+
+
+@pytest.mark.parametrize(
+    ("packages", "newest"),
+    [
+        (["m@v1.9.0", "m@v1.10.0"], "m@v1.10.0"),
+        (["x-1.0.0-alpha", "x-1.0.1"], "x-1.0.1"),
+        (["a/v2@v2.0.0", "a@v1.0.0"], None),
+        (["x-1.0.0", "y-1.0.0"], None),
+        (["p@v0.0.0-20230101000000-abc", "p@v0.0.0-20240101000000-aaa"], "p@v0.0.0-20240101000000-aaa"),
+    ],
+)
+def test_only_the_newest_version_of_a_package_is_read(packages, newest):
+    chosen = {package for package, _ in select_files([(package, f"{package}/x.rs", 1) for package in packages])}
+    assert chosen == ({newest} if newest else {*packages})
+
+
+def test_what_a_package_states_may_be_anything(tmp_path):
+    put(tmp_path, {"a/package.json": '{"name": 1, "version": [], "license": {"type": "MIT\\n\\u0000"}}'})
+    put(tmp_path, {"b/Cargo.toml": "package = 3", "c/LICENSE": b"\xff\xfe", "d/LICENSE": "", "e/COPYING": "\n\n"})
+    os.mkdir(tmp_path / "f")
+    os.mkdir(tmp_path / "f" / "LICENSE")
+    for name in ("a", "b", "c", "d", "e", "f", "none"):
+        assert "\n" not in describe_package(tmp_path / name)
+    assert describe_package(tmp_path / "none") == "none, no licence stated"
+
+
+def test_the_name_is_no_path_and_a_folder_of_that_name_is_one(machine):
+    assert [*map(is_path, ("installed", "installed:go", "stdlib", "./installed", "installed_x", "stdlib:go"))] == [
+        *(False, False, False, True, True, True)
+    ]
+    put(Path("installed"), {"mine.py": code()})
+    assert names(collect_corpus(["./installed"])) == ["mine.py"]
+    assert "mine.py" not in names(collect_corpus(["installed"]))
+    assert TrainConfig(sources=("installed", "work")).with_absolute_paths().sources[0] == "installed"
+
+
+def test_a_card_that_names_installed_code_is_trusted_only_if_this_user_trained_on_it(machine):
+    record = {"sources": ["installed:go"], "follow_links": False}
+    refuses("trained nothing here", require_own_sources, record)
+    remember_sources(["installed:go"], False)
+    require_own_sources(record)
+    assert missing_source({"trained": record}) == ""
+    assert trained_packages({"trained": record | {"packages": ["a, MIT", 3]}}) == ["a, MIT"]
+    assert trained_packages({"trained": record | {"packages": 3}}) == []
+
+
+def test_a_server_names_and_follows_installed_files(machine, monkeypatch):
+    walk = Walk(["installed:go"])
+    (file,) = walk.files()
+    assert walk.folders
+    record = {"sources": ["installed:go"], "follow_links": False}
+    monkeypatch.setattr("dunes.completion.completer.read_card", lambda folder: {"trained": record})
+    assert name_in_sources(file.path, machine) == FOUND["go"][0]
