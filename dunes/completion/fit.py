@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from dunes import checkpoint, measure
-from dunes.checkpoint import Architecture
-from dunes.completion import LineCompleter
+from dunes.augment import lora
+from dunes.checkpoint import Architecture, LoadedModel
+from dunes.completion import LineCompleter, Suggestion
 from dunes.completion.completer import CopyCompleter
-from dunes.completion.copy_gate import Places, fit_gate, places_of, write_gate
+from dunes.completion.copy_gate import Places, fit_gate, places_of, read_gate, write_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
 from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts, write_index
 from dunes.completion.keystrokes import (
@@ -177,6 +178,49 @@ def _finish(run: Path, files: CompletionFiles, size: FitSize, architecture: Arch
         f"({plural(len(texts), 'file')}); {verdict}{again * (facts['copies'] and copies == 'auto')}; "
         f"measure it: dunes eval {folder}{architecture.trust_option} --completion"
     )
+
+
+class AdapterVerdict(NamedTuple):
+    """True if an adapter `is_better` than its base, and the `reason` for the user."""
+
+    is_better: bool
+    reason: str
+
+
+def compare_adapter(run: Path, loaded: LoadedModel, files: CompletionFiles, cursors: int) -> AdapterVerdict:
+    """Compare a model's adapter with its base at the same cursors in unseen files, both with the gate of the run.
+
+    The adapter is better if the interval over files of the difference is above 0.
+    """
+    threads, gate = torch.get_num_threads(), read_gate(run)
+    torch.set_num_threads(1)
+    try:
+        engines = [CompletionEngine(loaded, files.index, gate and gate[0], knows_paths(loaded)) for _ in range(2)]
+        adapted, base = map(_WithAdapter, engines, (lora.active_adapter(loaded.model), None))
+        texts = [text for text in files.gate if text[1].strip()]
+        with phase("comparing the adapter with its base"):
+            shares = paired_shares(adapted, base, _unseen_texts(texts), cursors)
+    finally:
+        torch.set_num_threads(threads)
+    if not shares:
+        return AdapterVerdict(False, "there is no text to compare it with its base")
+    difference = model_minus_copying(shares)
+    right, without = (float(np.mean([share[side] for share in shares])) for side in (0, 1))
+    cases = f"{plural(sum(share.cursors for share in shares), 'cursor')} in {plural(len(shares), 'file')}"
+    reason = f"{right:.1%} of lines right, {without:.1%} without it, {difference.percent('+')} % ({cases})"
+    return AdapterVerdict(difference.low > 0, reason)
+
+
+@dataclass(frozen=True)
+class _WithAdapter:
+    """Completes lines with this adapter active; None: with none."""
+
+    engine: CompletionEngine
+    adapter: str | None
+
+    def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
+        with lora.adapter_active(self.engine.loaded.model, self.adapter):
+            return self.engine.complete(before, after, name)
 
 
 class FileShares(NamedTuple):

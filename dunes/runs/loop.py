@@ -150,9 +150,10 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
             elif ranks.is_first():
                 start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
         run.timings.seconds.update(timings.seconds)
+        with shown_by(display.state):
+            for line in run.task.begin(run):
+                display.detail(line)
         run.elapsed += timings.elapsed
-        for line in run.task.begin(run):
-            display.detail(line)
         board_folder = run.folder if options.tensorboard and ranks.is_first() else None
         with TensorBoard(board_folder, NonFatal(display)) as board:
             status = _train(run, saver, display, board)
