@@ -1,21 +1,43 @@
 """A run that completes lines with a model from others: it refers to that model, and has an adapter if it is better."""
 
 import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from conftest import display, training_output, write_programs
-from dunes import checkpoint
-from dunes.checkpoint.export import export
+from conftest import change_json, display, eventually, refuses, training_output, write_programs
+from dunes import checkpoint, tree
+from dunes.checkpoint.base import BaseWeights
+from dunes.checkpoint.export import export_gguf
+from dunes.checkpoint.formats.adapter import is_reference
+from dunes.completion import Suggestion
+from dunes.completion import fit as fit_module
 from dunes.completion.completer import CopyCompleter, FolderCompleter, find_completer
+from dunes.completion.engine import CompletionEngine
+from dunes.completion.fit import AdapterVerdict, CompletionFiles, FitSize, compare_adapter
+from dunes.completion.index import index_texts
+from dunes.completion.text import FileTokenizer
+from dunes.data import collect_corpus
 from dunes.runs import train as train_module
-from dunes.runs.train import train
+from dunes.runs.autosize import estimate_memory
+from dunes.runs.corpus import choose_completion
+from dunes.runs.train import outline_with_base, train
 from dunes.runs.train_config import TrainConfig
+from dunes.serve.served import LoadedFolder
 from dunes.text import Tokenizer
 from small_models import random_model
+from test_runs import stop
+
+BETTER, WORSE = AdapterVerdict(True, "better"), AdapterVerdict(False, "worse")
+IDS = torch.arange(12)[None]
 
 
 def foreign_tokenizer():
@@ -28,24 +50,156 @@ def foreign_tokenizer():
     return Tokenizer(inner)
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
+FOREIGN = foreign_tokenizer()
+
+
+def write_base(folder, family="llama", tokenizer=FOREIGN, **sizes):
     """A model folder that dunes did not write."""
-    folder, tokenizer = tmp_path_factory.mktemp("open") / "base", foreign_tokenizer()
-    checkpoint.save(random_model(vocab=tokenizer.vocab, context=64), folder, tokenizer, 64)
+    checkpoint.save(random_model(family, **{"vocab": tokenizer.vocab, "context": 64} | sizes), folder, tokenizer, 64)
     (folder / "dunes.json").unlink()
     return folder
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("open") / "base")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_fits():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "fit_size", lambda config, per_token: FitSize(40, 8, 1, (0.1, 0.1, 0.1)))
+        patch.setattr("dunes.completion.copy_gate.STEPS", (20, 20))
+        yield
+
+
 def config(base, code, **changes):
-    fixed = {"batch": 4, "context_length": 32, "steps": 4, "dtype": "float32", "threads": 1}
-    return TrainConfig(sources=(str(code),), base=str(base), **fixed | changes)
+    fixed = {"batch": 4, "context_length": 32, "steps": 2, "dtype": "float32", "threads": 1}
+    return TrainConfig(base=str(base), **{"sources": (str(code),)} | fixed | changes)
 
 
-def test_a_run_refers_to_its_base(base, code, tmp_path):
-    said = training_output(config(base, code), tmp_path / "run")
-    print(said)
-    print([*(tmp_path / "run").rglob("*")])
-    completer = find_completer(tmp_path / "run", print)
-    print(completer.complete("def task_1_3(va", "", "x.py"))
-    assert 0
+def logits(folder):
+    with torch.no_grad():
+        return checkpoint.load(folder).model(IDS)
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory, _small_fits):
+    """A run whose adapter is not used."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "code").mkdir()
+    write_programs(folder / "code")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "compare_adapter", lambda *_: WORSE)
+        said = training_output(config(base, folder / "code"), folder / "run")
+    (folder / "said").write_text(said)
+    return folder / "run"
+
+
+def test_a_run_is_its_base_until_an_adapter_is_better(base, run):
+    said = (run.parent / "said").read_text()
+    assert "from now on with the model" in said
+    assert "adapter: not used" in said
+    assert is_reference(json.loads((run / "dunes.json").read_text()))
+    assert not [*run.glob("*.safetensors")]
+    assert torch.equal(logits(run), logits(base))
+    completer = find_completer(run, print)
+    assert isinstance(completer, FolderCompleter)
+    assert completer.gate is not None
+    assert completer.files.header is False
+
+
+@pytest.mark.parametrize("verb", ["generate", "inspect", "complete", "eval", "eval --completion"])
+def test_verbs_work_on_a_run_without_weights(verb, run, command):
+    place = [run.parent / "code/module_1.py:2:12"] if verb == "complete" else []
+    few = ["--max-tokens", 2] if verb == "generate" else ["--limit", 1, "--all-lines"] if "--" in verb else []
+    status, out, error = command(*verb.split()[:1], run, *verb.split()[1:], *place, *few)
+    assert status == 0, error
+    assert out.strip()
+
+
+def verdict(monkeypatch, given):
+    monkeypatch.setattr(train_module, "compare_adapter", lambda *_: given)
+
+
+def test_a_better_adapter_is_used_and_resuming_goes_on_with_it(base, code, tmp_path, monkeypatch):
+    verdict(monkeypatch, BETTER)
+    assert "adapter: used" in training_output(config(base, code), tmp_path / "run")
+    adapted = logits(tmp_path / "run")
+    assert not torch.allclose(adapted, logits(base))
+    assert not (tmp_path / "run/model.safetensors").exists()
+    assert find_completer(tmp_path / "run", print).gate is not None
+    assert training_output(config(base, code), tmp_path / "run", resume=True)
+    assert torch.equal(logits(tmp_path / "run"), adapted)
+    verdict(monkeypatch, WORSE)
+    more = config(base, code, steps=3)
+    training_output(more, tmp_path / "run", resume=True, override=["steps"], asked=["steps"])
+    assert torch.equal(logits(tmp_path / "run"), adapted), "what was better stays in use"
+
+
+def test_a_run_of_a_gguf_file(base, code, tmp_path, monkeypatch):
+    verdict(monkeypatch, BETTER)
+    export_gguf(base, tmp_path / "base.gguf")
+    assert train(config(tmp_path / "base.gguf", code), tmp_path / "run", display()[0]) == 0
+    assert find_completer(tmp_path / "run", print).complete("def task_1_3(va", "", "x.py").text
+
+
+@pytest.fixture
+def moved(base, run, tmp_path):
+    """A run and its base, moved together."""
+    for folder in (base, run, run.parent / "code"):
+        shutil.copytree(folder, tmp_path / folder.relative_to(base.parents[1]))
+    folder, own = (tmp_path / path.relative_to(base.parents[1]) for path in (run, base))
+    change_json(folder / "adapter_config.json", base_model_name_or_path="/gone")
+    change_json(folder / "dunes.json", files={})
+    return folder, own
+
+
+def test_a_run_that_moves_with_its_base_finds_it_and_hashes_only_what_changed(base, moved, monkeypatch):
+    folder, own = moved
+    hashed = []
+    real = BaseWeights.sha256
+    monkeypatch.setattr(BaseWeights, "sha256", lambda self, *d: hashed.append(d) or real(self, *d))
+    assert torch.equal(logits(folder), logits(base))
+    assert not hashed
+    os.utime(own / "model.safetensors")
+    assert torch.equal(logits(folder), logits(base))
+    assert hashed
+
+
+def change_weights(own):
+    weights = load_file(own / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, own / "model.safetensors", {"format": "pt"})
+
+
+CHANGED = {
+    "other weights": (change_weights, "model.safetensors"),
+    "another setting": (lambda own: change_json(own / "config.json", rms_norm_eps=0.1), "config.json"),
+    "cut weights": (lambda own: os.truncate(own / "model.safetensors", 3000), "model.safetensors"),
+    "gone": (shutil.rmtree, "--from BASE --override base"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_base_that_changed_is_refused_in_one_line_that_names_it(change, moved, command):
+    folder, own = moved
+    make, words = CHANGED[change]
+    make(own)
+    place = f"{folder.parent / 'code/module_1.py'}:2:9"
+    for verb, *options in (("generate", "x"), ("inspect", "--values"), ("complete", place)):
+        status, out, error = command(verb, folder, *options)
+        assert status == (1 if verb == "inspect" else 2), (verb, out, error)
+        said = (out if verb == "inspect" else error).rstrip().splitlines()[-1]
+        assert words in said
+        assert str(folder if change == "gone" else own) in said
+    with pytest.raises(ValueError, match=re.escape(words)):
+        LoadedFolder(folder, "run", (), print)
+
+
+def test_a_run_whose_base_is_gone_goes_on_with_it_at_another_place(base, moved, code):
+    folder, own = moved
+    own.rename(own.parent / "elsewhere")
+    plan = json.loads((folder / "state/plan.json").read_text())
+    again = config(own.parent / "elsewhere", code, sources=tuple(plan["sources"]))
+    assert train(again, folder, display()[0], resume=True, override=["base"], asked=["base"]) == 0
+    assert torch.equal(logits(folder), logits(base))

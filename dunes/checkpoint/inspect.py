@@ -183,8 +183,8 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
         load_tokenizer(source, tokenizer_folder(folder))
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         check = "done when the adapter is loaded, or with --values"
-        if changed_file(source.folder, card) == "":
-            check = "its files have the sizes and times that the adapter's card records"
+        if (difference := changed_file(source.folder, card)) is not None:
+            check = f"{difference}; {check}" if difference else "its files have the recorded sizes and times"
         if values:
             load(folder)
             check = "its weights match the adapter's digests"

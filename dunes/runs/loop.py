@@ -116,11 +116,13 @@ def report_step(
     batch: tuple[Tensor, ...],
     display: Display,
     fit: Callable[[float], float] = lambda per_token: 0.0,
-) -> None:
+) -> float:
     """Measure a step whose micro-batches are like `batch`, and show the run's tokens/s, steps, time and disk.
 
-    `fit` are the seconds of what is fitted at the end, of a model that evaluates a token in `per_token` seconds.
+    `fit` are the seconds of all that is fitted, of a model that evaluates a token in `per_token` seconds. Returns
+    these seconds per token; 0 if no step was measured.
     """
+    per_token = 0.0
     if cost := measure_step(trainer, batch):
         per_token = cost.gradients / 3 / cost.tokens  # a backward pass takes twice as long as the forward pass
         outside = OVERHEAD_SECONDS + 2 * CHECK_TOKENS * per_token + fit(per_token)
@@ -131,6 +133,7 @@ def report_step(
             f"measured: {rate} tokens/s, {seconds} per step; {plural(steps, 'step')} in about {total}; "
             f"training states take up to {disk} of disk"
         )
+    return per_token
 
 
 def execute_run(run: Run, display: Display, options: RunOptions, timings: Timings) -> int:

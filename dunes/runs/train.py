@@ -136,9 +136,10 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                         completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
                 run = prepare(ready, folder, tokens, base, completion)
-            if base and not run_options.resume:
-                _report(ready, run.trainer, base, display)
-                score_base(run, display)
+            if base and (ready.adapts or not run_options.resume):
+                run.seconds_per_token = _report(ready, run.trainer, base, display)
+                if not ready.adapts:  # else lines are completed first
+                    display.detail(score_base(run))
             return execute_run(run, display, run_options, timings)
 
 
@@ -297,19 +298,22 @@ def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[s
     return plain if base is None else resolve_new(plain, base)
 
 
-def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> None:
+def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> float:
     rows = config.batch // ranks.count(), config.context_length + 1
     ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
     fit = lambda per_token: fit_seconds(config, per_token) if config.complete else 0.0
-    report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
+    return report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
 
 
-def score_base(run: Run, display: Display) -> None:
-    """Validate the base model before the first step, so that its weights are saved if training makes it worse."""
+def score_base(run: Run) -> str:
+    """Validate the base model before the first step, so that its weights are saved if training makes it worse.
+
+    Returns a line for the user.
+    """
     score = run.check(BASE_TOKENS)
     append_metrics(run.folder, {"step": 0, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
     values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
-    display.detail(f"validation loss before training: {values}")
+    return f"validation loss before training: {values}"
 
 
 def with_context(base: LoadedModel, length: int) -> LoadedModel:
@@ -462,11 +466,12 @@ class TrainTask:
             f"{run.hardware}; {config.length}"
         )
         yield summary
-        if self.completion is None:
-            return
-        yield begin_completion(run.folder, self.completion, self.loaded.architecture)
-        if config.adapts:
-            yield from self._complete_with_base(run, self.completion)
+        if self.completion is not None:
+            yield begin_completion(run.folder, self.completion, self.loaded.architecture)
+            if config.adapts:
+                yield from self._complete_with_base(run, self.completion)
+        if config.adapts and run.best is None:
+            yield score_base(run)
 
     def _complete_with_base(self, run: Run, files: CompletionFiles) -> Iterator[str]:
         """Refer to the base in the run's folder and fit the gate, unless an earlier process did; yields a line."""
@@ -474,8 +479,7 @@ class TrainTask:
         if recorded != str(checkpoint.locate_model(self.config.base).folder.resolve()):
             self._save(self.base.architecture.outline(), run.folder, {"trained": asdict(self.config)})
         if read_gate(run.folder) is None:
-            yield self._fit(run, files)
-            yield "completes lines with the model from now on; next, an adapter of it is trained"
+            yield f"from now on with the model, {self._fit(run, files)}"
 
     def _fit(self, run: Run, files: CompletionFiles) -> str:
         """Fit the completion of the model in the run's folder; returns a line."""
