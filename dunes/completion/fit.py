@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from dunes import checkpoint, measure
-from dunes.augment import lora
-from dunes.checkpoint import Architecture, LoadedModel
-from dunes.completion import LineCompleter, Suggestion
+from dunes.checkpoint import Architecture
+from dunes.completion import LineCompleter
 from dunes.completion.completer import CopyCompleter
 from dunes.completion.copy_gate import Places, fit_gate, places_of, read_gate, write_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
@@ -187,19 +186,19 @@ class AdapterVerdict(NamedTuple):
     reason: str
 
 
-def compare_adapter(run: Path, loaded: LoadedModel, files: CompletionFiles, cursors: int) -> AdapterVerdict:
-    """Compare a model's adapter with its base at the same cursors in unseen files, both with the gate of the run.
+def compare_adapter(run: Path, adapter: Path, files: CompletionFiles, cursors: int) -> AdapterVerdict:
+    """Compare the models in two folders, a run's and one with an adapter, at the same cursors in unseen files.
 
-    The adapter is better if the interval over files of the difference is above 0.
+    Both use the gate of the run. The adapter is better if the interval over files of the difference is above 0.
     """
     threads, gate = torch.get_num_threads(), read_gate(run)
     torch.set_num_threads(1)
     try:
-        engines = [CompletionEngine(loaded, files.index, gate and gate[0], knows_paths(loaded)) for _ in range(2)]
-        adapted, base = map(_WithAdapter, engines, (lora.active_adapter(loaded.model), None))
-        texts = [text for text in files.gate if text[1].strip()]
+        loaded = [checkpoint.load(folder, measure.device()) for folder in (adapter, run)]
+        engines = [CompletionEngine(each, files.index, gate and gate[0], knows_paths(each)) for each in loaded]
         with phase("comparing the adapter with its base"):
-            shares = paired_shares(adapted, base, _unseen_texts(texts), cursors)
+            texts = _unseen_texts([text for text in files.gate if text[1].strip()])
+            shares = paired_shares(engines[0], engines[1], texts, cursors)
     finally:
         torch.set_num_threads(threads)
     if not shares:
@@ -209,18 +208,6 @@ def compare_adapter(run: Path, loaded: LoadedModel, files: CompletionFiles, curs
     cases = f"{plural(sum(share.cursors for share in shares), 'cursor')} in {plural(len(shares), 'file')}"
     reason = f"{right:.1%} of lines right, {without:.1%} without it, {difference.percent('+')} % ({cases})"
     return AdapterVerdict(difference.low > 0, reason)
-
-
-@dataclass(frozen=True)
-class _WithAdapter:
-    """Completes lines with this adapter active; None: with none."""
-
-    engine: CompletionEngine
-    adapter: str | None
-
-    def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
-        with lora.adapter_active(self.engine.loaded.model, self.adapter):
-            return self.engine.complete(before, after, name)
 
 
 class FileShares(NamedTuple):

@@ -19,7 +19,6 @@ import torch
 from dunes import checkpoint
 from dunes.augment import adapter_active, lora
 from dunes.checkpoint.folder import LoadedModel
-from dunes.checkpoint.formats.adapter import is_reference
 from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
 from dunes.checkpoint.model_folder import read_card, readable_folder
 from dunes.extra import python_command
@@ -208,7 +207,7 @@ def _check_same_quantization(folders: Sequence[Path]) -> None:
 
 def _chat_models(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     """The chat models of a folder: the model itself, or an adapter and its base."""
-    if not is_adapter(folder) or is_reference(loaded.card):
+    if not is_adapter(folder) or not lora.active_adapter(loaded.model):
         return {NONE: ChatModel(folder, lora.active_adapter(loaded.model), loaded)}
     base = base_folder(folder)
     source = checkpoint.describe(base)
