@@ -238,14 +238,23 @@ def test_a_model_without_the_tokens_completes_from_the_text_above(code):
     refuses("fim", choose_completion, replace(chosen, fim_rate=0.5), corpus, FOREIGN)
 
 
-KINDS = [((), None, True), (("all",), None, False), (("adapter",), None, True), ((), "ours", False)]
+KINDS = [
+    ((), None, True),
+    (("all",), None, False),
+    (("adapter",), None, True),
+    ((), "trained", False),
+    ((), "changed", False),
+]
 
 
 @pytest.mark.parametrize(("asked", "whose", "adapts"), KINDS)
 def test_a_model_from_others_gets_an_adapter_unless_the_user_says_otherwise(asked, whose, adapts, base, code):
     loaded = checkpoint.load(base)
-    if whose:
-        loaded = replace(loaded, card={"trained": {"complete": True, "sources": []}})
+    cards = {
+        "trained": {"trained": {"complete": True, "sources": []}},
+        "changed": {"changes": [{"name": "narrow"}]},
+    }
+    loaded = replace(loaded, card=cards.get(whose, {}))
     ready, _ = choose_trainable(config(base, code, trainable=asked, complete=True), loaded)
     assert ready.adapts is adapts
     assert not choose_trainable(config(base, code, complete=False), loaded)[0].adapts
@@ -270,7 +279,7 @@ def test_an_adapter_needs_less_memory_than_all_weights(code, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:PEFT")
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "gpt2", "mixtral", "phi3"])
 def test_bases_of_other_families(family, code, tmp_path, monkeypatch):
     verdict(monkeypatch, BETTER)
     base = write_base(tmp_path / "base", family)
@@ -311,6 +320,15 @@ def test_ctrl_c_while_the_adapter_is_compared_leaves_the_base_and_its_gate(base,
     assert find_completer(tmp_path / "run", print).gate is not None
     verdict(monkeypatch, BETTER)
     assert "adapter: used" in training_output(config(base, code), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("phase", ["finish_completion", "score_base", "compare_adapter"])
+def test_memory_that_ends_in_any_phase_leaves_what_is_ready(phase, base, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, phase, raising(MemoryError()))
+    refuses(str(tmp_path / "run"), train, config(base, code), tmp_path / "run", display()[0])
+    completer = find_completer(tmp_path / "run", print)
+    assert (completer.gate is not None) is (phase != "finish_completion")
+    assert completer.complete("def task_1_3(va", "", "x.py").text
 
 
 def test_a_server_follows_a_run_from_copies_to_its_model(base, code, tmp_path, monkeypatch):

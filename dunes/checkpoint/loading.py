@@ -162,7 +162,7 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
         changes = prepare_base(model, [*others] if is_same else [folder, *others], any_base)
         if not is_reference(card):
             change = attach_adapter(model, folder, any_base=any_base)
-            # A run that completes lines is used as a whole: its steps are as fast, and may be compiled as, the base's.
+            # A run that completes lines is used as a whole; merged, it is as fast as its base, also compiled.
             changes += [] if "trained" in card and not others and lora.fold(model) else [change]
         elif not any_base:
             check_reference(model, folder)

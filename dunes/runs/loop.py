@@ -153,16 +153,28 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
             elif ranks.is_first():
                 start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
         run.timings.seconds.update(timings.seconds)
-        with shown_by(display.state):
-            for line in run.task.begin(run):
-                display.detail(line)
-        run.elapsed += timings.elapsed
         board_folder = run.folder if options.tensorboard and ranks.is_first() else None
-        with TensorBoard(board_folder, NonFatal(display)) as board:
+        with _out_of_memory(run), TensorBoard(board_folder, NonFatal(display)) as board:
+            with shown_by(display.state):
+                for line in run.task.begin(run):
+                    display.detail(line)
+            run.elapsed += timings.elapsed
             status = _train(run, saver, display, board)
         if options.profile:
             display.line("\n".join(["wall-clock time:", *run.timings.lines()]))
         return status
+
+
+@contextmanager
+def _out_of_memory(run: Run) -> Iterator[None]:
+    """Inside the `with` block, turn lack of memory into a ValueError with the memory that the run needs."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not measure.out_of_memory(error):
+            raise
+        place = f"out of memory after step {run.trainer.number}"
+        raise ValueError(f"{place}; {run.task.memory_advice()}; {run.folder} has what was ready") from None
 
 
 @contextmanager
@@ -277,11 +289,6 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
             if ranks.count() == 1:  # else the others do not know
                 saver.last(run)
             raise
-        except (RuntimeError, MemoryError) as error:
-            if not measure.out_of_memory(error):
-                raise
-            number = run.trainer.number + 1
-            raise ValueError(f"out of memory in step {number}; {run.task.memory_advice()}") from None
         return _finish(run, request, saver, display, board)
 
 

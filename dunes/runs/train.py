@@ -46,7 +46,7 @@ from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
 from dunes.progress import Display, phase, shown_by
 from dunes.runs import autosize
-from dunes.runs.augment import described_family, resolve_new, save_changed
+from dunes.runs.augment import described_family, records, resolve_new, save_changed
 from dunes.runs.config import RunOptions, adamw_rate
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.loop import begin_run, execute_run, report_step
@@ -225,14 +225,15 @@ def memory_with_base(config: TrainConfig, base: LoadedModel) -> str:
 
 
 def choose_trainable(config: TrainConfig, base: LoadedModel) -> tuple[TrainConfig, list[str]]:
-    """The config with `trainable` chosen: an adapter to complete lines with a model from others; and the reason.
+    """The config with `trainable` chosen, and lines about it: an adapter, to complete lines with a model that
+    dunes neither trained for that nor changed.
 
     Raises ValueError if an adapter is asked for, and this model cannot have one.
     """
     lines, tokenizer = list[str](), base.require_tokenizer()
     if config.complete and template_from_files(tokenizer.extra_files, tokenizer.config_path.parent):
         lines.append("a chat model: its template is not used for lines")
-    ours = trained_text(base.card).get("complete")
+    ours = trained_text(base.card).get("complete") or records(base)
     if not config.complete or ours or config.trainable not in ((), ("adapter",)):
         return config, lines
     chosen = replace(config, trainable=("adapter",), file_headers=False)
