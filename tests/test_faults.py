@@ -418,7 +418,7 @@ def test_a_check_that_fails_at_the_first_step_of_a_session_does_not_end_it(code,
 def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_path):
     done = run_python(HUNGRY, code, tmp_path / "run")
     last = done.stderr.splitlines()[-1]
-    words = r"ValueError: out of memory in step 1; this run needs about \d+\.\d GB, including activations \d+"
+    words = r"ValueError: out of memory after step 0; this run needs about \d+\.\d GB, including activations \d+"
     assert re.search(words, last), done.stderr
     assert "reduce --batch, --context-length or --size to need less" in last
 

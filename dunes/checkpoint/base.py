@@ -18,9 +18,12 @@ from dunes.augment.quantized import Quantized
 from dunes.checkpoint.model_folder import CARD
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import atomic
+from dunes.units import plural
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes in which a card has digests of a dense base."""
+READ = (".safetensors", ".bin", ".pth", ".gguf", ".json")
+"""Suffixes of files from which a model is read."""
 ANY_BASE_HINT = "or use this one unverified: any_base=True (--any-base)"
 
 
@@ -121,6 +124,30 @@ def base_identity(model: nn.Module) -> dict[str, Any]:
         return {"kind": weights.kind, "sha256": weights.sha256(None)[0]}
     exact, *rounded = weights.sha256(None, *DTYPES.values())
     return {"kind": weights.kind, "sha256": exact, "digests": dict(zip(DTYPES, rounded, strict=True))}
+
+
+def file_stamps(base: Path) -> dict[str, list[int]]:
+    """Size in bytes and modification time in ns of each file that a model is read from, by name."""
+    files = sorted(base.iterdir()) if base.is_dir() else [base]
+    stats = {file.name: file.stat() for file in files if file.suffix in READ and file.is_file()}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+
+
+def changed_file(base: Path, card: Mapping[str, Any]) -> str | None:
+    """The first file of a base that differs from the `file_stamps` in an adapter's card, and how; "" if none does.
+
+    None if the card has no stamps. A file of equal size and time is taken as unchanged.
+    """
+    recorded = entry.get("files") if isinstance(entry := card.get("base"), dict) else None
+    if not isinstance(recorded, dict):
+        return None
+    actual = file_stamps(base)
+    for name in sorted(actual.keys() | recorded.keys()):
+        if (before := recorded.get(name)) != (now := actual.get(name)):
+            sizes = [stamp[0] if isinstance(stamp, list) and stamp else None for stamp in (before, now)]
+            states = ["missing" if size is None else plural(size, "byte") for size in sizes]
+            return f"{name} is {states[1]}, {f'not {states[0]}' if sizes[0] != sizes[1] else 'of another time'}"
+    return ""
 
 
 @dataclass(frozen=True)

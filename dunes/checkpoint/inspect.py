@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.options import Lora
-from dunes.checkpoint.base import BaseRecord
+from dunes.checkpoint.base import BaseRecord, changed_file
 from dunes.checkpoint.folder import check_vocabulary, load_tokenizer
-from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig
+from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, is_reference
 from dunes.checkpoint.loading import base_folder, check_memory, load, tokenizer_folder
 from dunes.checkpoint.model_folder import ADAPTER, read_card, readable_folder, verified_card
 from dunes.checkpoint.source import Source, open_source, open_verified_source, tensors
@@ -186,6 +186,8 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
         check_memory(source)
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         check = "done when the adapter is loaded, or with --values"
+        if (difference := changed_file(source.folder, card)) is not None:
+            check = f"{difference}; {check}" if difference else "its files have the recorded sizes and times"
         if values:
             load(folder)
             check = "its weights match the adapter's digests"
@@ -202,6 +204,9 @@ def _adapter_lines(folder: Path, options: Lora, card: Mapping[str, Any]) -> Iter
     stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
     method = "DoRA" if options.dora else "rsLoRA" if options.rslora else "LoRA"
     size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
+    if is_reference(card):
+        yield "adapter     none; the base is used as it is"
+        return
     yield f"adapter     {method}, rank {options.rank}, alpha {options.alpha:g}: {size}"
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
     module_ends = Counter(module.rpartition(".")[2] for module in modules)

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from dunes import measure, tree
-from dunes.augment import Change, make_change
+from dunes.augment import Change, lora, make_change
 from dunes.augment.adapted import sides
 from dunes.checkpoint import architecture as architectures
 from dunes.checkpoint.architecture import Architecture, Build, has_own_form
-from dunes.checkpoint.base import BaseWeights, check_base, read_base_record
+from dunes.checkpoint.base import BaseWeights, changed_file, check_base, read_base_record
 from dunes.checkpoint.folder import LoadedModel, load_decoder, load_tokenizer
-from dunes.checkpoint.formats.adapter import attach_adapter
+from dunes.checkpoint.formats.adapter import attach_adapter, check_reference, is_reference
 from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.model_folder import (
     ADAPTER,
@@ -34,6 +34,7 @@ from dunes.checkpoint.state_dict_diff import Difference, Prefix, summarize
 from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import json_file
+from dunes.files.atomic import LARGE
 from dunes.files.model_file import trust_cards
 from dunes.parts import Decoder
 from dunes.text import Tokenizer
@@ -56,7 +57,8 @@ def load(
 
     If the folder has an adapter, its base is loaded, verified by the digests in the adapter's card (unless
     `any_base`), and quantized if the card says so (QLoRA); then the adapter is added as `default`. Tokenizer and
-    context length are the adapter's own; if it lacks one of them, the base's is used. Warns if the model has no
+    context length are the adapter's own; if it lacks one of them, the base's is used. The adapter of a run that
+    completes lines is merged if the base is in float32. Warns if the model has no
     tokenizer, and about special ids above the vocabulary. Raises ValueError if something is missing or wrong;
     names, shapes and free memory are checked before any weight is read. Loading is repeated if another process
     saves into the folder meanwhile.
@@ -117,13 +119,16 @@ def base_folder(folder: Path) -> Path:
     """
     readable, folder = readable_folder(folder), named_folder(folder)
     peft = json_file.read(readable / ADAPTER, json_file.MAX_CONFIG_BYTES)
-    name, card = peft.get("base_model_name_or_path"), read_card(readable).get("base")
+    name, record = peft.get("base_model_name_or_path"), read_card(readable)
+    card = record.get("base")
     if isinstance(name, str) and name and Path(name).exists():
         return Path(name)
     relative = card.get("folder") if isinstance(card, dict) else None
     if isinstance(relative, str) and (folder / relative).exists():
         return (folder / relative).resolve()
     remedy = f"name it: dunes chat BASE --adapter {folder}"
+    if "trained" in record:
+        remedy = f"put it back, or name it: dunes train --out {folder} --resume --from BASE --override base"
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{folder}: its base {quote(name)} does not exist; {remedy}")
     revision = peft.get("revision")
@@ -145,14 +150,24 @@ def check_memory(source: Source) -> None:
 
 
 def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
-    card = verified_card(folder)
-    source = open_verified_source(base_folder(folder))
+    card, base = verified_card(folder), base_folder(folder)
+    difference = changed_file(base, card)
+    is_same = difference == "" and not any(_changes(card))
+    source = open_verified_source(base, max_bytes=0 if is_same else LARGE)
     tokenizer = load_tokenizer(source, tokenizer_folder(folder))
     context_length = context_length_of(card, folder, source.expected, source.context_length)
     check_memory(source)
     model = load_decoder(source)
-    changes = prepare_base(model, [folder, *others], any_base)
-    changes += [attach_adapter(model, folder, any_base=any_base)]
+    try:
+        changes = prepare_base(model, [*others] if is_same else [folder, *others], any_base)
+        if not is_reference(card):
+            change = attach_adapter(model, folder, any_base=any_base)
+            # A run that completes lines is used as a whole; merged, it is as fast as its base, also compiled.
+            changes += [] if "trained" in card and not others and lora.fold(model) else [change]
+        elif not any_base:
+            check_reference(model, folder)
+    except ValueError as error:
+        raise (ValueError(f"{error} (in {base}, {difference})") if difference else error) from None
     if history := source.card.get("changes" if source.own is None else "history"):
         card["history"] = history  # changes that the base's weights include
     architecture = replace(source.architecture, changes=(*source.architecture.changes, *changes))

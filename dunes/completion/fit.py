@@ -18,7 +18,7 @@ from dunes import checkpoint, measure
 from dunes.checkpoint import Architecture
 from dunes.completion import LineCompleter
 from dunes.completion.completer import CopyCompleter
-from dunes.completion.copy_gate import Places, fit_gate, places_of, write_gate
+from dunes.completion.copy_gate import Places, fit_gate, places_of, read_gate, write_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
 from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts, write_index
 from dunes.completion.keystrokes import (
@@ -177,6 +177,37 @@ def _finish(run: Path, files: CompletionFiles, size: FitSize, architecture: Arch
         f"({plural(len(texts), 'file')}); {verdict}{again * (facts['copies'] and copies == 'auto')}; "
         f"measure it: dunes eval {folder}{architecture.trust_option} --completion"
     )
+
+
+class AdapterVerdict(NamedTuple):
+    """True if an adapter `is_better` than its base, and the `reason` for the user."""
+
+    is_better: bool
+    reason: str
+
+
+def compare_adapter(run: Path, adapter: Path, files: CompletionFiles, cursors: int) -> AdapterVerdict:
+    """Compare the models in two folders, a run's and one with an adapter, at the same cursors in unseen files.
+
+    Both use the gate of the run. The adapter is better if the interval over files of the difference is above 0.
+    """
+    threads, gate = torch.get_num_threads(), read_gate(run)
+    torch.set_num_threads(1)
+    try:
+        loaded = [checkpoint.load(folder, measure.device()) for folder in (adapter, run)]
+        engines = [CompletionEngine(each, files.index, gate and gate[0], knows_paths(each)) for each in loaded]
+        with phase("comparing the adapter with its base"):
+            texts = _unseen_texts([text for text in files.gate if text[1].strip()])
+            shares = paired_shares(engines[0], engines[1], texts, cursors)
+    finally:
+        torch.set_num_threads(threads)
+    if not shares:
+        return AdapterVerdict(False, "there is no text to compare it with its base")
+    difference = model_minus_copying(shares)
+    right, without = (float(np.mean([share[side] for share in shares])) for side in (0, 1))
+    cases = f"{plural(sum(share.cursors for share in shares), 'cursor')} in {plural(len(shares), 'file')}"
+    reason = f"{right:.1%} of lines right, {without:.1%} without it, {difference.percent('+')} % ({cases})"
+    return AdapterVerdict(difference.low > 0, reason)
 
 
 class FileShares(NamedTuple):

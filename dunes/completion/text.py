@@ -159,9 +159,12 @@ class FimForm(NamedTuple):
 def fim_form(loaded: LoadedModel) -> FimForm | None:
     """The fill-in-the-middle format of a model; None if it was not trained on such text.
 
-    The card of a model trained with dunes records this; for other models, the tokenizer's sentinels decide.
+    The card of a model trained with dunes records this; for other models, also under an adapter, the tokenizer's
+    sentinels decide.
     """
     trained, tokenizer = trained_text(loaded.card), loaded.require_tokenizer()
+    if "adapter" in trained.get("trainable", ()):
+        trained = {}
     if trained and not (trained.get("complete") and trained.get("fim_rate")):
         return None
     for names in FORMS:

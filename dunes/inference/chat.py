@@ -207,7 +207,7 @@ def _check_same_quantization(folders: Sequence[Path]) -> None:
 
 def _chat_models(folder: Path, loaded: LoadedModel) -> dict[str, ChatModel]:
     """The chat models of a folder: the model itself, or an adapter and its base."""
-    if not is_adapter(folder):
+    if not is_adapter(folder) or not lora.active_adapter(loaded.model):
         return {NONE: ChatModel(folder, lora.active_adapter(loaded.model), loaded)}
     base = base_folder(folder)
     source = checkpoint.describe(base)

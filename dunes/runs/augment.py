@@ -17,7 +17,7 @@ from dunes.augment import CHANGES, Change, apply_change, undo_change
 from dunes.augment.changes import Spill, Tensors
 from dunes.augment.quantization import BY_GROUP, check_kinds
 from dunes.checkpoint.architecture import hf_config_of
-from dunes.checkpoint.base import DTYPES, changed_part, weights_identity
+from dunes.checkpoint.base import DTYPES, READ, changed_part, weights_identity
 from dunes.checkpoint.convert import Edit, rewrite
 from dunes.checkpoint.folder import LoadedModel, inherited
 from dunes.checkpoint.loading import base_folder, is_adapter
@@ -36,8 +36,6 @@ from dunes.units import format_bytes, plural
 
 CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85
 """Progress values from 0 to 1: start and end of the change, then the starts of the later phases."""
-READ = (".safetensors", ".bin", ".pth", ".gguf", ".json")
-"""Suffixes of files from which a model is read."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
 """Keys that `undo_folder` removes from a card, since their entries describe the changed model."""
 
@@ -306,6 +304,12 @@ def history(loaded: LoadedModel) -> list[Any]:
     plain = [] if "adapter" in loaded.card else loaded.card.get("changes", [])
     earlier: list[Any] = loaded.card.get("history", plain)
     return earlier
+
+
+def described_family(base: LoadedModel) -> str | None:
+    """The family of the base's files; None for a base that a function builds, or that was changed."""
+    described = base.architecture
+    return None if described.function is not None or described.changes else described.family
 
 
 def _size(loaded: LoadedModel) -> int:

@@ -369,22 +369,22 @@ def activation_bytes(model: nn.Module, context: int) -> float:
     return 2.0 * (linear + scores + vocab)
 
 
-def memory_advice(config: TrainConfig, build: Build | None = None) -> str:
+def memory_advice(config: TrainConfig, build: Build | None = None, **trained: Any) -> str:
     """A sentence with the estimated memory of a run, its largest parts, and the options that reduce it.
 
-    For a run with --from, `build` builds its model.
+    For a run with --from, `build` builds its model; `trained` as in `estimate_memory`.
     """
     options = "--batch, --context-length or --size" if build is None else "--batch or --context-length"
-    return f"{describe_memory(estimate_memory(config, build))}; reduce {options} to need less"
+    return f"{describe_memory(estimate_memory(config, build, **trained))}; reduce {options} to need less"
 
 
-def estimate_memory(config: TrainConfig, build: Build | None = None) -> dict[str, float]:
+def estimate_memory(config: TrainConfig, build: Build | None = None, **trained: Any) -> dict[str, float]:
     """Bytes that each process of a run needs, by purpose, estimated on fake tensors.
 
-    `build` builds the model of --from.
+    `build` builds the model of --from; `trained` are the arguments `setup` and `trainable` of `process_memory`.
     """
     shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
-    return process_memory(build or architecture_for(config, vocabulary(config)).build, shape)
+    return process_memory(build or architecture_for(config, vocabulary(config)).build, shape, **trained)
 
 
 def describe_machine(machine: Machine) -> str:

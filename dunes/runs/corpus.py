@@ -93,17 +93,22 @@ def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
 def choose_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[TrainConfig, str]:
     """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of --from.
 
-    Raises ValueError if completion is chosen and `base` lacks the fill-in-the-middle tokens, or if an option of
+    If `base` lacks the fill-in-the-middle tokens, `fim_rate` becomes 0, and files get no headers. Raises
+    ValueError if completion is chosen and `base` lacks them although --fim-rate is set, or if an option of
     completion is set and completion is not chosen.
     """
     asked = config.complete is not None
     chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)
-    if chosen and base is not None:
-        sentinels(base)
     if not chosen:
         config.refuse_unused(f"completion is off ({reason}); pass --complete, or omit it")
-    rate = f"; {config.fim_rate:.0%} of windows are cut into prefix, suffix and middle" if chosen else ""
-    return replace(config, complete=chosen), f"completion of lines: {'on' if chosen else 'off'}, {reason}{rate}"
+        return replace(config, complete=False), f"completion of lines: off, {reason}"
+    how = f"{config.fim_rate:.0%} of windows are cut into prefix, suffix and middle"
+    if base is not None and (missing := missing_sentinels(base)):
+        if config.fim_rate and "fim_rate" in config.changed():
+            sentinels(base)  # raises
+        config = replace(config, fim_rate=0.0, file_headers=False)
+        how = f"from the text above alone, as the model's tokenizer has no {missing[0]}"
+    return replace(config, complete=True), f"completion of lines: on, {reason}; {how}"
 
 
 def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[bool, str]:
@@ -114,8 +119,6 @@ def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | Non
         return False, f"{size} (--complete turns it on)"
     if base is None and config.tokenizer != "bpe":
         return False, f"since the tokenizer is of {config.tokenizer} (--complete turns it on)"
-    if base is not None and (missing := missing_sentinels(base)):
-        return False, f"since the model's tokenizer has no {missing[0]}"
     return True, f"{size} (--no-complete turns it off)"
 
 

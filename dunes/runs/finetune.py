@@ -40,7 +40,7 @@ from dunes.inference.text_generator import TextGenerator
 from dunes.measure import ranks
 from dunes.parts import Decoder
 from dunes.progress import Display, each, phase, shown_by
-from dunes.runs.augment import history, resolve_new
+from dunes.runs.augment import described_family, history, resolve_new
 from dunes.runs.autosize import autocast_dtype, with_hardware
 from dunes.runs.config import RunOptions
 from dunes.runs.finetune_config import (
@@ -143,7 +143,9 @@ def load_base(config: FinetuneConfig) -> LoadedModel:
         with torch.device("meta"):
             model = base.architecture.build()
             apply_method(model, resolve_targets(config, base), fill=False)
-            peft_factors(model, family=_family(base))  # raises for an adapter that PEFT's format cannot express
+            peft_factors(
+                model, family=described_family(base)
+            )  # raises for an adapter that PEFT's format cannot express
     return base
 
 
@@ -575,14 +577,8 @@ class FinetuneTask:
         facts["changes"] = [change.record() for change in self.changes]
         options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
         base = Path(name) if Path(name).exists() else name  # else a name on the Hub
-        options["family"] = _family(loaded)
+        options["family"] = described_family(loaded)
         checkpoint.save_adapter(model, folder, NAME, base, identity=self.base, facts=facts, **options)
-
-
-def _family(base: LoadedModel) -> str | None:
-    """The family of the base's files; None for a base that a function builds, or that was changed."""
-    described = base.architecture
-    return None if described.function is not None or described.changes else described.family
 
 
 def _digest(ids: TokenIds | None) -> str:

@@ -117,11 +117,13 @@ def report_step(
     batch: tuple[Tensor, ...],
     display: Display,
     fit: Callable[[float], float] = lambda per_token: 0.0,
-) -> None:
+) -> float:
     """Measure a step whose micro-batches are like `batch`, and show the run's tokens/s, steps, time and disk.
 
-    `fit` are the seconds of what is fitted at the end, of a model that evaluates a token in `per_token` seconds.
+    `fit` are the seconds of all that is fitted, of a model that evaluates a token in `per_token` seconds. Returns
+    these seconds per token; 0 if no step was measured.
     """
+    per_token = 0.0
     if cost := measure_step(trainer, batch):
         per_token = cost.gradients / 3 / cost.tokens  # a backward pass takes twice as long as the forward pass
         outside = OVERHEAD_SECONDS + 2 * CHECK_TOKENS * per_token + fit(per_token)
@@ -132,6 +134,7 @@ def report_step(
             f"measured: {rate} tokens/s, {seconds} per step; {plural(steps, 'step')} in about {total}; "
             f"training states take up to {disk} of disk"
         )
+    return per_token
 
 
 def execute_run(run: Run, display: Display, options: RunOptions, timings: Timings) -> int:
@@ -151,15 +154,28 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
             elif ranks.is_first():
                 start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
         run.timings.seconds.update(timings.seconds)
-        run.elapsed += timings.elapsed
-        for line in run.task.begin(run):
-            display.detail(line)
         board_folder = run.folder if options.tensorboard and ranks.is_first() else None
-        with TensorBoard(board_folder, NonFatal(display)) as board:
+        with _out_of_memory(run), TensorBoard(board_folder, NonFatal(display)) as board:
+            with shown_by(display.state):
+                for line in run.task.begin(run):
+                    display.detail(line)
+            run.elapsed += timings.elapsed
             status = _train(run, saver, display, board)
         if options.profile:
             display.line("\n".join(["wall-clock time:", *run.timings.lines()]))
         return status
+
+
+@contextmanager
+def _out_of_memory(run: Run) -> Iterator[None]:
+    """Inside the `with` block, turn lack of memory into a ValueError with the memory that the run needs."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not measure.out_of_memory(error):
+            raise
+        place = f"out of memory after step {run.trainer.number}"
+        raise ValueError(f"{place}; {run.task.memory_advice()}; {run.folder} has what was ready") from None
 
 
 @contextmanager
@@ -275,11 +291,6 @@ def _train(run: Run, saver: Saver, display: Display, board: TensorBoard) -> int:
             if ranks.count() == 1:  # else the others do not know
                 saver.last(run)
             raise
-        except (RuntimeError, MemoryError) as error:
-            if not measure.out_of_memory(error):
-                raise
-            number = run.trainer.number + 1
-            raise ValueError(f"out of memory in step {number}; {run.task.memory_advice()}") from None
         return _finish(run, request, saver, display, board)
 
 

@@ -140,10 +140,10 @@ class Task(Protocol):
         """A sentence with the estimated memory of the run and the options that reduce it."""
         ...
 
-    def begin(self, run: "Run") -> list[str]:
+    def begin(self, run: "Run") -> Iterable[str]:
         """Write files that are useful during the run; called after the run is started or restored.
 
-        Returns lines for the user; the first line describes the run.
+        Lines for the user come as they are true; the first line describes the run.
         """
         ...
 

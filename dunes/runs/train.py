@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -14,22 +14,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import checkpoint, measure, tree
+from dunes.augment import Change, make_change, repeat_structure
 from dunes.augment.adapted import sides
+from dunes.augment.changes import decide_change
+from dunes.augment.options import NAME
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.base import weights_digest
+from dunes.checkpoint.base import base_identity, weights_digest
+from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
-from dunes.checkpoint.trained_text import trained_packages
+from dunes.checkpoint.model_folder import ADAPTER
+from dunes.checkpoint.trained_text import trained_packages, trained_text
+from dunes.completion.copy_gate import read_gate
 from dunes.completion.fit import (
     CompletionFiles,
     FitSize,
     begin_completion,
     closing_seconds,
+    compare_adapter,
     finish_completion,
     prepare_completion,
 )
 from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus, FillInMiddle, Windows
 from dunes.evaluate.text_loss import Score, evaluate
+from dunes.files import json_file
 from dunes.files.model_file import cards_trusted
 from dunes.inference.text_generator import sample_text
 from dunes.measure import ranks
@@ -38,14 +46,26 @@ from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
 from dunes.progress import Display, phase, shown_by
 from dunes.runs import autosize
-from dunes.runs.augment import resolve_new, save_changed
+from dunes.runs.augment import described_family, records, resolve_new, save_changed
 from dunes.runs.config import RunOptions, adamw_rate
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.loop import begin_run, execute_run, report_step
-from dunes.runs.run import Run, Timings, append_metrics, card_facts, new_run, run_lock, selects, set_trainable
+from dunes.runs.memory import TrainSetup, build_with_dtype
+from dunes.runs.run import (
+    Run,
+    Timings,
+    append_metrics,
+    card_facts,
+    new_run,
+    run_lock,
+    selects,
+    set_trainable,
+    trainable_state,
+)
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
-from dunes.train import Trainer, adamw, muon, scale_rates
+from dunes.text.chat_template import template_from_files
+from dunes.train import Trainer, adamw, cast_frozen, muon, scale_rates
 from dunes.train.loss import next_token_loss
 from dunes.tree.summary import module_rows
 from dunes.units import format_count
@@ -53,6 +73,9 @@ from dunes.units import format_count
 TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, as the estimate of its duration must not depend on the machine."""
 
+RANK, ADAPTER_LR = 16, 0.02
+"""Rank of an adapter, and its default peak learning rate with Muon (docs/log/real-models.md, "Training on from
+published weights")."""
 LR = 0.006
 """Default peak learning rate of Muon with --from: a third of the rate for a new model (docs/log/training.md,
 "Training on")."""
@@ -83,6 +106,9 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             if not run_options.resume:  # resumed runs have chosen; older ones have None
                 ready, reason = choose_completion(ready, corpus, base.tokenizer if base else None)
                 reasons.append(reason)
+                if base is not None:
+                    ready, more = choose_trainable(ready, base)
+                    reasons += more
             corpus = with_test_files(ready, corpus)
         for line in (corpus.report(), *corpus.notes, *reasons):
             display.detail(line)
@@ -91,8 +117,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             ready = ranks.decide(ready)
         if run_options.dry_run:
             if base is not None:
-                model = base.model.float().to(measure.device())
-                select_trainable(model, ready.trainable, base)
+                model = base.model.to(measure.device())
+                make_trainable(model, ready, base)
                 dtype = autosize.autocast_dtype(ready)
                 trainer = Trainer(model, build_optimizer(model, ready), next_token_loss, dtype=dtype)
                 _report(ready, trainer, base, display)
@@ -110,9 +136,10 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                         completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
                 run = prepare(ready, folder, tokens, base, completion)
-            if base and not run_options.resume:
-                _report(ready, run.trainer, base, display)
-                score_base(run, display)
+            if base and (ready.adapts or not run_options.resume):
+                run.seconds_per_token = _report(ready, run.trainer, base, display)
+                if not ready.adapts:  # else lines are completed first
+                    display.detail(score_base(run))
             return execute_run(run, display, run_options, timings)
 
 
@@ -164,25 +191,81 @@ def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> 
     complete = config.dtype and config.threads and config.batch and config.context_length and config.lr
     if complete and resumed:
         return config, []
-    select_trainable(base.model, config.trainable, base)
-    large = tree.count(base.model, trainable=True) >= ADAMW_FROM
+    with torch.device("meta"):
+        model = outline_with_base(config, base)
+    large = not config.adapts and tree.count(model, trainable=True) >= ADAMW_FROM
     config = replace(config, optimizer=config.optimizer or ("adamw" if large else "muon"))
-    lr = config.lr or (LR if config.optimizer == "muon" else adamw_rate(sides(base.model.embed.token)[1]))
+    of_muon = ADAPTER_LR if config.adapts else LR
+    lr = config.lr or (of_muon if config.optimizer == "muon" else adamw_rate(sides(base.model.embed.token)[1]))
     if complete:
         config, reasons = autosize.with_hardware(config), []
     else:
         context_length = min(base.context_length, autosize.CONTEXT)
         config, machine = autosize.with_machine(replace(config, lr=lr), context_length)
-        config = replace(config, rate=1 / autosize.seconds_per_token(base.model, config, machine))
+        config = replace(config, rate=1 / autosize.seconds_per_token(model, config, machine))
         reasons = [autosize.describe_machine(machine)]
-    return config, [*reasons, autosize.memory_advice(config, partial(outline_with_base, config, base))]
+    return config, [*reasons, memory_with_base(config, base)]
 
 
 def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
     """The model of --from without its weights; the parameters selected by --trainable are trainable."""
-    model = base.architecture.build()
-    select_trainable(model, config.trainable, base)
+    dtype = next(base.model.parameters()).dtype if config.adapts else torch.float32
+    model = build_with_dtype(dtype, base.architecture.build)
+    make_trainable(model, config, base, fill=False)
     return model
+
+
+def memory_with_base(config: TrainConfig, base: LoadedModel) -> str:
+    """A sentence with the estimated memory of a run with --from, and the options that reduce it."""
+    build = partial(outline_with_base, config, base)
+    with torch.device("meta"):
+        trained = sum(t.nbytes for t in trainable_state(build()).values())
+    setup = TrainSetup(partial(build_optimizer, config=config))
+    return autosize.memory_advice(config, build, setup=setup, trainable=trained)
+
+
+def choose_trainable(config: TrainConfig, base: LoadedModel) -> tuple[TrainConfig, list[str]]:
+    """The config with `trainable` chosen, and lines about it: an adapter, to complete lines with a model that
+    dunes neither trained for that nor changed.
+
+    Raises ValueError if an adapter is asked for, and this model cannot have one.
+    """
+    lines, tokenizer = list[str](), base.require_tokenizer()
+    if config.complete and template_from_files(tokenizer.extra_files, tokenizer.config_path.parent):
+        lines.append("a chat model: its template is not used for lines")
+    ours = trained_text(base.card).get("complete") or records(base)
+    if not config.complete or ours or config.trainable not in ((), ("adapter",)):
+        return config, lines
+    chosen = replace(config, trainable=("adapter",), file_headers=False)
+    try:
+        with torch.device("meta"):
+            peft_factors(outline_with_base(chosen, base), family=described_family(base))
+    except ValueError as error:
+        if config.adapts:
+            raise
+        return config, [*lines, f"trains all weights, since no adapter can be added ({error})"]
+    return chosen, [*lines, "trains an adapter, and refers to the model (--trainable all trains its weights)"]
+
+
+def make_trainable(
+    model: Decoder, config: TrainConfig, base: LoadedModel, fill: bool = True
+) -> tuple[Change, ...]:
+    """Freeze all parameters but those that the run trains; returns the change that adds its adapter, if any.
+
+    Weights to train become float32, since updates are smaller than bfloat16's precision. With `fill=False`, for a
+    model on fake tensors, values are not read or initialised.
+    """
+    if not config.adapts:
+        if fill and ranks.count() == 1:  # several cast when they shard
+            model.float()
+        select_trainable(model, config.trainable, base)
+        return ()
+    change = decide_change(model, "lora", rank=RANK, seed=config.seed)
+    (make_change if fill else repeat_structure)(model, change)
+    set_trainable(model, change.new)
+    if config.dtype:  # chosen
+        cast_frozen(model, autosize.autocast_dtype(config))
+    return (change,)
 
 
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
@@ -216,19 +299,22 @@ def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[s
     return plain if base is None else resolve_new(plain, base)
 
 
-def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> None:
+def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> float:
     rows = config.batch // ranks.count(), config.context_length + 1
     ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
-    fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
-    report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
+    fit = lambda per_token: fit_seconds(config, per_token) if config.complete else 0.0
+    return report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
 
 
-def score_base(run: Run, display: Display) -> None:
-    """Validate the base model before the first step, so that its weights are saved if training makes it worse."""
+def score_base(run: Run) -> str:
+    """Validate the base model before the first step, so that its weights are saved if training makes it worse.
+
+    Returns a line for the user.
+    """
     score = run.check(BASE_TOKENS)
     append_metrics(run.folder, {"step": 0, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
     values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
-    display.detail(f"validation loss before training: {values}")
+    return f"validation loss before training: {values}"
 
 
 def with_context(base: LoadedModel, length: int) -> LoadedModel:
@@ -250,6 +336,7 @@ def prepare(
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
     repeat_choice(config.float32_products)
+    identity: Mapping[str, Any] = {}
     if base is None:
         architecture = autosize.architecture_for(config, tokens.tokenizer.vocab)
         with torch.device("meta") if ranks.count() > 1 else nullcontext():
@@ -259,12 +346,15 @@ def prepare(
             structure = sha256(repr([*module_rows(model)]).encode()).hexdigest()
             tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": structure})
     else:
-        fingerprints = tokens.fingerprints | {"the model": weights_digest(base.model)}
-        tokens = replace(tokens, fingerprints=fingerprints)
-        model = base.model if ranks.count() > 1 else base.model.float()
-        select_trainable(model, config.trainable, base)
+        model, identity = base.model, base_identity(base.model) if config.adapts else {}
+        digest = identity["sha256"] if identity else weights_digest(model)
+        tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": digest})
+        changes = make_trainable(model, config, base)
         loaded = with_context(base, max(config.context_length, base.context_length))
-    outline = ranks.shard(model, model.layers, torch.float32)  # updates are smaller than bfloat16's precision
+        changed = (*base.architecture.changes, *changes)
+        loaded = replace(loaded, architecture=replace(loaded.architecture, changes=changed))
+    # Updates of weights are smaller than bfloat16's precision; an adapter is float32.
+    outline = ranks.shard(model, model.layers, None if config.adapts else torch.float32)
     if base is None:
         initialise(model, config.seed, empty=outline is not None)
     model.to(measure.device())
@@ -273,7 +363,7 @@ def prepare(
     probabilities = [p.p for p in dropouts(model)]
     if config.dropout is not None:
         set_dropout(model, [config.dropout] * len(probabilities))
-    task = TrainTask(config, tokens, loaded, probabilities, completion, outline)
+    task = TrainTask(config, tokens, loaded, probabilities, completion, outline, identity)
     return new_run(folder, config, task, optimizer)
 
 
@@ -299,12 +389,18 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
     return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
 
 
+def fit_seconds(config: TrainConfig, seconds_per_token: float) -> float:
+    """Estimated seconds of all fits of a run: of an adapter's base before training, and of the result."""
+    seconds = fit_size(config, seconds_per_token).seconds
+    return 2 * (sum(seconds) + seconds[1]) if config.adapts else sum(seconds)
+
+
 @dataclass(frozen=True)
 class TrainTask:
     """The task of a training run: next-token prediction on text.
 
     `dropout` are the dropout probabilities before training. With several ranks, `outline` is the unsharded model
-    without weight values.
+    without weight values. `identity` is the `base_identity` of an adapter's base.
     """
 
     config: TrainConfig
@@ -313,6 +409,7 @@ class TrainTask:
     dropout: Sequence[float]
     completion: CompletionFiles | None = None
     outline: Decoder | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -323,8 +420,11 @@ class TrainTask:
         return len(self.text.valid)
 
     def closing_seconds(self, seconds_per_token: float) -> float:
+        if self.completion is None:
+            return 0.0
         size = fit_size(self.config, seconds_per_token)
-        return closing_seconds(self.completion, size) if self.completion is not None else 0.0
+        comparing = 2 * size.seconds[1] if self.config.adapts else 0.0
+        return closing_seconds(self.completion, size) + comparing
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
@@ -332,6 +432,13 @@ class TrainTask:
         arrange = FillInMiddle(self.text.tokenizer, config.fim_rate) if cuts else None
         windows = Windows(self.text.train, config.context_length, config.batch, config.seed, arrange)
         return windows.batches(start)
+
+    @property
+    def base(self) -> LoadedModel:
+        """The model with the architecture that it has without the run's adapter."""
+        architecture = self.loaded.architecture
+        changes = architecture.changes[:-1] if self.config.adapts else architecture.changes
+        return replace(self.loaded, architecture=replace(architecture, changes=changes))
 
     @property
     def _windowed(self) -> LoadedModel:
@@ -342,13 +449,16 @@ class TrainTask:
         return evaluate(self._windowed, self.text.valid, autosize.autocast_dtype(self.config), limit)
 
     def sample(self) -> str:
-        return sample_text(self._windowed, self.config.seed)
+        dtype = autosize.autocast_dtype(self.config)  # frozen weights beside an adapter have it
+        with torch.autocast(measure.device().type, dtype, self.config.adapts and dtype != torch.float32):
+            return sample_text(self._windowed, self.config.seed)
 
     def memory_advice(self) -> str:
-        build = partial(outline_with_base, self.config, self.loaded) if self.config.base else None
-        return autosize.memory_advice(self.config, build)
+        return (
+            memory_with_base(self.config, self.base) if self.config.base else autosize.memory_advice(self.config)
+        )
 
-    def begin(self, run: Run) -> list[str]:
+    def begin(self, run: Run) -> Iterator[str]:
         config = self.config
         summary = (
             f"{config.base or ' '.join(config.parts) or config.family}, {self._parameters(run.model)}; "
@@ -356,9 +466,34 @@ class TrainTask:
             f"batch size {config.batch}, context length {config.context_length}; "
             f"{run.hardware}; {config.length}"
         )
-        if self.completion is None:
-            return [summary]
-        return [summary, begin_completion(run.folder, self.completion, self.loaded.architecture)]
+        yield summary
+        if self.completion is not None:
+            yield begin_completion(run.folder, self.completion, self.loaded.architecture)
+            if config.adapts:
+                yield from self._complete_with_base(run, self.completion)
+        if config.adapts and run.best is None:
+            yield score_base(run)
+
+    def _complete_with_base(self, run: Run, files: CompletionFiles) -> Iterator[str]:
+        """Refer to the base in the run's folder and fit the gate, unless an earlier process did; yields a line."""
+        recorded = json_file.read_if_present(run.folder / ADAPTER).get("base_model_name_or_path")
+        if recorded != str(checkpoint.locate_model(self.config.base).folder.resolve()):
+            self._save(self.base.architecture.outline(), run.folder, {"trained": asdict(self.config)})
+        if read_gate(run.folder) is None:
+            yield f"from now on with the model, {self._fit(run, files)}"
+
+    def _fit(self, run: Run, files: CompletionFiles) -> str:
+        """Fit the completion of the model in the run's folder; returns a line."""
+        size = fit_size(self.config, run.seconds_per_token)
+        return finish_completion(run.folder, files, size, self.loaded.architecture, self.config.copies)
+
+    def _save(self, model: Decoder, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Write the model's adapter, or a reference to the base if the model has none, to a folder."""
+        base, loaded = self.base, self.loaded
+        options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
+        place = checkpoint.locate_model(self.config.base).folder
+        options |= {"identity": self.identity, "facts": facts, "family": described_family(base)}
+        checkpoint.save_adapter(model, folder, NAME, place, **options)
 
     def _parameters(self, model: Decoder) -> str:
         total, trained = tree.count(model), tree.count(model, trainable=True)
@@ -373,16 +508,33 @@ class TrainTask:
         facts = card_facts(run, score, "trained")
         if packages := {*trained_packages(self.loaded.card), *self.text.packages}:
             facts["trained"]["packages"] = sorted(packages)
-        save_changed(loaded, (), run.folder, lambda staged: facts)
         folder = shlex.quote(str(run.folder)) + loaded.architecture.trust_option
         lines = [f"model: {run.folder}"]
-        if self.completion is not None and not interrupted:
-            completion = partial(
-                finish_completion, run.folder, self.completion, fit_size(self.config, run.seconds_per_token)
-            )
-            lines.append(completion(loaded.architecture, self.config.copies))
+        if self.config.adapts:
+            lines.append(self._close_adapter(run, loaded.model, facts, interrupted))
+        else:
+            save_changed(loaded, (), run.folder, lambda staged: facts)
+            if self.completion is not None and not interrupted:
+                lines.append(self._fit(run, self.completion))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         return [*lines, f"try: dunes generate {folder}   {then.format(folder)}"]
+
+    def _close_adapter(self, run: Run, model: Decoder, facts: Mapping[str, Any], interrupted: bool) -> str:
+        """Use the adapter from now on if it completes lines better than the base; returns the verdict."""
+        assert self.completion is not None, "an adapter is trained for completion"
+        if interrupted:
+            return "adapter: not compared with its base yet, and not used; --resume goes on"
+        if not run.best_step:
+            return "adapter: not used, since no step made the validation loss lower"
+        trained = run.folder / "state" / "adapter"
+        self._save(model, trained, facts)
+        cursors = fit_size(self.config, run.seconds_per_token).cursors
+        verdict = compare_adapter(run.folder, trained, self.completion, cursors)
+        if not verdict.is_better:
+            merge = f"to use it: dunes augment merge {shlex.quote(str(trained))} OUT"
+            return f"adapter: not used, as it is not surely better: {verdict.reason}; {merge}"
+        self._save(model, run.folder, facts)
+        return f"adapter: used, as it is better: {verdict.reason}\n{self._fit(run, self.completion)}"
 
 
 def dropouts(model: nn.Module) -> list[nn.Dropout]:

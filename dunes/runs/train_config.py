@@ -45,8 +45,11 @@ class TextData:
 class ModelShape:
     base: Annotated[str, flag("MODEL", "a new model", name="from")] = ""
     """Continue the training of this model: a folder of any format, or a name on the Hub."""
-    trainable: Annotated[tuple[str, ...], flag("all|new|GLOB", "all")] = ()
-    """With --from, the parameters to train: all, new ones from the last change, or globs of names."""
+    trainable: Annotated[
+        tuple[str, ...], flag("all|new|adapter|GLOB", "all; with --complete and a model from others, adapter")
+    ] = ()
+    """With --from, the parameters to train: all, new ones from the last change, globs of names, or an adapter that
+    is used if it completes lines better; the run then refers to the model instead of copying it."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
@@ -82,7 +85,9 @@ class TrainOptimization(Optimization):
         flag("muon|adamw", "muon; with --from adamw, if 30M parameters or more are trained"),
     ] = None
     """Optimizer; muon trains weight matrices with Muon, and embeddings, head and norms with AdamW."""
-    lr: Annotated[float | None, flag("RATE", "muon 0.02, with --from 0.006; adamw by the model's width")] = None
+    lr: Annotated[
+        float | None, flag("RATE", "muon 0.02, with --from 0.006 but for adapters; adamw by the model's width")
+    ] = None
     """Peak learning rate; embeddings, head and norms have half of Muon's."""
     lr_factors: Annotated[tuple[str, ...], flag("GLOB=FACTOR", "none")] = ()
     """Multiply the learning rate of matching parameters, like all=0.1 new=1; globs as for --trainable."""
@@ -143,6 +148,11 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"--weight-decay is {self.weight_decay}; it must be a number from 0 on")
+        if self.adapts and self.complete is False:
+            remedy = "use dunes finetune --method lora, or omit one of them"
+            raise ValueError(
+                f"--trainable adapter is for the completion of lines, and --no-complete is set; {remedy}"
+            )
         if self.complete is False:
             self.refuse_unused("--no-complete leaves it unused; omit one of them")
         names = (*EXPERT_OPTIONS, "family", "parts", "size", "tokenizer", "vocab_size")
@@ -159,6 +169,11 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
         for name in ("fim_rate", "copies"):
             if name in self.changed():
                 raise ValueError(f"--{option(name)} is {getattr(self, name)}, but {reason}")
+
+    @property
+    def adapts(self) -> bool:
+        """True if the run trains an adapter, and refers to its base."""
+        return self.trainable == ("adapter",)
 
     @property
     def shape(self) -> tuple[int, int] | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import Change, lora
-from dunes.augment.adapted import Adapter, LoraConfig, dense, is_embedding, sides
+from dunes.augment.adapted import Adapted, Adapter, LoraConfig, dense, is_embedding, sides
 from dunes.augment.options import Lora
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import hf_config_of
@@ -29,6 +29,7 @@ from dunes.checkpoint.base import (
     BaseWeights,
     base_identity,
     check_base,
+    file_stamps,
     read_base_record,
 )
 from dunes.checkpoint.folder import write_card, write_files, write_tokenizer
@@ -57,6 +58,8 @@ from dunes.units import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
+NO_ADAPTER = LoraConfig(1, 1.0)
+"""The settings in the adapter_config.json of a mere reference to a base."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ def structure_digest(base: AdapterBase, change: Change) -> str:
     settings. Dtypes are ignored since they may change during training.
     """
     model = lora.base_model(base.plain)
-    lora.shape(model, replace(change, request={**change.request, "adapter": lora.NAME}))
+    if change.places:
+        lora.shape(model, replace(change, request={**change.request, "adapter": lora.NAME}))
     return sha256("\n".join(repr(tuple(row)) for row in module_rows(model)).encode()).hexdigest()
 
 
@@ -129,23 +133,25 @@ def save_adapter(
     `before | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length
     are saved for use with the adapter. `family` is that of the base's files, if it has modules of another: "phi3",
     whose modules are a LLaMA's. `facts` go into the card; their "changes" are records of earlier changes to
-    the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. The
-    save is atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot
-    express, and for a folder with a model that dunes did not save, which would hide the adapter.
+    the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. A
+    model without adapters is written as a mere reference to its base, which loading returns. The save is atomic,
+    as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot express, and for a
+    folder with a model that dunes did not save, which would hide the adapter.
     """
     folder, adapter_base = Path(folder), adapter_base_of(model, family)
-    factors = peft_factors(model, name, family)
+    adapted = any(isinstance(module, Adapted) for module in model.modules())
+    factors = peft_factors(model, name, family) if adapted else []
     read_consistently(folder, _refuse_foreign_model)
-    lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
+    lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config if adapted else NO_ADAPTER
     config = _peft_config(factors, adapter_base, lora_config)
-    config["base_model_name_or_path"], relative_base = _locate_base(base, folder)
+    config["base_model_name_or_path"], recorded_base = _locate_base(base, folder)
     config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
     weights = in_memory({PREFIX + k: w for k, w in _peft_keys(factors, adapter_base)})
     change = _loading_change(factors, PeftConfig.parse(folder / ADAPTER, config), name, adapter_base)
     card = {
-        "adapter": name,
+        "adapter": name if adapted else None,
         "family": adapter_base.family,
-        "base": {**(identity or base_identity(model)), **relative_base},
+        "base": {**(identity or base_identity(model)), **recorded_base},
         "structure": structure_digest(adapter_base, change),
         "changes": [],
         **({} if context_length is None else {"context_length": context_length}),
@@ -153,7 +159,8 @@ def save_adapter(
     }
 
     def fill(staged: Path) -> None:
-        safetensors_file.write_file(staged / WEIGHTS[0], weights)
+        if adapted:
+            safetensors_file.write_file(staged / WEIGHTS[0], weights)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         write_tokenizer(staged, tokenizer, context_length)
         write_card(staged, card)
@@ -184,15 +191,16 @@ def peft_factors(
     return [(target, join_factors(target, factors, base.modules)) for target in _peft_targets(base, factors)]
 
 
-def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, str]]:
-    """The base's absolute path or Hub name, and an entry for the card: its path relative to the adapter's folder.
+def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """The base's absolute path or Hub name, and entries for the card: its path relative to the adapter's folder,
+    and its `file_stamps`.
 
     The relative path stays valid if both folders are relocated together.
     """
     if base is None or not Path(base).exists():
         return None if base is None else str(base), {}
     absolute = Path(base).resolve()
-    return str(absolute), {"folder": os.path.relpath(absolute, folder.resolve())}
+    return str(absolute), {"folder": os.path.relpath(absolute, folder.resolve()), "files": file_stamps(absolute)}
 
 
 def _loading_change(
@@ -263,7 +271,8 @@ def _peft_config(
     ranks = {t.path: f.rank // len(t.rows) for t, f in factors}
     # Rounding restores the alpha that the scale was computed from.
     alphas = {t.path: round(f.scale * _divisor(ranks[t.path], settings.rslora), 10) for t, f in factors}
-    usual = Counter((ranks[path], alphas[path]) for path in ranks).most_common(1)[0][0]
+    pairs = [(ranks[path], alphas[path]) for path in ranks] or [(settings.rank, settings.alpha)]
+    usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
     # In a model with such experts, PEFT takes every module of these names for theirs; a parameter it does not.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
@@ -328,6 +337,17 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
     lora.shape(model, change)
     _copy_factors(model, factors, name)
     return change
+
+
+def is_reference(card: Mapping[str, Any]) -> bool:
+    """True for the card of a mere reference to a base, which `save_adapter` writes of a model without adapters."""
+    return "adapter" in card and card["adapter"] is None
+
+
+def check_reference(model: nn.Module, folder: Path) -> None:
+    """Raise ValueError if the model has another structure than the base that the folder refers to."""
+    change = PeftConfig.read(folder / ADAPTER).change({}, lora.NAME)
+    _check_structure(adapter_base_of(model), change, read_card(folder), folder)
 
 
 @dataclass(frozen=True)
