@@ -26,6 +26,7 @@ from dunes.completion.text import (
     fim_form,
     first_line,
     first_word,
+    line_start,
     near_text,
     window,
     without_overlap,
@@ -142,20 +143,19 @@ class CompletionEngine:
         """The search, and its beams with the rests of the line that they suggest, best first."""
         after, name = valid_text(after[:BELOW]), valid_text(name)
         before = near_text(before)
-        text = self.files.tokenize(before, name)
-        above = text.ids[: text.starts[-1]]
-        line, typed = self.files.split_typed(text.ids[text.starts[-1] :])
+        start = line_start(before)
+        text, above = self.files.tokenize(before, name), self.files.tokenize(before[:start], name).ids
+        line, typed = self.files.split_typed(text.ids[text.last :])
         # Without text below the line, the continuation is taken as unknown.
         below = self.files.encode_continuation(after) if after[len(first_line(after)) :].strip() else []
-        prompt = self._prompt([*above, *line], below, text.starts[0]) or [self.files.tokenizer.eos]
+        prompt = self._prompt([*text.ids[: text.last], *line], below, text.starts[0]) or [self.files.tokenizer.eos]
         mixture = self._mixture_of(options.width)
         room = self.loaded.context_length - len(prompt)
         search = LineSearch(mixture, prompt, options, room, renamed_rest(before))
         copies = Copies(self.sources(above, below, name, options.files), typed, len(prompt))
         mixture.begin(copies, self.gate, prompt, search.limit, options.cancelled)
-        start = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :]
         beams = search.beams()
-        rests = [without_overlap(search.text(beam), after, start) for beam in beams]
+        rests = [without_overlap(search.text(beam), after, before[start:]) for beam in beams]
         return search, [(rest if rest.strip() else "", beam) for rest, beam in zip(rests, beams, strict=True)]
 
     def explain(
