@@ -46,7 +46,8 @@ class FolderCompleter(CompletionEngine):
         self.folder, self.facts = folder, fitted[1] if fitted else {}
         gate = fitted[0] if fitted and index else None
         self.copies = index is not None and (gate is None or bool(self.facts.get("copies")))
-        super().__init__(loaded, index, gate, knows_paths(loaded), step_source(loaded.model))
+        budget = self.facts.get("prompt_tokens")
+        super().__init__(loaded, index, gate, knows_paths(loaded), step_source(loaded.model), budget)
 
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS

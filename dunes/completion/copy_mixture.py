@@ -179,7 +179,9 @@ class Mixture:
     def word_end_logprob(self, text: Sequence[int]) -> float:
         """Log-probability that an identifier at the end of this text is complete; 0 if not yet evaluated."""
         mixed = self._evaluated(text)
-        return 0.0 if mixed is None else float(mixed[self.files.ends_word[: len(mixed)]].logsumexp(-1))
+        if mixed is None:
+            return 0.0
+        return float(mixed.masked_fill(self.files.in_word[: len(mixed)], -math.inf).logsumexp(-1))
 
     def _typed_prob(self, text: tuple[int, ...]) -> float:
         rest = self.copies.uncovered(text)

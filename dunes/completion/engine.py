@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import trained_text
 from dunes.completion import Suggestion
@@ -35,9 +37,14 @@ from dunes.data.document import NamedText
 from dunes.generate.copying import Copies, Gate, Sources, TextSource, Vocabulary, index_ids
 from dunes.generate.step import CompiledStep
 from dunes.text.lines import valid_text
+from dunes.tree import count
 
 SUFFIX = 0.25
 """Fraction of the context length available to the text behind the cursor."""
+PROMPT_WORK = 1.4e11
+"""Product of a model's parameters and the tokens of a prompt, which one thread evaluates in one to three seconds."""
+SHORTEST = 256
+"""Minimum budget of a prompt in tokens, however large the model is."""
 LIKELY = 4
 """Number of alternatives shown per token."""
 MERGED = 3
@@ -61,7 +68,8 @@ class CompletionEngine:
     """Completes lines with a model and by copying: from the file, from open files, and from an index.
 
     `gate` mixes both; without a gate, only the model is used. `header` is True if the model was trained on files
-    with their paths. `find_step()` returns a compiled step or None. Raises ValueError without a tokenizer.
+    with their paths. `find_step()` returns a compiled step or None. A prompt has at most `prompt_tokens` tokens, by
+    default `choose_budget(loaded.model)`. Raises ValueError without a tokenizer.
     """
 
     def __init__(
@@ -71,8 +79,10 @@ class CompletionEngine:
         gate: Gate | None = None,
         header: bool = False,
         find_step: Callable[[], CompiledStep | None] = lambda: None,
+        prompt_tokens: int | None = None,
     ) -> None:
         self.loaded, self.index, self.gate = loaded, index, gate
+        self.prompt_tokens = prompt_tokens or choose_budget(loaded.model)
         self.files = FileTokenizer(loaded.require_tokenizer(), header)
         encode = lambda line: self.files.line(line.decode(errors="ignore"))
         self._vocabulary = Vocabulary(self.files.pieces, encode)
@@ -195,12 +205,14 @@ class CompletionEngine:
     def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
         """Prompt ids for a cursor between `text` and `below`; the text starts with `header` header ids."""
         room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
+        moves = 4 if room <= self.prompt_tokens else 2  # a long prompt takes long to evaluate anew
+        room = min(room, self.prompt_tokens)
         below = below[: int(SUFFIX * room)]
         narrow = room < 2 * (len(below) + 3)  # the text above matters more
         if narrow or self._form is None or not any(self.files.pieces[i].strip() for i in below):
-            return [*window(text, room)]
+            return [*window(text, room, moves)]
         prefix, suffix, middle = self._form.ids
-        above = window(text, room - len(below) - 3)
+        above = window(text, room - len(below) - 3, moves)
         head = above[:header] if len(above) == len(text) else []
         if self._form.suffix_first:
             return [*head, prefix, suffix, *below, middle, *above[len(head) :]]
@@ -241,6 +253,11 @@ class CompletionEngine:
             mixture = Mixture(RememberedLogits(self.loaded.model, width, step), self.files)
             self._mixtures[width] = mixture
         return mixture
+
+
+def choose_budget(model: nn.Module) -> int:
+    """Maximum tokens of a prompt by the size of the model alone, so that suggestions depend on no machine's speed."""
+    return max(SHORTEST, int(PROMPT_WORK / max(1, count(model))))
 
 
 def knows_paths(loaded: LoadedModel) -> bool:

@@ -80,7 +80,7 @@ class FileTokenizer:
     def __init__(self, tokenizer: Tokenizer, header: bool) -> None:
         self.tokenizer, self.header = tokenizer, header
         self.pieces = tokenizer.token_bytes
-        self.ends_word = torch.tensor([not is_word(piece[:1]) for piece in self.pieces])
+        self.in_word = torch.tensor([is_word(piece[:1]) for piece in self.pieces], dtype=torch.bool)
         self._order = sorted(range(len(self.pieces)), key=self.pieces.__getitem__)
         self._sorted = [self.pieces[i] for i in self._order]
         self.allowed = lru_cache(256)(self._find_allowed)
@@ -223,9 +223,13 @@ def fim_form(loaded: LoadedModel) -> FimForm | None:
 
 
 def near_text(before: str) -> str:
-    """The last part of the text above the cursor, from the start of a line if a line starts nearby."""
+    """The last part of the text above the cursor, from the start of a line if a line starts nearby.
+
+    The part starts at the same place while a text grows by up to `NEAR // 4` characters.
+    """
     if len(before) > NEAR:
-        part = before[-NEAR:]
+        step = NEAR // 4
+        part = before[-(-(len(before) - NEAR) // step) * step :]
         before = part[part.find("\n", 0, LINE) + 1 :]
     return valid_text(before)
 
@@ -268,14 +272,15 @@ def _overlaps(line: str, part: str, typed: str) -> bool:
     return not (closes_quote or closes_bracket)
 
 
-def window(ids: Sequence[int], length: int) -> Sequence[int]:
-    """The last ids that fit into this context length, from an offset that seldom changes.
+def window(ids: Sequence[int], length: int, moves: int = 4) -> Sequence[int]:
+    """The last ids that fit into this context length, from an offset that moves by `length // moves` ids at once.
 
     When a text grows by one id, its window nearly always grows by the same id, so that the KV cache stays valid.
+    For each id that a text grows by, `moves - 1` ids are evaluated again in the mean.
     """
     if len(ids) <= length:
         return ids
-    step = max(1, length // 4)
+    step = max(1, length // moves)
     return ids[-(-(len(ids) - length) // step) * step :]
 
 
