@@ -564,13 +564,12 @@ def test_a_text_gets_the_row_that_holds_it():
 @torch.no_grad()
 def test_a_text_read_in_pieces_is_in_the_cache_but_for_its_last_piece(monkeypatch):
     monkeypatch.setattr(prefix_cache, "FIRST", 5)
-    monkeypatch.setattr(prefix_cache, "LEAST", 5)
     model = model_of(vocab=30, context=64)
     text = [(5 * i * i + i) % 30 for i in range(40)]
     cache, plain = PrefixCache(model), PrefixCache(model)
     cache.reserve(50)
     plain.reserve(50)
-    reader, steps = prefix_cache.PieceReader(seconds=0), 0
+    reader, steps = prefix_cache.PieceReader(seconds=0, least=5), 0
     for _ in reader.read(cache, 0, text):
         assert cache.ids[0] == text[: 5 * steps], "each pause stands before a piece"
         steps += 1

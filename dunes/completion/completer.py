@@ -19,7 +19,7 @@ from dunes.completion.engine import CompletionEngine, knows_paths
 from dunes.completion.index import TextIndex, read_index, read_sources
 from dunes.completion.keystrokes import ACCEPTANCE
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions
-from dunes.completion.text import first_line, near_text, whole_words, without_overlap
+from dunes.completion.text import first_line, line_start, near_text, whole_words, without_overlap
 from dunes.data import Document, header_name
 from dunes.data.document import NamedText, document_texts
 from dunes.data.duplicates import content_digest
@@ -45,7 +45,8 @@ class FolderCompleter(CompletionEngine):
         self.folder, self.facts = folder, fitted[1] if fitted else {}
         gate = fitted[0] if fitted and index else None
         self.copies = index is not None and (gate is None or bool(self.facts.get("copies")))
-        super().__init__(loaded, index, gate, knows_paths(loaded), step_source(loaded.model))
+        budget = self.facts.get("prompt_tokens")
+        super().__init__(loaded, index, gate, knows_paths(loaded), step_source(loaded.model), budget)
 
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
@@ -208,6 +209,6 @@ class CopyNearest:
         sources = TextSource(above), TextSource(after.encode(errors="replace")), *self._far
         length, positions, text = longest_match(sources, above[-LONGEST:])
         line = _REST_OF_LINE.match(text, positions[0]) if length else None
-        typed = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :] if first_line(after).strip() else ""
+        typed = before[line_start(before) :] if first_line(after).strip() else ""
         rest = without_overlap(line[0].decode(errors="ignore"), after, typed) if line else ""
         return Suggestion(rest, length / (length + 32), length / (length + 32))

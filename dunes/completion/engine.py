@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import trained_text
 from dunes.completion import Suggestion
@@ -26,6 +28,7 @@ from dunes.completion.text import (
     fim_form,
     first_line,
     first_word,
+    line_start,
     near_text,
     window,
     without_overlap,
@@ -34,9 +37,14 @@ from dunes.data.document import NamedText
 from dunes.generate.copying import Copies, Gate, Sources, TextSource, Vocabulary, index_ids
 from dunes.generate.step import CompiledStep
 from dunes.text.lines import valid_text
+from dunes.tree import count
 
 SUFFIX = 0.25
 """Fraction of the context length available to the text behind the cursor."""
+PROMPT_WORK = 1.4e11
+"""Product of a model's parameters and the tokens of a prompt, which one thread evaluates in one to three seconds."""
+SHORTEST = 256
+"""Minimum budget of a prompt in tokens, however large the model is."""
 LIKELY = 4
 """Number of alternatives shown per token."""
 MERGED = 3
@@ -60,7 +68,8 @@ class CompletionEngine:
     """Completes lines with a model and by copying: from the file, from open files, and from an index.
 
     `gate` mixes both; without a gate, only the model is used. `header` is True if the model was trained on files
-    with their paths. `find_step()` returns a compiled step or None. Raises ValueError without a tokenizer.
+    with their paths. `find_step()` returns a compiled step or None. A prompt has at most `prompt_tokens` tokens, by
+    default `choose_budget(loaded.model)`. Raises ValueError without a tokenizer.
     """
 
     def __init__(
@@ -70,8 +79,10 @@ class CompletionEngine:
         gate: Gate | None = None,
         header: bool = False,
         find_step: Callable[[], CompiledStep | None] = lambda: None,
+        prompt_tokens: int | None = None,
     ) -> None:
         self.loaded, self.index, self.gate = loaded, index, gate
+        self.prompt_tokens = prompt_tokens or choose_budget(loaded.model)
         self.files = FileTokenizer(loaded.require_tokenizer(), header)
         encode = lambda line: self.files.line(line.decode(errors="ignore"))
         self._vocabulary = Vocabulary(self.files.pieces, encode)
@@ -142,20 +153,19 @@ class CompletionEngine:
         """The search, and its beams with the rests of the line that they suggest, best first."""
         after, name = valid_text(after[:BELOW]), valid_text(name)
         before = near_text(before)
-        text = self.files.tokenize(before, name)
-        above = text.ids[: text.starts[-1]]
-        line, typed = self.files.split_typed(text.ids[text.starts[-1] :])
+        start = line_start(before)
+        text, above = self.files.tokenize(before, name), self.files.tokenize(before[:start], name).ids
+        line, typed = self.files.split_typed(text.ids[text.last :])
         # Without text below the line, the continuation is taken as unknown.
         below = self.files.encode_continuation(after) if after[len(first_line(after)) :].strip() else []
-        prompt = self._prompt([*above, *line], below, text.starts[0]) or [self.files.tokenizer.eos]
+        prompt = self._prompt([*text.ids[: text.last], *line], below, text.starts[0]) or [self.files.tokenizer.eos]
         mixture = self._mixture_of(options.width)
         room = self.loaded.context_length - len(prompt)
         search = LineSearch(mixture, prompt, options, room, renamed_rest(before))
         copies = Copies(self.sources(above, below, name, options.files), typed, len(prompt))
         mixture.begin(copies, self.gate, prompt, search.limit, options.cancelled)
-        start = before[max(before.rfind("\n"), before.rfind("\r")) + 1 :]
         beams = search.beams()
-        rests = [without_overlap(search.text(beam), after, start) for beam in beams]
+        rests = [without_overlap(search.text(beam), after, before[start:]) for beam in beams]
         return search, [(rest if rest.strip() else "", beam) for rest, beam in zip(rests, beams, strict=True)]
 
     def explain(
@@ -195,12 +205,14 @@ class CompletionEngine:
     def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
         """Prompt ids for a cursor between `text` and `below`; the text starts with `header` header ids."""
         room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
+        moves = 4 if room <= self.prompt_tokens else 2  # a long prompt takes long to evaluate anew
+        room = min(room, self.prompt_tokens)
         below = below[: int(SUFFIX * room)]
         narrow = room < 2 * (len(below) + 3)  # the text above matters more
         if narrow or self._form is None or not any(self.files.pieces[i].strip() for i in below):
-            return [*window(text, room)]
+            return [*window(text, room, moves)]
         prefix, suffix, middle = self._form.ids
-        above = window(text, room - len(below) - 3)
+        above = window(text, room - len(below) - 3, moves)
         head = above[:header] if len(above) == len(text) else []
         if self._form.suffix_first:
             return [*head, prefix, suffix, *below, middle, *above[len(head) :]]
@@ -241,6 +253,11 @@ class CompletionEngine:
             mixture = Mixture(RememberedLogits(self.loaded.model, width, step), self.files)
             self._mixtures[width] = mixture
         return mixture
+
+
+def choose_budget(model: nn.Module) -> int:
+    """Maximum tokens of a prompt by the size of the model alone, so that suggestions depend on no machine's speed."""
+    return max(SHORTEST, int(PROMPT_WORK / max(1, count(model))))
 
 
 def knows_paths(loaded: LoadedModel) -> bool:

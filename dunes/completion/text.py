@@ -3,7 +3,7 @@
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -39,18 +39,35 @@ BRACKETS = {"(": ")", "[": "]", "{": "}"}
 QUOTES = "\"'`"
 """Quotes that an editor closes automatically."""
 _LINE_END = re.compile(r"[\r\n]")
+BOUNDARIES = (
+    (r"(?<=[!-~])(?=[\r\n])", rb"[!-~][\r\n]"),
+    (r"(?<=\n)(?=[ \t]*[!-~])", rb"\n(?:[ \t]+\Z|[ \t]*[!-~])"),
+)
+"""Where a tokenizer whose tokens join lines may split a text into parts: before the line ends after a character
+that is no space (GPT-2), or after the last of them (LLaMA 3); and the bytes of a token across such a place."""
+_PROBE = "".join(
+    f"{end}{join}{start}"
+    for end in ("x", "1", ");", '"', "'s", "é", "字", "\u3000", " ", "\t")
+    for join in ("\n", "\r\n", "\r", "\n\n", "\n  \n", "\n\t", "\n    ", " \n", "\n\n        ")
+    for start in ("x", "1", "'s", "(x", "#", "é", "字", "}", "\u3000x")
+)
+"""A text with many kinds of line ends."""
 CACHED_LINES = 1 << 16
-"""Number of lines whose ids are cached; after a keystroke, all lines but one are the same."""
+"""Number of parts whose ids are cached; after a keystroke, all parts but one are the same."""
 RECENT = 12
 """Number of cached results of `FileTokenizer.recent`. Each file takes four cache entries: the lines above the
 cursor, the sources to copy from, the index without this file, and an index of the request's files."""
 
 
 class TokenizedText(NamedTuple):
-    """Ids, and the index at which each line starts; the first `starts[0]` ids are the header."""
+    """Ids, and the index at which each line starts; the first `starts[0]` ids are the header.
+
+    No token spans the place before id `last`, which is in the last line or before it.
+    """
 
     ids: list[int]
     starts: list[int]
+    last: int
 
 
 class FileTokenizer:
@@ -63,13 +80,14 @@ class FileTokenizer:
     def __init__(self, tokenizer: Tokenizer, header: bool) -> None:
         self.tokenizer, self.header = tokenizer, header
         self.pieces = tokenizer.token_bytes
-        self.ends_word = torch.tensor([not is_word(piece[:1]) for piece in self.pieces])
+        self.in_word = torch.tensor([is_word(piece[:1]) for piece in self.pieces], dtype=torch.bool)
         self._order = sorted(range(len(self.pieces)), key=self.pieces.__getitem__)
         self._sorted = [self.pieces[i] for i in self._order]
         self.allowed = lru_cache(256)(self._find_allowed)
         self.shorter = lru_cache(256)(self._find_shorter)
         self.recent = lru_cache(RECENT)(lambda make, *arguments: make(*arguments))
         self._line = lru_cache(CACHED_LINES)(lambda line: tuple(tokenizer.encode_continuation(line)))
+        self._longest = max(map(len, self.pieces), default=0)
 
     def logprobs(self, logits: Tensor) -> Tensor:
         """Log-probabilities (V,) of the tokenizer's ids, from a model's logits; on the CPU, where the gate is."""
@@ -87,13 +105,16 @@ class FileTokenizer:
         After more typing, the last tokens may become one longer token. Characters that are in no token of the
         vocabulary are never replaced.
         """
-        first = next((n for n in range(len(ids), 0, -1) if not self.pieces[ids[n - 1]]), 0)
-        for cut in range(max(first, len(ids) - 8), len(ids)):
-            tail = b"".join(self.pieces[i] for i in ids[cut:])
+        split, tail = len(ids), b""
+        for cut in range(len(ids) - 1, -1, -1):
+            piece = self.pieces[ids[cut]]
+            if not piece or len(tail) + len(piece) >= self._longest:
+                break
+            tail = piece + tail
             after = bisect_right(self._sorted, tail)
             if after < len(self._sorted) and self._sorted[after].startswith(tail):
-                return ids[:cut], tail
-        return ids, b""
+                split = cut
+        return ids[:split], b"".join(self.pieces[i] for i in ids[split:])
 
     def _find_allowed(self, typed: bytes) -> Tensor | None:
         """Mask (V,), bool, of ids that may come next if the text must continue with `typed`; None if it is empty.
@@ -116,9 +137,7 @@ class FileTokenizer:
 
     def encode_continuation(self, text: str) -> list[int]:
         """The ids of a text that does not start a file."""
-        if self.tokenizer.line_separable:
-            return [i for line in split_lines(text) for i in self.line(line)]
-        return self.tokenizer.encode_continuation(text)
+        return [i for part in self._parts(text) for i in self._encode_part(part)]
 
     def start(self, name: str) -> list[int]:
         """The ids before the first line of a file: its path, or a document's start if the model knows no paths."""
@@ -128,25 +147,57 @@ class FileTokenizer:
 
     def tokenize(self, text: str, name: str = "") -> TokenizedText:
         """The ids of a text from its start, and the starts of its lines; an unfinished last line counts, too."""
+        line = line_start(text)
+        above, part = self.recent(self._tokenize_parts, text[:line], name)
+        ids, starts = [*above.ids], [*above.starts]
+        *parts, last = self._parts(text[line - len(part) :])
+        for part in parts:
+            self._append(ids, starts, part)
+        size = len(ids)
+        self._append(ids, starts, last)
+        return TokenizedText(ids, starts, size)
+
+    def _tokenize_parts(self, text: str, name: str) -> tuple[TokenizedText, str]:
+        """`tokenize` for a text of complete lines, without its last part, and that part."""
+        ids, *parts = self.start(name), *self._parts(text)
+        starts = [] if self.tokenizer.line_separable else [len(ids)]
+        for part in parts[:-1]:
+            self._append(ids, starts, part)
+        return TokenizedText(ids, starts, len(ids)), parts[-1]
+
+    def _append(self, ids: list[int], starts: list[int], part: str) -> None:
+        """Append the ids of a part of a text, and the starts of its lines."""
         if self.tokenizer.line_separable:
-            last = max(text.rfind("\n"), text.rfind("\r")) + 1
-            above = self.recent(self._tokenize_lines, text[:last], name)
-            return TokenizedText([*above.ids, *self.line(text[last:])], [*above.starts, len(above.ids)])
-        ids = self.start(name)
-        starts = [len(ids)]
-        for id in self.tokenizer.encode(text):
+            starts.append(len(ids))
+            ids += self.line(part)
+            return
+        is_first = starts == [len(ids)]
+        for id in self.tokenizer.encode(part) if is_first else self._encode_part(part):
             ids.append(id)
             if b"\n" in self.pieces[id]:
                 starts.append(len(ids))
-        return TokenizedText(ids, starts)
 
-    def _tokenize_lines(self, text: str, name: str) -> TokenizedText:
-        """`tokenize` for a text of complete lines, without the empty line at its end."""
-        ids, starts = self.start(name), list[int]()
-        for line in split_lines(text)[:-1]:
-            starts.append(len(ids))
-            ids += self.line(line)
-        return TokenizedText(ids, starts)
+    def _parts(self, text: str) -> list[str]:
+        """The parts of a text, at least one, whose ids are together those of the text."""
+        if self.tokenizer.line_separable:
+            return split_lines(text)
+        return self._boundary.split(text) if self._boundary else [text]
+
+    def _encode_part(self, part: str) -> Sequence[int]:
+        if self.tokenizer.line_separable:
+            return self.line(part)
+        return self._line(part) if len(part) <= LINE else self.tokenizer.encode_continuation(part)
+
+    @cached_property
+    def _boundary(self) -> re.Pattern[str] | None:
+        """Where this tokenizer, whose tokens may join lines, splits every text; None if nowhere."""
+        for boundary, across in BOUNDARIES:
+            if not any(map(re.compile(across).search, self.pieces)):
+                first, *parts = re.split(boundary, _PROBE)
+                ids = [*self.tokenizer.encode(first), *chain.from_iterable(map(self._line, parts))]
+                if ids == self.tokenizer.encode(_PROBE):
+                    return re.compile(boundary)
+        return None
 
 
 class FimForm(NamedTuple):
@@ -175,9 +226,13 @@ def fim_form(loaded: LoadedModel) -> FimForm | None:
 
 
 def near_text(before: str) -> str:
-    """The last part of the text above the cursor, from the start of a line if a line starts nearby."""
+    """The last part of the text above the cursor, from the start of a line if a line starts nearby.
+
+    The part starts at the same place while a text grows by up to `NEAR // 4` characters.
+    """
     if len(before) > NEAR:
-        part = before[-NEAR:]
+        step = NEAR // 4
+        part = before[-(-(len(before) - NEAR) // step) * step :]
         before = part[part.find("\n", 0, LINE) + 1 :]
     return valid_text(before)
 
@@ -220,15 +275,21 @@ def _overlaps(line: str, part: str, typed: str) -> bool:
     return not (closes_quote or closes_bracket)
 
 
-def window(ids: Sequence[int], length: int) -> Sequence[int]:
-    """The last ids that fit into this context length, from an offset that seldom changes.
+def window(ids: Sequence[int], length: int, moves: int = 4) -> Sequence[int]:
+    """The last ids that fit into this context length, from an offset that moves by `length // moves` ids at once.
 
     When a text grows by one id, its window nearly always grows by the same id, so that the KV cache stays valid.
+    For each id that a text grows by, `moves - 1` ids are evaluated again in the mean.
     """
     if len(ids) <= length:
         return ids
-    step = max(1, length // 4)
+    step = max(1, length // moves)
     return ids[-(-(len(ids) - length) // step) * step :]
+
+
+def line_start(text: str) -> int:
+    """The index at which the last line of a text starts."""
+    return max(text.rfind("\n"), text.rfind("\r")) + 1
 
 
 def first_line(text: str) -> str:

@@ -101,15 +101,24 @@ class Vocabulary:
     @cached_property
     def kinds(self) -> NDArray[np.float32]:
         """Features of the text of each id, (V, KINDS)."""
-        rows = [_piece_features(piece) for piece in self.pieces]
-        return np.array(rows, np.float32).reshape(-1, self.KINDS)
-
-
-def _piece_features(piece: bytes) -> list[float]:
-    text = piece.strip()
-    indented, words = piece[:1] in (b" ", b"\t"), (is_word(text[:1]), is_word(piece[-1:]))
-    kinds = [indented, b"\n" in piece, *words, text[:1].isdigit(), not text]
-    return [*map(float, kinds), float(piece[-1:] in (b"(", b"[", b"{")), math.log2(1 + len(piece))]
+        texts = [piece.strip() for piece in self.pieces]
+        firsts, inner = ([part[:1] or b"\0" for part in parts] for parts in (self.pieces, texts))
+        first, start, last = (
+            np.frombuffer(b"".join(ends), np.uint8)
+            for ends in (firsts, inner, [piece[-1:] or b"\0" for piece in self.pieces])
+        )
+        word = np.array([is_word(bytes([byte])) for byte in range(256)])
+        columns = (
+            np.isin(first, [*b" \t"]),
+            [b"\n" in piece for piece in self.pieces],
+            word[start],
+            word[last],
+            np.isin(start, [*b"0123456789"]),
+            [not text for text in texts],
+            np.isin(last, [*b"([{"]),
+            np.log2([1 + len(piece) for piece in self.pieces]),
+        )
+        return np.stack(columns, 1).astype(np.float32)
 
 
 def is_word(character: bytes) -> bool:

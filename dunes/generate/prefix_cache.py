@@ -272,14 +272,14 @@ def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
 FIRST = 128
 """Number of tokens in the first piece."""
 LEAST = 32
-"""Minimum tokens of a piece."""
+"""Default minimum of a piece's tokens."""
 
 
 class PieceReader:
-    """Prefills texts in pieces that take about `seconds` each."""
+    """Prefills texts in pieces of at least `least` tokens that take about `seconds` each."""
 
-    def __init__(self, seconds: float = 0.03) -> None:
-        self.seconds, self._size = seconds, float(FIRST)
+    def __init__(self, seconds: float = 0.03, least: int = LEAST) -> None:
+        self.seconds, self.least, self._size = seconds, least, float(FIRST)
 
     def read(self, cache: PrefixCache, row: int, text: Sequence[int]) -> Iterator[None]:
         """Prefill all but the last piece of a text into a row, and yield before each piece.
@@ -294,4 +294,4 @@ class PieceReader:
             start = perf_counter()
             cache.logits({row: text[: cached + int(self._size)]})
             seconds = perf_counter() - start
-            self._size = max(LEAST, min(self._size * self.seconds / seconds, 2 * self._size))
+            self._size = max(self.least, min(self._size * self.seconds / seconds, 2 * self._size))

@@ -130,9 +130,11 @@ class Cache:
             block = slice(self.max_length - k.shape[2], self.max_length)
             self.keys[layer][:, :, block], self.values[layer][:, :, block] = k, v
         else:
-            slot = self.slots(positions)[:, None, :, None]
-            self.keys[layer].scatter_(2, slot.expand_as(k), k)
-            self.values[layer].scatter_(2, slot.expand_as(v), v)
+            # On a CPU, scatter_ of bfloat16 takes time for all of the cache.
+            rows, heads = (torch.arange(n, device=k.device) for n in k.shape[:2])
+            index = rows[:, None, None], heads[:, None], self.slots(positions)[:, None]
+            self.keys[layer].index_put_(index, k)
+            self.values[layer].index_put_(index, v)
 
     def slots(self, positions: Tensor) -> Tensor:
         """The slots (B, T) of tokens at `positions`; padding has a slot of its own."""
