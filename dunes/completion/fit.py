@@ -38,9 +38,9 @@ PLACES = (25.0, 500, 20_000)
 """Number of positions on which the gate is fitted: per second of the run, minimum and maximum."""
 CURSORS = (1.0, 64, 1_000)
 """Number of cursors at which model and copying are compared: per second of the run, minimum and maximum."""
-SECONDS = 3e-3, 2e-2
+SECONDS = 1.6e-3, 1e-2
 """Seconds per place of the gate and per cursor in a new line, with one thread, besides the model's TOKENS."""
-TOKENS = 20, 400
+TOKENS = 10, 250
 """Tokens of validation that take as long as the model does at a place and at a cursor."""
 SHARES = 0.09, 0.06
 """Maximum fractions of the run for places and cursors; a slow model has fewer of both."""
