@@ -15,6 +15,7 @@ from dunes.completion.keystrokes import (
     CutPoint,
     FileSuggestions,
     Typing,
+    column_in_word,
     cut_points,
     file_lines,
     fit_threshold,
@@ -197,22 +198,57 @@ def test_the_text_behind_the_cursor_never_has_the_answer():
     assert oracle.asked == [("o", "\ntwo\n", "f")]
 
 
-def test_the_threshold_is_the_one_that_saves_most_at_the_acceptance():
-    class Sure:
-        """Right and sure at the first word, else wrong and unsure."""
+def cut(rest, kind="character"):
+    return CutPoint(0, 9, rest, kind, False)
+
+
+def test_the_threshold_is_the_lowest_with_the_acceptance():
+    right, wrong = [(cut("ab c"), 0, Suggestion("ab c", p)) for p in (0.9, 0.8, 0.3)], (cut("ab"), 0)
+    answers = [*right, *((*wrong, Suggestion("xy", p)) for p in (0.7, 0.3, 0.2, 0.1))]
+    found = [fit_threshold(answers, share) for share in (0.35, 0.5, 0.6, 0.7, 1.0)]
+    assert found == [0.1, 0.2, 0.3, 0.8, 0.8], "suggestions of one probability are shown together"
+    assert fit_threshold([(cut("ab"), 0, Suggestion("xy", 0.5))], 0.2) == 2.0
+    assert fit_threshold([]) == fit_threshold([(cut("ab"), 0, Suggestion("", 1.0))]) == 2.0
+    inside = [(cut("ef"), 4, Suggestion("ef", 0.9)), (*wrong, Suggestion("xy", 0.8))]
+    assert fit_threshold(inside, 0.25) == 0.8
+    assert fit_threshold(inside, 0.26) == 0.9, "one of the three cursors at which it had been right by then"
+    last = [(cut("f"), 5, Suggestion("f", 0.5)), (cut("f"), 0, Suggestion("f", 0.4)), *right[:1]]
+    assert fit_threshold(last, 1.0) == 0.9
+    assert fit_threshold(last, 0.5) == 0.4
+
+
+@pytest.mark.parametrize(
+    ("line", "columns"), [("ab = f(x)", [0, 1, 0, 1, 2, 3, 0, 1, 0]), ("é\x0b", [0, 0]), ("日本", [0, 1])]
+)
+def test_the_column_of_a_cursor_in_its_word(line, columns):
+    found = [column_in_word("x\n\t " + line[:n], line[n:]) for n in range(len(line))]
+    assert found == columns
+
+
+def test_the_acceptance_at_thresholds_from_cursors_is_that_of_typing():
+    """A cursor in each line is as good as a suggestion after each key."""
+    draw = np.random.default_rng(0)
+    words = ["alpha", "be", "gamma_delta", "x", "(theta", "= 5", "eta)"]
+    text = "\n".join(" ".join(draw.choice(words, 5)) for _ in range(150)) + "\n"
+    luck = draw.random((3, len(text)))
+
+    class Unsure:
+        """Knows a word from one of its characters on, or never, and is surer then, but not always."""
 
         def complete(self, before, after="", name=""):
-            first = before.endswith("\n") or not before
-            return Suggestion("alpha" if first else "!!!", 0.9 if first else 0.1)
+            place, rest = len(before), text[len(before) :].partition("\n")[0]
+            column = column_in_word(before, rest)
+            right = column >= 12 * luck[0, place - column] ** 2
+            suggested = rest if right else f"wrong{place}"
+            return Suggestion(suggested, 0.4 * right + 0.6 * luck[1, place - column])
 
-    text = "alpha beta gamma\nalpha delta\n"
-    file = FileSuggestions(Sure(), "f", text), file_lines(text)
-    assert type_file(file).acceptance < 0.35
-    threshold = fit_threshold([file])
-    assert 0.1 < threshold <= 0.9
-    assert type_file(file, threshold).acceptance == 1
-    assert fit_threshold([(FileSuggestions(Silent(), "f", text), file_lines(text))]) == math.inf, "none reaches it"
-    assert fit_threshold([]) == math.inf
+    suggestions, lines, answers = FileSuggestions(Unsure(), "f", text), file_lines(text), []
+    for seed in range(3):
+        cuts = [c for c in cut_points("f", text, lines, seed, 150) if c.kind == "character"]
+        answers += [(c, column_in_word(text[: c.offset], c.rest), suggestions.ask(c.end, c.offset)) for c in cuts]
+    for share in (0.35, 0.5, 0.65):
+        typed = type_file((suggestions, lines), fit_threshold(answers, share))
+        assert abs(typed.acceptance - share) < 0.1
 
 
 # baselines

@@ -281,7 +281,7 @@ def test_kinds_of_text():
         [1, 0, 0, 0, 0, 1, 0],
         [0, 0, 1, 0, 0, 0, 1],
     ]
-    assert Vocabulary([], encode).kinds.shape == (0, Vocabulary.KINDS)
+    assert Vocabulary([], encode).kinds.shape == (0, len(Vocabulary.NAMES))
 
 
 def test_top_ids_of_the_model_can_gain_without_a_source():

@@ -331,7 +331,7 @@ def test_a_stop_is_obeyed_during_validation(code, tmp_path, monkeypatch):
 def test_a_stop_is_obeyed_while_the_gate_is_fitted(code, tmp_path, monkeypatch):
     config = toy(code, steps=3, complete=True)
     real = copy_gate.scored_places
-    for name in ("PLACES", "CURSORS", "LINES"):
+    for name in ("PLACES", "CURSORS"):
         monkeypatch.setattr(fit, name, (0.0, 4, 4))
 
     def scored_places(*arguments):

@@ -8,9 +8,10 @@ At the end of a run, the gate is written to `gate.safetensors` in RUN/completion
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from time import monotonic
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +36,8 @@ STEPS = (200, 1600)
 the model alone."""
 PLACES_PER_STEP = 5
 """The number of Adam steps is the number of positions divided by this, within the minimum and maximum."""
+FACTORS = 20
+"""Number of positive factors of a gate's changes that are tried."""
 RENEWED = 100
 """Sources of a long text are rebuilt once it has grown by 1/RENEWED, since a rebuild per line would be slow."""
 CONTEXT = 64
@@ -50,8 +53,18 @@ FEWEST = 8
 them; at other positions, the gate was 0.17 nats worse (docs/log/completion.md, "Completion of lines: probabilities
 given what is typed, a gate of whole files")."""
 FORMAT = 2
+UNNAMED = (
+    *("near ids prob", "near ids share", "near ids match", "near ids length", "near ids places"),
+    *("far ids prob", "far ids share", "far ids match", "far ids length", "far ids places"),
+    *("near lines share", "near lines match", "near lines length", "near lines places"),
+    *("far lines share", "far lines match", "far lines length", "far lines places", "count", "distance", "above"),
+    *("indented", "newline", "word first", "word last", "digit", "blank", "opens", "length"),
+    *("logprob", "best logprob"),
+)
+"""Inputs of the gates that were written without their names."""
 REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
+Item = TypeVar("Item")
 SourcesOf = Callable[[list[int]], Sources]
 """Returns the sources to copy from after these ids of a file."""
 
@@ -74,8 +87,11 @@ class Places(NamedTuple):
     def loss(self, gate: Gate, rows: Tensor | slice = slice(None)) -> Tensor:
         """Negative log-likelihood (N,), in nats, of the target at each position under the mixture."""
         part = Places(*(t[rows] for t in self))
-        change = gate(part.features, part.logprobs, part.best)
-        return mixture_loss(change, part.logprobs, part.target, part.mask, part.target_logprob, part.rest_logprob)
+        return part.mixture_loss(gate(part.features, part.logprobs, part.best))
+
+    def mixture_loss(self, change: Tensor) -> Tensor:
+        """Negative log-likelihood (N,), in nats, with these changes (N, C) of the candidates' logprobs."""
+        return mixture_loss(change, self.logprobs, self.target, self.mask, self.target_logprob, self.rest_logprob)
 
 
 def fit_gate(places: Places) -> Gate:
@@ -95,18 +111,39 @@ def fit_gate(places: Places) -> Gate:
     return gate.requires_grad_(False)
 
 
+def best_factor(gate: Gate, places: Places) -> float:
+    """The factor of the gate's changes, from 0 (the model alone) to 1, with the lowest loss at these positions."""
+    change = gate(places.features, places.logprobs, places.best)
+    factors = [number / FACTORS for number in range(FACTORS, -1, -1)]
+    return min(factors, key=lambda factor: float(places.mixture_loss(factor * change).mean()))
+
+
+def within(seconds: float, items: Iterable[Item]) -> Iterator[Item]:
+    """Yield items until `seconds` have passed; at least the first one."""
+    end = monotonic() + seconds
+    for item in items:
+        yield item
+        if monotonic() > end:
+            return
+
+
 def places_of(
-    loaded: LoadedModel, texts: Sequence[TokenizedText], sources_of: SourcesOf, most: int
+    loaded: LoadedModel,
+    texts: Sequence[TokenizedText],
+    sources_of: SourcesOf,
+    most: int,
+    seconds: float = math.inf,
 ) -> Places | None:
     """About `most` positions, equally many per text, in chunks spread over each text; None for texts without
-    ids."""
+    ids. After `seconds`, no further chunk is evaluated."""
     random = np.random.default_rng(0)
     texts = [texts[i] for i in random.permutation(len(texts))[: max(1, most // FEWEST)]]
     per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)
     chunks = [(t, *c) for t in texts for c in _chunks(len(t.ids) - t.starts[0], per_text, random)]
+    chunks = [chunks[i] for i in random.permutation(len(chunks))] if seconds < math.inf else chunks
     rows = [
         _row(*place)
-        for text, first, count in each(chunks)
+        for text, first, count in within(seconds, each(chunks))
         for place in scored_places(loaded, text, sources_of, text.starts[0] + first, count)
     ]
     return Places(*(torch.stack(column) for column in zip(*rows, strict=True))) if rows else None
@@ -179,18 +216,27 @@ def scored_places(
 def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
     """Write the gate of a run, and `facts`: thresholds and figures that were fitted and measured with the gate."""
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
+    record = {"format": FORMAT, "inputs": gate.INPUTS, **facts}
     write_file(run / FOLDER / "gate.safetensors", save(gate.state_dict()))
-    write_file(run / FOLDER / "gate.json", json.dumps({"format": FORMAT, **facts}, indent=1).encode())
+    write_file(run / FOLDER / "gate.json", json.dumps(record, indent=1).encode())
 
 
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
-    """The gate of a run and its facts; None if the run has no gate. Raises ValueError for a damaged gate."""
+    """The gate of a run and its facts; None if the run has no gate. Raises ValueError for a damaged gate.
+
+    The weights of an input stand under its name: inputs that the gate does not know get zeros, and those that this
+    version does not have are left out.
+    """
     find_file(run, f"{FOLDER}/gate.safetensors")
     if (facts := read_record(run, "gate.json", FORMAT, REMEDY)) is None:
         return None
     with damage_reported(run, "gate", REMEDY):
-        gate = Gate()
-        gate.load_state_dict(load_file(run / FOLDER / "gate.safetensors"))
+        tensors = load_file(run / FOLDER / "gate.safetensors")
+        columns = dict(zip(facts.get("inputs", UNNAMED), tensors["up.weight"].unbind(1), strict=True))
+        unknown = torch.zeros_like(tensors["up.bias"])
+        tensors["up.weight"] = torch.stack([columns.get(name, unknown) for name in Gate.INPUTS], 1)
+        gate = Gate(len(unknown))
+        gate.load_state_dict(tensors)
         if not all(p.isfinite().all() for p in gate.parameters()):
             raise ValueError("it has infinite numbers or NaN")
         thresholds = facts.get("thresholds", {}).values()

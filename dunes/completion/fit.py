@@ -16,19 +16,20 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.checkpoint import Architecture
-from dunes.completion import LineCompleter
+from dunes.completion import LineCompleter, Suggestion
 from dunes.completion.completer import CopyCompleter
-from dunes.completion.copy_gate import Places, fit_gate, places_of, read_gate, write_gate
+from dunes.completion.copy_gate import (
+    Places,
+    best_factor,
+    fit_gate,
+    places_of,
+    read_gate,
+    within,
+    write_gate,
+)
 from dunes.completion.engine import CompletionEngine, knows_paths
 from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts, write_index
-from dunes.completion.keystrokes import (
-    FileSuggestions,
-    TypedFile,
-    cut_points,
-    file_lines,
-    fit_threshold,
-    sample_lines,
-)
+from dunes.completion.keystrokes import CutPoint, column_in_word, cut_points, file_lines, fit_threshold
 from dunes.completion.text import FileTokenizer, first_line
 from dunes.data import Corpus
 from dunes.data.document import NamedText
@@ -41,20 +42,18 @@ BEFORE = 1.2
 """If the tails of the texts are for validation, a text is indexed up to this many tail lengths before its end."""
 BEHIND = 0.9
 """If the tails of the texts are for validation, the gate is fitted on the last BEHIND tail lengths of a text."""
-PLACES = (40.0, 500, 20_000)
+PLACES = (25.0, 500, 20_000)
 """Number of positions on which the gate is fitted: per second of the run, minimum and maximum."""
-CURSORS = (0.2, 64, 400)
+CURSORS = (1.0, 64, 1_000)
 """Number of cursors at which model and copying are compared: per second of the run, minimum and maximum."""
-LINES = (0.05, 4, 120)
-"""Number of lines that are typed to fit the thresholds: per second of the run, minimum and maximum."""
-SECONDS = 2e-3, 0.1, 0.75
-"""Seconds per place of the gate, cursor in a new line, and typed line, at 4M parameters with one thread."""
-TOKENS = 5, 500, 4_000
-"""Tokens of validation that take as long to evaluate as a place, a cursor and a line."""
-SHARES = 0.08, 0.04, 0.04
-"""Maximum fractions of the run for places, cursors and lines."""
-SLOWEST = 100, 8, 1
-"""Minimum numbers of places, cursors and lines of a slow model."""
+SECONDS = 1.6e-3, 1e-2
+"""Seconds per place of the gate and per cursor in a new line, with one thread, besides the model's TOKENS."""
+TOKENS = 10, 250
+"""Tokens of validation that take as long as the model does at a place and at a cursor."""
+SHARES = 0.09, 0.06
+"""Maximum fractions of the run for places and cursors; a slow model has fewer of both."""
+FITTED = 0.2
+"""Part of the time for places that is kept for fitting the gate on them."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
@@ -109,27 +108,25 @@ def begin_completion(run: Path, files: CompletionFiles, architecture: Architectu
 
 @dataclass(frozen=True)
 class FitSize:
-    """Numbers of places, cursors and typed lines to fit on, and the estimated seconds of each."""
+    """Numbers of places and cursors to fit on. `limits` are the seconds after which no more of each are begun,
+    `seconds` those that they take by estimate."""
 
     places: int
     cursors: int
-    lines: int
+    limits: tuple[float, ...]
     seconds: tuple[float, ...]
 
     @classmethod
     def of(cls, seconds: float, per_token: float = 0.0) -> "FitSize":
-        """The size for a run of `seconds`, of a model that takes `per_token` seconds to evaluate a token.
+        """The size for a run of `seconds`, of a model that validates a token in `per_token` seconds of one thread.
 
-        A slow model gets fewer of each, so that the fit takes a few percent of the run.
+        Without `per_token`, there is no limit, so that the size alone decides what is fitted on.
         """
-        costs = [fixed + tokens * per_token for fixed, tokens in zip(SECONDS, TOKENS, strict=True)]
-        rules = zip((PLACES, CURSORS, LINES), SLOWEST, SHARES, SECONDS, costs, strict=True)
-        counts = [
-            _scale((min(rate, share / cost), max(slowest, int(least * fixed / cost)), most), seconds)
-            for (rate, least, most), slowest, share, fixed, cost in rules
-        ]
-        places, cursors, lines = counts
-        return cls(places, cursors, lines, tuple(np.multiply(costs, counts).tolist()))
+        places, cursors = (int(min(most, max(least, rate * seconds))) for rate, least, most in (PLACES, CURSORS))
+        limits = tuple(share * seconds if per_token else math.inf for share in SHARES)
+        costs = (fixed + tokens * per_token for fixed, tokens in zip(SECONDS, TOKENS, strict=True))
+        estimates = (number * cost for number, cost in zip((places, cursors), costs, strict=True))
+        return cls(places, cursors, limits, tuple(map(min, estimates, limits)))
 
 
 def finish_completion(
@@ -152,22 +149,20 @@ def _finish(run: Path, files: CompletionFiles, size: FitSize, architecture: Arch
     loaded = checkpoint.load(run, measure.device(), build=architecture.function)
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
-    gated, compared, typed = np.cumsum(size.seconds) / closing_seconds(files, size)
+    gated, asked = np.cumsum(size.seconds) / closing_seconds(files, size)
     with phase("fitting the completion gate", 0.0, gated):
-        fitted, facts = fit_mixture(engine, texts, size.places)
+        fitted, facts = fit_mixture(engine, texts, size.places, size.limits[0])
     if fitted is None:
         return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
-    unseen = _unseen_texts(texts)
-    with phase("comparing the model with copying", gated, compared):
-        shares = paired_shares(engine, copier, unseen, size.cursors) if copies != "only" else []
-    facts["copies"], verdict = choose_copies(copies, shares)
-    with phase("fitting the thresholds of completion", compared, typed):
-        used = typed_files(copier if facts["copies"] else engine, unseen, size.lines)
-        # 2.0, above all probabilities, for an unreachable acceptance.
-        thresholds = [(share, min(fit_threshold(used, share), 2.0)) for share in ACCEPTANCES]
+    with phase("comparing the model with copying", gated, asked):
+        completers = (copier,) if copies == "only" else (engine, copier)
+        answers = ask_cursors(completers, _unseen_texts(texts), size.cursors, size.limits[1])
+    facts["copies"], verdict = choose_copies(copies, paired_shares(answers) if copies != "only" else [])
+    used = [(answer.cut, answer.column, answer.suggestions[-facts["copies"]]) for answer in answers]
+    thresholds = [(share, fit_threshold(used, share)) for share in ACCEPTANCES]
     facts |= {"thresholds": {"word": thresholds}, "verdict": verdict}
-    with phase("indexing the text", typed):
+    with phase("indexing the text", asked):
         write_gate(run, gate, facts)
         write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)
     folder = shlex.quote(str(run))
@@ -186,7 +181,7 @@ class AdapterVerdict(NamedTuple):
     reason: str
 
 
-def compare_adapter(run: Path, adapter: Path, files: CompletionFiles, cursors: int) -> AdapterVerdict:
+def compare_adapter(run: Path, adapter: Path, files: CompletionFiles, size: FitSize) -> AdapterVerdict:
     """Compare the models in two folders, a run's and one with an adapter, at the same cursors in unseen files.
 
     Both use the gate of the run. The adapter is better if the interval over files of the difference is above 0.
@@ -198,7 +193,7 @@ def compare_adapter(run: Path, adapter: Path, files: CompletionFiles, cursors: i
         engines = [CompletionEngine(each, files.index, gate and gate[0], knows_paths(each)) for each in loaded]
         with phase("comparing the adapter with its base"):
             texts = _unseen_texts([text for text in files.gate if text[1].strip()])
-            shares = paired_shares(engines[0], engines[1], texts, cursors)
+            shares = paired_shares(ask_cursors(engines, texts, size.cursors, size.limits[1]))
     finally:
         torch.set_num_threads(threads)
     if not shares:
@@ -210,6 +205,40 @@ def compare_adapter(run: Path, adapter: Path, files: CompletionFiles, cursors: i
     return AdapterVerdict(difference.low > 0, reason)
 
 
+class Answer(NamedTuple):
+    """The suggestions of all completers at a cursor of file number `file`, `column` characters into a word."""
+
+    file: int
+    cut: CutPoint
+    column: int
+    suggestions: Sequence[Suggestion]
+
+
+def ask_cursors(
+    completers: Sequence[LineCompleter],
+    texts: Sequence[NamedText],
+    count: int,
+    seconds: float = math.inf,
+) -> list[Answer]:
+    """The suggestions at about `count` cursors inside lines of these files; few files have more each.
+
+    After `seconds`, no more cursors are asked. Each file has at most LEAST before the next one is asked.
+    """
+    texts = texts[: max(1, count // LEAST)]
+    per_file = math.ceil(count / max(1, len(texts)))
+    rounds = math.ceil(per_file / LEAST)
+    cuts = [cut_points(name, text, file_lines(text), count=per_file) for name, text in texts]
+    cuts = [[cut for cut in of_file if cut.kind == "character"] for of_file in cuts]
+    cursors = [(file, cut) for n in range(rounds) for file in range(len(texts)) for cut in cuts[file][n::rounds]]
+    answers = []
+    for file, cut in within(seconds, each(cursors)):
+        name, text = texts[file]
+        before = text[: cut.offset]
+        suggestions = [completer.complete(before, "", name) for completer in completers]
+        answers.append(Answer(file, cut, column_in_word(before, cut.rest), suggestions))
+    return answers
+
+
 class FileShares(NamedTuple):
     """Shares of right suggestions at the same cursors of a file, of which each line has at most one."""
 
@@ -218,25 +247,13 @@ class FileShares(NamedTuple):
     cursors: int
 
 
-def paired_shares(
-    model: LineCompleter, copying: LineCompleter, texts: Sequence[NamedText], cursors: int
-) -> list[FileShares]:
-    """Compare two completers at about this many cursors inside lines of these files; few files have more each."""
-    texts = texts[: max(1, cursors // LEAST)]
-    per_file = math.ceil(cursors / max(1, len(texts)))
-    places = [
-        (number, cut.rest, (text[: cut.offset], "", name))
-        for number, (name, text) in enumerate(texts)
-        for cut in cut_points(name, text, file_lines(text), count=per_file)
-        if cut.kind == "character"
-    ]
-    right = [
-        [first_line(completer.complete(*request).text).rstrip() == rest for completer in (model, copying)]
-        for _, rest, request in each(places)
-    ]
-    files = [number for number, *_ in places]
+def paired_shares(answers: Sequence[Answer]) -> list[FileShares]:
+    """Compare two completers at the same cursors."""
+    right = [[first_line(s.text).rstrip() == answer.cut.rest for s in answer.suggestions] for answer in answers]
+    files = [answer.file for answer in answers]
     means = (file_means(side, files).tolist() for side in zip(*right, strict=True))
-    return [*map(FileShares, *means, Counter(files).values())] if files else []
+    counts = Counter(files)
+    return [*map(FileShares, *means, (counts[file] for file in sorted(counts)))] if files else []
 
 
 def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
@@ -282,48 +299,41 @@ def closing_seconds(files: CompletionFiles, size: FitSize) -> float:
     return sum(size.seconds) + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
 
 
-def _scale(rule: tuple[float, int, int], seconds: float) -> int:
-    rate, least, most = rule
-    return int(min(most, max(least, rate * seconds)))
-
-
 def fit_mixture(
-    engine: CompletionEngine, texts: Sequence[NamedText], most: int
+    engine: CompletionEngine, texts: Sequence[NamedText], most: int, seconds: float = math.inf
 ) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
     """Fit two gates for the engine's model and index. Returns both (None if the texts have no token) and facts.
 
     The first gate is fitted without every third text, so that thresholds fitted on these texts are not
-    overconfident. The second gate is fitted on all texts, for use. The facts have the loss in nats/token on every
-    third text, without a gate and with the first one.
+    overconfident. The second gate is fitted on all texts, for use. Both are drawn to the model by the factor of
+    the first gate's changes that is best on every third text: with few or unlike texts, changes make text that
+    the gate has not seen less probable. The facts have this factor, and the loss in nats/token on every third
+    text, without a gate and with the first one. `most` places are collected, but none after `seconds`.
     """
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized
+    seconds *= 1 - FITTED
     with part(0.0, 0.5):
-        places = places_of(engine.loaded, seen, engine.sources, most * 2 // 3)
+        places = places_of(engine.loaded, seen, engine.sources, most * 2 // 3, seconds * 2 / 3)
     with part(0.5, 0.75):
-        unseen = places_of(engine.loaded, _unseen_texts(tokenized), engine.sources, most // 3)
+        unseen = places_of(engine.loaded, _unseen_texts(tokenized), engine.sources, most // 3, seconds / 3)
     if places is None or unseen is None:
         return None, {}
     with part(0.75, 0.85):
         first = fit_gate(places)
     with part(0.85, 1.0):
         gates = first, fit_gate(Places(*map(torch.cat, zip(places, unseen, strict=True))))
-    alone, mixed = -unseen.target_logprob.mean(), unseen.loss(gates[0]).mean()
+    factor = best_factor(first, unseen)
+    for gate in gates:
+        gate.scale(factor)
+    alone, mixed = -unseen.target_logprob.mean(), unseen.loss(first).mean()
     facts = {"places": len(places.target) + len(unseen.target), "loss": float(alone), "mixed_loss": float(mixed)}
-    return gates, facts
+    return gates, facts | {"factor": factor}
 
 
 def _unseen_texts(texts: Sequence[Text]) -> Sequence[Text]:
     """Every third text; the first gate is not fitted on these."""
     return texts[::3]
-
-
-def typed_files(completer: LineCompleter, texts: Sequence[NamedText], lines: int) -> list[TypedFile]:
-    """About `lines` lines of these files, with the completer's suggestions; at most `lines` files are used."""
-    texts = texts[:lines]
-    lines_per_file = math.ceil(lines / max(1, len(texts)))
-    samples = [sample_lines(name, text, file_lines(text), count=lines_per_file) for name, text in texts]
-    return [(FileSuggestions(completer, *pair), sample) for pair, sample in zip(texts, samples, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,10 @@ import numpy as np
 
 from dunes.completion import LineCompleter, Suggestion
 from dunes.completion.text import first_line, first_word, unmatched
-from dunes.progress import each
 from dunes.text.lines import split_lines
 
 ACCEPTANCE = 0.35
 """Share of shown suggestions accepted by users of JetBrains' completion: https://arxiv.org/abs/2405.08704."""
-GRID = 33
-"""Number of thresholds that are tried."""
 LONGEST = 200
 """Maximum characters of a typed line: nobody types longer lines, and each character costs a request."""
 _IDENTIFIER = re.compile(r"\w\w")
@@ -186,22 +183,37 @@ def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
     return sum(typed, Typing())
 
 
-def fit_threshold(files: Sequence[TypedFile], acceptance: float = ACCEPTANCE) -> float:
-    """The threshold that saves most keys while at least this share is accepted; infinity without such a threshold.
+def column_in_word(before: str, rest: str) -> int:
+    """Number of characters between the start of the word at the cursor and the cursor.
 
-    The completer must not have seen the files, and no evaluation may use them.
+    The cursor is between `before` and the `rest` of its line, whose words are those that a user accepts.
     """
-    keys = [(s, line, c) for s, lines in files for line in lines for c in range(len(line.text))]
-    probabilities = [s.in_line(line, c).word for s, line, c in each(keys)]
-    if not probabilities:
-        return math.inf
-    most_saved, best_threshold = 0.0, math.inf
-    for threshold in np.unique(np.quantile(probabilities, np.linspace(0, 1, GRID))):
-        typed = [type_file(file, float(threshold)) for file in files]
-        saved = mean_saved(typed)
-        if sum(typed, Typing()).acceptance >= acceptance and saved > most_saved:
-            most_saved, best_threshold = saved, float(threshold)
-    return best_threshold
+    typed, start = split_lines(before)[-1].lstrip(), 0
+    while (end := start + max(1, len(first_word((typed + rest)[start:])))) <= len(typed):
+        start = end
+    return len(typed) - start
+
+
+def fit_threshold(answers: Sequence[tuple[CutPoint, int, Suggestion]], acceptance: float = ACCEPTANCE) -> float:
+    """The lowest threshold from which on this share of suggestions is accepted; 2.0 without such a threshold.
+
+    `answers` are cursors inside lines, their `column_in_word` and the suggestions there. Users type on from the
+    start of a word until its rest is suggested, and accept it once, but cursors are at all its characters: of n
+    cursors where it is right, each counts 1/n. They are those from the cursor to the word's end and, as it is not
+    known where it was right first, half of those before it. A last character is accepted by no key, and stands
+    for no suggestion unless it is a word. (docs/log/completion.md, "Thresholds from cursors".)
+    """
+    rows = list[tuple[float, float, float]]()
+    for cut, column, suggestion in answers:
+        word = first_word(first_line(suggestion.text).rstrip())
+        right = cut.rest.startswith(word)
+        if word and not (right and len(word) == 1 and column):
+            accepted = right and len(word) > 1
+            weight = 1 / (len(word) - 1 + column / 2) if accepted else 1.0
+            rows.append((suggestion.word, weight, weight * accepted))
+    probabilities, shown, taken = np.array(sorted(rows, reverse=True), float).reshape(-1, 3).T
+    good = np.cumsum(taken) >= acceptance * np.cumsum(shown)
+    return float(min(probabilities[good & np.append(np.diff(probabilities) < 0, True)], default=2.0))
 
 
 def mean_saved(typed: Iterable[Typing]) -> float:

@@ -45,6 +45,8 @@ LINE = 120
 """Maximum length of a proposed line in bytes."""
 LEAST = 1e-4
 """Added to a probability before its logarithm becomes a feature."""
+COLUMNS = ("prob", "share", "match", "length", "places")
+"""Names of the features from one source."""
 
 
 class Followers(NamedTuple):
@@ -96,11 +98,11 @@ class Vocabulary:
     pieces: Sequence[bytes]
     encode: Callable[[bytes], Sequence[int]]
 
-    KINDS: ClassVar[int] = 8
+    NAMES: ClassVar = ("indented", "newline", "word first", "word last", "digit", "blank", "opens", "length")
 
     @cached_property
     def kinds(self) -> NDArray[np.float32]:
-        """Features of the text of each id, (V, KINDS)."""
+        """Features of the text of each id, (V, 8), by NAMES."""
         texts = [piece.strip() for piece in self.pieces]
         firsts, inner = ([part[:1] or b"\0" for part in parts] for parts in (self.pieces, texts))
         first, start, last = (
@@ -134,17 +136,17 @@ class Sources:
     far: Sequence[TextSource]
     vocabulary: Vocabulary
 
-    USES: ClassVar[int] = 3
+    NAMES: ClassVar = ("count", "distance", "above")
 
     @cached_property
     def uses(self) -> NDArray[np.float32]:
-        """Features of each id's use in the file, (V, USES), each as `log2(1 + x)`.
+        """Features of each id's use in the file, (V, 3), by NAMES, each as `log2(1 + x)`.
 
         The three values x are the id's count, the distance in ids from its last occurrence above the cursor to the
         cursor (without one, the length of the text above), and the length of the text above.
         """
         size = len(self.vocabulary.pieces)
-        uses = np.zeros((size, self.USES), np.float32)
+        uses = np.zeros((size, len(self.NAMES)), np.float32)
         near = [source.ids.items for source in self.near if source.ids is not None]
         for items in near:
             uses[:, 0] += np.bincount(items, minlength=size)[:size]
@@ -166,7 +168,14 @@ class Copies:
     typed: bytes = b""
     start: int = 0
 
-    FEATURES: ClassVar[int] = 18 + Sources.USES + Vocabulary.KINDS
+    # Of the lines, only the first id of the last one is a feature; their number was not tried.
+    NAMES: ClassVar = (
+        *(f"{part} {column}" for part in ("near ids", "far ids") for column in COLUMNS),
+        *(f"{part} {column}" for part in ("near lines", "far lines") for column in COLUMNS[1:]),
+        *Sources.NAMES,
+        *Vocabulary.NAMES,
+    )
+    FEATURES: ClassVar[int] = len(NAMES)
 
     def candidates(self, ids: Sequence[int], top: Sequence[int] = ()) -> Candidates:
         """Candidates for the next id: ids from all sources, and `top`, the model's most probable ids."""
@@ -179,7 +188,6 @@ class Copies:
         union = np.unique(np.concatenate([np.array(top, np.int64), *(source.ids for source in by_source)]))
         columns = [column for source in by_source for column in _columns(source, union)]
         rows = union.clip(max=len(sources.vocabulary.pieces) - 1)
-        # Of the lines, only the first id of the last one is a feature; their number was not tried.
         of_sources = np.stack([*columns[:10], *columns[11:15], *columns[16:]], 1).astype(np.float32)
         features = np.concatenate([of_sources, sources.uses[rows], sources.vocabulary.kinds[rows]], 1)
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
@@ -259,7 +267,7 @@ def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
 
 
 def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float64]]:
-    """Features of these ids from one source."""
+    """Features of these ids from one source, by COLUMNS."""
     probs, shares, mask = np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids))
     place = np.searchsorted(ids, source.ids)
     probs[place], shares[place], mask[place] = source.probs, source.shares, 1.0
@@ -268,17 +276,28 @@ def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float
 
 
 class Gate(nn.Module):
-    """Predicts each candidate's change of logprob from its features and the model's logprobs, with two layers."""
+    """Predicts each candidate's change of logprob from its features and the model's logprobs, with two layers.
+
+    INPUTS are the names of the columns of `up`.
+    """
+
+    INPUTS: ClassVar = (*Copies.NAMES, "logprob", "best logprob")
 
     def __init__(self, hidden: int = 24) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(Copies.FEATURES + 2, hidden), nn.Linear(hidden, 1)
+        self.up, self.down = nn.Linear(len(self.INPUTS), hidden), nn.Linear(hidden, 1)
 
     def forward(self, features: Tensor, logprobs: Tensor, best: Tensor) -> Tensor:
         """Changes (..., C) for features (..., C, F), logprobs (..., C) and the model's highest logprob (...)."""
         own = torch.stack([logprobs, best[..., None].expand_as(logprobs)], -1).clamp(min=-15)
         x: Tensor = self.down(torch.tanh(self.up(torch.cat([features, own], -1))))
         return x[..., 0]
+
+    def scale(self, factor: float) -> None:
+        """Multiply the changes by a factor; a gate scaled by 0 changes nothing."""
+        with torch.no_grad():
+            for parameter in self.down.parameters():
+                parameter.mul_(factor)
 
     def mix(self, copies: Copies, logprobs: Tensor, ids: Sequence[int], allowed: Tensor | None = None) -> Tensor:
         """Log-probabilities (V,) of the mixture, from the model's log-probabilities (V,) after these ids.

@@ -528,8 +528,8 @@ class TrainTask:
             return "adapter: not used, since no step made the validation loss lower"
         trained = run.folder / "state" / "adapter"
         self._save(model, trained, facts)
-        cursors = fit_size(self.config, run.seconds_per_token).cursors
-        verdict = compare_adapter(run.folder, trained, self.completion, cursors)
+        size = fit_size(self.config, run.seconds_per_token)
+        verdict = compare_adapter(run.folder, trained, self.completion, size)
         if not verdict.is_better:
             merge = f"to use it: dunes augment merge {shlex.quote(str(trained))} OUT"
             return f"adapter: not used, as it is not surely better: {verdict.reason}; {merge}"
