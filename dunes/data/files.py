@@ -133,7 +133,7 @@ class Walk:
             if (file.package, file.name) in selected:
                 yield file
             else:
-                self.skip("installed files beyond the cap or of older versions", file.name)
+                self.skip("installed files beyond the cap", file.name)
 
     def skip(self, reason: str, name: str) -> None:
         self.skipped.setdefault(reason, []).append(name)
