@@ -1,7 +1,7 @@
 """Code that is installed on this machine: packages of Python, Node, Go and Rust, and headers of C.
 
-`installed` is a source of text like `stdlib`; `installed:python,go` is its part in these languages. Headers must be
-named, since every machine has them. Tests are left out. If there are more than CAP bytes, packages contribute
+`installed` is a source of text like `stdlib`; `installed:python,go` is its part in these languages. Headers must
+be named, since every machine has them. Tests are left out. If there are more than CAP bytes, packages contribute
 equally, and smaller ones completely.
 """
 
