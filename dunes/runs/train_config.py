@@ -45,7 +45,7 @@ class TextData:
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     base: Annotated[str, flag("MODEL", "a new model", name="from")] = ""
-    """Continue the training of this model: a folder of any format, or a name on the Hub."""
+    """Continue the training of this model: a folder of any format, a name on the Hub, or smollm2."""
     trainable: Annotated[tuple[str, ...], flag("all|new|GLOB", "all")] = ()
     """With --from, the parameters to train: all, new ones from the last change, or globs of names."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
