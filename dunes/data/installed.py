@@ -1,8 +1,8 @@
 """Code that is installed on this machine: packages of Python, Node, Go and Rust, and headers of C.
 
-`installed` is a source of text like `stdlib`; `installed:python,go` is its part in these languages. Headers must be
-named, since a machine has them whatever its user writes. Tests are left out, and of several versions of a package
-all but the newest. If there are more than CAP bytes, packages contribute equally, and smaller ones completely.
+`installed` is a source of text like `stdlib`; `installed:python,go` is its part in these languages. Headers must
+be named, since every machine has them. Tests are left out. If there are more than CAP bytes, packages contribute
+equally, and smaller ones completely.
 """
 
 import json
@@ -10,15 +10,14 @@ import os
 import re
 import shutil
 import sys
-import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
-from importlib.metadata import metadata, packages_distributions
+from importlib.metadata import metadata, packages_distributions, version
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 CAP = 100_000_000
 """Maximum bytes of installed code in a corpus."""
@@ -29,12 +28,6 @@ TESTS = (
 """Lines of a .gitignore for tests, vendored packages, and declarations that a compiler writes."""
 _PACKAGE = re.compile(r"@[^/]+/[^/]+|(?:[^/@]+/)+[^/@]+@v\d[^/]*|[^/]+")
 """A package's path within its root: @scope/name (Node), host/path@version (Go), or the first component."""
-_VERSION = re.compile(r"(?<=[@-])v?\d+\.\d+\.\d.*$")
-_MANIFESTS: dict[str, Callable[[str], Any]] = {
-    "package.json": json.loads,
-    "Cargo.toml": lambda text: tomllib.loads(text)["package"],
-}
-"""Files that state name, version and licence of a package, and the functions that parse them."""
 
 
 def _python_folders() -> list[Path]:
@@ -91,55 +84,43 @@ def package_folder(path: Path, name: str) -> str:
 
 
 def select_files(files: Sequence[tuple[str, str, int]], cap: float = CAP) -> set[tuple[str, str]]:
-    """(package, name) of the files to read, given (package, name, size): newest versions, at most `cap` bytes."""
-    newest: dict[str, str] = {}
-    for package, _, _ in files:
-        unversioned = _VERSION.sub("", package)
-        newest[unversioned] = max(newest.get(unversioned, package), package, key=_version)
-    kept, bytes_before, ordered = {*newest.values()}, Counter[str](), []
+    """(package, name) of the files to read, given (package, name, size), with at most `cap` bytes in all."""
+    package_bytes, ordered = Counter[str](), []
     for package, name, size in sorted(files, key=lambda file: blake2b(os.fsencode(file[1])).digest()):
-        if package in kept:
-            bytes_before[package] += size
-            ordered.append((bytes_before[package], package, name, size))
-    selected = set[tuple[str, str]]()
-    for _, package, name, size in sorted(ordered):
-        cap -= size
-        if cap >= 0:
-            selected.add((package, name))
-    return selected
-
-
-def _version(package: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", package)]
+        package_bytes[package] += size
+        ordered.append((package_bytes[package], size, package, name))
+    total = accumulate(size for _, size, *_ in sorted(ordered))
+    return {
+        (package, name) for size, (*_, package, name) in zip(total, sorted(ordered), strict=True) if size <= cap
+    }
 
 
 def describe_package(folder: Path) -> str:
-    """Name, version and licence of a package, as far as its manifest or its file of the licence states them."""
+    """Name, version and licence of a package, as far as its metadata or its file of the licence states them."""
     with suppress(OSError, ValueError, LookupError, TypeError):
-        for name, parse in _MANIFESTS.items():
-            if (folder / name).is_file():
-                fields = parse((folder / name).read_text("utf-8"))
-                return _describe(f"{fields['name']} {fields['version']}", fields.get("license"))
+        if (folder / "package.json").is_file():
+            fields = json.loads((folder / "package.json").read_bytes())
+            return _describe(f"{fields['name']} {fields['version']}", fields.get("license"))
         if owners := _owners(tuple(sys.path)).get(folder.name.removesuffix(".py")):
-            return "; ".join(sorted(map(_describe_distribution, {*owners})))
+            return "; ".join(sorted({_describe(f"{name} {version(name)}", _license(name)) for name in owners}))
         files = sorted(path for path in folder.iterdir() if re.match("licen[cs]e|copying", path.name, re.I))
         return _describe(folder.name, files[0].read_text("utf-8").strip().split("\n")[0])
     return _describe(folder.name, None)
 
 
 def _describe(name: str, license: object) -> str:
-    return f"{name}, {' '.join(str(license or 'no licence stated').split())[:80]}"
+    return " ".join(f"{name}, {license or 'no licence stated'}".split())[:200]
 
 
 @lru_cache(1)
-def _owners(path: Sequence[str]) -> dict[str, list[str]]:
-    return {name: [*owners] for name, owners in packages_distributions().items()}
+def _owners(path: Sequence[str]) -> Mapping[str, list[str]]:
+    """The distributions of each importable name, while `path` is `sys.path`."""
+    return packages_distributions()
 
 
-def _describe_distribution(name: str) -> str:
-    fields = metadata(name)
-    classified = [text.rpartition(" :: ")[2] for text in fields.get_all("Classifier", []) if "License ::" in text]
-    stated = [*fields.get_all("License-Expression", []), *fields.get_all("License", []), " and ".join(classified)]
-    return _describe(
-        f"{fields['Name']} {fields['Version']}", next((s for s in stated if s and "\n" not in s), None)
-    )
+def _license(name: str) -> str:
+    """The licence that a distribution states: an expression, one line of text, or the names in its classifiers."""
+    get, fields = metadata(name).get_all, ("License-Expression", "License", "Classifier")
+    stated = [text for field in fields for text in get(field, []) if "\n" not in text]
+    classified = [text.rpartition(" :: ")[2] for text in stated if text.startswith("License :: ")]
+    return next((text for text in stated if " :: " not in text), " and ".join(classified))

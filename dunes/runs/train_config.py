@@ -30,7 +30,8 @@ Balancing = Literal["loss", "bias"]
 @dataclass(frozen=True, kw_only=True)
 class TextData:
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, flag("SOURCE", REQUIRED)] = ()
-    """Files and folders of text, JSON Lines or Parquet; "stdlib" is the running Python's standard library."""
+    """Files and folders of text, JSON Lines or Parquet; "stdlib" is the running Python's standard library, and
+    "installed" or "installed:python,go" the code of installed packages."""
     text_field: Annotated[tuple[str, ...], flag("FIELD", "text, or the messages of a conversation")] = ()
     """Fields of each record to train on; several are joined by a blank line."""
     split: Annotated[Literal["files", "tails"] | None, flag("files|tails", "files; tails of a single file")] = None
@@ -44,7 +45,7 @@ class TextData:
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     base: Annotated[str, flag("MODEL", "a new model", name="from")] = ""
-    """Continue the training of this model: a folder of any format, or a name on the Hub."""
+    """Continue the training of this model: a folder of any format, a name on the Hub, or smollm2."""
     trainable: Annotated[
         tuple[str, ...], flag("all|new|adapter|GLOB", "all; with --complete and a model from others, adapter")
     ] = ()
@@ -256,7 +257,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
     def missing(self) -> str:
         if self.trainable and not self.base:
             return "--trainable applies to --from; a new model is trained as a whole"
-        return "" if self.sources else "no sources; pass files or folders to train on, or stdlib"
+        return "" if self.sources else "no sources; pass files or folders to train on, stdlib or installed"
 
 
 def _parse_factor(text: str) -> tuple[str, float]:
