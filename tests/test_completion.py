@@ -718,7 +718,7 @@ for most in (200, 1000):
 print(peaks[1] - peaks[0])
 """
     grown = int(subprocess.run([sys.executable, "-c", code], cwd=TESTS, check=True, capture_output=True).stdout)
-    assert grown < 800 * 4 * 50_000 / 5
+    assert grown < 800 * 4 * 50_000 / 3
 
 
 @pytest.mark.slow
