@@ -251,6 +251,9 @@ def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
         assert sum_of(**changes) > sum(parts.values()), changes
     assert sum_of(size="2x1024") > 1.5 * sum(parts.values())
     assert re.match(r"this run needs about \d\d\.\d GB", memory_advice(replace(config, batch=1000)))
+    fit, small = "fitting the completion gate", {"batch": 1, "context_length": 16}
+    assert estimate_memory(replace(config, **small, complete=True, minutes=9))[fit] > 1e8 > parts.get(fit, 0)
+    assert fit not in estimate_memory(replace(config, **small, complete=False))
 
 
 @pytest.mark.long

@@ -4,6 +4,8 @@ import json
 import math
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -32,7 +34,6 @@ from dunes.completion.completer import (
 from dunes.completion.copy_gate import (
     Places,
     _chunks,
-    _row,
     even_share,
     fit_gate,
     places_of,
@@ -65,6 +66,7 @@ from dunes.text.lines import split_lines
 from own_parts import Wrapped
 from small_models import random_model
 
+TESTS = Path(__file__).parent
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(8)
 )
@@ -697,11 +699,26 @@ def test_log_probabilities_in_blocks_are_those_at_once(first, stop, monkeypatch)
     assert torch.allclose(torch.stack(rows), torch.stack(at_once), atol=1e-5)
 
 
-def test_a_place_keeps_no_log_probabilities_of_all_ids():
-    """A view of one would keep them all: 200 KB a place with a vocabulary of 50,000."""
-    text, sources = FileTokenizer(BPE, True).tokenize(CODE), engine_of().sources([], [], "")
-    for place in scored_places(LOADED, text, lambda above: sources, 9, 5):
-        assert all(t.untyped_storage().nbytes() == t.nbytes for t in _row(*place))
+@pytest.mark.slow
+def test_places_take_no_memory_for_each_id_of_the_vocabulary():
+    """Neither a view of the log-probabilities nor holes in the heap: 200 KB a place for 50,000 ids."""
+    code = """
+import resource
+from dunes import measure
+from test_completion import *
+torch.set_num_threads(1)
+measure.keep_freed_memory()
+loaded = LoadedModel(random_model(vocab=50_000, context=CONTEXT, seed=0), BPE, CONTEXT, TRAINED)
+engine = engine_of([("a.py", CODE)], loaded=loaded)
+texts = [engine.files.tokenize(CODE * 8, str(number)) for number in range(4)]
+peaks = []
+for most in (200, 1000):
+    assert most - 100 < len(places_of(loaded, texts, engine.sources, most).target) <= most
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(peaks[1] - peaks[0])
+"""
+    grown = int(subprocess.run([sys.executable, "-c", code], cwd=TESTS, check=True, capture_output=True).stdout)
+    assert grown < 800 * 4 * 50_000 / 3
 
 
 @pytest.mark.slow

@@ -44,6 +44,8 @@ CONTEXT = 64
 """Number of ids before a position that are matched."""
 ROOM = 3 * CANDIDATES + TOP
 """Maximum number of candidates of a position."""
+PLACE_BYTES = 4 * ROOM * (Copies.FEATURES + 2)
+"""Bytes of a position; two sets of them are in memory while they are joined."""
 WINDOW = 512
 """Maximum number of ids in a forward for a chunk, half of them before it; with 8,192, a place took 65 tokens."""
 CHUNK = 64
@@ -83,6 +85,23 @@ class Places(NamedTuple):
     target: Tensor
     target_logprob: Tensor
     rest_logprob: Tensor
+
+    @classmethod
+    def zeros(cls, number: int) -> "Places":
+        """Space for this number of positions."""
+        features, logprobs = torch.zeros(number, ROOM, Copies.FEATURES), torch.zeros(number, ROOM)
+        best, target_logprob, rest_logprob = torch.zeros(3, number)
+        target, mask = torch.zeros(number, dtype=torch.long), torch.zeros(number, ROOM, dtype=torch.bool)
+        return cls(features, logprobs, mask, best, target, target_logprob, rest_logprob)
+
+    def set(self, row: int, id: int, logprobs: Tensor, candidates: Candidates) -> None:
+        """Set a row to a position with the target `id` and the model's log-probabilities (V,)."""
+        ids = candidates.ids[:ROOM]
+        hits, count = (ids == id).nonzero(), len(ids)
+        self.features[row, :count], self.logprobs[row, :count] = candidates.features[:count], logprobs[ids]
+        self.mask[row, :count], self.best[row] = True, logprobs.amax()
+        self.target[row], self.target_logprob[row] = int(hits[0, 0]) if len(hits) else -1, logprobs[id]
+        self.rest_logprob[row] = logprobs.index_fill(0, ids, -math.inf).logsumexp(0)
 
     def loss(self, gate: Gate, rows: Tensor | slice = slice(None)) -> Tensor:
         """Negative log-likelihood (N,), in nats, of the target at each position under the mixture."""
@@ -141,12 +160,13 @@ def places_of(
     per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)
     chunks = [(t, *c) for t in texts for c in _chunks(len(t.ids) - t.starts[0], per_text, random)]
     chunks = [chunks[i] for i in random.permutation(len(chunks))] if seconds < math.inf else chunks
-    rows = [
-        _row(*place)
-        for text, first, count in within(seconds, each(chunks))
-        for place in scored_places(loaded, text, sources_of, text.starts[0] + first, count)
-    ]
-    return Places(*(torch.stack(column) for column in zip(*rows, strict=True))) if rows else None
+    # Allocated before the first logits: rows between them would keep the heap from using their memory again.
+    places, number = Places.zeros(sum(count for *_, count in chunks)), 0
+    for text, first, count in within(seconds, each(chunks)):
+        for place in scored_places(loaded, text, sources_of, text.starts[0] + first, count):
+            places.set(number, *place)
+            number += 1
+    return Places(*(column[:number] for column in places)) if number else None
 
 
 def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int, int]]:
@@ -167,18 +187,6 @@ def even_share(sizes: Sequence[int], most: int) -> int:
             break
         remaining -= size
     return share
-
-
-def _row(id: int, logprobs: Tensor, candidates: Candidates) -> Places:
-    """A position with this target id, as a row of `Places`."""
-    count = min(len(candidates.ids), ROOM)
-    features, own = torch.zeros(ROOM, Copies.FEATURES), torch.zeros(ROOM)
-    features[:count], own[:count] = candidates.features[:count], logprobs[candidates.ids[:count]]
-    hits = (candidates.ids[:count] == id).nonzero()
-    target = hits[0, 0] if len(hits) else torch.tensor(-1)
-    rest = logprobs.index_fill(0, candidates.ids[:count], -math.inf).logsumexp(0)
-    own_target = logprobs[id].clone()  # a view would keep the log-probabilities of all ids in memory
-    return Places(features, own, torch.arange(ROOM) < count, logprobs.amax(), target, own_target, rest)
 
 
 def scored_places(

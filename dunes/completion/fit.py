@@ -215,10 +215,7 @@ class Answer(NamedTuple):
 
 
 def ask_cursors(
-    completers: Sequence[LineCompleter],
-    texts: Sequence[NamedText],
-    count: int,
-    seconds: float = math.inf,
+    completers: Sequence[LineCompleter], texts: Sequence[NamedText], count: int, seconds: float = math.inf
 ) -> list[Answer]:
     """The suggestions at about `count` cursors inside lines of these files; few files have more each.
 
@@ -232,8 +229,7 @@ def ask_cursors(
     cursors = [(file, cut) for n in range(rounds) for file in range(len(texts)) for cut in cuts[file][n::rounds]]
     answers = []
     for file, cut in within(seconds, each(cursors)):
-        name, text = texts[file]
-        before = text[: cut.offset]
+        name, before = texts[file][0], texts[file][1][: cut.offset]
         suggestions = [completer.complete(before, "", name) for completer in completers]
         answers.append(Answer(file, cut, column_in_word(before, cut.rest), suggestions))
     return answers

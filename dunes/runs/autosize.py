@@ -21,6 +21,8 @@ from dunes.augment.adapted import sides
 from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.architecture import import_build
+from dunes.completion.copy_gate import PLACE_BYTES
+from dunes.completion.fit import FitSize
 from dunes.flags import Dtype
 from dunes.measure import ranks
 from dunes.models import FAMILIES, of_parts
@@ -381,10 +383,16 @@ def memory_advice(config: TrainConfig, build: Build | None = None, **trained: An
 def estimate_memory(config: TrainConfig, build: Build | None = None, **trained: Any) -> dict[str, float]:
     """Bytes that each process of a run needs, by purpose, estimated on fake tensors.
 
-    `build` builds the model of --from; `trained` are the arguments `setup` and `trainable` of `process_memory`.
+    The completion gate counts by what fitting it needs beyond a step. `build` builds the model of --from; `trained`
+    are the arguments `setup` and `trainable` of `process_memory`.
     """
     shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
-    return process_memory(build or architecture_for(config, vocabulary(config)).build, shape, **trained)
+    parts = process_memory(build or architecture_for(config, vocabulary(config)).build, shape, **trained)
+    if config.complete:  # on the saved model, which is loaded again, after the last step
+        steps = sum(parts.get(purpose, 0) for purpose in ("gradients", "activations", "temporaries"))
+        fit = parts.get("parameters", 0) + 2 * FitSize.of(config.seconds).places * PLACE_BYTES
+        parts["fitting the completion gate"] = max(0.0, fit - steps)
+    return parts
 
 
 def describe_machine(machine: Machine) -> str:
