@@ -14,14 +14,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.numpy import load_file, save_file
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
+import hard_strings
 from conftest import display, metaspace_tokenizer, refuses, toy, training_output
+from dunes import tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import remember_sources, split_documents
 from dunes.cli import verbs
 from dunes.completion import Cancelled, Suggestion, copy_gate
+from dunes.completion import engine as completion_engine
 from dunes.completion import fit as completion_fit
 from dunes.completion import index as completion_index
 from dunes.completion.completer import (
@@ -42,7 +47,7 @@ from dunes.completion.copy_gate import (
     write_gate,
 )
 from dunes.completion.copy_mixture import Mixture, RememberedLogits
-from dunes.completion.engine import CompletionEngine
+from dunes.completion.engine import CompletionEngine, choose_budget
 from dunes.completion.fit import (
     FileShares,
     FitSize,
@@ -62,8 +67,10 @@ from dunes.generate.copying import Copies, Gate
 from dunes.generate.decode import text_logprobs
 from dunes.runs.train import train
 from dunes.text import Tokenizer
-from dunes.text.lines import split_lines
+from dunes.text.lines import split_lines, valid_text
+from dunes.text.split_rules import GPT2, LLAMA3
 from own_parts import Wrapped
+from real_models import smollm2
 from small_models import random_model
 
 TESTS = Path(__file__).parent
@@ -963,6 +970,9 @@ BROKEN_GATE = {
     "no facts": cut("gate.json", 3),
     "another format": change_json("gate.json", lambda record: record | {"format": "1"}),
     "thresholds in a list": change_json("gate.json", lambda record: record | {"thresholds": [1, 2]}),
+    "a prompt of words": change_json("gate.json", lambda record: record | {"prompt_tokens": "many"}),
+    "an empty prompt": change_json("gate.json", lambda record: record | {"prompt_tokens": 0}),
+    "a boolean prompt": change_json("gate.json", lambda record: record | {"prompt_tokens": True}),
     "thresholds in words": change_json("gate.json", lambda record: record | {"thresholds": {"word": "high"}}),
 }
 
@@ -1282,6 +1292,121 @@ def test_a_text_is_tokenized_line_by_line_whatever_was_tokenized_before(end):
             assert parts == [list(files.line(line)) for line in lines]
             assert found.ids[: found.starts[0]] == files.start(name)
             found.ids.append(0)  # it belongs to the caller
+
+
+def joining_tokenizer(pattern):
+    """A tokenizer that splits words by this pattern, so that its tokens join line ends and indentation."""
+    inner = tokenizers.Tokenizer(models.BPE())
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    inner.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    inner.train_from_iterator([DEEP * 3, OTHER, "});\n\n  f(x);\n" * 9], trainer)
+    return Tokenizer(inner)
+
+
+DEEP = (
+    CODE + "class A:\n    def f(self):\n        if x:\n            return 1\n\n        return 'f'\n\n    y = 2\n"
+)
+JOINING = {"before line ends": GPT2, "after line ends": LLAMA3, "nowhere": r"[\s\S]{1,9}"}
+
+
+@pytest.mark.parametrize("kind", JOINING)
+def test_a_text_of_joined_lines_has_the_tokenizers_ids_and_only_its_last_part_is_encoded_anew(kind, monkeypatch):
+    tokenizer = joining_tokenizer(JOINING[kind])
+    files = FileTokenizer(tokenizer, header=False)
+    assert not tokenizer.line_separable
+    assert any(b"\n " in piece or b"\n\n" in piece for piece in files.pieces)
+    chance = random.Random(0)
+    odd = [text for text in hard_strings.strings(60) if len(text) < 400]
+    texts = [*odd, DEEP, *("".join(chance.choices([*odd, "\n", "\r\n", " ", "\n    "], k=9)) for _ in range(60))]
+    for text in map(valid_text, texts):
+        for end in ("", "\n", "\n  ", "\r\n\tx"):
+            found = files.tokenize(text + end)
+            assert found.ids == tokenizer.encode(text + end)
+            assert found.starts == [0, *(n + 1 for n, id in enumerate(found.ids) if b"\n" in files.pieces[id])]
+            assert files.encode_continuation(text + end) == tokenizer.encode_continuation(text + end)
+    files.tokenize(CODE * 20 + "    resul")
+    encoded, encode = [], Tokenizer.encode
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text: encoded.append(text) or encode(self, text))
+    monkeypatch.setattr(Tokenizer, "encode_continuation", Tokenizer.encode)
+    files.tokenize(CODE * 20 + "    result")
+    assert (sum(map(len, encoded)) < 40) is (kind != "nowhere")
+
+
+@pytest.mark.parametrize("kind", ["before line ends", "after line ends"])
+def test_the_line_as_it_goes_on_can_be_reached_from_every_prompt(kind):
+    """Also at the start of a line, where the ids of the text above end with a token of its end and indentation."""
+    tokenizer = joining_tokenizer(JOINING[kind])
+    check_prompts(model_for(tokenizer, 1024), DEEP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [DEEP, DEEP.replace("    ", "\t"), DEEP.replace("\n", "\r\n")])
+def test_the_line_as_it_goes_on_can_be_reached_with_a_published_tokenizer(text):
+    tokenizer = Tokenizer.load(smollm2())
+    files = FileTokenizer(tokenizer, header=False)
+    check_healing(files, text)
+
+
+def check_healing(files, text):
+    """At each cursor, the ids that are kept are the first ids of the entire text."""
+    ids = files.tokenizer.encode(text)
+    for cut in range(1, len(text)):
+        found = files.tokenize(text[:cut])
+        line, typed = files.split_typed(found.ids[found.last :])
+        kept = [*found.ids[: found.last], *line]
+        assert kept == ids[: len(kept)], repr(text[:cut][-20:])
+        assert b"".join(files.pieces[i] for i in kept) + typed == text[:cut].encode()
+
+
+def check_prompts(loaded, text):
+    engine = engine_of(loaded=loaded, header=False)
+    check_healing(engine.files, text)
+    for cut in (text.index("width, height):") - 1, text.index("    return 1")):
+        search, _ = engine._find(text[:cut], "", "", CompleteOptions(width=1))
+        assert search.prompt == engine.files.tokenizer.encode(text)[: len(search.prompt)]
+
+
+def test_the_sources_of_a_line_are_found_once_also_where_tokens_join_lines():
+    engine, before = engine_of(loaded=model_for(joining_tokenizer(GPT2), 1024), header=False), CODE + "def f(x):\n"
+    found = set()
+    for typed in ("", "    ", "    r", "    return", "    return x"):
+        engine.complete(before + typed, options=CompleteOptions(width=1))
+        found.add(id(engine._mixture_of(1).copies.sources))
+    assert len(found) == 1
+
+
+def test_a_prompt_has_at_most_its_budget_and_moves_by_half_of_it(monkeypatch):
+    loaded = model_for(BPE, 512, **TRAINED)
+    monkeypatch.setattr(completion_engine, "SHORTEST", 8)
+    monkeypatch.setattr(completion_engine, "PROMPT_WORK", 64.5 * tree.count(loaded.model))
+    engine = engine_of(loaded=loaded)
+    assert engine.prompt_tokens == choose_budget(loaded.model) == 64
+    prompts = [engine._prompt([*range(5, n)], [], 1) for n in range(70, 200)]
+    assert all(32 <= len(prompt) <= 64 for prompt in prompts)
+    assert len({prompt[0] for prompt in prompts}) == 5
+    assert all(len(engine._prompt([70] * 500, [71] * 500, 1)) <= 64 for _ in range(3))
+    assert len(engine_of(loaded=model_for(BPE, 64, **TRAINED))._prompt([70] * 99, [], 1)) < 64, "a shorter context"
+
+
+def test_a_budget_that_was_kept_beside_the_gate_is_used(stored):
+    run, _ = stored
+    assert FolderCompleter(run, loaded=LOADED).prompt_tokens == choose_budget(LOADED.model)
+    write_gate(run, copying_gate(), {"prompt_tokens": 40})
+    assert FolderCompleter(run, loaded=LOADED).prompt_tokens == 40
+
+
+def test_the_part_of_a_long_text_seldom_moves():
+    line = "x = 1234\n"
+    texts = [line * n for n in range(30_000, 30_100)]
+    starts = {len(text) - len(near_text(text)) for text in texts}
+    assert len(starts) == 1
+    assert 150_000 <= len(near_text(texts[0])) <= 200_000
 
 
 def test_without_text_above_the_file_has_used_no_id_before_the_cursor():

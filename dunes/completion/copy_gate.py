@@ -250,6 +250,6 @@ def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
         thresholds = facts.get("thresholds", {}).values()
         if not all(math.isfinite(x) for pairs in thresholds for share, value in pairs for x in (share, value)):
             raise ValueError("thresholds that are not finite")
-        if not isinstance(budget := facts.get("prompt_tokens", 1), int) or budget < 1:
+        if type(budget := facts.get("prompt_tokens", 1)) is not int or budget < 1:
             raise ValueError(f"a prompt of {budget!r:.40} tokens")
         return gate.requires_grad_(False), facts

@@ -24,8 +24,8 @@ PROPOSED = 16
 ROOM = 128
 """Cache capacities are multiples of this, since enlarging a cache copies all its keys and values."""
 PIECE = 128
-"""Minimum tokens of a prompt that are evaluated without a pause; with 135M parameters, pieces of 32 tokens took 1.5
-(float32) to 2.5 times (bfloat16) as long per token."""
+"""Minimum tokens of a prompt that are evaluated without a pause. With 135M parameters, pieces of 32 tokens took
+1.5 times (float32) to 2.5 times (bfloat16) as long per token."""
 FEW = 32
 """No entries are dropped after a request with fewer texts than this and fewer than the request before it, since it
 may have been cancelled."""

@@ -42,7 +42,7 @@ from dunes.tree import count
 SUFFIX = 0.25
 """Fraction of the context length available to the text behind the cursor."""
 PROMPT_WORK = 1.4e11
-"""Product of a model's parameters and the tokens of a prompt, which one thread evaluates in one to three seconds."""
+"""Parameters of a model times tokens of its prompt; one thread takes one to three seconds for such a prompt."""
 SHORTEST = 256
 """Minimum budget of a prompt in tokens, however large the model is."""
 LIKELY = 4
@@ -68,8 +68,8 @@ class CompletionEngine:
     """Completes lines with a model and by copying: from the file, from open files, and from an index.
 
     `gate` mixes both; without a gate, only the model is used. `header` is True if the model was trained on files
-    with their paths. `find_step()` returns a compiled step or None. A prompt has at most `prompt_tokens` tokens, by
-    default `choose_budget(loaded.model)`. Raises ValueError without a tokenizer.
+    with their paths. `find_step()` returns a compiled step or None. A prompt has at most `prompt_tokens` tokens,
+    by default `choose_budget(loaded.model)`. Raises ValueError without a tokenizer.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class CompletionEngine:
 
 
 def choose_budget(model: nn.Module) -> int:
-    """Maximum tokens of a prompt by the size of the model alone, so that suggestions depend on no machine's speed."""
+    """Maximum tokens of a prompt, by the size of the model alone: suggestions depend on no machine's speed."""
     return max(SHORTEST, int(PROMPT_WORK / max(1, count(model))))
 
 

@@ -52,6 +52,8 @@ _PROBE = "".join(
     for start in ("x", "1", "'s", "(x", "#", "é", "字", "}", "\u3000x")
 )
 """A text with many kinds of line ends."""
+HEALED = 8
+"""Maximum number of ids of line ends and spaces at the cursor that are generated again."""
 CACHED_LINES = 1 << 16
 """Number of parts whose ids are cached; after a keystroke, all parts but one are the same."""
 RECENT = 12
@@ -114,6 +116,10 @@ class FileTokenizer:
             after = bisect_right(self._sorted, tail)
             if after < len(self._sorted) and self._sorted[after].startswith(tail):
                 split = cut
+        if not self.tokenizer.line_separable and not b"".join(self.pieces[i] for i in ids[split:]).strip():
+            # A run of line ends and spaces is one word, whose last space may belong to the next one.
+            least = min(split, max(0, len(ids) - HEALED))
+            split = next((n for n in range(split, least, -1) if not self.pieces[ids[n - 1]].isspace()), least)
         return ids[:split], b"".join(self.pieces[i] for i in ids[split:])
 
     def _find_allowed(self, typed: bytes) -> Tensor | None:
