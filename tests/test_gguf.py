@@ -704,7 +704,11 @@ DAMAGED = [
     ("ggml.token_type", lambda v: [1.5] * len(v), "token_type is of float32; expected integers"),
     ("ggml.token_type", lambda v: 7, "token_type is 7"),
     ("ggml.merges", lambda v: ["a", *v[1:]], r"merges\[0\] is \('a',\); expected two tokens"),
-    ("ggml.merges", lambda v: [*v[:5], "a qqq"], r"merges\[5\] is \('a', 'qqq'\); expected two tokens that join to a third"),
+    (
+        "ggml.merges",
+        lambda v: [*v[:5], "a qqq"],
+        r"merges\[5\] is \('a', 'qqq'\); expected two tokens that join to a third",
+    ),
     ("ggml.merges", lambda v: None, "merges is missing"),
     ("ggml.bos_token_id", lambda v: 99999, "bos_token_id is 99999; expected an id below 704"),
     ("ggml.bos_token_id", lambda v: True, "is True"),

@@ -11,7 +11,7 @@ struct limits read_limits(const char *width_text, const char *height_text, const
 	struct limits limits;
 	int width = atoi(width_text);
 	int height = atoi(height_text);
-	int ▏depth = atoi(depth_text);▕
+	int ▏≠width…¦≠height…▕
 
 	limits.width = width;
 	limits.height = height;

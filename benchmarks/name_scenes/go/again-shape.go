@@ -20,6 +20,6 @@ func (s *Square) Perimeter() float64 {
 	return 4 * s.Side
 }
 
-func (s *Square) ▏Corners() int {▕
+func (s *Square) ▏≠Area…¦≠Perimeter…▕
 	return 4
 }

@@ -24,5 +24,5 @@ class MemoryStorage(Storage):
     def write(self, path, data):
         self.files[path] = data
 
-    def ▏remove(self, path):▕
+    def ▏≠__init__…¦≠read…¦≠write…▕
         del self.files[path]

@@ -18,4 +18,4 @@ def discounted_total(order: Order, percent: float = 0.0) -> float:
 
 def cheapest(orders: list[Order], percent: float) -> float:
     """The lowest total of some orders."""
-    return min(discounted_total(▏order, percent) for order in orders)▕
+    return min(discounted_total(▏order, percent)…▕ for order in orders)

@@ -17,7 +17,7 @@ impl Visitor for Printer {
         self.text.push_str(name);
     }
 
-    fn ▏visit_sum(&mut self, left: &Expr, right: &Expr) {▕
+    fn ▏≠visit_number…¦≠visit_name…▕
         self.visit(left);
         self.text.push_str(" + ");
         self.visit(right);

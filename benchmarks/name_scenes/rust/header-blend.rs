@@ -15,5 +15,5 @@ fn blend_colors(first: Color, second: Color, share: f32) -> Color {
 
 /// The color in the middle between two others.
 pub fn middle(first: Color, second: Color) -> Color {
-    blend_colors(▏first, second, …▕
+    blend_colors(▏first, second,…▕
 }

@@ -7,6 +7,6 @@ interface Settings {
 export function readSettings(storage: Storage): Settings {
   const theme = storage.getItem("theme") ?? "light";
   const fontSize = Number(storage.getItem("fontSize") ?? 14);
-  const ▏lineHeight = Number(storage.getItem("lineHeight") ?? …▕
+  const ▏≠theme…¦≠fontSize…▕
   return { theme, fontSize, lineHeight };
 }

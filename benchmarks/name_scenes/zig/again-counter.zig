@@ -6,7 +6,7 @@ pub const Counter = struct {
         self.hits += 1;
     }
 
-    pub fn ▏countMiss(self: *Counter) void {▕
+    pub fn ▏≠countHit…¦≠reset…▕
         self.misses += 1;
     }
 

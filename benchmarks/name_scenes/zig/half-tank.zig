@@ -9,7 +9,7 @@ const Tank = struct {
 pub fn count(tanks: []const Tank) f64 {
     var total: f64 = 0;
     for (tanks) |tank| {
-        total += tank.litres * tank.gri▏bble_density;▕
+        total += tank.litres * tank.gri▏bble_density…▕
     }
     return total;
 }
