@@ -4,8 +4,9 @@
 
 A scene is a file LANGUAGE/KIND-NAME.EXT. ▏ marks the cursor; the correct texts follow it up to ▕, separated by ¦,
 and the text after ▕ is behind the cursor. If a correct text ends in …, a suggestion only has to begin with it, and
-may end or continue at the end of a word; if it begins with ≠, a suggestion must not begin with it. KIND-NAME.open.EXT, if it exists, is another open file; the correct text
-follows from the scene and this file. Both sides also have the run's training files.
+may end or continue at the end of a word. If the texts begin with ≠, a suggestion is right if it begins with none.
+KIND-NAME.open.EXT, if it exists, is another open file; the correct text follows from the scene and this file. Both
+sides also have the run's training files.
 """
 
 import json

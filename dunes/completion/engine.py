@@ -184,8 +184,11 @@ class CompletionEngine:
         is that of the line. The last tokens may be text that the suggestion leaves out, such as a line end. Empty
         if the suggestion is. Raises Cancelled if `options.cancelled()`.
         """
+        shown = self.complete(before, after, name, options).text
         search, found = self._find(before, after, name, options)
         (rest, beam), mixture, tokens = found[0], search.mixture, list[dict[str, Any]]()
+        if shown != rest:  # it got names of this place
+            rest, beam = shown, search.score(self._vocabulary.encode(mixture.copies.typed + shown.encode()))
         decode = partial(bytes.decode, errors="replace")
         typed, mixed_sum, alone_sum = len(mixture.copies.typed), 0.0, 0.0
         for place, (id, logprob) in enumerate(zip(beam.ids, beam.logprobs, strict=True) if rest else ()):

@@ -45,7 +45,7 @@ _DEFINED = re.compile(
     r"(?:mut\s+)?\w+|\w+(?:, \w+)*(?=\s*:=)|(?:[A-Za-z_][\w:.<>\[\],]*[\s*&]+)+\w+(?=\s*(?:=[^=]|[;\[(])))"
 )
 """A line without indentation up to the name that it defines: behind such a word, before := or behind a type."""
-_PARAMETER = re.compile(r"[\w.&*]+\??\s*:\s*\S|[\w.\[\]<>:]+(?:\s+[*&]*|[*&]+)\$?\w")
+_PARAMETER = re.compile(r"[\w.&*]+\??\s*:\s*\S|[\w.\[\]<>:]+(?:\s+[\[\]*&]*|[*&]+)\$?\w")
 """A parameter with its type."""
 
 
@@ -72,6 +72,11 @@ class Place:
                 best = self.limit(changed)
         return [best, *(other for other in others if other.text != best.text)]
 
+    def go_on(self, text: str, word: float) -> Suggestion:
+        """A suggestion that begins with a text whose first word has this probability."""
+        more, *_ = self.suggest(text)
+        return replace(more, text=text + more.text, word=word, line=word * more.line)
+
     @cached_property
     def lines(self) -> list[str]:
         """The last lines before the cursor; the last of them ends there."""
@@ -97,13 +102,13 @@ class Place:
         texts = self.before[: -len(part)], self.after, *self.opened
         return dict.fromkeys(name for text in texts for name in _names(text, part))
 
-    def parameters(self, name: str) -> Iterator[tuple[bool, list[str]]]:
-        """The parameters of each function with this name, and True if their types come behind their names."""
+    def definitions(self, name: str) -> Iterator[str]:
+        """The lines that define a function with this name, from their start."""
         for text in (self.before, self.after, *(s.text.decode(errors="ignore") for s in self.sources)):
             for match in re.finditer(rf"\b{name}\(", text):
                 start = text[max(0, match.start() - LINE) : match.end()].rpartition("\n")[2]
                 if _defined(start).endswith(name):
-                    yield "func" in start, _arguments(text[match.end() : match.end() + LINE])
+                    yield start + text[match.end() : match.end() + LINE]
 
     def block(self) -> Iterator[str]:
         """The other lines of the cursor's block with the indentation of its line."""
@@ -121,7 +126,7 @@ def newest(texts: Mapping[str, str | None], name: str, options: CompleteOptions)
 
 def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
     """The rest of a half-typed word that these files continue in a single way, unless another word is likely."""
-    part = _last_word(place.typed)
+    part = re.split(r"\W", place.typed)[-1]
     if len(part) < LEAST or not part.isidentifier() or re.match(r"\w", place.after):
         return None
     names = place.names(part)
@@ -130,10 +135,7 @@ def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
         return None
     if re.split(r"\W", best.text)[0] == rest:
         return replace(best, word=max(best.word, SAME))
-    if best.word >= UNSURE:
-        return None
-    more, *_ = place.suggest(rest)
-    return replace(more, text=rest + more.text, word=OTHER, line=OTHER * more.line)
+    return place.go_on(rest, OTHER) if best.word < UNSURE else None
 
 
 def without_header(place: Place, best: Suggestion) -> Suggestion | None:
@@ -141,27 +143,20 @@ def without_header(place: Place, best: Suggestion) -> Suggestion | None:
     line = place.typed + first_line(best.text)
     for call in re.finditer(r"(\w+)\(", line):
         arguments = _arguments(line[call.end() :])
-        if not any(map(_PARAMETER.match, arguments)) or _defined(line[: call.end()]).endswith(call[1]):
+        typed = [a for a in arguments if _PARAMETER.match(a) and not _STATEMENT.search(a)]
+        if not typed or _defined(line[: call.end()]).endswith(call[1]):
             continue
-        for types_last, parameters in place.parameters(call[1]):
-            pasted = [a for a in arguments if a in parameters and _PARAMETER.match(a)]
-            if pasted:
-                kept = arguments[: arguments.index(pasted[0])]
-                words = [_parameter_name(p, types_last) for p in parameters[parameters.index(pasted[0]) :]]
-                names = [*takewhile(place.scope.__contains__, words)]
-                text = line[: call.end()] + "".join(f"{argument}, " for argument in [*kept, *names])
-                return _of_call(place, best, text.removesuffix(", ") + ")" if names == words else text)
+        for definition in place.definitions(call[1]):
+            if any(argument in definition for argument in typed):
+                first = 0 if "func " in definition else -1  # types come behind names in Go, else before them
+                words = [_words(argument)[first] if argument in typed else argument for argument in arguments]
+                known = [*takewhile((place.scope | {*arguments}).__contains__, words)]
+                text = line[: call.end()] + ", ".join(known) + (")" if known == words else ", " * bool(known))
+                rest = without_overlap(text[len(place.typed) :], place.after, place.typed)
+                if not text.startswith(place.typed) or known == words:
+                    return place.go_on(rest, best.word) if text.startswith(place.typed) else None
+                return replace(best, text=rest.rstrip(), ends_line=False)
     return None
-
-
-def _of_call(place: Place, best: Suggestion, line: str) -> Suggestion | None:
-    """The suggestion with the text of this line, and with what closes other brackets behind it."""
-    if not line.startswith(place.typed):
-        return None
-    text = line[len(place.typed) :]
-    if text.endswith(")"):
-        text += re.split(r"[^)\]};,]", place.suggest(text)[0].text)[0]
-    return replace(best, text=without_overlap(text, place.after, place.typed), ends_line=False)
 
 
 def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
@@ -171,7 +166,7 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
     names replace names that the function at the cursor does not have.
     """
     line = place.typed + first_line(best.text).rstrip()
-    if not best.text.strip() or not _is_name(line.strip()):
+    if not best.text.strip() or not line.strip()[0].isidentifier():
         return None
     tokens, above = _TOKEN.findall(line), _last_tokens(place.lines[:-1])
     near = TextSource(place.before[: len(place.before) - len(place.typed)].encode(errors="replace"))
@@ -211,7 +206,7 @@ def _renaming(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
     pairs = {(a, b) for a, b in zip(old, new, strict=False) if a != b}
     same = sum(a == b for a, b in zip(old, new, strict=False))
     is_alike = len(old) == len(new) >= 3 and 2 * same >= len(old) and len(dict(pairs)) == len(pairs)
-    return dict(pairs) if is_alike and all(_is_name(a) and _is_name(b) for a, b in pairs) else {}
+    return dict(pairs) if is_alike and all(word.isidentifier() for pair in pairs for word in pair) else {}
 
 
 def not_again(place: Place, best: Suggestion) -> Suggestion | None:
@@ -219,18 +214,18 @@ def not_again(place: Place, best: Suggestion) -> Suggestion | None:
     typed, defined = place.typed.lstrip(), _defined(place.typed + first_line(best.text))
     if len(defined) <= len(typed) or defined not in map(_defined, place.block()):
         return None
-    start = defined.removesuffix(_last_word(defined))[len(typed) :]
-    return replace(best, text=start.rstrip(), ends_line=False)
-
-
-def _last_word(text: str) -> str:
-    return re.split(r"\W", text)[-1]
+    return replace(best, text=re.sub(r"\s*\w+$", "", defined)[len(typed) :], ends_line=False)
 
 
 def _defined(line: str) -> str:
     """A line without indentation up to the name that it defines; empty if it defines none."""
     match = _DEFINED.match(line.strip()[:LINE])
     return match[0] if match and not _STATEMENT.match(match[0]) else ""
+
+
+def _words(parameter: str) -> list[str]:
+    """The words of a parameter that is a name with a type before or behind it, without : and what follows."""
+    return re.findall(r"\$?\w+", re.split(r"\??:|=", parameter)[0])
 
 
 def _names(text: str, part: str) -> list[str]:
@@ -244,10 +239,6 @@ def _names(text: str, part: str) -> list[str]:
             text[max(text.rfind("\n", 0, name.start()) + 1, name.start() - LINE) : name.start()]
         )
     ]
-
-
-def _is_name(token: str) -> bool:
-    return token[0].isalpha() or token[0] in "_$"
 
 
 def _indent(line: str) -> int:
@@ -265,8 +256,3 @@ def _arguments(text: str) -> list[str]:
         if depth < 0:
             break
     return parts
-
-
-def _parameter_name(parameter: str, types_last: bool) -> str:
-    words = re.findall(r"\$?\w+", re.split(r"\??:|=", parameter)[0])
-    return words[0 if types_last else -1] if words else ""

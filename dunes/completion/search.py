@@ -182,6 +182,10 @@ class LineSearch:
         """The beam of these ids with log-probabilities given the typed text; None if they do not end the line."""
         if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
             return None
+        return self.score(ids)
+
+    def score(self, ids: Sequence[int]) -> Beam:
+        """The beam of these ids with log-probabilities given the typed text."""
         beam = Beam()
         for id in ids:
             room = self.limit - len(beam.ids)
