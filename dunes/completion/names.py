@@ -67,14 +67,17 @@ class Place:
     def suggestions(self) -> list[Suggestion]:
         """The suggestions, of which the first has the names of this place."""
         best, *others = self.suggest("")
-        for rule in (half_typed, without_header, renamed_copy, not_again):
+        rules = (half_typed, without_header, renamed_copy, not_again)
+        for rule in rules if len(self.typed) < LINE else ():
             if (changed := rule(self, best)) is not None:
                 best = self.limit(changed)
         return [best, *(other for other in others if other.text != best.text)]
 
     def go_on(self, text: str, word: float) -> Suggestion:
-        """A suggestion that begins with a text whose first word has this probability."""
+        """A suggestion that begins with a text whose last word is complete, and whose first has this probability."""
         more, *_ = self.suggest(text)
+        if re.match(r"\w", text[-1:]) and re.match(r"\w", more.text):
+            return Suggestion(text, word, 0.0, ends_line=False)
         return replace(more, text=text + more.text, word=word, line=word * more.line)
 
     @cached_property
@@ -140,7 +143,7 @@ def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
 
 def without_header(place: Place, best: Suggestion) -> Suggestion | None:
     """The call with names of parameters as far as the scope has them, if the suggestion has their types, too."""
-    line = place.typed + first_line(best.text)
+    line = place.typed + first_line(best.text)[:LINE]
     for call in re.finditer(r"(\w+)\(", line):
         arguments = _arguments(line[call.end() :])
         typed = [a for a in arguments if _PARAMETER.match(a) and not _STATEMENT.search(a)]
@@ -188,7 +191,8 @@ def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
     for place in positions if 2 * length >= min(len(line), DEPTH_BYTES) else ():
         end = source.text.find(b"\n", place)
         text = source.text[max(0, place - ALIKE * LINE) : end if end >= 0 else None].rpartition(b"\0")[2]
-        yield _last_tokens(text.decode(errors="ignore").split("\n"))
+        if lines := _last_tokens(text.decode(errors="ignore").split("\n")):
+            yield lines
 
 
 def _last_tokens(lines: Sequence[str]) -> list[list[str]]:
