@@ -17,9 +17,19 @@ from dunes.generate.copying import TextSource
 from test_completion import BPE, CODE, LOADED, copying_gate, zero_gate
 
 NAMES = [
-    "frobnicate", "zorbify_all", "quuxMargin", "blargTheta", "wibble_wobble", "splonk", "grumbleSort", "snarf_up",
-    "plugh2", "xyzzy_turn", "flumpWidth", "crinkle_edge",
-]  # fmt: skip
+    "frobnicate",
+    "zorbify_all",
+    "quuxMargin",
+    "blargTheta",
+    "wibble_wobble",
+    "splonk",
+    "grumbleSort",
+    "snarf_up",
+    "plugh2",
+    "xyzzy_turn",
+    "flumpWidth",
+    "crinkle_edge",
+]
 OPENED = "".join(f"def {name}(first, second):\n    return first + second\n\n\n" for name in NAMES)
 
 
@@ -86,22 +96,54 @@ GO = "func render(ctx context.Context, out io.Writer, rows [][]string) error {\n
 C = "static int append(struct buffer *buffer, const char *text)\n{\n}\n"
 TS = "function overlaps(first: Meeting, other?: Meeting): boolean {\n}\n"
 CALLS = [
-    (GO, "func w(ctx, out, rows) {\n\treturn render(", "ctx context.Context, out io.Writer, rows [][]string) error {",
-     "ctx, out, rows)"),
-    (GO, "func w(ctx, out) {\n\treturn render(", "ctx context.Context, out io.Writer, rows [][]string) error {",
-     "ctx, out,"),
+    (
+        GO,
+        "func w(ctx, out, rows) {\n\treturn render(",
+        "ctx context.Context, out io.Writer, rows [][]string) error {",
+        "ctx, out, rows)",
+    ),
+    (
+        GO,
+        "func w(ctx, out) {\n\treturn render(",
+        "ctx context.Context, out io.Writer, rows [][]string) error {",
+        "ctx, out,",
+    ),
     (GO, "func w(ctx) {\n\terr := ren", "der(ctx context.Context, out io.Writer) error {", "der(ctx,"),
     (GO, "func w() {\n\treturn render(", "ctx context.Context, out io.Writer) error {", ""),
     (C, "int f(buffer, text)\n{\n\treturn append(", "struct buffer *buffer, const char *text)", "buffer, text)"),
-    (TS, "function f(first, other) {\n  return overlaps(", "first: Meeting, other?: Meeting): boolean {", "first, other)"),
-    ("fn mix(a: Color, b: Color) -> Color {\n}\n", "fn f(a, b) {\n    mix(", "a: Color, b: Color) -> Color {", "a, b)"),
-    ("fn sum(bytes: []const u8, s: u8) u8 {\n}\n", "fn f(bytes, s) {\n    x = sum(", "bytes: []const u8, s: u8)", "bytes, s)"),
-    ("def cost(a: Order, b: float = 0.0) -> float:\n    pass\n", "def f(a, b):\n    return cost(", "a: Order, b: float = 0.0)", "a, b)"),
+    (
+        TS,
+        "function f(first, other) {\n  return overlaps(",
+        "first: Meeting, other?: Meeting): boolean {",
+        "first, other)",
+    ),
+    (
+        "fn mix(a: Color, b: Color) -> Color {\n}\n",
+        "fn f(a, b) {\n    mix(",
+        "a: Color, b: Color) -> Color {",
+        "a, b)",
+    ),
+    (
+        "fn sum(bytes: []const u8, s: u8) u8 {\n}\n",
+        "fn f(bytes, s) {\n    x = sum(",
+        "bytes: []const u8, s: u8)",
+        "bytes, s)",
+    ),
+    (
+        "def cost(a: Order, b: float = 0.0) -> float:\n    pass\n",
+        "def f(a, b):\n    return cost(",
+        "a: Order, b: float = 0.0)",
+        "a, b)",
+    ),
     ("def cost(a, b):\n    pass\n", "def f(a, b):\n    return cost(", "a, b)", "a, b)"),
-    (GO, "func ", "render(ctx context.Context, out io.Writer, rows [][]string) error {",
-     "render(ctx context.Context, out io.Writer, rows [][]string) error {"),
+    (
+        GO,
+        "func ",
+        "render(ctx context.Context, out io.Writer, rows [][]string) error {",
+        "render(ctx context.Context, out io.Writer, rows [][]string) error {",
+    ),
     ("", "x = cost(", "new Order(1), y)", "new Order(1), y)"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("above", "typed", "suggested", "text"), CALLS)
@@ -112,14 +154,39 @@ def test_a_call_does_not_go_on_with_the_header_of_the_definition(above, typed, s
 
 
 COPIED = [
-    ("c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n", "\tp.mutex.Lock()\n\tdefer ", "c.guard.Unlock()", "p.mutex.Unlock()"),
-    ("c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n", "\tp.mutex.Lock()\n\tdefer ", "p.guard.Unlock()", "p.mutex.Unlock()"),
-    ("take(&queue->lock);\n\tfree(&queue->lock);\n}\n", "\ttake(&stats->guard);\n\tfree(", "&queue->lock);", "&stats->guard);"),
+    (
+        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
+        "\tp.mutex.Lock()\n\tdefer ",
+        "c.guard.Unlock()",
+        "p.mutex.Unlock()",
+    ),
+    (
+        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
+        "\tp.mutex.Lock()\n\tdefer ",
+        "p.guard.Unlock()",
+        "p.mutex.Unlock()",
+    ),
+    (
+        "take(&queue->lock);\n\tfree(&queue->lock);\n}\n",
+        "\ttake(&stats->guard);\n\tfree(",
+        "&queue->lock);",
+        "&stats->guard);",
+    ),
     ("a = make(1)\na.close()\n\n", "    statement = make(1)\n    ", "a.close()", "statement.close()"),
     ("var a = one(1)\n\tdefer a.free()\n}\n", "\tvar b = two(2)\n\tdefer ", "a.free()", "b.free()"),
-    ("c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n", "func (c *C) F(guard) {\n\tp.mutex.Lock()\n\tdefer ", "c.guard.Unlock()", "c.guard.Unlock()"),
-    ("c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n", "\tif p {\n\tdefer ", "c.guard.Unlock()", "c.guard.Unlock()"),
-]  # fmt: skip
+    (
+        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
+        "func (c *C) F(guard) {\n\tp.mutex.Lock()\n\tdefer ",
+        "c.guard.Unlock()",
+        "c.guard.Unlock()",
+    ),
+    (
+        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
+        "\tif p {\n\tdefer ",
+        "c.guard.Unlock()",
+        "c.guard.Unlock()",
+    ),
+]
 
 
 @pytest.mark.parametrize(("above", "typed", "suggested", "text"), COPIED)
