@@ -74,7 +74,7 @@ class Place:
         return [best, *(other for other in others if other.text != best.text)]
 
     def go_on(self, text: str, word: float) -> Suggestion:
-        """A suggestion that begins with a text whose last word is complete; `word` is the first one's probability."""
+        """A suggestion that begins with a text, whose last word is complete; `word` is that of its first one."""
         more, *_ = self.suggest(text)
         if re.match(r"\w", text[-1:]) and re.match(r"\w", more.text):
             return Suggestion(text, word, 0.0, ends_line=False)
