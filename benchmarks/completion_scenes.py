@@ -4,8 +4,9 @@
 
 A scene is a file LANGUAGE/KIND-NAME.EXT. ▏ marks the cursor; the correct texts follow it up to ▕, separated by ¦,
 and the text after ▕ is behind the cursor. If a correct text ends in …, a suggestion only has to begin with it, and
-may end or continue at the end of a word. KIND-NAME.open.EXT, if it exists, is another open file; the correct text
-follows from the scene and this file. Both sides also have the run's training files.
+may end or continue at the end of a word. If the texts begin with ≠, a suggestion is right if it begins with none.
+KIND-NAME.open.EXT, if it exists, is another open file; the correct text follows from the scene and this file. Both
+sides also have the run's training files.
 """
 
 import json
@@ -25,7 +26,7 @@ import torch
 import tyro
 
 SCENES = Path(__file__).parent / "scenes"
-CURSOR, END, OR, PART = MARKS = "▏▕¦…"
+CURSOR, END, OR, PART, NOT = MARKS = "▏▕¦…≠"
 _SCENE = re.compile("(?s)(?P<before>[^▏▕¦]*)▏(?P<expected>[^▏▕\\n]*)▕(?P<after>[^▏▕¦]*)")
 SIDES = ("ours", "copying", "ours, nothing open", "copying, nothing open")
 
@@ -62,7 +63,10 @@ class Scene:
 
     def is_right(self, suggestion: str) -> bool:
         """True if the suggested line is an expected one, ignoring trailing white space."""
-        return any(_agrees(first_line(suggestion).rstrip(), text) for text in self.expected)
+        line = first_line(suggestion).rstrip()
+        if self.expected[0].startswith(NOT):
+            return not any(_agrees(line, text.removeprefix(NOT)) for text in self.expected)
+        return any(_agrees(line, text) for text in self.expected)
 
 
 def _agrees(line: str, expected: str) -> bool:
@@ -77,7 +81,7 @@ def parse_scene(path: Path) -> Scene:
     """The scene in a file. Raises ValueError if it has not one cursor and at least one text that is expected."""
     whole = _SCENE.fullmatch(path.read_text("utf-8"))
     texts = tuple(whole["expected"].split(OR)) if whole else ()
-    if whole is None or not all(text.removesuffix(PART).strip() for text in texts):
+    if whole is None or not all(text.removeprefix(NOT).removesuffix(PART).strip() for text in texts):
         raise ValueError(
             f"{path}: expected one {CURSOR}, texts with {OR} between them and one {END}; see {SCENES}"
         )

@@ -361,25 +361,34 @@ def test_new_blocks_lora_and_full_finetuning_are_compared_on_both_texts(tmp_path
     assert picture.read_text().startswith("<?xml")
 
 
-def test_the_scenes_are_whole():
+@pytest.mark.parametrize("folder", ["scenes", "name_scenes"])
+def test_the_scenes_are_whole(folder):
     scenes = importlib.import_module("completion_scenes")
-    found = scenes.find_scenes(scenes.SCENES)
-    languages = Counter(scene.language for scene in found)
-    assert languages == dict.fromkeys(("go", "markdown", "python", "rust", "typescript", "zig"), 10)
-    assert {*Counter(scene.kind for scene in found).values()} == {len(languages)}
+    folder = scenes.SCENES.with_name(folder)
+    found = scenes.find_scenes(folder)
+    languages, kinds = (Counter(getattr(scene, by) for scene in found) for by in ("language", "kind"))
+    if folder == scenes.SCENES:
+        assert languages == dict.fromkeys(("go", "markdown", "python", "rust", "typescript", "zig"), 10)
+        assert {*kinds.values()} == {len(languages)}
+    else:
+        assert {*languages} == {"c", "go", "python", "rust", "typescript", "zig"}
+        assert kinds == {"half": 7, "header": 7, "again": 6, "object": 7}
     assert all(scene.opened for scene in found if scene.kind == "open")
-    files = [path for path in scenes.SCENES.rglob("*") if path.is_file()]
+    files = [path for path in folder.rglob("*") if path.is_file()]
     assert len(files) == len(found) + sum(bool(scene.opened) for scene in found), "each is a scene or open in one"
     for scene in found:
-        whole = scene.before + scene.expected[0].removesuffix(scenes.PART) + scene.after
+        expected = scene.expected[0].removeprefix(scenes.NOT).removesuffix(scenes.PART)
+        whole = scene.before + expected + scene.after
         assert not {*whole, *scene.opened} & {*scenes.MARKS}, scene.name
         assert 10 <= whole.count("\n") <= 60, scene.name
         assert scene.after, f"{scene.name}: a file ends in a line end"
+        is_wrong = scene.expected[0].startswith(scenes.NOT)
         for text in scene.expected:
             assert text == text.rstrip(), scene.name
             assert not {*"\t\n"} & {*text}, scene.name
-            assert scene.is_right(text.removesuffix(scenes.PART)), scene.name
-        assert not scene.is_right(""), scene.name
+            shown = text.removeprefix(scenes.NOT).removesuffix(scenes.PART)
+            assert scene.is_right(shown) != is_wrong, scene.name
+        assert scene.is_right("") == is_wrong, scene.name
 
 
 @pytest.mark.parametrize(
@@ -389,6 +398,7 @@ def test_the_scenes_are_whole():
         ("ea…", ("ea", "ea(b"), ("each", "ea1", "e", "")),
         ("a(…", ("a(b", "a("), ("a", "ab")),
         ("a¦b", ("a", "b"), ("ab", "c")),
+        ("≠a…¦≠b…", ("", "ab", "c(a)"), ("a", "a(b", "b", "b c")),
     ],
 )
 def test_what_is_right_in_a_scene(tmp_path, expected, right, wrong):

@@ -267,18 +267,6 @@ def test_a_line_without_prospect_is_copied_unless_its_first_word_is_likely(width
     assert engine.complete(before, "", "b.py", options).text != found[0.0].text
 
 
-def test_what_followed_a_long_match_of_the_file_itself_is_nearly_certain(monkeypatch):
-    """Of the same improbable line, a copy takes the place from some bytes of a match on."""
-    engine = engine_of([("a.py", CODE)], zero_gate())
-    before = CODE + "    result = wid"
-    for name, value in {"LIKELY": 0.0, "HOPELESS": -math.inf, "SURE": 0.0}.items():
-        monkeypatch.setattr(f"dunes.completion.search.{name}", value)
-    copied = "th * height + 7"
-    assert engine.complete(before, "", "b.py").text == copied
-    monkeypatch.setattr("dunes.completion.search.LONG", len("\n    result = wid") + 99)
-    assert engine.complete(before, "", "b.py").text != copied
-
-
 REPEATED = [
     ("first = padded(first, 3)\nsecond = padded(", "second, 3)"),
     ("first = padded(first, 3)\n\n  second = padded(sec", "ond, 3)"),

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -18,8 +17,9 @@ from dunes.completion.copy_gate import read_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
 from dunes.completion.index import TextIndex, read_index, read_sources
 from dunes.completion.keystrokes import ACCEPTANCE
+from dunes.completion.names import Place, newest
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions
-from dunes.completion.text import first_line, line_start, near_text, whole_words, without_overlap
+from dunes.completion.text import first_line, line_start, near_text, without_overlap
 from dunes.data import Document, header_name
 from dunes.data.document import NamedText, document_texts
 from dunes.data.duplicates import content_digest
@@ -55,12 +55,8 @@ class FolderCompleter(CompletionEngine):
         was worse than copying on validation lines. Raises Cancelled if `options.cancelled()`."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
-
-        def shorten(text: str) -> str:
-            ids = self.files.line(text)[: options.max_tokens]
-            return b"".join(self.files.pieces[i] for i in ids).decode(errors="ignore")
-
-        return [_copy_line(self.far(name, options.files), before, after, options, shorten)]
+        opened = newest(self._open.texts, name, options)
+        return [_copy_line(self.far(name, options.files), opened, before, after, options, self.shorten)]
 
     @cached_property
     def training_files(self) -> list[tuple[str, str]]:
@@ -110,12 +106,11 @@ class CopyCompleter:
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
         """A list with one suggestion, cut at a stop string. Raises Cancelled if `options.cancelled()`."""
-        texts = [text for other, text in self._open.items() if text and other != name]
-        texts += [text for _, text in options.files]
-        sources = [TextSource(text.encode(errors="replace")) for text in texts]
+        opened = newest(self._open, name, options)
+        sources = [TextSource(text.encode(errors="replace")) for text in reversed(opened)]
         far = [self._without(self.index.names & {name, *self._open}), *sources]
-        room = 4 * (options.max_tokens or LIMIT)  # an estimate in characters
-        return [_copy_line(far, before, after, options, lambda text: text[:room])]
+        shorten = lambda text, tokens: text[: 4 * (tokens or LIMIT)]  # an estimate
+        return [_copy_line(far, opened, before, after, options, shorten)]
 
     def with_texts(self, texts: Mapping[str, str | None]) -> Mapping[str, str | None]:
         """The texts unchanged, to pass to `use`."""
@@ -123,7 +118,7 @@ class CopyCompleter:
 
     def use(self, files: Mapping[str, str | None]) -> None:
         """Also copy from these files from now on: texts by name, None for a deleted file."""
-        self._open |= files
+        self._open = {**{n: t for n, t in self._open.items() if n not in files}, **files}  # newest last
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
         """The probability from which a copy is shown; a match of 32 bytes reaches it."""
@@ -131,16 +126,19 @@ class CopyCompleter:
 
 
 def _copy_line(
-    far: Sequence[TextSource], before: str, after: str, options: CompleteOptions, shorten: Callable[[str], str]
+    far: Sequence[TextSource],
+    opened: Sequence[str],
+    before: str,
+    after: str,
+    options: CompleteOptions,
+    shorten: Callable[[str, int | None], str],
 ) -> Suggestion:
     """The copied line, cut at a stop string and by `shorten`. Raises Cancelled if `options.cancelled()`."""
     if options.cancelled():
         raise Cancelled("a newer request came")
-    copied = CopyNearest(far).complete(near_text(before), after)
-    if ends := [place for stop in options.stop if (place := copied.text.find(stop)) >= 0]:
-        copied = replace(copied, text=copied.text[: min(ends)], ends_line=False)
-    text = shorten(copied.text)
-    return copied if text == copied.text else replace(copied, text=whole_words(text), ends_line=False)
+    near, copier = near_text(before), CopyNearest(far)
+    place = Place(near, after, opened, far, lambda text: [copier.complete(near + text, after)])
+    return options.limit(place.suggestions()[0], shorten)
 
 
 def name_in_sources(path: Path, folder: Path) -> str:

@@ -20,6 +20,7 @@ from dunes.completion import Suggestion
 from dunes.completion.copy_gate import scored_places
 from dunes.completion.copy_mixture import Mixture, RememberedLogits
 from dunes.completion.index import TextIndex, index_texts
+from dunes.completion.names import Place, newest
 from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, LIMIT, Beam, CompleteOptions, LineSearch
 from dunes.completion.text import (
@@ -104,7 +105,7 @@ class CompletionEngine:
         changed = {name: text for name, text in changed.items() if current.texts.get(name, absent) != text}
         if not changed:
             return current
-        texts_after = {**current.texts, **changed}
+        texts_after = {**{n: t for n, t in current.texts.items() if n not in changed}, **changed}  # newest last
         parts = [(rest, index) for names, index in current.parts if (rest := names - changed.keys())]
         fresh = {name for name, text in changed.items() if text}
         size = sum(len(texts_after[name] or "") for name in fresh)
@@ -138,6 +139,22 @@ class CompletionEngine:
 
         Raises Cancelled if `options.cancelled()`.
         """
+        place = Place(
+            before=near_text(before),
+            after=valid_text(after[:BELOW]),
+            opened=newest(self._open.texts, name, options),
+            sources=self.far(name, options.files),
+            suggest=lambda text: self._suggest(before + text, after, name, options),
+            limit=lambda suggestion: options.limit(suggestion, self.shorten),
+        )
+        return place.suggestions()
+
+    def shorten(self, text: str, tokens: int | None) -> str:
+        """The first `tokens` tokens of a text."""
+        return b"".join(self.files.pieces[i] for i in self.files.line(text)[:tokens]).decode(errors="ignore")
+
+    def _suggest(self, before: str, after: str, name: str, options: CompleteOptions) -> list[Suggestion]:
+        """The suggestions of the mixture."""
         search, found = self._find(before, after, name, options)
         suggestions: dict[str, Suggestion] = {}
         for rest, beam in found:
@@ -177,8 +194,11 @@ class CompletionEngine:
         is that of the line. The last tokens may be text that the suggestion leaves out, such as a line end. Empty
         if the suggestion is. Raises Cancelled if `options.cancelled()`.
         """
+        shown = self.complete(before, after, name, options).text
         search, found = self._find(before, after, name, options)
         (rest, beam), mixture, tokens = found[0], search.mixture, list[dict[str, Any]]()
+        if shown != rest:  # it got names of this place
+            rest, beam = shown, search.score(self._vocabulary.encode(mixture.copies.typed + shown.encode()))
         decode = partial(bytes.decode, errors="replace")
         typed, mixed_sum, alone_sum = len(mixture.copies.typed), 0.0, 0.0
         for place, (id, logprob) in enumerate(zip(beam.ids, beam.logprobs, strict=True) if rest else ()):

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dunes.completion import Suggestion
 from dunes.completion.copy_mixture import Mixture
 from dunes.completion.text import first_word, whole_words
 from dunes.data.document import NamedText
@@ -26,10 +27,6 @@ HOPELESS = -2.3
 """If a line's log-probability (nats) is below this, decoding stops and a copied line replaces it."""
 LIKELY = -1.9
 """If a beam's first word has at least this log-probability (nats), a copy with another first word is rejected."""
-LONG = 10
-"""Minimum length in bytes of a long match within the file."""
-SURE = -1.8
-"""If a line's log-probability (nats) is below this and the file has a LONG match, a copied line replaces it."""
 REPEATED = math.log(0.4)
 """Minimum log-probability that a line gets if it repeats the line above with a name replaced; 30 of 69 such lines
 were right (docs/log/completion.md, "Lines that repeat one with another name")."""
@@ -60,6 +57,14 @@ class CompleteOptions:
             )
         if "" in self.stop:
             raise ValueError("stop has an empty string, with which every text begins")
+
+    def limit(self, suggestion: Suggestion, shorten: Callable[[str, int | None], str]) -> Suggestion:
+        """The suggestion cut at a stop string, and to `max_tokens` tokens by `shorten(text, max_tokens)`."""
+        if ends := [place for stop in self.stop if (place := suggestion.text.find(stop)) >= 0]:
+            suggestion = replace(suggestion, text=suggestion.text[: min(ends)], ends_line=False)
+        text = shorten(suggestion.text, self.max_tokens)
+        is_whole = text == suggestion.text
+        return suggestion if is_whole else replace(suggestion, text=whole_words(text), ends_line=False)
 
 
 DEFAULTS = CompleteOptions()
@@ -152,14 +157,11 @@ class LineSearch:
         return beam
 
     def _or_copy(self, beam: Beam) -> Beam:
-        """The beam, or the line after the text's longest match if the beam is too improbable: below HOPELESS, or
-        below SURE if the file has a long match. A beam whose likely first word differs from the copy's stays."""
-        copies = self.mixture.copies
-        if self.mixture.gate is None or (beam.ids and (beam.total >= SURE or self._uncovered(beam))):
+        """The beam, or the line after the text's longest match if the beam is below HOPELESS. A beam whose likely
+        first word differs from the copy's stays."""
+        if self.mixture.gate is None or (beam.ids and (beam.total >= HOPELESS or self._uncovered(beam))):
             return beam
-        if beam.ids and beam.total >= HOPELESS and copies.near_match(self.prompt) < LONG:
-            return beam
-        if (copy := self._score(copies.propose(self.prompt, self.limit))) is None:
+        if (copy := self._score(self.mixture.copies.propose(self.prompt, self.limit))) is None:
             return beam
         words = [first_word(self._data(candidate).decode(errors="ignore")) for candidate in (beam, copy)]
         is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
@@ -180,6 +182,10 @@ class LineSearch:
         """The beam of these ids with log-probabilities given the typed text; None if they do not end the line."""
         if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
             return None
+        return self.score(ids)
+
+    def score(self, ids: Sequence[int]) -> Beam:
+        """The beam of these ids with log-probabilities given the typed text."""
         beam = Beam()
         for id in ids:
             room = self.limit - len(beam.ids)

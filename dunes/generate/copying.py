@@ -206,10 +206,6 @@ class Copies:
         covered = sum(len(pieces[i]) for i in ids[self.start :][: len(self.typed)]) if self.typed else 0
         return self.typed[covered:]
 
-    def near_match(self, ids: Sequence[int]) -> int:
-        """Length in bytes of the longest match of the text of these ids in its own file (`near`)."""
-        return longest_match(self.sources.near, self._context(ids, self.uncovered(ids)))[0]
-
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
         """The last bytes of a text after its last sentinel, followed by the uncovered typed bytes."""
         pieces = self.sources.vocabulary.pieces

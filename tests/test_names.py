@@ -1,0 +1,278 @@
+"""The names of a place in a suggestion: half-typed words, headers of definitions, copied lines, definitions."""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from dunes.completion import Suggestion
+from dunes.completion.completer import CopyCompleter
+from dunes.completion.engine import CompletionEngine
+from dunes.completion.index import index_texts
+from dunes.completion.names import SAME, Place, newest
+from dunes.completion.search import CompleteOptions
+from dunes.completion.text import FileTokenizer, first_word
+from dunes.generate.copying import TextSource
+from test_completion import BPE, CODE, LOADED, copying_gate, zero_gate
+
+NAMES = [
+    "frobnicate",
+    "zorbify_all",
+    "quuxMargin",
+    "blargTheta",
+    "wibble_wobble",
+    "splonk",
+    "grumbleSort",
+    "snarf_up",
+    "plugh2",
+    "xyzzy_turn",
+    "flumpWidth",
+    "crinkle_edge",
+]
+OPENED = "".join(f"def {name}(first, second):\n    return first + second\n\n\n" for name in NAMES)
+
+
+def completers(gate):
+    files = FileTokenizer(BPE, True)
+    copier = CopyCompleter(index_texts([("a.py", CODE)], files))
+    engine = CompletionEngine(LOADED, index_texts([("a.py", CODE)], files) if gate else None, gate, True)
+    return [copier, engine]
+
+
+@pytest.mark.parametrize("gate", [None, zero_gate()])
+@pytest.mark.parametrize("in_request", [False, True])
+def test_half_typed_names_of_an_open_file_are_completed_by_any_model_and_by_none(gate, in_request):
+    for completer in completers(gate):
+        options = CompleteOptions(files=(("open.py", OPENED),) if in_request else ())
+        if not in_request:
+            completer.use(completer.with_texts({"open.py": OPENED, "gone.py": None}))
+        for name in NAMES:
+            before = f"import open\n\nvalue = {name[:4]}"
+            best, *_ = completer.alternatives(before, "\n", "b.py", options)
+            assert name[4:] == first_word(best.text), best
+            assert 0.7 < best.word <= 1
+            assert best.line <= best.word
+
+
+def place_of(before, suggested="", after="", opened=(), sources=(), word=0.1):
+    """A place at which `suggested` is what is suggested first, and nothing behind any other text."""
+    suggest = lambda text: [Suggestion("" if text else suggested, word, word / 2)]
+    return Place(before, after, opened, [TextSource(text.encode()) for text in sources], suggest)
+
+
+def best_at(before, suggested="", **options):
+    return place_of(before, suggested, **options).suggestions()[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "suggested", "options", "text"),
+    [
+        ("gadget = 1\nx = gad", "dy", {}, "get"),
+        ("x = gad", "", {"after": "\ngadget = 1\n"}, "get"),
+        ("x = gad", "dy", {"opened": ["y = 1\n", "gadget = 1\n"]}, "get"),
+        ("größe_a = 1\nx = grö", "", {}, "ße_a"),
+        ("gadget = gadgets = 1\nx = gad", "dy", {}, "dy"),  # two names
+        ("gadget = 1\nx = ga", "p", {}, "p"),  # too short
+        ("gadget = 1\nx = gad", "dy", {"word": 0.9}, "dy"),  # likely
+        ("gadget = 1\nx = gad", "dy", {"after": "get\n"}, "dy"),  # inside a word
+        ("gadget = 1\nx = gadget", "(", {}, "("),  # complete
+        ("# gadget\nx = gad", "dy", {}, "dy"),  # only in a comment
+        ("x = mygadget\nx = gad", "dy", {}, "dy"),
+        ("1234567 = 1\nx = 123", "9", {}, "9"),
+        ("x = gad", "dy", {}, "dy"),
+        ("", "dy", {}, "dy"),
+    ],
+)
+def test_a_half_typed_word_is_completed_to_the_only_name_that_continues_it(before, suggested, options, text):
+    assert best_at(before, suggested, **options).text == text
+
+
+def test_a_suggestion_that_agrees_with_the_only_name_is_nearly_certain():
+    assert best_at("gadget = 1\nx = gad", "get(2)", word=0.05) == Suggestion("get(2)", SAME, 0.025)
+
+
+GO = "func render(ctx context.Context, out io.Writer, rows [][]string) error {\n\treturn nil\n}\n"
+C = "static int append(struct buffer *buffer, const char *text)\n{\n}\n"
+TS = "function overlaps(first: Meeting, other?: Meeting): boolean {\n}\n"
+CALLS = [
+    (
+        GO,
+        "func w(ctx, out, rows) {\n\treturn render(",
+        "ctx context.Context, out io.Writer, rows [][]string) error {",
+        "ctx, out, rows)",
+    ),
+    (
+        GO,
+        "func w(ctx, out) {\n\treturn render(",
+        "ctx context.Context, out io.Writer, rows [][]string) error {",
+        "ctx, out,",
+    ),
+    (GO, "func w(ctx) {\n\terr := ren", "der(ctx context.Context, out io.Writer) error {", "der(ctx,"),
+    (GO, "func w() {\n\treturn render(", "ctx context.Context, out io.Writer) error {", ""),
+    (C, "int f(buffer, text)\n{\n\treturn append(", "struct buffer *buffer, const char *text)", "buffer, text)"),
+    (
+        TS,
+        "function f(first, other) {\n  return overlaps(",
+        "first: Meeting, other?: Meeting): boolean {",
+        "first, other)",
+    ),
+    (
+        "fn mix(a: Color, b: Color) -> Color {\n}\n",
+        "fn f(a, b) {\n    mix(",
+        "a: Color, b: Color) -> Color {",
+        "a, b)",
+    ),
+    (
+        "fn sum(bytes: []const u8, s: u8) u8 {\n}\n",
+        "fn f(bytes, s) {\n    x = sum(",
+        "bytes: []const u8, s: u8)",
+        "bytes, s)",
+    ),
+    (
+        "def cost(a: Order, b: float = 0.0) -> float:\n    pass\n",
+        "def f(a, b):\n    return cost(",
+        "a: Order, b: float = 0.0)",
+        "a, b)",
+    ),
+    ("def cost(a, b):\n    pass\n", "def f(a, b):\n    return cost(", "a, b)", "a, b)"),
+    (
+        GO,
+        "func ",
+        "render(ctx context.Context, out io.Writer, rows [][]string) error {",
+        "render(ctx context.Context, out io.Writer, rows [][]string) error {",
+    ),
+    ("", "x = cost(", "new Order(1), y)", "new Order(1), y)"),
+]
+
+
+@pytest.mark.parametrize(("above", "typed", "suggested", "text"), CALLS)
+def test_a_call_does_not_go_on_with_the_header_of_the_definition(above, typed, suggested, text):
+    """The block of the definition itself is out of the way: what is defined in it is not defined again."""
+    assert best_at(f"{above}\n{typed}", suggested).text == (text if typed != "func " else "")
+    assert best_at(typed, suggested, sources=[above]).text == text, "from an indexed file"
+
+
+COPIED = [
+    (
+        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
+        "\tp.mutex.Lock()\n\tdefer ",
+        "c.guard.Unlock()",
+        "p.mutex.Unlock()",
+    ),
+    (
+        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
+        "\tp.mutex.Lock()\n\tdefer ",
+        "p.guard.Unlock()",
+        "p.mutex.Unlock()",
+    ),
+    (
+        "take(&queue->lock);\n\tfree(&queue->lock);\n}\n",
+        "\ttake(&stats->guard);\n\tfree(",
+        "&queue->lock);",
+        "&stats->guard);",
+    ),
+    ("a = make(1)\na.close()\n\n", "    statement = make(1)\n    ", "a.close()", "statement.close()"),
+    ("var a = one(1)\n\tdefer a.free()\n}\n", "\tvar b = two(2)\n\tdefer ", "a.free()", "b.free()"),
+    (
+        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
+        "func (c *C) F(guard) {\n\tp.mutex.Lock()\n\tdefer ",
+        "c.guard.Unlock()",
+        "c.guard.Unlock()",
+    ),
+    (
+        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
+        "\tif p {\n\tdefer ",
+        "c.guard.Unlock()",
+        "c.guard.Unlock()",
+    ),
+]
+
+
+@pytest.mark.parametrize(("above", "typed", "suggested", "text"), COPIED)
+def test_a_copied_line_gets_the_names_of_the_lines_above_the_cursor(above, typed, suggested, text):
+    assert best_at(f"{above}\nfunction f(x) {{\n{typed}", suggested).text == text
+    assert best_at(typed, suggested, sources=["x\0" + above + "\0y"]).text == text, "from an indexed file"
+
+
+AGAIN = [
+    ("func (s *S) Area() int {\n\treturn 1\n}\n\nfunc ", "(s *S) Area() int {", "(s *S)"),
+    ("func (s *S) Area() int {\n\treturn 1\n}\n\nfunc ", "(t *T) Area() int {", "(t *T) Area() int {"),
+    ("class A:\n    def read(self):\n        pass\n\n    def ", "read(self):", ""),
+    ("class A:\n    def read(self):\n        pass\n\nclass B:\n    def ", "read(self):", "read(self):"),
+    ("  const theme = 1;\n  ", "const theme = 2;", "const"),
+    ("  let a = 1;\n  if (a) {\n    let a = 2;\n  }\n  let ", "b = 2;", "b = 2;"),
+    ("\tint width = 1;\n\tint ", "width = 2;", ""),
+    ("\twidth := 1\n\t", "width := 2", ""),
+    ("\treturn a * b;\n\t", "return a * b;", "return a * b;"),
+    ("x = 1\n", "x = 2", "x = 2"),
+]
+
+
+@pytest.mark.parametrize(("before", "suggested", "text"), AGAIN)
+def test_a_name_that_its_block_defines_is_not_defined_again(before, suggested, text):
+    best = best_at(before, suggested)
+    assert (best.text, best.ends_line) == (text, text == suggested)
+
+
+def test_what_the_text_below_defines_is_not_defined_again():
+    below = " {\n}\n\nfn b() {\n}\n\nstruct C {\n    fn d() {}\n}\n"
+    texts = [best_at("fn ", f"{name}() {{", after=below).text for name in "abcd"]
+    assert texts == ["a() {", "", "c() {", "d() {"]
+
+
+def test_open_files_are_newest_first_and_none_is_this_one():
+    engine = completers(None)[1]
+    for name in ("a.py", "b.py", "c.py", "a.py"):
+        engine.update(name, f"{name} {len(engine._open.texts)}")
+    options = CompleteOptions(files=(("d.py", "d"),))
+    assert newest(engine._open.texts, "b.py", options) == ["a.py 3", "c.py 2", "d"]
+
+
+@pytest.mark.parametrize("gate", [None, zero_gate(), copying_gate()])
+def test_names_are_cut_at_stop_strings_and_after_the_most_tokens(gate):
+    before = OPENED + "\nvalue = wibb"
+    for completer in completers(gate):
+        complete = partial(completer.alternatives, before, "\n", "b.py")
+        full = complete(CompleteOptions())[0].text
+        assert full.startswith("le_wobble")
+        assert complete(CompleteOptions(stop=["_wob"]))[0].text == "le"
+        short = complete(CompleteOptions(max_tokens=1))[0]
+        assert full.startswith(short.text)
+        assert len(short.text) < len(full)
+
+
+def test_the_explanation_is_that_of_the_suggestion():
+    engine = completers(zero_gate())[1]
+    before = OPENED + "\nvalue = wibb"
+    shown = engine.complete(before, "", "b.py")
+    assert "".join(token["text"] for token in engine.explain(before, "", "b.py")).startswith(shown.text)
+
+
+ODD = [
+    "",
+    "\n",
+    "(",
+    ")",
+    "((((",
+    "a(",
+    "a(b: c",
+    "日本(語: x",
+    "\ud800",
+    "x" * 5000,
+    "a*" * 2000,
+    "\\",
+    "a\0b",
+    "$x",
+    "def ",
+    "\t" * 500,
+]
+
+
+@pytest.mark.parametrize("before", ODD)
+def test_odd_texts_are_no_errors(before):
+    for suggested in ODD:
+        for after in ("", "\n", ")", "x" * 100):
+            sources = [] if "\ud800" in before + suggested else [before + suggested]
+            place = replace(place_of(before, suggested, after), sources=[TextSource(s.encode()) for s in sources])
+            assert re.match(r"(?s).*", place.suggestions()[0].text)
