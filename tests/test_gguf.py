@@ -431,7 +431,9 @@ def test_a_tokenizer_beside_a_file_is_compared_and_not_read(tmp_path, tokenizer)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
     for text in ("{}", tokenizer.json()):
         (tmp_path / "tokenizer.json").write_text(text)
-        with pytest.warns(UserWarning, match=r"tokenizer\.json, tokenizer_config\.json: not read, since llama\.gguf"):
+        with pytest.warns(
+            UserWarning, match=r"tokenizer\.json, tokenizer_config\.json: not read, since llama\.gguf"
+        ):
             checkpoint.load(path)
     (tmp_path / "tokenizer.json").write_text(Tokenizer.train("chars", [TEXT]).json())
     refuses(rf"{path}: {tmp_path}/tokenizer\.json beside it is not", checkpoint.load, path)

@@ -1,4 +1,4 @@
-"""The names of a place in a suggestion: half-typed words, headers of definitions, copied lines, definitions."""
+"""The names of a place in a suggestion: half-typed words, copied lines, definitions."""
 
 import re
 from dataclasses import replace
@@ -95,64 +95,6 @@ def test_a_suggestion_that_agrees_with_the_only_name_is_nearly_certain():
 GO = "func render(ctx context.Context, out io.Writer, rows [][]string) error {\n\treturn nil\n}\n"
 C = "static int append(struct buffer *buffer, const char *text)\n{\n}\n"
 TS = "function overlaps(first: Meeting, other?: Meeting): boolean {\n}\n"
-CALLS = [
-    (
-        GO,
-        "func w(ctx, out, rows) {\n\treturn render(",
-        "ctx context.Context, out io.Writer, rows [][]string) error {",
-        "ctx, out, rows)",
-    ),
-    (
-        GO,
-        "func w(ctx, out) {\n\treturn render(",
-        "ctx context.Context, out io.Writer, rows [][]string) error {",
-        "ctx, out,",
-    ),
-    (GO, "func w(ctx) {\n\terr := ren", "der(ctx context.Context, out io.Writer) error {", "der(ctx,"),
-    (GO, "func w() {\n\treturn render(", "ctx context.Context, out io.Writer) error {", ""),
-    (C, "int f(buffer, text)\n{\n\treturn append(", "struct buffer *buffer, const char *text)", "buffer, text)"),
-    (
-        TS,
-        "function f(first, other) {\n  return overlaps(",
-        "first: Meeting, other?: Meeting): boolean {",
-        "first, other)",
-    ),
-    (
-        "fn mix(a: Color, b: Color) -> Color {\n}\n",
-        "fn f(a, b) {\n    mix(",
-        "a: Color, b: Color) -> Color {",
-        "a, b)",
-    ),
-    (
-        "fn sum(bytes: []const u8, s: u8) u8 {\n}\n",
-        "fn f(bytes, s) {\n    x = sum(",
-        "bytes: []const u8, s: u8)",
-        "bytes, s)",
-    ),
-    (
-        "def cost(a: Order, b: float = 0.0) -> float:\n    pass\n",
-        "def f(a, b):\n    return cost(",
-        "a: Order, b: float = 0.0)",
-        "a, b)",
-    ),
-    ("def cost(a, b):\n    pass\n", "def f(a, b):\n    return cost(", "a, b)", "a, b)"),
-    (
-        GO,
-        "func ",
-        "render(ctx context.Context, out io.Writer, rows [][]string) error {",
-        "render(ctx context.Context, out io.Writer, rows [][]string) error {",
-    ),
-    ("", "x = cost(", "new Order(1), y)", "new Order(1), y)"),
-]
-
-
-@pytest.mark.parametrize(("above", "typed", "suggested", "text"), CALLS)
-def test_a_call_does_not_go_on_with_the_header_of_the_definition(above, typed, suggested, text):
-    """The block of the definition itself is out of the way: what is defined in it is not defined again."""
-    assert best_at(f"{above}\n{typed}", suggested).text == (text if typed != "func " else "")
-    assert best_at(typed, suggested, sources=[above]).text == text, "from an indexed file"
-
-
 COPIED = [
     (
         "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",

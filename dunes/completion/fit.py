@@ -161,7 +161,7 @@ def _finish(run: Path, files: CompletionFiles, size: FitSize, architecture: Arch
     facts["copies"], verdict = choose_copies(copies, paired_shares(answers) if copies != "only" else [])
     used = [(answer.cut, answer.column, answer.suggestions[-facts["copies"]]) for answer in answers]
     thresholds = [(share, fit_threshold(used, share)) for share in ACCEPTANCES]
-    facts |= {"thresholds": {"word": thresholds}, "verdict": verdict}
+    facts |= {"thresholds": {"word": thresholds}, "verdict": verdict, "prompt_tokens": engine.prompt_tokens}
     with phase("indexing the text", asked):
         write_gate(run, gate, facts)
         write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)

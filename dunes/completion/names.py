@@ -1,7 +1,7 @@
 """Give a suggestion the names of its place, with any model and with none.
 
 A half-typed name is completed to one of this file or of open files. A copied line gets the names of its new
-surroundings. A call does not go on with the header of a definition, and what a block defines is not defined again.
+surroundings, and what a block defines is not defined again.
 The rules read words, brackets and indentation, and no grammar, so they hold for many languages.
 docs/log/completion.md ("Names") has what each won and lost.
 """
@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from dunes.completion import Suggestion
 from dunes.completion.search import CompleteOptions
-from dunes.completion.text import first_line, without_overlap
+from dunes.completion.text import first_line
 from dunes.generate.copying import DEPTH_BYTES, TextSource
 from dunes.text.lines import split_lines
 
@@ -32,7 +32,7 @@ SCOPE = 80
 ALIKE = 6
 """Number of lines above the cursor and above a copied line that are compared."""
 LINE = 400
-"""Maximum characters of a line, or of a function's parameters."""
+"""Maximum characters of a line."""
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 _COMMENT = re.compile(r"\s*(?:\*|--|//|#(?!\s*define))|.*\s(?://|# )")
 _STATEMENT = re.compile(
@@ -45,8 +45,6 @@ _DEFINED = re.compile(
     r"(?:mut\s+)?\w+|\w+(?:, \w+)*(?=\s*:=)|(?:[A-Za-z_][\w:.<>\[\],]*[\s*&]+)+\w+(?=\s*(?:=[^=]|[;\[(])))"
 )
 """A line without indentation up to the name that it defines: behind such a word, before := or behind a type."""
-_PARAMETER = re.compile(r"[\w.&*]+\??\s*:\s*\S|[\w.\[\]<>:]+(?:\s+[\[\]*&]*|[*&]+)\$?\w")
-"""A parameter with its type."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Place:
     def suggestions(self) -> list[Suggestion]:
         """The suggestions, of which the first has the names of this place."""
         best, *others = self.suggest("")
-        rules = (half_typed, without_header, renamed_copy, not_again)
+        rules = (half_typed, renamed_copy, not_again)
         for rule in rules if len(self.typed) < LINE else ():
             if (changed := rule(self, best)) is not None:
                 best = self.limit(changed)
@@ -105,14 +103,6 @@ class Place:
         texts = self.before[: -len(part)], self.after, *self.opened
         return dict.fromkeys(name for text in texts for name in _names(text, part))
 
-    def definitions(self, name: str) -> Iterator[str]:
-        """The lines that define a function with this name, from their start."""
-        for text in (self.before, self.after, *(s.text.decode(errors="ignore") for s in self.sources)):
-            for match in re.finditer(rf"\b{name}\(", text):
-                start = text[max(0, match.start() - LINE) : match.end()].rpartition("\n")[2]
-                if _defined(start).endswith(name):
-                    yield start + text[match.end() : match.end() + LINE]
-
     def block(self) -> Iterator[str]:
         """The other lines of the cursor's block with the indentation of its line."""
         size, below = _indent(self.typed), split_lines(self.after[:REACH])[1:]
@@ -139,27 +129,6 @@ def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
     if re.split(r"\W", best.text)[0] == rest:
         return replace(best, word=max(best.word, SAME))
     return place.go_on(rest, OTHER) if best.word < UNSURE else None
-
-
-def without_header(place: Place, best: Suggestion) -> Suggestion | None:
-    """The call with names of parameters as far as the scope has them, if the suggestion has their types, too."""
-    line = place.typed + first_line(best.text)[:LINE]
-    for call in re.finditer(r"(\w+)\(", line):
-        arguments = _arguments(line[call.end() :])
-        typed = [a for a in arguments if _PARAMETER.match(a) and not _STATEMENT.search(a)]
-        if not typed or _defined(line[: call.end()]).endswith(call[1]):
-            continue
-        for definition in place.definitions(call[1]):
-            if any(argument in definition for argument in typed):
-                first = 0 if "func " in definition else -1  # types come behind names in Go, else before them
-                words = [_words(argument)[first] if argument in typed else argument for argument in arguments]
-                known = [*takewhile((place.scope | {*arguments}).__contains__, words)]
-                text = line[: call.end()] + ", ".join(known) + (")" if known == words else ", " * bool(known))
-                rest = without_overlap(text[len(place.typed) :], place.after, place.typed)
-                if not text.startswith(place.typed) or known == words:
-                    return place.go_on(rest, best.word) if text.startswith(place.typed) else None
-                return replace(best, text=rest.rstrip(), ends_line=False)
-    return None
 
 
 def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
@@ -227,11 +196,6 @@ def _defined(line: str) -> str:
     return match[0] if match and not _STATEMENT.match(match[0]) else ""
 
 
-def _words(parameter: str) -> list[str]:
-    """The words of a parameter that is a name with a type before or behind it, without : and what follows."""
-    return re.findall(r"\$?\w+", re.split(r"\??:|=", parameter)[0])
-
-
 def _names(text: str, part: str) -> list[str]:
     """The words of a text, without comments, that begin with `part`."""
     found = re.finditer(rf"{part}\w*", text)  # with \b, the search would be many times slower
@@ -247,16 +211,3 @@ def _names(text: str, part: str) -> list[str]:
 
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
-
-
-def _arguments(text: str) -> list[str]:
-    """What stands between commas behind an opening bracket; all the text if it is not closed."""
-    parts, depth, start = list[str](), 0, 0
-    for place, character in enumerate(f"{text[:LINE]})"):
-        depth += (character in "([{") - (character in ")]}")
-        if depth < 0 or (character == "," and not depth):
-            parts.append(text[start:place].strip())
-            start = place + 1
-        if depth < 0:
-            break
-    return parts

@@ -383,8 +383,8 @@ def memory_advice(config: TrainConfig, build: Build | None = None, **trained: An
 def estimate_memory(config: TrainConfig, build: Build | None = None, **trained: Any) -> dict[str, float]:
     """Bytes that each process of a run needs, by purpose, estimated on fake tensors.
 
-    The completion gate counts by what fitting it needs beyond a step. `build` builds the model of --from; `trained`
-    are the arguments `setup` and `trainable` of `process_memory`.
+    The completion gate counts by what fitting it needs beyond a step. `build` builds the model of --from;
+    `trained` are the arguments `setup` and `trainable` of `process_memory`.
     """
     shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
     parts = process_memory(build or architecture_for(config, vocabulary(config)).build, shape, **trained)

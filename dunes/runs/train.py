@@ -390,9 +390,9 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
 
 
 def fit_seconds(config: TrainConfig, seconds_per_token: float) -> float:
-    """Estimated seconds of all fits of a run: of an adapter's base before training, and of the result."""
+    """Estimated seconds of all fits of a run; an adapter is compared with its base, of which the gate is fitted."""
     seconds = fit_size(config, seconds_per_token).seconds
-    return 2 * (sum(seconds) + seconds[1]) if config.adapts else sum(seconds)
+    return sum(seconds) + (2 * seconds[1] if config.adapts else 0.0)
 
 
 @dataclass(frozen=True)
@@ -423,8 +423,7 @@ class TrainTask:
         if self.completion is None:
             return 0.0
         size = fit_size(self.config, seconds_per_token)
-        comparing = 2 * size.seconds[1] if self.config.adapts else 0.0
-        return closing_seconds(self.completion, size) + comparing
+        return 2 * size.seconds[1] if self.config.adapts else closing_seconds(self.completion, size)
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
@@ -534,7 +533,11 @@ class TrainTask:
             merge = f"to use it: dunes augment merge {shlex.quote(str(trained))} OUT"
             return f"adapter: not used, as it is not surely better: {verdict.reason}; {merge}"
         self._save(model, run.folder, facts)
-        return f"adapter: used, as it is better: {verdict.reason}\n{self._fit(run, self.completion)}"
+        used = f"adapter: used, as it is better: {verdict.reason}"
+        gate = read_gate(run.folder)
+        if gate and not gate[1].get("copies"):  # they were compared with this gate
+            return used
+        return f"{used}\n{self._fit(run, self.completion)}"
 
 
 def dropouts(model: nn.Module) -> list[nn.Dropout]:
