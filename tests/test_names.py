@@ -92,9 +92,7 @@ def test_a_suggestion_that_agrees_with_the_only_name_is_nearly_certain():
     assert best_at("gadget = 1\nx = gad", "get(2)", word=0.05) == Suggestion("get(2)", SAME, 0.025)
 
 
-GO = "func render(ctx context.Context, out io.Writer, rows [][]string) error {\n\treturn nil\n}\n"
 C = "static int append(struct buffer *buffer, const char *text)\n{\n}\n"
-TS = "function overlaps(first: Meeting, other?: Meeting): boolean {\n}\n"
 COPIED = [
     (
         "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",

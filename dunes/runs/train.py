@@ -390,7 +390,7 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
 
 
 def fit_seconds(config: TrainConfig, seconds_per_token: float) -> float:
-    """Estimated seconds of all fits of a run; an adapter is compared with its base, of which the gate is fitted."""
+    """Estimated seconds of all fits of a run; an adapter is compared with its base, whose gate is fitted."""
     seconds = fit_size(config, seconds_per_token).seconds
     return sum(seconds) + (2 * seconds[1] if config.adapts else 0.0)
 
