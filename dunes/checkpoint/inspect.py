@@ -186,10 +186,8 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
         if (difference := changed_file(source.folder, card)) is not None:
             check = f"{difference}; {check}" if difference else "its files have the recorded sizes and times"
         if values:
-            prepare_base(
-                load_decoder(source), [folder]
-            )  # hashes; `load` does not if sizes and times are as recorded
-            load(folder)
+            load(folder)  # hashes only what has another size or time than recorded
+            prepare_base(load_decoder(source), [folder])
             check = "its weights match the adapter's digests"
         if BaseRecord.read(card, folder) is None:
             check = "not possible: the adapter's card has no digests of the base"
