@@ -1,6 +1,7 @@
 """Adapters opened through their folders: base, tokenizer and template found; half-read ones refused."""
 
 import json
+import os
 import shutil
 from functools import partial
 
@@ -259,6 +260,7 @@ def test_an_adapter_of_format_1_loads_with_a_warning_and_only_on_its_own_base(ma
 def test_hashing_a_large_base_shows_its_progress_on_a_terminal_alone(made, monkeypatch, capsys):
     folder, _ = made
     monkeypatch.setattr(atomic, "LARGE", 0)
+    os.utime(folder.parent / "base/model.safetensors")
     checkpoint.load(folder)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -347,7 +349,7 @@ def test_inspect_compares_the_numbers_where_it_is_asked_to(made, monkeypatch, co
     other_base(folder, torch.bfloat16)
     lines, reason = describe_adapter(folder)
     assert reason is None
-    assert "base check  done when the adapter is loaded, or with --values" in lines
+    assert any(line.endswith("done when the adapter is loaded, or with --values") for line in lines)
     lines, reason = describe_adapter(folder, values=True)
     assert "made for a different base" in reason
     assert not any("match" in line for line in lines)

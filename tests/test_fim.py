@@ -429,9 +429,9 @@ def test_completion_is_on_where_most_of_the_text_is_source_code(tmp_path):
     base = TrainConfig(sources=(str(code),), base="x")
     assert chosen(base, code, BPE)[0]
     assert "has no <|fim_prefix|>" in chosen(base, code, metaspace_tokenizer())[1]
-    assert not chosen(base, code, metaspace_tokenizer())[0]
+    assert chosen(base, code, metaspace_tokenizer())[0]
     with pytest.raises(ValueError, match="completion needs the special tokens"):
-        chosen(replace(base, complete=True), code, metaspace_tokenizer())
+        chosen(replace(base, fim_rate=0.5), code, metaspace_tokenizer())
     with pytest.raises(ValueError, match=r"--fim-rate is 0\.9, but completion is off .* pass --complete"):
         chosen(toy(code, tokenizer="chars", fim_rate=0.9, complete=None), code)
     assert missing_sentinels(BPE) == []

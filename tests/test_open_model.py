@@ -33,6 +33,7 @@ from dunes.runs.train import choose_trainable, memory_with_base, train
 from dunes.runs.train_config import TrainConfig
 from dunes.serve.served import LoadedFolder
 from dunes.text import Tokenizer
+from real_models import smollm2
 from small_models import random_model
 from test_runs import stop
 
@@ -342,3 +343,34 @@ def test_a_server_follows_a_run_from_copies_to_its_model(base, code, tmp_path, m
     assert [state.copies for state in states[:2]] == [True, False]
     assert len({state.stamp for state in states}) == 4
     assert [*states[-1].chats] == ["run"]
+
+
+@pytest.mark.slow
+def test_smollm2_completes_lines_of_a_project(code, tmp_path):
+    """From its GGUF file, with two steps of an adapter."""
+    few = config(smollm2(), code, batch=2, context_length=64, dtype=None)
+    said = training_output(few, tmp_path / "run")
+    assert "a chat model: its template is not used for lines" in said
+    assert sum(file.stat().st_size for file in (tmp_path / "run").glob("*")) < 50_000_000
+    assert find_completer(tmp_path / "run", print).complete("def task_1_3(va", "", "x.py").text
+
+
+@pytest.mark.parametrize("context", [8, 20])
+def test_a_context_shorter_than_a_prompt(context, code, tmp_path):
+    base = write_base(tmp_path / "base", context=context)
+    few = config(base, code, context_length=0)
+    assert train(few, tmp_path / "run", display()[0]) == 0
+    assert find_completer(tmp_path / "run", print).complete("def task_1_3(value):\n" * 9 + "def ta", "", "x.py")
+
+
+@pytest.mark.parametrize(("change", "words"), [({"model_type": "bert"}, "bert"), ({"model_type": "t5"}, "t5")])
+def test_an_encoder_is_refused_by_name(change, words, base, code, tmp_path):
+    shutil.copytree(base, tmp_path / "base")
+    change_json(tmp_path / "base/config.json", architectures=["BertModel"], **change)
+    refuses(words, train, config(tmp_path / "base", code), tmp_path / "run", display()[0])
+
+
+def test_a_base_without_a_tokenizer_is_refused_before_the_work(base, code, tmp_path):
+    shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("tokenizer*"))
+    refuses(str(tmp_path / "base"), train, config(tmp_path / "base", code), tmp_path / "run", display()[0])
+    assert not (tmp_path / "run").exists()

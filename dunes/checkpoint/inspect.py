@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.options import Lora
 from dunes.checkpoint.base import BaseRecord, changed_file
-from dunes.checkpoint.folder import check_vocabulary, load_tokenizer
+from dunes.checkpoint.folder import check_vocabulary, load_decoder, load_tokenizer
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, is_reference
-from dunes.checkpoint.loading import base_folder, check_memory, load, tokenizer_folder
+from dunes.checkpoint.loading import base_folder, check_memory, load, prepare_base, tokenizer_folder
 from dunes.checkpoint.model_folder import ADAPTER, read_card, readable_folder, verified_card
 from dunes.checkpoint.source import Source, open_source, open_verified_source, tensors
 from dunes.checkpoint.weights.lazy_tensor import Weights
@@ -189,7 +189,8 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
         if (difference := changed_file(source.folder, card)) is not None:
             check = f"{difference}; {check}" if difference else "its files have the recorded sizes and times"
         if values:
-            load(folder)
+            load(folder)  # hashes only what has another size or time than recorded
+            prepare_base(load_decoder(source), [folder])
             check = "its weights match the adapter's digests"
         if BaseRecord.read(card, folder) is None:
             check = "not possible: the adapter's card has no digests of the base"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dunes.completion import LineCompleter
-from dunes.completion.completer import CopyNearest, FolderCompleter, index_in_training
+from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.fit import Interval, file_means, interval
 from dunes.completion.keystrokes import (
     CutPoint,
@@ -264,8 +264,6 @@ def evaluate_completion(
     for flag, value in {"--cuts": options.cuts, "--lines": options.lines, "--limit": files}.items():
         if value is not None and value < 1:
             raise ValueError(f"{flag} is {value}; it must be at least 1")
-    if index_in_training(folder) is not None:
-        raise ValueError(f"{folder}: a run without a model yet; let it end, or go on with it by --resume")
     engine = FolderCompleter(folder, any_base=any_base)
     corpus = collect_corpus(sources, **corpus_options) if sources else None
     documents = corpus.valid + corpus.train if corpus else engine.test_documents()

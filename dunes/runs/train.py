@@ -477,7 +477,7 @@ class TrainTask:
         """Refer to the base in the run's folder and fit the gate, unless an earlier process did; yields a line."""
         recorded = json_file.read_if_present(run.folder / ADAPTER).get("base_model_name_or_path")
         if recorded != str(checkpoint.locate_model(self.config.base).folder.resolve()):
-            self._save(self.base.architecture.outline(), run.folder, {"trained": asdict(self.config)})
+            self._save(self.base.architecture.outline(), run.folder, {"trained": asdict(self.config)}, None)
         if read_gate(run.folder) is None:
             yield f"from now on with the model, {self._fit(run, files)}"
 
@@ -486,13 +486,13 @@ class TrainTask:
         size = fit_size(self.config, run.seconds_per_token)
         return finish_completion(run.folder, files, size, self.loaded.architecture, self.config.copies)
 
-    def _save(self, model: Decoder, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Write the model's adapter, or a reference to the base if the model has none, to a folder."""
+    def _save(self, model: Decoder, folder: Path, facts: Mapping[str, Any], name: str | None = NAME) -> None:
+        """Write the model's adapter to a folder, or with None as `name` only a reference to the base."""
         base, loaded = self.base, self.loaded
         options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
         place = checkpoint.locate_model(self.config.base).folder
         options |= {"identity": self.identity, "facts": facts, "family": described_family(base)}
-        checkpoint.save_adapter(model, folder, NAME, place, **options)
+        checkpoint.save_adapter(model, folder, name, place, **options)
 
     def _parameters(self, model: Decoder) -> str:
         total, trained = tree.count(model), tree.count(model, trainable=True)

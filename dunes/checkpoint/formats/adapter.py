@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import Change, lora
-from dunes.augment.adapted import Adapted, Adapter, LoraConfig, dense, is_embedding, sides
+from dunes.augment.adapted import Adapter, LoraConfig, dense, is_embedding, sides
 from dunes.augment.options import Lora
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import hf_config_of
@@ -118,7 +118,7 @@ def structure_digest(base: AdapterBase, change: Change) -> str:
 def save_adapter(
     model: nn.Module,
     folder: Path | str,
-    name: str = lora.NAME,
+    name: str | None = lora.NAME,
     base: Path | str | None = None,
     *,
     identity: Mapping[str, Any] | None = None,
@@ -133,23 +133,24 @@ def save_adapter(
     `before | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length
     are saved for use with the adapter. `family` is that of the base's files, if it has modules of another: "phi3",
     whose modules are a LLaMA's. `facts` go into the card; their "changes" are records of earlier changes to
-    the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. A
-    model without adapters is written as a mere reference to its base, which loading returns. The save is atomic,
-    as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot express, and for a
+    the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. With
+    None as `name`, only a reference to the base is written, which loading returns. The save is atomic, as in
+    `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot express, and for a
     folder with a model that dunes did not save, which would hide the adapter.
     """
     folder, adapter_base = Path(folder), adapter_base_of(model, family)
-    adapted = any(isinstance(module, Adapted) for module in model.modules())
-    factors = peft_factors(model, name, family) if adapted else []
+    factors, lora_config = list[tuple[Target, Factors]](), NO_ADAPTER
+    if name is not None:
+        factors = peft_factors(model, name, family)
+        lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
     read_consistently(folder, _refuse_foreign_model)
-    lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config if adapted else NO_ADAPTER
     config = _peft_config(factors, adapter_base, lora_config)
     config["base_model_name_or_path"], recorded_base = _locate_base(base, folder)
     config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
     weights = in_memory({PREFIX + k: w for k, w in _peft_keys(factors, adapter_base)})
-    change = _loading_change(factors, PeftConfig.parse(folder / ADAPTER, config), name, adapter_base)
+    change = _loading_change(factors, PeftConfig.parse(folder / ADAPTER, config), name or lora.NAME, adapter_base)
     card = {
-        "adapter": name if adapted else None,
+        "adapter": name,
         "family": adapter_base.family,
         "base": {**(identity or base_identity(model)), **recorded_base},
         "structure": structure_digest(adapter_base, change),
@@ -159,7 +160,7 @@ def save_adapter(
     }
 
     def fill(staged: Path) -> None:
-        if adapted:
+        if name is not None:
             safetensors_file.write_file(staged / WEIGHTS[0], weights)
         (staged / ADAPTER).write_text(json.dumps(config, indent=2) + "\n")
         write_tokenizer(staged, tokenizer, context_length)
@@ -340,7 +341,7 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
 
 
 def is_reference(card: Mapping[str, Any]) -> bool:
-    """True for the card of a mere reference to a base, which `save_adapter` writes of a model without adapters."""
+    """True for the card of a mere reference to a base, which `save_adapter` writes without a name."""
     return "adapter" in card and card["adapter"] is None
 
 
