@@ -928,7 +928,15 @@ def test_renamed_fields_select_the_format(tmp_path):
     refuses("no file has records", read_dataset, put(tmp_path, "A book.", "book.txt"), names={"text": "q"})
     for name, content in (("twice.csv", "q,a,q\n1,2,3\n"), ("ragged.csv", "q,a\n1,2,3\n"), ("none.csv", "")):
         refuses(name, read_dataset, put(tmp_path, content, name), names={"prompt": "q", "completion": "a"})
-    for texts in (["prompt"], ["prompt="], ["=a"], [""], ["prompt=a", "prompt=b"], ["prompt=a,prompt=b"], ["b=a", "c=a"]):
+    for texts in (
+        ["prompt"],
+        ["prompt="],
+        ["=a"],
+        [""],
+        ["prompt=a", "prompt=b"],
+        ["prompt=a,prompt=b"],
+        ["b=a", "c=a"],
+    ):
         refuses("--fields ", parse_fields, texts)
     assert parse_fields(["prompt=a,b=c,text=x=y, z"]) == {"prompt": "a", "b": "c", "text": "x=y, z"}
     assert parse_fields(["prompt=a, b"]) == {"prompt": "a, b"}

@@ -431,7 +431,9 @@ def test_a_tokenizer_beside_a_file_is_compared_and_not_read(tmp_path, tokenizer)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
     for text in ("{}", tokenizer.json()):
         (tmp_path / "tokenizer.json").write_text(text)
-        with pytest.warns(UserWarning, match=r"tokenizer\.json, tokenizer_config\.json: not read, since llama\.gguf"):
+        with pytest.warns(
+            UserWarning, match=r"tokenizer\.json, tokenizer_config\.json: not read, since llama\.gguf"
+        ):
             checkpoint.load(path)
     (tmp_path / "tokenizer.json").write_text(Tokenizer.train("chars", [TEXT]).json())
     refuses(rf"{path}: {tmp_path}/tokenizer\.json beside it is not", checkpoint.load, path)
@@ -721,7 +723,11 @@ DAMAGED = [
     ("ggml.token_type", lambda v: [1.5] * len(v), "token_type is of float32; expected integers"),
     ("ggml.token_type", lambda v: 7, "token_type is 7"),
     ("ggml.merges", lambda v: ["a", *v[1:]], r"merges\[0\] is \('a',\); expected two tokens"),
-    ("ggml.merges", lambda v: [*v[:5], "a qqq"], r"merges\[5\] is \('a', 'qqq'\); expected two tokens that join to a third"),
+    (
+        "ggml.merges",
+        lambda v: [*v[:5], "a qqq"],
+        r"merges\[5\] is \('a', 'qqq'\); expected two tokens that join to a third",
+    ),
     ("ggml.merges", lambda v: None, "merges is missing"),
     ("ggml.bos_token_id", lambda v: 99999, "bos_token_id is 99999; expected an id below 704"),
     ("ggml.bos_token_id", lambda v: True, "is True"),

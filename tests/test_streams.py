@@ -191,5 +191,3 @@ def test_a_signal_during_an_import_is_not_lost_in_it(number, module, tmp_path):
     assert process.communicate(timeout=20) == (None, b"")
     assert process.returncode == 128 + number
     assert not (tmp_path / "swallowed").exists()
-
-
