@@ -19,7 +19,7 @@ from dunes.checkpoint.folder import check_vocabulary, load_tokenizer
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig
 from dunes.checkpoint.loading import base_folder, check_memory, load, tokenizer_folder
 from dunes.checkpoint.model_folder import ADAPTER, read_card, readable_folder, verified_card
-from dunes.checkpoint.source import Source, open_source, open_verified_source, tensors
+from dunes.checkpoint.source import Source, context_length_of, open_source, open_verified_source, tensors
 from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files.model_file import cards_trusted, find_file
@@ -79,7 +79,9 @@ def judge(source: Source) -> Verdict:
     except ValueError as error:
         reasons.append(str(error))
     checks = (partial(verified_card, source.folder, math.inf), partial(check_memory, source))
-    for check in (*checks, partial(check_vocabulary, source, tokenizer)):
+    network = source.architecture.function is not None and source.card.get("context_length") is None
+    length = [lambda: source.context_length] * (built and not network)
+    for check in (*checks, partial(check_vocabulary, source, tokenizer), *length):
         try:
             check()
         except ValueError as error:
@@ -183,6 +185,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     try:
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
         load_tokenizer(source, tokenizer_folder(folder))
+        context_length_of(card, folder, source.expected, source.context_length)
         check_memory(source)
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         check = "done when the adapter is loaded, or with --values"
