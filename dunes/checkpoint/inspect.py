@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from math import prod
@@ -78,10 +78,15 @@ def judge(source: Source) -> Verdict:
         tokenizer = Tokenizer.load_if_present(source.folder)
     except ValueError as error:
         reasons.append(str(error))
-    checks = (partial(verified_card, source.folder, math.inf), partial(check_memory, source))
+    checks: list[Callable[[], object]] = [
+        partial(verified_card, source.folder, math.inf),
+        partial(check_memory, source),
+        partial(check_vocabulary, source, tokenizer),
+    ]
     network = source.architecture.function is not None and source.card.get("context_length") is None
-    length = [lambda: source.context_length] * (built and not network)
-    for check in (*checks, partial(check_vocabulary, source, tokenizer), *length):
+    if built and not network:
+        checks.append(lambda: source.context_length)
+    for check in checks:
         try:
             check()
         except ValueError as error:
