@@ -234,10 +234,10 @@ def scores(network: nn.Module) -> Tensor:
     return found
 
 
-def completions(root: Path) -> list[str]:
-    """The completions at all cursors."""
+def completions(root: Path, every: int = 1) -> list[str]:
+    """The completions at every n-th cursor."""
     completer = FolderCompleter(root / "completion")
-    return [completer.complete(*cursor).text for cursor in cursors(root)]
+    return [completer.complete(*cursor).text for cursor in [*cursors(root)][::every]]
 
 
 def computed(root: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -268,11 +268,11 @@ def test_the_estimate_is_what_a_run_takes(family, most, code, tmp_path):
         import sys, torch
         from pathlib import Path
         from dunes import measure
-        from dunes.runs import train
+        from dunes.runs import loop, train
         from dunes.runs.autosize import estimate_memory
         from dunes.runs.train_config import TrainConfig, parse_size
         from dunes.progress import Display
-        train.SAVE_SECONDS = 1.0
+        loop.SAVE_SECONDS = 1.0
         shape = {"size": "3m", "vocab_size": 300, "batch": 16, "context_length": 256, "family": sys.argv[3]}
         plan = TrainConfig(sources=(sys.argv[1],), dtype="float32", threads=1, steps=30, **shape)
         said = sum(estimate_memory(plan).values())

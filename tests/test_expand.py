@@ -353,8 +353,14 @@ def test_a_record_with_one_digest_of_all_weights_is_still_undone(folders, tmp_pa
         undo_folder(tmp_path / "trained", tmp_path / "no", "expand")
 
 
+LAYERS = ("llama", "gpt2", "smollm3", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "mamba2")
+"""Families whose configs differ in what they say of each layer."""
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [f if f in LAYERS else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
+)
 def test_transformers_opens_it_with_more_layers(family, tmp_path):
     """Also with its cache, which needs each layer's own index."""
     model = model_of(family, vocab=TOKENIZER.vocab)

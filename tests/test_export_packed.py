@@ -39,8 +39,10 @@ def quantized(tmp_path, family="llama", **request):
     return tmp_path / "small"
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("request_", "dtype"),
+    [*((request, "float32") for request in REQUESTS[1:]), *((REQUESTS[i], "bfloat16") for i in (0, 4))],
+)
 def test_a_packed_folder_is_read_back(tmp_path, request_, dtype):
     checkpoint.save(build().to(getattr(torch, dtype)), tmp_path / "dense", None, 32)
     augment_folder(tmp_path / "dense", tmp_path / "small", "quantize", **request_)

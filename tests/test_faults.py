@@ -504,7 +504,7 @@ def killed(code: Path, folder: Path, kills: int, seed: int) -> int:
 SEVENTY = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 
 
-@pytest.mark.parametrize("kills", [[3], pytest.param([10] * 7, marks=SEVENTY)], ids=["three", "seventy"])
+@pytest.mark.parametrize("kills", [[2], pytest.param([10] * 7, marks=SEVENTY)], ids=["two", "seventy"])
 def test_kills_end_bit_for_bit_as_none(kills, code, tmp_path):
     straight = training(code, tmp_path / "straight")
     straight.join(120)

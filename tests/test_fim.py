@@ -43,7 +43,7 @@ from dunes.train.loss import next_token_loss
 from small_models import random_model
 from test_check_state import resealed
 
-WINDOWS = 10_000
+WINDOWS = 4_000
 WORDS = [
     "value", "return ", "self.", "limit=", "(", "):", "\u00e9", "gr\u00f6\u00dfe", "\u65e5\u672c\u8a9e",
     "\U0001f642", "\U0001f469\u200d\U0001f467", "e\u0301", "\u2028", "\x0c", "\t", "    ", "0x1f",
@@ -102,7 +102,7 @@ def arranged():
 FILLS = {id(tokenizer): FillInMiddle(tokenizer, 1.0) for tokenizer in TOKENIZERS.values()}
 
 
-def test_ten_thousand_windows_rejoin_to_their_text(arranged):
+def test_thousands_of_windows_rejoin_to_their_text(arranged):
     """All of the text but the end of the suffix is there, in order, in exactly as many ids."""
     left_alone = dropped = 0
     for tokenizer, ids, result in arranged:

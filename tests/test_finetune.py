@@ -773,6 +773,15 @@ def test_the_memory_of_a_step_is_foreseen(method, base, examples):
     assert {k: said[k] for k in kinds if k in said} == {k: seen[k] for k in kinds if k in seen}
 
 
+@pytest.mark.parametrize(("kept", "more"), [(20_000.0, True), (1e9, False)])
+def test_memory_has_the_base_as_stored_where_it_is_quantized(kept, more, base, examples, monkeypatch):
+    parts = {"Python and torch": 5.0, "parameters": kept, "temporaries": 7.0, "activations": 1_000.0}
+    monkeypatch.setattr(finetune_module, "process_memory", lambda *_: dict(parts))
+    found = memory(ready(base, examples, method="qlora"))
+    stored = sum(p.nbytes for p in checkpoint.load(base).model.parameters())
+    assert sum(found.values()) == (5 + stored + kept + 7 if more else sum(parts.values()))
+
+
 def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):
     whole = ready(base, examples, batch=8)
     assert whole.config.micro_batch == 8

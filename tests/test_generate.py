@@ -56,7 +56,7 @@ def test_cached_text_is_that_of_the_full_forward_alone_and_in_a_ragged_batch(mod
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("chunk", [3, 7, 2048])
+@pytest.mark.parametrize("chunk", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 2048))])
 def test_a_prompt_in_chunks_is_the_prompt_in_one_go(model, chunk, monkeypatch):
     monkeypatch.setattr(prefix_cache, "CHUNK", chunk)
     model = deepcopy(model).eval().double()  # float32 rounds differently in products of other sizes

@@ -224,8 +224,16 @@ def reference(model, dtype):
     return {name: rounded(name, weight) for name, weight in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("dtype", form.TYPES)
-@pytest.mark.parametrize("family", form.ARCHITECTURES)
+KINDS = [*form.TYPES]
+READ_BACK = [
+    (family, kind)
+    for i, family in enumerate(form.ARCHITECTURES)
+    for kind in (KINDS if family == "llama" else {KINDS[i % len(KINDS)], KINDS[(i + 2) % len(KINDS)]})
+]
+"""All types of one family, two of each other one."""
+
+
+@pytest.mark.parametrize(("family", "dtype"), sorted(READ_BACK))
 def test_each_family_and_type_is_read_back(family, dtype, tmp_path, tokenizer):
     model, path = written(tmp_path, family, tokenizer, dtype)
     loaded = checkpoint.load(path)

@@ -123,10 +123,9 @@ def test_a_compiled_step_multiplies_equal_codes(grid, inputs):
         assert y is None or difference(y, want) <= 2e-6 * want.abs().max(), "Q6"
 
 
-@pytest.mark.parametrize("rows", [1, 3, 9])
-@pytest.mark.parametrize("grid", [Grid(bits, 32, real_zero=True) for bits in (4, 3)], ids=str)
-def test_a_layer_with_real_zero_points_is_exported(grid, rows):
-    layer, x = filled(noise(12, 128), grid), noise(1, rows, 128, seed=1)
+@pytest.mark.parametrize(("bits", "rows"), [(4, 1), (4, 3), (3, 9)])
+def test_a_layer_with_real_zero_points_is_exported(bits, rows):
+    layer, x = filled(noise(12, 128), Grid(bits, 32, real_zero=True)), noise(1, rows, 128, seed=1)
     with torch.no_grad():
         y = torch.export.export(layer.for_step().eval(), (x,)).module()(x)
     expected = F.linear(x, layer.dense(), layer.bias)

@@ -327,6 +327,26 @@ def test_a_stop_is_obeyed_during_validation(code, tmp_path, monkeypatch):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def test_a_validation_that_a_stop_interrupted_is_made_up_for(code, tmp_path, monkeypatch):
+    """Else the weights of an older validation would be the result."""
+    real, calls = train_module.TrainTask.score, []
+
+    def score(self, limit=None):
+        calls.append(limit)
+        if len(calls) == 2:  # after the last step
+            signal.raise_signal(signal.SIGTERM)
+        return real(self, limit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module.TrainTask, "score", score)
+        training_output(toy(code), tmp_path / "run", status=128 + signal.SIGTERM)
+    for _ in range(2):
+        training_output(toy(code), tmp_path / "run", resume=True)
+        validated = [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "bits_per_byte" in r]
+        assert validated == [10, 12]
+        assert checkpoint.load(tmp_path / "run").card["trained"]["best_step"] == 12
+
+
 @pytest.mark.slow
 def test_a_stop_is_obeyed_while_the_gate_is_fitted(code, tmp_path, monkeypatch):
     config = toy(code, steps=3, complete=True)

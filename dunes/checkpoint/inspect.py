@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from math import prod
@@ -19,7 +19,7 @@ from dunes.checkpoint.folder import check_vocabulary, load_decoder, load_tokeniz
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, is_reference
 from dunes.checkpoint.loading import base_folder, check_memory, load, prepare_base, tokenizer_folder
 from dunes.checkpoint.model_folder import ADAPTER, read_card, readable_folder, verified_card
-from dunes.checkpoint.source import Source, open_source, open_verified_source, tensors
+from dunes.checkpoint.source import Source, context_length_of, open_source, open_verified_source, tensors
 from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files.model_file import cards_trusted, find_file
@@ -78,8 +78,15 @@ def judge(source: Source) -> Verdict:
         tokenizer = Tokenizer.load_if_present(source.folder)
     except ValueError as error:
         reasons.append(str(error))
-    checks = (partial(verified_card, source.folder, math.inf), partial(check_memory, source))
-    for check in (*checks, partial(check_vocabulary, source, tokenizer)):
+    checks: list[Callable[[], object]] = [
+        partial(verified_card, source.folder, math.inf),
+        partial(check_memory, source),
+        partial(check_vocabulary, source, tokenizer),
+    ]
+    network = source.architecture.function is not None and source.card.get("context_length") is None
+    if built and not network:
+        checks.append(lambda: source.context_length)
+    for check in checks:
         try:
             check()
         except ValueError as error:
@@ -183,6 +190,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     try:
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
         load_tokenizer(source, tokenizer_folder(folder))
+        context_length_of(card, folder, source.expected, source.context_length)
         check_memory(source)
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         check = "done when the adapter is loaded, or with --values"

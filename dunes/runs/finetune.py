@@ -220,7 +220,13 @@ def memory(data: FinetuneData) -> dict[str, float]:
     with torch.device("meta"):
         size = sum(t.nbytes for t in trainable_state(build()).values())
     shape = Shape(micro_batch(config), config.context_length, autocast_dtype(config))
-    return process_memory(build, shape, TrainSetup(partial(optimizer, config), choose_loss(config), batch), size)
+    parts = process_memory(build, shape, TrainSetup(partial(optimizer, config), choose_loss(config), batch), size)
+    stored, kept = sum(p.nbytes for p in data.base.model.parameters()), parts["parameters"]
+    # While the base is evaluated, then cast or quantized, its weights as stored are in memory, too.
+    before = parts.get("Python and torch", 0.0) + stored + kept + parts.get("temporaries", 0.0)
+    if kept < stored and before > sum(parts.values()):
+        parts["base as stored"] = before - sum(parts.values())
+    return parts
 
 
 def choose_loss(config: FinetuneConfig) -> Loss:

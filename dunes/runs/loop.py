@@ -338,6 +338,9 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
     over, waited = run.schedule.is_over(run.trainer.number), run.timings.seconds["data"]
     batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
     steps = run.trainer.run(batches) if not over else iter(())
+    if run.trainer.number and ranks.count() == 1 and (over or _check_due(run.trainer.number)):
+        with run.timings("validation"), non_fatal("validation"):
+            _complete_validation(run)
     for step in map(with_violation, steps):
         ranks.expect(0)
         before = run.elapsed
@@ -456,6 +459,20 @@ def _load() -> float:
 
 def _check_due(step: int) -> bool:
     return step % 50 == 0 or step in (10, 25)
+
+
+def _complete_validation(run: Run) -> None:
+    """Validate after the last step of a resumed run, unless its state has that score: a signal interrupted it."""
+    number = run.trainer.number
+    losses = [
+        r["validation_loss"]
+        for r in read_metrics(run.folder / METRICS, lambda line: None)
+        if r["step"] == number and "validation_loss" in r
+    ]
+    if run.last is None or run.last.loss not in losses:
+        score = run.check(CHECK_TOKENS)
+        if not losses:
+            append_metrics(run.folder, {"step": number} | score.record)
 
 
 def _log_step(folder: Path, step: Step, score: Score | None) -> None:

@@ -216,8 +216,8 @@ def check_same_tokens(inner: tokenizers.Tokenizer, fields: Mapping[str, Any], na
     other = [i for i in normal if inner.id_to_token(i) != tokens[i]]
     if inner.get_vocab_size() > len(tokens) or 2 * len(other) > len(normal):
         raise ValueError(
-            f"{name} is not the tokenizer of tokenizer.ggml.tokens: {plural(len(other), 'id')} of {len(normal)} "
-            "are other tokens; convert the model from its Hugging Face folder instead"
+            f"{name} is not the tokenizer of tokenizer.ggml.tokens: {plural(len(other), 'id')} of "
+            f"{len(normal)} are other tokens; convert the model from its Hugging Face folder instead"
         )
 
 

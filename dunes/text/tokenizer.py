@@ -381,8 +381,9 @@ def _check_beside(path: Path, fields: Mapping[str, Any]) -> None:
     names = [name for name in ("tokenizer.json", *EXTRA_FILES) if (folder / name).is_file()]
     if len(models) > 1 or not names:
         return
-    with suppress(ValueError):  # a file that cannot be read is not read anyway
-        inner = (file := find_file(folder, "tokenizer.json")) and _parse_json(read_file(file, MAX_BYTES))
+    with suppress(ValueError, OSError):  # a file that cannot be read is not read anyway
+        if file := find_file(folder, "tokenizer.json"):
+            inner = library.call("", lambda: _parse_json(read_file(file, MAX_BYTES)))
     if inner is not None:
         name = f"{folder / 'tokenizer.json'} beside it"
         library.call(str(path), lambda: gguf_file.check_same_tokens(inner, fields, name))
