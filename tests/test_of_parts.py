@@ -239,7 +239,7 @@ def dunes(*words, folder):
 @pytest.mark.slow
 def test_a_function_that_the_command_names_needs_no_further_trust_in_it(code, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
-    for count in ("PLACES", "CURSORS", "LINES"):
+    for count in ("PLACES", "CURSORS"):
         monkeypatch.setattr(f"dunes.completion.fit.{count}", (1.0, 8, 8))
     (tmp_path / "own.py").write_text(OWN)
     few = ("--batch", 2, "--context-length", 32, "--size", "2x64", "--tokenizer", "bytes", "--threads", 1)

@@ -63,7 +63,7 @@ def programs(tmp_path_factory):
 def run(programs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        for name, count in (("PLACES", 100), ("CURSORS", 16), ("LINES", 2)):
+        for name, count in (("PLACES", 100), ("CURSORS", 16)):
             patch.setattr(f"dunes.completion.fit.{name}", (0.0, count, count))
         assert train(toy(programs, complete=True, vocab_size=330, context_length=96), folder, display()[0]) == 0
     return folder
@@ -839,7 +839,7 @@ def test_doctor_asks_again_where_the_user_typed(run, tmp_path):
         application, model = app.Server(running).app(), running.served["run"]
         recent = partial(request_of, application, "/recent")
         assert recent()["places"] == [], "the first request of a server is its own"
-        for typed in ("    re", "    return", "    return val"):  # one line, key by key
+        for typed in ("    re", "    return", "    return ("):  # one line, key by key
             shown = request_of(application, "/infill", infill(f"if zq:\n{typed}", "\n", **VIM))
         assert "content" not in shown
         request_of(application, "/infill", infill(BEFORE, "\n", **VIM))
@@ -847,7 +847,7 @@ def test_doctor_asks_again_where_the_user_typed(run, tmp_path):
         request_of(application, "/suggest", {"before": "page = "})
         told = recent()
         assert "in training" in told["notes"]["run"]
-        assert [place["line"] for place in told["places"]] == [BEFORE.split("\n")[-1], "    return val"]
+        assert [place["line"] for place in told["places"]] == [BEFORE.split("\n")[-1], "    return ("]
         first, second = map(_replayed, told["places"])
         assert "shows 'ue_3 * " in first.text
         assert "shows nothing: its best suggestion is" in second.text

@@ -1,6 +1,6 @@
 """Models in Python packages, from a folder of wheels on this machine: nothing here reaches the internet."""
 
-import importlib.util
+import importlib.metadata
 import os
 import shutil
 import signal
@@ -144,8 +144,7 @@ def test_an_index_that_does_not_answer_is_named_as_the_reason(index, monkeypatch
 
 
 def test_without_pip_uv_is_taken_and_without_both_it_is_one_line(index, monkeypatch, tmp_path):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else real(name))
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert "no pip and no uv" in refused("smollm2")
     (tmp_path / "bin").mkdir()

@@ -109,10 +109,10 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path):
 def test_the_rest_of_a_line_is_without_its_end(end, monkeypatch):
     monkeypatch.setattr("dunes.completion.copy_mixture.RememberedLogits.begin", lambda self, length: None)
     for tokenizer in (Tokenizer.train("bytes", []), foreign([";\n", ";\r", ";\r\n", "\n\n", "b;"])):
-        engine = CompletionEngine(LoadedModel(None, tokenizer, 64))
+        engine = CompletionEngine(LoadedModel(None, tokenizer, 64), prompt_tokens=64)
         ids = [*tokenizer.encode(f"a\x0cb;{end}"), tokenizer.eos]
         monkeypatch.setattr(LineSearch, "beams", lambda self, ids=ids: [Beam(tuple(ids), (0.0,) * len(ids))])
-        assert engine.complete("x = ").text == "a\x0cb;"
+        assert engine.complete("x=").text == "a\x0cb;"
 
 
 def foreign(tokens):

