@@ -43,7 +43,7 @@ CLOCK = """
 import threading, queue, concurrent.futures, sys, time
 time.monotonic = time.perf_counter = time.process_time
 from dunes.cli.main import main
-sys.exit(main(sys.argv[1:]))
+sys.exit(main())
 """
 """The command, whose minutes are those of the processor."""
 
