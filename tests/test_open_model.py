@@ -115,7 +115,9 @@ def test_a_run_is_its_base_until_an_adapter_is_better(base, run):
     assert completer.files.header is False
 
 
-@pytest.mark.parametrize("verb", ["generate", "inspect", "complete", "eval", "eval --completion"])
+@pytest.mark.parametrize(
+    "verb", ["generate", "inspect", "complete", "eval", pytest.param("eval --completion", marks=pytest.mark.slow)]
+)
 def test_verbs_work_on_a_run_without_weights(verb, run, command):
     place = [run.parent / "code/module_1.py:2:12"] if verb == "complete" else []
     few = ["--max-tokens", 2] if verb == "generate" else ["--limit", 1, "--all-lines"] if "--" in verb else []
@@ -284,7 +286,10 @@ def test_an_adapter_needs_less_memory_than_all_weights(code, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:PEFT")
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_next", "gpt2", "mixtral", "phi3"])
+@pytest.mark.parametrize(
+    "family",
+    ["gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mamba2", "qwen3_next", "mixtral", "phi3"))],
+)
 def test_bases_of_other_families(family, code, tmp_path, monkeypatch):
     verdict(monkeypatch, BETTER)
     base = write_base(tmp_path / "base", family)
