@@ -155,6 +155,16 @@ def replaced(prefix, value, where=""):
     return change
 
 
+def entry_gone(state, tensors):
+    """One parameter's momentum is gone, from the tensors and from what names them."""
+    text = json.dumps(state["trainer"]["optimizer"])
+    name = next(n for n in tensors if n.endswith("exp_avg_sq"))
+    del tensors[name]
+    text = text.replace(f', ["exp_avg_sq", {{"tensor": "{name}"}}]', "")
+    assert name not in text
+    state["trainer"]["optimizer"] = json.loads(text)
+
+
 def option(old, new):
     def change(state, tensors):
         text = json.dumps(state["trainer"]["optimizer"])
@@ -165,9 +175,23 @@ def option(old, new):
 
 
 WRONG_STATES = {
+    "another step": (setting("number", 7), "it belongs to step 7"),
+    "text for a step": (setting("number", "12"), "it belongs to step '12'"),
+    "an endless step": (setting("number", "1e400"), "it belongs to step inf"),
+    "a step below none": (setting("number", -1), "it belongs to step -1"),
     "text for bad": (setting("bad", "0"), "number and bad (12, '0')"),
+    "elapsed": (setting("elapsed", "1e400"), "elapsed is inf"),
+    "elapsed text": (setting("elapsed", "3"), "elapsed is '3'"),
+    "elapsed below": (setting("elapsed", -3.0), "elapsed is -3.0"),
+    "records": (setting("schedule", {"list": [{"list": [0, "12"]}]}), "not the state of a run"),
     "records of one": (setting("schedule", {"list": [{"list": [0]}]}), "not the state of a run"),
+    "records backwards": (setting("schedule", {"list": [{"list": [12, 6]}]}), "a decay from step 12 to 6"),
     "records no list": (setting("schedule", 5), "not the state of a run"),
+    "best": (setting("best", {"list": [1.0, 2]}), "not enough values"),
+    "best of nothing": (setting("best", {"list": [1.0, 0, 5]}), "a score of 0 tokens"),
+    "last": (setting("last", "none"), "too many values"),
+    "best step": (setting("best_step", 1.5), "not the state of a run"),
+    "spent": (setting("timings", {"dict": [["data", "long"]]}), "could not convert string"),
     "plan": (setting("config", 3), "contains no run config"),
     "plan's number": (setting("config", {"dict": [["steps", "12"]]}), "--steps is '12'"),
     "corpus": (setting("fingerprints", None), "not the state of a run"),
@@ -177,15 +201,30 @@ WRONG_STATES = {
     "a missing weight": (without("weights."), "not the state of a run: KeyError"),
     "a missing best weight": (without("best_weights."), "not the state of a run: KeyError"),
     "a missing momentum": (without("trainer.optimizer"), "not the state of a run: KeyError"),
+    "a momentum unnamed": (entry_gone, "the optimizer's parameters have different entries"),
     "a shape that broadcasts": (
         replaced("weights.", lambda t: t[:1], "norm"),
         "the state belongs to another model: blocks",
     ),
     "another dtype": (replaced("weights.", lambda t: t.double()), "the state belongs to another model: blocks"),
-    "a rate": (
-        option('["lr", 0.0', '["lr", "x'.replace('"x', '"1"], ["was", 0.0')),
-        "the optimizer's learning rates",
+    "best of another shape": (
+        replaced("best_weights.", lambda t: t[:1]),
+        "the state belongs to another model: blocks",
     ),
+    "a weight that is none": (replaced("weights.", lambda t: t * nan), "not finite"),
+    "a best weight that is none": (replaced("best_weights.", lambda t: t * nan), "not finite"),
+    "a momentum that is none": (replaced("trainer.", lambda t: t * inf, "exp_avg"), "not finite"),
+    "a momentum of another shape": (
+        replaced("trainer.", lambda t: t.flatten()[:3], "exp_avg"),
+        "is (3,) torch.float32, not ",
+    ),
+    "a rate": (option('["lr", 0.0', '["lr", "x'.replace('"x', '"1"], ["was", 0.0')), "not the state of a run"),
+    "betas": (option('["betas", {"tuple": [0.9', '["betas", {"tuple": ["0.9"'), "too many dimensions"),
+    "an endless decay": (
+        option('["weight_decay", 0.0', '["weight_decay", 1e999'),
+        "the optimizer's weight_decay is inf",
+    ),
+    "a group": (option('"params", {"list": [0', '"params", {"list": [99'), "the optimizer's groups"),
 }
 
 
@@ -303,7 +342,7 @@ def test_what_the_base_could_do_is_asked_again_if_its_file_is_damaged(tmp_path):
     whole.write(path)
     assert Baseline.read(path) == whole
     good = json.loads(path.read_text())
-    damaged = ({"score": [1]}, {"answers": 5}, {"forgetting": "x"})
+    damaged = ({"score": [1]}, {"answers": 5}, {"score": ["x", 1, 2]}, {"forgetting": "x"})
     for wrong in (3, [], {}, *(good | fields for fields in damaged)):
         path.write_text(json.dumps(wrong))
         assert refused(Baseline.read, path).startswith(f"{path}: ")

@@ -28,6 +28,7 @@ from dunes.parts import Decoder
 from dunes.progress import Line
 from dunes.runs.autosize import autocast_dtype
 from dunes.runs.check_state import (
+    check_optimizer,
     check_tensors,
     first_difference,
     invalid_state,
@@ -497,6 +498,9 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
     if refused := [text for name, text in differences.items() if name not in override]:
         raise ValueError(f"{run.folder}: cannot resume: {'; '.join(refused)}; {_remedy(run.config, differences)}")
     with invalid_state(folder):
+        check_optimizer(run.trainer.optimizer, state["trainer"]["optimizer"])
+        if state["best_weights"]:
+            check_tensors(trainable_state(run.model), state["best_weights"])
         load_trainable_state(run.model, state["weights"])
         run.trainer.load_state_dict(state["trainer"])
         shard_optimizer(run.trainer.optimizer)
