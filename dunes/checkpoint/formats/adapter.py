@@ -430,13 +430,17 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _positive_number(key: str, value: Any, number: type[int] | type[float]) -> Any:
     with suppress(TypeError, ValueError, OverflowError):
-        if 0 < number(value) < math.inf:
+        if 0 < number(value) < math.inf and number(value) == value:
             return number(value)
     raise ValueError(f"{key} is {quote(value)}; expected a positive number")
 
 
 def _read_patterns(key: str, config: Mapping[str, Any], number: type[int] | type[float]) -> dict[str, Any]:
     patterns: Mapping[str, Any] = config.get(key) or {}
+    for pattern in patterns:
+        # An untrusted expression must not take exponential time.
+        if len(pattern) > 256 or len(re.findall(r"[*+{?]", pattern)) > 4 or re.search(r"\)[*+{?]", pattern):
+            raise ValueError(f"{key} has {quote(pattern)}, which is too complex; list the module names")
     return {
         re.compile(p).pattern: _positive_number(f"{key} of {quote(p)}", n, number) for p, n in patterns.items()
     }
