@@ -324,19 +324,23 @@ REFUSED = {
     "no scale": (words(lora_alpha=0), "lora_alpha is 0"),
     "infinite": (words(lora_alpha=float("inf")), "lora_alpha is inf"),
     "a thousand digits": (words(lora_alpha=10**1000), "expected a positive number"),
-    "no flag": (words(use_dora="yes"), "use_dora is 'yes'"),
-    "no dropout": (words(lora_dropout="a"), "lora_dropout is 'a'"),
+    "no dropout": (words(lora_dropout="a"), "adapter_config.json: .*'a'"),
+    "no patterns": (words(rank_pattern=[1]), "adapter_config.json: "),
+    "no number for a pattern": (words(alpha_pattern={"q_proj": None}), "alpha_pattern of 'q_proj' is None"),
+    "a slow pattern": (words(rank_pattern={"(a*)*b": 2}), "too complex"),
+    "half a rank": (words(r=2.5), "r is 2.5"),
+    "text for a rank": (words(r="2"), "r is '2'"),
     "no rank": (words(r=-1), "r is -1"),
     "another rank": (words(r=8), "rank 8 for .*whose A has 2 rows"),
-    "a slow pattern": (words(rank_pattern={"(a*)*b": 2}), "too complex"),
-    "no pattern": (words(rank_pattern={"(": 2}), "not a valid regular expression"),
+    "no pattern": (words(rank_pattern={"(": 2}), "adapter_config.json: .*unterminated"),
     "dora by name only": (words(use_dora=True), "a magnitude"),
     "another model's names": (rename("self_attn", "attention"), "does not exist in this llama model"),
+    "names of a wrapper": (rename("base_model.model.", "_orig_mod."), "does not exist in this llama model"),
     "one name of another model": (
         rename("layers.1.self_attn.v_proj", "layers.1.self_attn.w_proj"),
         r"layers.1.self_attn.w_proj .*does not exist in this llama model",
     ),
-    "no adapter": (put("lm_head.weight", 2), "1 tensor does not belong to an adapter, such as 'lm_head.weight'"),
+    "no adapter": (put("lm_head.weight", 2), "'lm_head.weight' does not belong to an adapter"),
     "half of it": (weights(lambda h: h.pop(Q + "B.weight")), "has A; expected A and B"),
     "another base's shape": (put(Q + "A.weight", 2, 31), r"A is \(2, 31\), expected \(2, 32\)"),
     "not finite": (weights(lambda h: h[Q + "A.weight"].fill_(float("nan"))), "not finite"),
@@ -344,17 +348,6 @@ REFUSED = {
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "no weights: neither"),
     "a damaged config": (lambda f: (f / "adapter_config.json").write_text("{"), "not JSON"),
 }
-
-
-@pytest.mark.parametrize("wrapped", ["module.base_model.model.", "base_model.model._orig_mod.", "_orig_mod."])
-def test_names_of_wrappers_in_an_adapter_are_removed_and_told(wrapped, saved):
-    ours, folder = saved
-    checkpoint.load_adapter(expected := deepcopy(ours), folder)
-    card_of(folder, lambda card: card.update(files={}))
-    rename("base_model.model.", wrapped)(folder)
-    with pytest.warns(UserWarning, match=r"tensors are read without '(module|_orig_mod)\.' in their names$"):
-        checkpoint.load_adapter(ours, folder)
-    assert all(torch.equal(expected.state_dict()[k], v) for k, v in ours.state_dict().items())
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -198,9 +198,9 @@ WRONG_STATES = {
     "weights": (setting("weights", {"list": []}), "not the state of a run"),
     "weights of another": (setting("weights", {"dict": []}), "the state belongs to another model"),
     "no optimizer": (setting("optimizer", {"dict": []}), "not the state of a run"),
-    "a missing weight": (without("weights."), "is missing, in it or in tensors.safetensors"),
-    "a missing best weight": (without("best_weights."), "is missing, in it or in tensors.safetensors"),
-    "a missing momentum": (without("trainer.optimizer"), "is missing, in it or in tensors.safetensors"),
+    "a missing weight": (without("weights."), "not the state of a run: KeyError"),
+    "a missing best weight": (without("best_weights."), "not the state of a run: KeyError"),
+    "a missing momentum": (without("trainer.optimizer"), "not the state of a run: KeyError"),
     "a momentum unnamed": (entry_gone, "the optimizer's parameters have different entries"),
     "a shape that broadcasts": (
         replaced("weights.", lambda t: t[:1], "norm"),

@@ -247,7 +247,10 @@ CARDS = {
     "no facts": ({"config.json": 3}, "dunes.json: 'files' must have size and sha256"),
     "no names": (["config.json"], "dunes.json: 'files' must have size and sha256"),
     "nothing": (None, "dunes.json: 'files' must have size and sha256"),
-    "very many": ({f"f{i}": {"size": 1, "sha256": ""} for i in range(30_000)}, "names 30,000 files"),
+    "very many": (
+        {f"f{i}": {"size": 1, "sha256": ""} for i in range(30_000)},
+        "f0: no such file, and dunes.json names it",
+    ),
 }
 
 

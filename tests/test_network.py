@@ -133,9 +133,9 @@ def rename(folder, name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("own_networks:Gone", "own_networks has no Gone"),
+        ("own_networks:Gone", "has no attribute 'Gone'"),
         ("no_such_module:make", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("gone.py:make", "no file gone.py in the current folder"),
+        ("gone.py:make", "No such file or directory"),
         ("own_networks:NETWORKS", "NETWORKS builds no network"),
         ("test_network:test.<locals>.make", "expected module:name"),
         ("../up.py:make", "expected module:name"),
@@ -221,7 +221,7 @@ def test_every_difference_is_named_and_nothing_is_changed(tmp_path):
 
 def test_damaged_and_missing_files_are_named(tmp_path):
     checkpoint.save_weights(other(Rows), tmp_path / "w")
-    refuses("no such file or folder", checkpoint.load_weights, Rows(), tmp_path / "gone")
+    refuses("gone: no such file", checkpoint.load_weights, Rows(), tmp_path / "gone")
     (tmp_path / "empty").mkdir()
     refuses("empty is not a model folder: it holds no files", checkpoint.load_weights, Rows(), tmp_path / "empty")
     file = tmp_path / "w" / "model.safetensors"

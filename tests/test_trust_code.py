@@ -88,7 +88,8 @@ def test_every_command_that_opens_a_model_imports_by_its_card_only_with_the_opti
     status, error = dunes(name, "--trust-code")
     assert status == 2
     assert error.splitlines()[-1] == (
-        f"dunes: {kept / 'model'}: built by 'stranger:make', which cannot be imported: stranger has no make; "
+        f"dunes: {kept / 'model'}: built by 'stranger:make', which cannot be imported: "
+        "AttributeError: module 'stranger' has no attribute 'make'; "
         "run in the folder that has its file, or pass the function in Python: build="
     )
     assert (tmp_path / "ran").exists()

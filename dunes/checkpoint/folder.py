@@ -331,10 +331,8 @@ def _mask(model: nn.Module, source: Source) -> None:
     """Mask the pruned layers that the card lists. Raises ValueError if the model does not have these layers."""
     places = source.card.get(MASKED, [])
     try:
-        if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
-            raise ValueError("expected a list of places")
         mask_linears(model, places)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{source.folder / CARD}: {MASKED!r}: {error}") from None
 
 

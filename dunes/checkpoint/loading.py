@@ -286,8 +286,6 @@ def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
     model, path = tree.uncompiled(model), Path(path)
     tree.require_shapes(model)
     if not path.is_dir():
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file or folder")
         _fill(model, tensors(path), {}, path)
         return {}
 

@@ -22,7 +22,6 @@ from dunes.units import plural
 
 CARD = "dunes.json"
 FORMAT = 3
-MAX_FILES = 20_000
 MAX_CHANGES = 500
 """Maximum number of changes that a card may list, since repeating each change visits all modules."""
 MAX_RETRIES = 10
@@ -177,8 +176,6 @@ def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, 
     entries = files.values() if isinstance(files, dict) else [None]
     if any(not isinstance(e, dict) or (type(e.get("size")), type(e.get("sha256"))) != (int, str) for e in entries):
         raise ValueError(f"{folder / CARD}: 'files' must have size and sha256 of each file, or be {{}}")
-    if len(files) > MAX_FILES:
-        raise ValueError(f"{folder / CARD}: names {len(files):,} files; the limit is {MAX_FILES:,}")
     return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
 
 

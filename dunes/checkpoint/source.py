@@ -29,7 +29,6 @@ from dunes.units import plural
 
 POSITIONS = "embed.place.weight"
 """Name of learned position embeddings."""
-MAX_SHARDS = 10_000
 MAX_TENSORS = 200_000
 """Maximum number of tensors in a model, since creating each takes time; 384 experts in 60 blocks have 70,000
 tensors."""
@@ -351,8 +350,6 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
         raise ValueError(f"{index}: 'weight_map' must name a file for each tensor")
     for key, name in weight_map.items():
         listed[name].add(key)
-    if len(listed) > MAX_SHARDS:
-        raise ValueError(f"{index}: names {len(listed):,} files; {MAX_SHARDS:,} are the limit")
     paths = {name: listed_file(index.parent, name, index) for name in sorted(listed)}
     files: dict[str, LazyTensor] = {}
     for name, path in paths.items():

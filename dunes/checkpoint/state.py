@@ -203,10 +203,8 @@ def load_state(folder: Path) -> dict[str, Any]:
     try:
         state = _restore_tensors(content["state"], _load_tensors(folder))
         return dict(state)
-    except KeyError as error:
-        raise ValueError(f"{path}: {error} is missing, in it or in {TENSORS}") from None
-    except (ValueError, TypeError, RecursionError, SafetensorError) as error:
-        raise ValueError(f"{path}: not the state of a run: {error}") from None
+    except (KeyError, ValueError, TypeError, RecursionError, SafetensorError) as error:
+        raise ValueError(f"{path}: not the state of a run: {error!r:.200}") from None
 
 
 def _load_tensors(folder: Path) -> dict[str, Tensor]:

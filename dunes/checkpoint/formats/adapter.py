@@ -4,11 +4,13 @@ https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 import json
+import math
 import os
 import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -44,7 +46,6 @@ from dunes.checkpoint.model_folder import (
     verified_card,
 )
 from dunes.checkpoint.source import tensors
-from dunes.checkpoint.state_dict_diff import Prefix
 from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.weights.safetensors_file import quote
@@ -369,20 +370,18 @@ class PeftConfig:
     @classmethod
     def parse(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
         """The settings in a file's content. Raises ValueError in the same cases as `read`."""
-        dropout = config.get("lora_dropout") or 0.0
-        is_rate = type(dropout) is float and 0 <= dropout < 1
         try:
             _refuse_unsupported(config)
             options = Lora(
                 rank=_positive_number("r", config.get("r", 8), int),
-                alpha=_positive_number("lora_alpha", config.get("lora_alpha", 8), int, float),
-                rslora=_read_flag("use_rslora", config),
-                dora=_read_flag("use_dora", config),
-                dropout=_require(is_rate, "lora_dropout", dropout, "a number from 0 to below 1"),
+                alpha=_positive_number("lora_alpha", config.get("lora_alpha", 8), float),
+                rslora=bool(config.get("use_rslora")),
+                dora=bool(config.get("use_dora")),
+                dropout=float(config.get("lora_dropout") or 0.0),
             )
             ranks = _read_patterns("rank_pattern", config, int)
-            alphas = _read_patterns("alpha_pattern", config, int, float)
-        except ValueError as error:
+            alphas = _read_patterns("alpha_pattern", config, float)
+        except (AttributeError, TypeError, ValueError, re.error) as error:
             raise ValueError(f"{path}: {error}") from None
         return cls(path, options, ranks, alphas, _target_modules(config))
 
@@ -429,36 +428,22 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{quote(key)} is {quote(value)}; this is not supported; merge the adapter with PEFT")
 
 
-def _require(valid: bool, key: str, value: Any, expected: str) -> Any:
-    """The value of a setting, unchanged. Raises ValueError unless `valid`."""
-    if not valid:
-        raise ValueError(f"{key} is {quote(value)}; expected {expected}")
-    return value
+def _positive_number(key: str, value: Any, number: type[int] | type[float]) -> Any:
+    with suppress(TypeError, ValueError, OverflowError):
+        if 0 < number(value) < math.inf and number(value) == value:
+            return number(value)
+    raise ValueError(f"{key} is {quote(value)}; expected a positive number")
 
 
-def _positive_number(key: str, value: Any, *types: type) -> Any:
-    valid = type(value) in types and 0 < value < 1e9  # in JSON, it may be infinite or have a thousand digits
-    return _require(valid, key, value, "a positive number; download the file again")
-
-
-def _read_flag(key: str, config: Mapping[str, Any]) -> bool:
-    value = config.get(key) or False
-    return bool(_require(value in (True, False), key, value, "true or false"))
-
-
-def _read_patterns(key: str, config: Mapping[str, Any], *types: type) -> dict[str, Any]:
-    patterns: dict[str, Any] = config.get(key) or {}
-    _require(isinstance(patterns, dict), key, patterns, "an object")
-    for pattern, value in patterns.items():
-        _positive_number(f"{key} of {quote(pattern)}", value, *types)
+def _read_patterns(key: str, config: Mapping[str, Any], number: type[int] | type[float]) -> dict[str, Any]:
+    patterns: Mapping[str, Any] = config.get(key) or {}
+    for pattern in patterns:
         # An untrusted expression must not take exponential time.
         if len(pattern) > 256 or len(re.findall(r"[*+{?]", pattern)) > 4 or re.search(r"\)[*+{?]", pattern):
             raise ValueError(f"{key} has {quote(pattern)}, which is too complex; list the module names")
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{key} has {quote(pattern)}, not a valid regular expression: {error}") from None
-    return patterns
+    return {
+        re.compile(p).pattern: _positive_number(f"{key} of {quote(p)}", n, number) for p, n in patterns.items()
+    }
 
 
 def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -511,30 +496,20 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
     if path is None:
         raise ValueError(f"{folder}: no weights: neither {' nor '.join(WEIGHTS)}")
     groups: dict[str, dict[str, LazyTensor]] = {}
-    unknown = []
     for key, stored in tensors(path).items():
-        end = next((e for e in PARTS if key.endswith(f".{e}")), None)
-        if end is None or PARTS[end] in groups.get(key.removesuffix(f".{end}"), {}):
-            unknown.append(key)
-        else:
-            groups.setdefault(key.removesuffix(f".{end}"), {})[PARTS[end]] = stored
-    if unknown:
-        raise ValueError(
-            f"{path}: {plural(len(unknown), 'tensor does', 'tensors do')} not belong to an adapter, "
-            f"such as {quote(unknown[0])}"
-        )
+        end = next((e for e in PARTS if key.endswith(f".{e}")), "")
+        group = groups.setdefault(key.removesuffix(f".{end}"), {})
+        if not end or PARTS[end] in group:
+            raise ValueError(f"{path}: {quote(key)} does not belong to an adapter")
+        group[PARTS[end]] = stored
     return groups
 
 
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
     """Factors of each module, from the adapter's file. Raises ValueError, naming a tensor that does not fit."""
     factors, adapted = dict[str, Factors](), set[str]()
-    groups, known = _group_tensors(folder), [name.removesuffix(".weight") for name in base.targets]
-    prefix = Prefix.of(groups, [*known, *(PREFIX + name for name in known)])
-    if prefix.renames:
-        warnings.warn(f"{folder}: {prefix.note}", stacklevel=2)
-    for module, group in groups.items():
-        target = _find_target(folder, prefix.renames.get(module, module), group, base)
+    for module, group in _group_tensors(folder).items():
+        target = _find_target(folder, module, group, base)
         if "base" in group:
             _check_embedding(folder, module, group.pop("base"), base.modules[target.modules[0]])
             if not group:
@@ -552,8 +527,6 @@ def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str
                 raise ValueError(f"{folder}: {name} is adapted twice, the second time by {module}")
             factors[name] = part
     _check_complete(folder, peft, adapted, base.targets.values())
-    if not factors:
-        raise ValueError(f"{folder}: this adapter has no effect: B is zero or missing everywhere; was it trained?")
     return factors
 
 
