@@ -333,7 +333,7 @@ def inspect(
 ) -> int:
     """Show a model folder's contents, the memory it needs, and problems in loading it; the model is not loaded.
 
-    Its files are hashed and compared with the digests in its card.
+    Its files are hashed and compared with the digests in its card, or on the Hub.
 
     Example: dunes inspect ~/models/Mistral-7B-v0.1
 
