@@ -72,6 +72,7 @@ def best_at(before, suggested="", **options):
         ("x = gad", "", {"after": "\ngadget = 1\n"}, "get"),
         ("x = gad", "dy", {"opened": ["y = 1\n", "gadget = 1\n"]}, "get"),
         ("größe_a = 1\nx = grö", "", {}, "ße_a"),
+        ("# a note\rgadget = 1\rx = gad", "dy", {}, "get"),
         ("gadget = gadgets = 1\nx = gad", "dy", {}, "dy"),  # two names
         ("gadget = 1\nx = ga", "p", {}, "p"),  # too short
         ("gadget = 1\nx = gad", "dy", {"word": 0.9}, "dy"),  # likely
@@ -133,6 +134,18 @@ COPIED = [
 def test_a_copied_line_gets_the_names_of_the_lines_above_the_cursor(above, typed, suggested, text):
     assert best_at(f"{above}\nfunction f(x) {{\n{typed}", suggested).text == text
     assert best_at(typed, suggested, sources=["x\0" + above + "\0y"]).text == text, "from an indexed file"
+
+
+LOCKED = "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\nfunction f(x) {\n\tp.mutex.Lock()\n\tdefer "
+
+
+def test_a_copied_line_with_other_names_keeps_the_lines_behind_it():
+    assert best_at(LOCKED, "c.guard.Unlock()\n\tc.wait()").text == "p.mutex.Unlock()\n\tp.wait()"
+
+
+def test_a_line_that_repeats_the_next_one_is_not_suggested_after_its_names_changed():
+    assert best_at(LOCKED, "c.guard.Unlock()", after="\n\tdefer p.mutex.Unlock()\n").text == ""
+    assert best_at(LOCKED, "c.guard.Unlock()", after="()\n").text == "p.mutex.Unlock"
 
 
 AGAIN = [
@@ -206,6 +219,8 @@ ODD = [
     "$x",
     "def ",
     "\t" * 500,
+    "\nfoo()",
+    "    \r\n    foo()",
 ]
 
 
