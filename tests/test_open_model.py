@@ -215,6 +215,14 @@ def test_a_base_that_changed_is_refused_in_one_line_that_names_it(change, moved,
         LoadedFolder(folder, "run", (), print)
 
 
+def test_a_base_that_changed_while_it_was_in_use_is_refused(base, code, tmp_path, monkeypatch):
+    """Its files are those that were loaded, not those at the end of the run."""
+    own = shutil.copytree(base, tmp_path / "own")
+    monkeypatch.setattr(train_module, "compare_adapter", lambda *_: change_weights(own) or BETTER)
+    assert train(config(own, code), tmp_path / "run", display()[0]) == 0
+    refuses("model.safetensors", checkpoint.load, tmp_path / "run")
+
+
 def test_a_run_whose_base_is_gone_goes_on_with_it_at_another_place(base, moved, code):
     folder, own = moved
     own.rename(own.parent / "elsewhere")
