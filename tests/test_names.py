@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import tokenizers
 
 from dunes.completion import Suggestion
 from dunes.completion.completer import CopyCompleter
@@ -14,6 +15,7 @@ from dunes.completion.names import SAME, Place, newest
 from dunes.completion.search import CompleteOptions
 from dunes.completion.text import FileTokenizer, first_word
 from dunes.generate.copying import TextSource
+from dunes.text import Tokenizer
 from test_completion import BPE, CODE, LOADED, copying_gate, zero_gate
 
 NAMES = [
@@ -193,6 +195,15 @@ def test_names_are_cut_at_stop_strings_and_after_the_most_tokens(gate):
         short = complete(CompleteOptions(max_tokens=1))[0]
         assert full.startswith(short.text)
         assert len(short.text) < len(full)
+
+
+@pytest.mark.parametrize(("tokens", "text"), [(None, "e = ß = e\u0301"), (20, "e"), (1, "")])
+def test_characters_that_a_tokenizer_drops_or_changes_are_not_lost(tokens, text):
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({"<unk>": 0, "_": 1, "e": 2, " ": 3, "=": 4, "é": 5}, []))
+    inner.normalizer = tokenizers.normalizers.NFC()
+    engine = CompletionEngine(replace(LOADED, tokenizer=Tokenizer(inner)))
+    options = CompleteOptions(max_tokens=tokens)
+    assert options.limit(Suggestion("e = ß = e\u0301"), engine.shorten).text == text
 
 
 def test_the_explanation_is_that_of_the_suggestion():
