@@ -436,6 +436,8 @@ def test_lone_surrogates_are_unknown_characters_and_a_cursor_may_stand_between_l
         assert close(wrong, right)
     engine.update("\udc80.py", "x = '\udc80'\n")
     engine.update("\udc80.py", None)
+    options = CompleteOptions(files=(("\udc80.py", "def area_\udc80\n"),))
+    assert engine.complete("def ar", options=options).text
     assert copier(("a.py", CODE)).complete("\udc80 def area", "", "\udc80") is not None
     engine = engine_of([("a.py", OTHER)])
     for cut in range(OTHER.index("#"), OTHER.index("🙂") + 1):

@@ -131,6 +131,12 @@ def test_a_language_without_packages_is_refused_with_the_places(machine, monkeyp
     assert names(collect_corpus(["installed:go,rust"])) == FOUND["rust"]
 
 
+def test_a_user_without_a_home_folder_has_no_packages_there(machine, monkeypatch):
+    monkeypatch.setenv("GOMODCACHE", "~nobody-has-this-name/go")
+    assert "~nobody-has-this-name" in refuses("nothing is installed", collect_corpus, ["installed:go"])
+    assert names(collect_corpus(["installed:go,rust"])) == FOUND["rust"]
+
+
 def test_near_duplicates_of_installed_code_go_and_those_of_a_project_stay(machine):
     text = (machine / "lib/site-packages/fast/routing.py").read_text()
     put(machine / "lib/site-packages", {"again/routing.py": text + "# more\n", "same/routing.py": text})

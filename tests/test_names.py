@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import tokenizers
 
 from dunes.completion import Suggestion
 from dunes.completion.completer import CopyCompleter
@@ -14,6 +15,7 @@ from dunes.completion.names import SAME, Place, newest
 from dunes.completion.search import CompleteOptions
 from dunes.completion.text import FileTokenizer, first_word
 from dunes.generate.copying import TextSource
+from dunes.text import Tokenizer
 from test_completion import BPE, CODE, LOADED, copying_gate, zero_gate
 
 NAMES = [
@@ -72,6 +74,7 @@ def best_at(before, suggested="", **options):
         ("x = gad", "", {"after": "\ngadget = 1\n"}, "get"),
         ("x = gad", "dy", {"opened": ["y = 1\n", "gadget = 1\n"]}, "get"),
         ("größe_a = 1\nx = grö", "", {}, "ße_a"),
+        ("# a note\rgadget = 1\rx = gad", "dy", {}, "get"),
         ("gadget = gadgets = 1\nx = gad", "dy", {}, "dy"),  # two names
         ("gadget = 1\nx = ga", "p", {}, "p"),  # too short
         ("gadget = 1\nx = gad", "dy", {"word": 0.9}, "dy"),  # likely
@@ -135,6 +138,18 @@ def test_a_copied_line_gets_the_names_of_the_lines_above_the_cursor(above, typed
     assert best_at(typed, suggested, sources=["x\0" + above + "\0y"]).text == text, "from an indexed file"
 
 
+LOCKED = "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\nfunction f(x) {\n\tp.mutex.Lock()\n\tdefer "
+
+
+def test_a_copied_line_with_other_names_keeps_the_lines_behind_it():
+    assert best_at(LOCKED, "c.guard.Unlock()\n\tc.wait()").text == "p.mutex.Unlock()\n\tp.wait()"
+
+
+def test_a_line_that_repeats_the_next_one_is_not_suggested_after_its_names_changed():
+    assert best_at(LOCKED, "c.guard.Unlock()", after="\n\tdefer p.mutex.Unlock()\n").text == ""
+    assert best_at(LOCKED, "c.guard.Unlock()", after="()\n").text == "p.mutex.Unlock"
+
+
 AGAIN = [
     ("func (s *S) Area() int {\n\treturn 1\n}\n\nfunc ", "(s *S) Area() int {", "(s *S)"),
     ("func (s *S) Area() int {\n\treturn 1\n}\n\nfunc ", "(t *T) Area() int {", "(t *T) Area() int {"),
@@ -182,6 +197,15 @@ def test_names_are_cut_at_stop_strings_and_after_the_most_tokens(gate):
         assert len(short.text) < len(full)
 
 
+@pytest.mark.parametrize(("tokens", "text"), [(None, "e = ß = e\u0301"), (20, "e"), (1, "")])
+def test_characters_that_a_tokenizer_drops_or_changes_are_not_lost(tokens, text):
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({"<unk>": 0, "_": 1, "e": 2, " ": 3, "=": 4, "é": 5}, []))
+    inner.normalizer = tokenizers.normalizers.NFC()
+    engine = CompletionEngine(replace(LOADED, tokenizer=Tokenizer(inner)))
+    options = CompleteOptions(max_tokens=tokens)
+    assert options.limit(Suggestion("e = ß = e\u0301"), engine.shorten).text == text
+
+
 def test_the_explanation_is_that_of_the_suggestion():
     engine = completers(zero_gate())[1]
     before = OPENED + "\nvalue = wibb"
@@ -206,6 +230,8 @@ ODD = [
     "$x",
     "def ",
     "\t" * 500,
+    "\nfoo()",
+    "    \r\n    foo()",
 ]
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from conftest import change_json, display, raising, refuses, training_output, write_programs
-from dunes import checkpoint
+from dunes import checkpoint, measure
 from dunes.checkpoint.base import BaseWeights
 from dunes.checkpoint.export import export_gguf
 from dunes.checkpoint.formats.adapter import is_reference
@@ -126,6 +126,19 @@ def test_verbs_work_on_a_run_without_weights(verb, run, command):
     assert out.strip()
 
 
+def test_only_models_that_are_used_are_rounded_for_speed(base, run, tmp_path, monkeypatch, command):
+    """A merge writes the weights of the base, whatever is faster on this machine."""
+    monkeypatch.setattr("dunes.checkpoint.loading.ROUNDED_FROM", 0)
+    monkeypatch.setattr(measure, "choose_dtype", lambda device: torch.bfloat16)
+    dtypes = lambda model: {p.dtype for p in model.parameters()}
+    assert dtypes(LoadedFolder(run, "run", (), print).loaded.model) == {torch.bfloat16}
+    assert dtypes(FolderCompleter(run).loaded.model) == {torch.bfloat16}
+    assert dtypes(FolderCompleter(base).loaded.model) == {torch.float32}
+    assert command("augment", "merge", run, tmp_path / "out")[0] == 0
+    assert dtypes(checkpoint.load(tmp_path / "out").model) == {torch.float32}
+    assert torch.equal(logits(tmp_path / "out"), logits(base))
+
+
 def verdict(monkeypatch, given):
     monkeypatch.setattr(train_module, "compare_adapter", lambda *_: given)
 
@@ -202,6 +215,14 @@ def test_a_base_that_changed_is_refused_in_one_line_that_names_it(change, moved,
         assert str(folder if change == "gone" else own) in said
     with pytest.raises(ValueError, match=re.escape(words)):
         LoadedFolder(folder, "run", (), print)
+
+
+def test_a_base_that_changed_while_it_was_in_use_is_refused(base, code, tmp_path, monkeypatch):
+    """Its files are those that were loaded, not those at the end of the run."""
+    own = shutil.copytree(base, tmp_path / "own")
+    monkeypatch.setattr(train_module, "compare_adapter", lambda *_: change_weights(own) or BETTER)
+    assert train(config(own, code), tmp_path / "run", display()[0]) == 0
+    refuses("model.safetensors", checkpoint.load, tmp_path / "run")
 
 
 def test_a_run_whose_base_is_gone_goes_on_with_it_at_another_place(base, moved, code):

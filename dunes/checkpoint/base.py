@@ -113,17 +113,19 @@ def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
     )
 
 
-def base_identity(model: nn.Module) -> dict[str, Any]:
+def base_identity(model: nn.Module, folder: Path | None = None) -> dict[str, Any]:
     """Digests of the base's weights, without adapters, as stored in an adapter's card.
 
     `kind` is the dtype or quantization, and `sha256` the digest of the weights. A dense base also has `digests`,
-    computed after casting to float32, bfloat16 and float16.
+    computed after casting to float32, bfloat16 and float16. `files` are the `file_stamps` of the folder that was
+    just loaded, if it is given: until one changes, loading need not compute the digests.
     """
+    files = {} if folder is None else {"files": file_stamps(folder)}
     weights = BaseWeights(model)
     if weights.quantized:
-        return {"kind": weights.kind, "sha256": weights.sha256(None)[0]}
+        return {"kind": weights.kind, "sha256": weights.sha256(None)[0], **files}
     exact, *rounded = weights.sha256(None, *DTYPES.values())
-    return {"kind": weights.kind, "sha256": exact, "digests": dict(zip(DTYPES, rounded, strict=True))}
+    return {"kind": weights.kind, "sha256": exact, "digests": dict(zip(DTYPES, rounded, strict=True)), **files}
 
 
 def file_stamps(base: Path) -> dict[str, list[int]]:

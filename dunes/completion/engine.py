@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from torch import nn
@@ -150,8 +151,10 @@ class CompletionEngine:
         return place.suggestions()
 
     def shorten(self, text: str, tokens: int | None) -> str:
-        """The first `tokens` tokens of a text."""
-        return b"".join(self.files.pieces[i] for i in self.files.line(text)[:tokens]).decode(errors="ignore")
+        """The first `tokens` tokens of a text, up to the first character that the tokenizer changes or drops."""
+        cut = b"".join(self.files.pieces[i] for i in self.files.line(text)[:tokens]).decode(errors="ignore")
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, cut, strict=False))
+        return text if tokens is None else "".join(character for character, _ in same)
 
     def _suggest(self, before: str, after: str, name: str, options: CompleteOptions) -> list[Suggestion]:
         """The suggestions of the mixture."""

@@ -16,6 +16,7 @@ import torch
 
 from dunes import checkpoint, measure
 from dunes.checkpoint import Architecture
+from dunes.checkpoint.loading import round_for_speed
 from dunes.completion import LineCompleter, Suggestion
 from dunes.completion.completer import CopyCompleter
 from dunes.completion.copy_gate import (
@@ -146,7 +147,7 @@ def finish_completion(
 
 
 def _finish(run: Path, files: CompletionFiles, size: FitSize, architecture: Architecture, copies: Copies) -> str:
-    loaded = checkpoint.load(run, measure.device(), build=architecture.function)
+    loaded = round_for_speed(checkpoint.load(run, measure.device(), build=architecture.function))
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
     gated, asked = np.cumsum(size.seconds) / closing_seconds(files, size)
@@ -189,7 +190,7 @@ def compare_adapter(run: Path, adapter: Path, files: CompletionFiles, size: FitS
     threads, gate = torch.get_num_threads(), read_gate(run)
     torch.set_num_threads(1)
     try:
-        loaded = [checkpoint.load(folder, measure.device()) for folder in (adapter, run)]
+        loaded = [round_for_speed(checkpoint.load(folder, measure.device())) for folder in (adapter, run)]
         engines = [CompletionEngine(each, files.index, gate and gate[0], knows_paths(each)) for each in loaded]
         with phase("comparing the adapter with its base"):
             texts = _unseen_texts([text for text in files.gate if text[1].strip()])

@@ -27,6 +27,7 @@ from dunes.files.model_file import find_file
 from dunes.generate.context_index import DEPTH, ContextIndex
 from dunes.generate.copying import DEPTH_BYTES, TextSource, index_ids
 from dunes.progress import advance, each
+from dunes.text.lines import valid_text
 
 FOLDER, FORMAT = "completion", 1
 REMEDY = "remove this folder to complete without it, or train again"
@@ -117,7 +118,8 @@ def index_texts(texts: Sequence[tuple[str, str]], files: FileTokenizer) -> TextI
     indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
     for name, text in each(texts, end=0.15):
         indexed.append(IndexedFile(name, len(ids), len(data)))
-        ids += [*files.tokenize(text, name).ids, files.tokenizer.eos]
+        text = valid_text(text)
+        ids += [*files.tokenize(text, valid_text(name)).ids, files.tokenizer.eos]
         data += text.encode() + b"\0"
     contexts = ContextIndex(np.frombuffer(data, np.uint8), depth=DEPTH_BYTES, progress=advance(1, 0.15, 0.85))
     return TextIndex(indexed, index_ids(ids, len(files.pieces)), bytes(data), contexts)

@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from dunes.completion import Suggestion
 from dunes.completion.search import CompleteOptions
-from dunes.completion.text import first_line
+from dunes.completion.text import first_line, line_start, without_overlap
 from dunes.generate.copying import DEPTH_BYTES, TextSource
 from dunes.text.lines import split_lines
 
@@ -68,7 +68,8 @@ class Place:
         rules = (half_typed, renamed_copy, not_again)
         for rule in rules if len(self.typed) < LINE else ():
             if (changed := rule(self, best)) is not None:
-                best = self.limit(changed)
+                text = without_overlap(changed.text, self.after, self.typed)
+                best = self.limit(replace(changed, text=text))
         return [best, *(other for other in others if other.text != best.text)]
 
     def go_on(self, text: str, word: float) -> Suggestion:
@@ -137,8 +138,9 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
     Lines above the cursor are compared with those above the copied line. Where they differ in names alone, these
     names replace names that the function at the cursor does not have.
     """
-    line = place.typed + first_line(best.text).rstrip()
-    if not best.text.strip() or not line.strip()[0].isidentifier():
+    first, whole = first_line(best.text).rstrip(), place.typed + best.text
+    line = place.typed + first
+    if not first.strip() or not line.strip()[0].isidentifier():
         return None
     tokens, above = _TOKEN.findall(line), _last_tokens(place.lines[:-1])
     near = TextSource(place.before[: len(place.before) - len(place.typed)].encode(errors="replace"))
@@ -147,7 +149,7 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
             pairs = zip(theirs, above, strict=False)
             renamed = next((r for a, b in pairs if (r := _renaming(a, b) or _renaming(_head(a), _head(b)))), {})
             names = {old: renamed[old] for old in {*tokens} & {*renamed} - place.scope}
-            text = "".join(names.get(part, part) for part in re.split(r"(\W)", line))
+            text = "".join(names.get(part, part) for part in re.split(r"(\W)", whole))
             is_alike = [renamed.get(a, a) for a in copied] == [renamed.get(a, a) for a in tokens]
             if names and is_alike and not {*tokens} & {*names.values()} and text.startswith(place.typed):
                 return replace(best, text=text[len(place.typed) :])
@@ -199,13 +201,11 @@ def _defined(line: str) -> str:
 def _names(text: str, part: str) -> list[str]:
     """The words of a text, without comments, that begin with `part`."""
     found = re.finditer(rf"{part}\w*", text)  # with \b, the search would be many times slower
+    above = ((name[0], text[max(0, name.start() - LINE) : name.start()]) for name in found)
     return [
-        name[0]
-        for name in found
-        if not re.match(r"\w", text[name.start() - 1 : name.start()])
-        and not _COMMENT.match(
-            text[max(text.rfind("\n", 0, name.start()) + 1, name.start() - LINE) : name.start()]
-        )
+        name
+        for name, before in above
+        if not re.match(r"\w", before[-1:]) and not _COMMENT.match(before, line_start(before))
     ]
 
 

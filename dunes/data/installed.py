@@ -42,11 +42,15 @@ def _node_folders() -> list[Path]:
 
 def _go_folders() -> list[Path]:
     first = os.environ.get("GOPATH", "").split(os.pathsep)[0] or "~/go"
-    return [Path(os.environ.get("GOMODCACHE") or f"{first}/pkg/mod").expanduser()]
+    return [_expanded(os.environ.get("GOMODCACHE") or f"{first}/pkg/mod")]
 
 
 def _rust_folders() -> list[Path]:
-    return sorted(Path(os.environ.get("CARGO_HOME") or "~/.cargo").expanduser().glob("registry/src/*"))
+    return sorted(_expanded(os.environ.get("CARGO_HOME") or "~/.cargo").glob("registry/src/*"))
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # Path.expanduser raises for a user without a home
 
 
 LANGUAGES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[Path]]]] = {
@@ -70,7 +74,9 @@ def installed_roots(source: str) -> dict[Path, list[str]]:
     if unknown := [name for name in names if name not in LANGUAGES]:
         raise ValueError(f"{source}: unknown language {unknown[0]!r}; name one or more of {','.join(LANGUAGES)}")
     folders = [(folder, LANGUAGES[name][0]) for name in names for folder in LANGUAGES[name][1]()]
-    roots = {folder.resolve(): [f"!*{s}" for s in suffixes] for folder, suffixes in folders if folder.is_dir()}
+    roots = {
+        folder.resolve(): [f"!*{s}" for s in suffixes] for folder, suffixes in folders if os.path.isdir(folder)
+    }
     if roots:
         return {root: ["*", "!*/", *code, *TESTS] for root, code in roots.items()}
     places = ", ".join(str(folder) for folder, _ in folders) or "no folder"

@@ -19,7 +19,7 @@ import torch
 from dunes import checkpoint
 from dunes.augment import adapter_active, lora
 from dunes.checkpoint.folder import LoadedModel
-from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter
+from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter, round_for_speed
 from dunes.checkpoint.model_folder import read_card, readable_folder
 from dunes.extra import python_command
 from dunes.files.atomic import write_file
@@ -186,6 +186,8 @@ def load_chat_engine(
         for i, (label, path) in enumerate(zip(labels, adapters, strict=False))
     } | of_folder
     loaded.model.to(device)
+    if not adapters:
+        round_for_speed(loaded)
     default = None if adapters else next(iter(models))
     return ChatEngine(
         {k: replace(m, format=format, compiles=compiles and k == default) for k, m in models.items()}

@@ -264,7 +264,8 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     model = data.base.model.to(measure.device())
     task = FinetuneTask(data, text, next(model.parameters()).dtype)
     before = _baseline(task, folder / BASELINE, display)
-    base = {} if config.spec.adapter is None else checkpoint.base_identity(model)
+    place = checkpoint.locate_model(config.model).folder
+    base = {} if config.spec.adapter is None else checkpoint.base_identity(model, place)
     stored = [(p.data_ptr(), p.nbytes) for p in model.parameters() if p.device.type == "cpu"]
     changes = apply_method(model, resolve_targets(config, data.base))
     # Without a change, all weights train in float32; with several, the base was quantized before the adapter.

@@ -346,7 +346,8 @@ def prepare(
             structure = sha256(repr([*module_rows(model)]).encode()).hexdigest()
             tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": structure})
     else:
-        model, identity = base.model, base_identity(base.model) if config.adapts else {}
+        place = checkpoint.locate_model(config.base).folder
+        model, identity = base.model, base_identity(base.model, place) if config.adapts else {}
         digest = identity["sha256"] if identity else weights_digest(model)
         tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": digest})
         changes = make_trainable(model, config, base)

@@ -31,7 +31,6 @@ from dunes.checkpoint.base import (
     BaseWeights,
     base_identity,
     check_base,
-    file_stamps,
     read_base_record,
 )
 from dunes.checkpoint.folder import write_card, write_files, write_tokenizer
@@ -194,15 +193,14 @@ def peft_factors(
 
 
 def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """The base's absolute path or Hub name, and entries for the card: its path relative to the adapter's folder,
-    and its `file_stamps`.
+    """The base's absolute path or Hub name, and an entry for the card: its path relative to the adapter's folder.
 
     The relative path stays valid if both folders are relocated together.
     """
     if base is None or not Path(base).exists():
         return None if base is None else str(base), {}
     absolute = Path(base).resolve()
-    return str(absolute), {"folder": os.path.relpath(absolute, folder.resolve()), "files": file_stamps(absolute)}
+    return str(absolute), {"folder": os.path.relpath(absolute, folder.resolve())}
 
 
 def _loading_change(
