@@ -517,6 +517,11 @@ class TrainTask:
             if self.completion is not None and not interrupted:
                 lines.append(self._fit(run, self.completion))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
+        if self.completion and not self.config.base:
+            sources = shlex.join(self.config.sources)
+            lines.append(
+                f"a published model may know more: dunes train {sources} --from smollm2 --out {folder}-open"
+            )
         return [*lines, f"try: dunes generate {folder}   {then.format(folder)}"]
 
     def _close_adapter(self, run: Run, model: Decoder, facts: Mapping[str, Any], interrupted: bool) -> str:
