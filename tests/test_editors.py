@@ -146,13 +146,13 @@ def test_vim_asks_again_where_it_asked_before_the_model_came(run, tmp_path):
     editor = Terminal(["vim", "-u", str(settings), "-i", "NONE", str(file)], {})
     try:
         editor.wait(1.0)
-        editor.send("Goif zq:\r    return val")
-        assert not editor.shows("return value", 2)
+        editor.send("Goif zq:\r    re")
+        assert not editor.shows("return value", 2), "\n".join(editor.screen.display)
         end_training(run, copy)
         facts = json.loads((copy / "completion/gate.json").read_text())
         facts["thresholds"] = {"word": [[0.35, 0.0]]}  # shows all
         (copy / "completion/gate.json").write_text(json.dumps(facts))
-        asked = infill("x = 1\nif zq:\n    return val", "\n", response_fields=["content"])
+        asked = infill("x = 1\nif zq:\n    re", "\n", response_fields=["content"])
         assert eventually(lambda: ok(port, "/infill", asked))
         editor.send(" \x7f", 0.5)  # and back to the same place
         assert editor.shows("return value"), "\n".join(editor.screen.display)

@@ -895,6 +895,7 @@ def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_pa
     stop = lambda step: step == 6 and os.kill(os.getpid(), signal.SIGINT)
     monkeypatch.setattr("dunes.runs.loop._check_due", stop)
     assert train(toy(code, steps=12, **options), tmp_path / "run", display()[0]) == 128 + signal.SIGINT
+    monkeypatch.setattr("dunes.runs.loop._check_due", lambda step: False)
     assert train(toy(code, steps=12, **options), tmp_path / "run", display()[0], resume=True) == 0
     whole, resumed = (checkpoint.load(tmp_path / name) for name in ("whole", "run"))
     for (name, a), b in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):

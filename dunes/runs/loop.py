@@ -7,7 +7,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -306,7 +306,8 @@ def _signals() -> Iterator[StopRequest]:
         request.signal = number
         if ranks.is_first():
             # Not through the display, in which the handler may have interrupted a line.
-            os.write(2, CLOSING if request.closing else STOPPING)
+            with suppress(OSError):  # a terminal that was closed
+                os.write(2, CLOSING if request.closing else STOPPING)
 
     def save(number: int, frame: FrameType | None) -> None:
         request.save = True
