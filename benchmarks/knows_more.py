@@ -87,16 +87,20 @@ def completer(arm: Arm, out: Path, model: str, base: str, minutes: float) -> Lin
 
 
 def answer(completer: LineCompleter, out: Path) -> list[dict[str, object]]:
-    """A row for each cursor: file, whether the rest of the line is right, and milliseconds of the processor."""
+    """A row for each cursor: file, rest of the line, the suggestion, if it is right, milliseconds of the processor.
+
+    `benchmarks/pair_fit.py` reads the rows of two models.
+    """
     rows = []
     for path in sorted(p for p in (out / "test").rglob("*") if p.is_file()):
         name, text = path.relative_to(out / "test").as_posix(), path.read_text()
         for cut in cut_points(name, text, file_lines(text), count=CURSORS):
             if cut.kind == "character":
                 start = time.process_time()
-                said = first_line(completer.complete(text[: cut.offset], "", name).text).rstrip()
-                milliseconds = 1000 * (time.process_time() - start)
-                rows.append({"file": name, "offset": cut.offset, "right": said == cut.rest, "ms": milliseconds})
+                said = completer.complete(text[: cut.offset], "", name)
+                milliseconds, line = 1000 * (time.process_time() - start), first_line(said.text).rstrip()
+                row = {"file": name, "offset": cut.offset, "rest": cut.rest, "right": line == cut.rest}
+                rows.append(row | {"ms": milliseconds, "text": line, "word": said.word, "line": said.line})
     return rows
 
 
