@@ -1,24 +1,21 @@
 """Right lines with definitions, a similar block, or dependencies beside the text above the cursor.
 
     python benchmarks/nearby.py OUT FOLDER:SUFFIX... --model MODEL [--variants none names block]
-    python benchmarks/nearby.py OUT FOLDER:SUFFIX... --dependencies PROJECT=FOLDER...
+    python benchmarks/nearby.py OUT FOLDER:SUFFIX --dependencies FOLDER...
 
-Of each folder, files are held out before anything sees them: most for cursors, some for the gate, which is fitted
-once and kept in OUT. All variants complete the same cursors inside lines, from the text above alone, on one thread,
-with the product's prompt, mixture and healing. A line is right if each of its ids is the most probable one, so that
-one forward serves the cursors of some lines; `typed` types lines key by key with the engine, for its times. Rows
-are appended to OUT/rows.jsonl, a file of each project in turn, so that the command can be stopped and goes on later.
-
-`names` puts the first lines of definitions into the prompt that the last lines name, `block` the block of another
-file that is most like the last lines: before the last lines, or with `-top` before the text. They are chosen anew
-after STEP ids, with `-fresh` for each request. With `--dependencies`, lines are copied without a model, with and
-without these folders. Intervals (95 %) resample files.
+Of each folder, files are held out before anything sees them: some for cursors, some for the gate, which is fitted
+once. All variants have the same cursors inside lines, with only the text above, one thread, and the product's
+prompt, mixture and healing. A line is right if each of its ids is the most probable one: one forward thus serves
+some lines. `names` puts the first lines of definitions that the last lines name into the prompt, `block` the block
+that is most like the last lines; before the last lines, or with `-top` before the text. They are chosen anew after
+STEP ids, with `-fresh` for each request. With `--dependencies`, lines are copied, with and without these folders.
+Rows are appended to OUT, some lines of each project in turn, so that the command can be stopped and goes on later.
 """
 
 import json
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from hashlib import sha1
 from itertools import product, zip_longest
 from pathlib import Path
@@ -32,9 +29,9 @@ from dunes.completion.engine import CompletionEngine
 from dunes.completion.fit import file_means, fit_mixture, interval
 from dunes.completion.index import index_texts, read_index, write_index
 from dunes.completion.keystrokes import CutPoint, cut_points, file_lines
-from dunes.completion.text import FileTokenizer, line_start, window
+from dunes.completion.text import line_start, window
 from dunes.data.document import NamedText
-from dunes.generate.copying import Copies, Sources
+from dunes.generate.copying import Copies
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.progress import print_table
 
@@ -42,70 +39,84 @@ import numpy as np
 import torch
 import tyro
 from completion import source_files
-from torch import Tensor
 
-FILES, SHARE, GATE, RUNS, TOGETHER, LINES = 60, 4, 20, 3, 6, 20
-"""Held-out files at most, and their share (1/4); files for the gate; parts of a
-file with cursors, and lines in each; lines of a held-out file at least."""
+FILES, SHARE, LINES = 60, 4, 20
+"""Held-out files at most, and at most one in SHARE; lines of each at least."""
+RUNS, TOGETHER = 3, 6
+"""Parts of a file with cursors, and cursors in each."""
 LEFT_OUT = {"vendor", "node_modules", "dist", "sandbox"}
-PLACES = 2_000
-MOST = 12_000_000
+PLACES, MOST = 2_000, 12_000_000
+"""Places of the gate, and characters of dependencies."""
 BUDGET, STEP, BEHIND = 0.25, 128, 48
-"""Part of the prompt for what is nearby; ids after which it is chosen anew; ids of the text behind it at least."""
-READ, BLOCK, STRIDE, FIRST = 16, 12, 6, 4
-"""Lines above that are read; of a block, and between the starts of two; of a definition."""
+"""Part of the prompt for what is nearby, ids after which it is chosen anew, and ids of the text behind it."""
+READ, SEEN, BLOCK, FIRST = 16, 60, 12, 4
+"""Lines above that are read, lines above that the prompt has in any case, lines of a block and of a definition."""
 _WORD = re.compile(r"[^\W\d]\w{2,}")
 _DEFINITION = re.compile(
-    r"^[ \t]*(?:[\w@]+ )*?(?:func|def|function|class|interface|trait|type|struct|enum)\b(?:\s*\([^)\n]*\))?\s+(\w{3,})"
+    r"^[ \t]*(?:[\w@]+ )*?(?:func|def|function|class|interface|trait|type|struct)\b(?:\s*\([^)\n]*\))?\s+(\w{3,})"
     r"|^[ \t]*(?:const |let |var )?(?:\w+\.)*(\w{3,}) = (?:async )?(?:function\b|\([^)\n]*\) =>)",
     re.M,
 )
+Row = tuple[str, str, int, str, bool, float]
+"""Project, file, offset of the cursor, variant, whether the line is right, and its loss in nats."""
 
 
 class Cursor(NamedTuple):
-    """A cursor in a held-out file of a project."""
+    """A cursor in a held-out file."""
 
     project: str
     file: str
     text: str
     cut: CutPoint
 
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """The fields that identify it."""
+        return self.project, self.file, self.cut.offset
+
+
+def definitions(text: str) -> Iterator[tuple[str, int]]:
+    """The names that a text defines, and their lines."""
+    for match in _DEFINITION.finditer(text):
+        yield match[1] or match[2], text.count("\n", 0, match.start() + 1)
+
 
 class Nearby:
     """Definitions and blocks of files."""
 
-    def __init__(self, texts: Sequence[NamedText], comment: str) -> None:
-        self.files = [(f"{comment} {name}", text.split("\n")) for name, text in texts]
+    def __init__(self, texts: Sequence[NamedText]) -> None:
+        marks = {"py": "#"}
+        self.files = [(f"{marks.get(name[-2:], '//')} {name}", text.split("\n")) for name, text in texts]
         self.definitions = defaultdict[str, list[tuple[int, int]]](list)
-        self.blocks, counts = list[tuple[int, int]](), list[frozenset[str]]()
         for number, (_, text) in enumerate(texts):
             for name, line in definitions(text):
                 self.definitions[name].append((number, line))
-            lines = self.files[number][1]
-            for first in range(0, max(1, len(lines) - STRIDE), STRIDE):
-                self.blocks.append((number, first))
-                counts.append(frozenset(_WORD.findall("\n".join(lines[first : first + BLOCK]))))
+        lengths = enumerate(len(lines) for _, lines in self.files)
+        self.blocks = [(number, line) for number, length in lengths for line in range(0, length, BLOCK // 2)]
+        words = [{*_WORD.findall(self.part(*block, BLOCK).partition("\n")[2])} for block in self.blocks]
         users = defaultdict[str, list[int]](list)
-        for block, words in enumerate(counts):
-            for word in words:
-                users[word].append(block)
+        for block, word in ((block, word) for block, of in enumerate(words) for word in of):
+            users[word].append(block)
         self.users = {word: np.array(blocks) for word, blocks in users.items()}
-        self.weights = {word: np.log(len(counts) / len(blocks)) for word, blocks in users.items()}
-        self.sizes = np.array([1 + sum(self.weights[w] ** 2 for w in words) for words in counts]) ** 0.5
+        self.weights = {word: np.log(len(words) / len(blocks)) ** 2 for word, blocks in users.items()}
+        self.sizes = np.array([1 + sum(self.weights[word] for word in of) for of in words]) ** 0.5
 
     def names(self, text: str) -> list[str]:
         """Definitions that the last lines of a text name, the most recent name last."""
-        lines = text.split("\n")
-        used = [*dict.fromkeys(reversed(_WORD.findall("\n".join(lines[-READ:]))))]
-        own = {name for name, _ in definitions(text)}
-        places = [self.definitions[word] for word in used if word in self.definitions and word not in own]
-        return [self.part(*place[0], FIRST) for place in reversed(places) if len(place) <= 2]
+        lines, own, parts = text.split("\n"), dict(definitions(text)), list[str]()
+        for word in dict.fromkeys(reversed(_WORD.findall("\n".join(lines[-READ:])))):
+            places = self.definitions.get(word, ())
+            if word in own and own[word] < len(lines) - SEEN:
+                parts.append("\n".join([*lines[own[word] : own[word] + FIRST], ""]))
+            elif word not in own and 0 < len(places) <= 2:
+                parts.append(self.part(*places[0], FIRST))
+        return parts[::-1]
 
     def block(self, text: str) -> list[str]:
         """The block that is most like the last lines of a text, and the lines after it."""
         scores = np.zeros(len(self.blocks))
         for word in {*_WORD.findall("\n".join(text.split("\n")[-BLOCK:]))} & self.users.keys():
-            scores[self.users[word]] += self.weights[word] ** 2
+            scores[self.users[word]] += self.weights[word]
         best = int((scores / self.sizes).argmax())
         return [self.part(*self.blocks[best], 2 * BLOCK)] if scores[best] else []
 
@@ -115,26 +126,10 @@ class Nearby:
         return "\n".join([path, *lines[line : line + count], ""])
 
 
-def definitions(text: str) -> Iterator[tuple[str, int]]:
-    """The names that a text defines, and their lines."""
-    for match in _DEFINITION.finditer(text):
-        yield match[1] or match[2], text.count("\n", 0, match.start() + 1)
-
-
-class Asked(NamedTuple):
-    """A cursor, the ids before it, the ids of the rest of its line, and the sources and typed bytes to copy with."""
-
-    cursor: Cursor
-    ids: list[int]
-    rest: Sequence[int]
-    sources: Sources
-    typed: bytes
-
-
 class NearbyEngine(CompletionEngine):
-    """The product's engine, whose prompts also have what is nearby, as `variant` says."""
+    """The engine, whose prompts also have what is nearby, as `variant` says."""
 
-    variant, nearby = "none", Nearby([], "")
+    variant, nearby = "none", Nearby([("", "")])
     _chosen: tuple[object, list[int]] = None, []
 
     def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
@@ -160,150 +155,112 @@ class NearbyEngine(CompletionEngine):
             chosen = [*part, *chosen] if len(part) + len(chosen) <= size else chosen
         return chosen or ([*parts[-1][:size]] if parts else [])
 
-    def ask(self, cursor: Cursor) -> Asked:
-        """The ids and sources at a cursor, as the engine finds them for each request."""
-        before = cursor.text[: cursor.cut.offset]
-        above = self.files.tokenize(before[: line_start(before)], cursor.file).ids
-        text = self.files.tokenize(before, cursor.file)
-        line, typed = self.files.split_typed(text.ids[text.last :])
-        ids = [*text.ids[: text.last], *line]
-        whole = self.files.tokenize(before + cursor.cut.rest, cursor.file).ids
-        is_same = whole[: len(ids)] == ids
-        rest = whole[len(ids) :] if is_same else self.files.line(typed.decode(errors="ignore") + cursor.cut.rest)
-        return Asked(cursor, ids, rest, self.sources(above, (), cursor.file), typed)
-
-    def score(self, cache: PrefixCache, asked: Sequence[Asked]) -> Iterator[dict[str, object]]:
-        """If the rest of the line is the greedy one at each of these cursors of a file, and its loss in nats."""
-        prompts = [self._prompt(each.ids, [], 0) for each in asked]
-        texts = [[*prompt, *each.rest] for prompt, each in zip(prompts, asked, strict=True)]
-        last, first = texts[-1], len(prompts[0])
-        rows = cache.logits({0: last}, {0: len(last) - first + 1})[0] if len(last) >= first else torch.empty(0)
-        for each, prompt, text in zip(asked, prompts, texts, strict=True):
-            start, count = len(prompt) - first, len(each.rest) + 1
+    def score(self, cache: PrefixCache, cursors: Sequence[Cursor]) -> Iterator[Row]:
+        """If greedy decoding gives the rest of the line at each of these cursors of a file, and its loss."""
+        asked = [self._ask(cursor) for cursor in cursors]
+        last, first = asked[-1][1], len(asked[0][0])
+        cache.reserve(2 * self.prompt_tokens)
+        rows = cache.logits({0: last}, {0: max(0, len(last) - first) + 1})[0]
+        for cursor, (prompt, text, copies) in zip(cursors, asked, strict=True):
+            start, count = len(prompt) - first, len(text) - len(prompt) + 1
             is_part = start >= 0 and text == last[: len(text)]
             logits = rows[start : start + count] if is_part else cache.logits({0: text}, {0: count})[0]
-            yield {**key(each.cursor, self.variant), **self.compare(each, prompt, logits)}
+            mixture, nats, right = self._mixture_of(1), 0.0, True
+            mixture.copies = copies
+            for place, row in enumerate(logits, len(prompt)):
+                mixed = mixture._mix(text[:place], row, copies.uncovered(text[:place]), self.gate)
+                piece = self.files.pieces[best := int(mixed.argmax())]
+                ends = not piece.strip() and (not piece or b"\n" in piece)
+                right &= best == text[place] if place < len(text) else ends
+                nats -= float(mixed[text[place]]) if place < len(text) else 0.0
+            yield *cursor.place, self.variant, right, round(nats, 3)
 
-    def compare(self, asked: Asked, prompt: Sequence[int], logits: Tensor) -> dict[str, object]:
-        """If the mixtures from these logits (T, V) are greatest at the line's T - 1 ids and at its end."""
-        mixture, nats, right = self._mixture_of(1), 0.0, True
-        mixture.copies = Copies(asked.sources, asked.typed, len(prompt))
-        for number, row in enumerate(logits):
-            text = [*prompt, *asked.rest[:number]]
-            mixed = mixture._mix(text, row, mixture.copies.uncovered(text), self.gate)
-            best, target = int(mixed.argmax()), asked.rest[number] if number < len(asked.rest) else None
-            piece = self.files.pieces[best]
-            right &= best == target or (target is None and not piece.strip() and (not piece or b"\n" in piece))
-            nats -= float(mixed[target]) if target is not None else 0.0
-        return {"right": right, "nats": round(nats, 3)}
+    def _ask(self, cursor: Cursor) -> tuple[list[int], list[int], Copies]:
+        """The prompt, the prompt with the rest of the line, and the copies, as in `_find`."""
+        (_, name, text, cut), files = cursor, self.files
+        above = files.tokenize(text[: line_start(text[: cut.offset])], name).ids
+        before, whole = (files.tokenize(text[:end], name) for end in (cut.offset, cut.offset + len(cut.rest)))
+        line, typed = files.split_typed(before.ids[before.last :])
+        ids = [*before.ids[: before.last], *line]
+        is_same = whole.ids[: len(ids)] == ids
+        rest = whole.ids[len(ids) :] if is_same else files.line(typed.decode(errors="ignore") + cut.rest)
+        prompt = self._prompt(ids, [], 0)
+        return prompt, [*prompt, *rest], Copies(self.sources(above, (), name), typed, len(prompt))
 
 
-def split(folder: Path, suffix: str, kept: Path) -> dict[str, list[NamedText]]:
-    """Files for cursors (`test`), for the gate (`valid`), and the rest (`train`); kept in a file."""
-    if kept.exists():
-        return {part: [(n, t) for n, t in texts] for part, texts in json.loads(kept.read_text()).items()}
-    order = lambda file: sha1(file[0].encode()).hexdigest()
-    files = sorted(source_files(folder, suffix, LEFT_OUT), key=order)
+def split(folder: Path, suffix: str) -> tuple[list[NamedText], list[NamedText], list[NamedText]]:
+    """Files for cursors, for the gate, and the rest."""
+    files = sorted(source_files(folder, suffix, LEFT_OUT), key=lambda file: sha1(file[0].encode()).hexdigest())
     long = [file for file in files if len(file_lines(file[1])) >= LINES]
-    test = long[: min(FILES, len(files) // SHARE)]
-    valid = [file for file in long if file not in test][: min(GATE, len(files) // SHARE // 2)]
-    parts = {"test": test, "valid": valid, "train": [f for f in files if f not in test and f not in valid]}
-    kept.write_text(json.dumps(parts))
-    return parts
+    count = min(FILES, len(files) // SHARE)
+    test, valid = long[:count], long[count : count + min(FILES // 3, len(files) // SHARE // 2)]
+    return test, valid, [file for file in files if file not in test + valid]
 
 
-def runs_of(project: str, file: NamedText) -> list[list[Cursor]]:
-    """The cursors of a file: RUNS times some lines one after another."""
-    name, text = file
+def runs_of(project: str, name: str, text: str, together: int) -> list[list[Cursor]]:
+    """The cursors of a file: RUNS times those of some lines one after another, or of all lines."""
     cuts = [cut for cut in cut_points(name, text, file_lines(text), count=len(text)) if cut.kind == "character"]
-    cuts = sorted(cuts, key=lambda cut: cut.offset)
-    starts = [int((number + 0.5) * len(cuts) / RUNS - TOGETHER / 2) for number in range(RUNS)]
-    parts = [cuts[max(0, start) : start + TOGETHER] for start in starts]
-    return [[Cursor(project, name, text, cut) for cut in part] for part in parts]
+    starts = {max(0, int((number + 0.5) * len(cuts) / RUNS - together / 2)) for number in range(RUNS)}
+    return [[Cursor(project, name, text, cut) for cut in cuts[a : a + together]] for a in sorted(starts)]
 
 
 def make_engine(
-    out: Path, parts: Mapping[str, list[NamedText]], loaded: LoadedModel, comment: str
+    out: Path, valid: Sequence[NamedText], train: Sequence[NamedText], loaded: LoadedModel
 ) -> NearbyEngine:
     """The engine of a project; its index and gate are made once."""
-    texts = [*parts["train"], *parts["valid"]]
+    engine = NearbyEngine(loaded)
     if not (out / "completion" / "gate.json").exists():
-        files = FileTokenizer(loaded.require_tokenizer(), False)
-        engine = CompletionEngine(loaded, index_texts(parts["train"], files))
-        fitted, facts = fit_mixture(engine, parts["valid"], PLACES)
+        engine.index = index_texts(train, engine.files)
+        fitted, facts = fit_mixture(engine, valid, PLACES)
         assert fitted is not None
-        write_index(out, index_texts(texts, files))
+        write_index(out, index_texts([*train, *valid], engine.files))
         write_gate(out, fitted[1], facts)
-        print(out.name, facts, flush=True)
     gate = read_gate(out)
-    engine = NearbyEngine(loaded, read_index(out), gate and gate[0])
-    engine.nearby = Nearby(texts, comment)
+    engine.index, engine.gate, engine.nearby = read_index(out), gate and gate[0], Nearby([*train, *valid])
     return engine
 
 
-def ask(
-    engine: NearbyEngine, cache: PrefixCache, run: Sequence[Cursor], variants: Sequence[str]
-) -> Iterator[dict[str, object]]:
-    """The rows of all variants at the cursors of a run."""
-    cache.reserve(2 * engine.prompt_tokens)
-    asked = [engine.ask(cursor) for cursor in run] if variants else []
-    for variant in variants:
-        engine.variant = variant
-        yield from engine.score(cache, asked)
+def copied(
+    files: Sequence[NamedText], folders: Sequence[str], suffix: str, run: Sequence[Cursor]
+) -> Iterator[Row]:
+    """If lines copied from these files are right, and from dependencies, too."""
+    more = [text for folder in folders for text in source_files(Path(folder), suffix, set())]
+    more = more[: int(np.searchsorted(np.cumsum([len(text) for _, text in more]), MOST))]
+    own = CopyNearest.of_files(files)
+    both = CopyNearest([*own._far, *CopyNearest.of_files(more)._far])
+    for cursor, (variant, copier) in product(run, (("copies", own), ("dependencies", both))):
+        said = copier.complete(cursor.text[: cursor.cut.offset]).text.rstrip()
+        yield *cursor.place, variant, said == cursor.cut.rest, 0.0
 
 
-def key(cursor: Cursor, variant: str) -> dict[str, object]:
-    """The fields that name a row."""
-    return {"project": cursor.project, "file": cursor.file, "offset": cursor.cut.offset, "variant": variant}
-
-
-def copy(completers: Mapping[str, CopyNearest], run: Sequence[Cursor]) -> Iterator[dict[str, object]]:
-    """If the copied line is right at each cursor."""
-    for (variant, completer), cursor in product(completers.items(), run):
-        said = completer.complete(cursor.text[: cursor.cut.offset])
-        yield {**key(cursor, variant), "right": said.text.rstrip() == cursor.cut.rest, "nats": 0.0}
-
-
-def answered(out: Path) -> list[dict[str, object]]:
-    """The rows that were written before."""
-    path = out / "rows.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def copiers(parts: Mapping[str, list[NamedText]], folders: Sequence[str], suffix: str) -> dict[str, CopyNearest]:
-    """Copying from a project, and also from its dependencies."""
-    own = CopyNearest.of_files([*parts["train"], *parts["valid"]])
-    size, texts = 0, list[NamedText]()
-    for text in (text for folder in folders for text in source_files(Path(folder), suffix, set())):
-        size += len(text[1])
-        texts += [text] if size < MOST else []
-    return {"copies": own, "copies+": CopyNearest([*own._far, *CopyNearest.of_files(texts)._far])}
-
-
-def report(rows: Sequence[dict[str, object]], variants: Sequence[str]) -> None:
-    """Print the share of right lines, the paired difference to the first variant, and times, by project."""
-    by_cursor = defaultdict[tuple[object, ...], dict[str, dict[str, object]]](dict)
-    for r in rows:
-        by_cursor[r["project"], r["file"], r["offset"]][str(r["variant"])] = r
-    paired = {key: values for key, values in by_cursor.items() if all(v in values for v in variants)}
-    table = []
-    for project in [*sorted({str(key[0]) for key in paired}), "all"]:
-        part = {key: values for key, values in paired.items() if project in (key[0], "all")}
-        names = [f"{key[0]}/{key[1]}" for key in part]
-        files = [sorted({*names}).index(name) for name in names]
-        first = np.array([values[variants[0]]["right"] for values in part.values()], float)
-        for variant in variants:
-            right = np.array([values[variant]["right"] for values in part.values()], float)
-            nats = [float(str(v[variant]["nats"])) - float(str(v[variants[0]]["nats"])) for v in part.values()]
-            difference = interval(file_means(right - first, files)).percent("+")
-            won = Counter((right - first).tolist())
-            wins = f"{won[1.0]}, {won[-1.0]}"
-            cells = [project, str(len(part)), str(len({*files})), variant, f"{100 * right.mean():.1f}"]
-            table.append(
-                [*cells, f"{100 * (right - first).mean():+.1f}", difference, wins, f"{np.mean(nats):+.2f}"]
-            )
-    columns = ["project", "cursors", "files", "variant", "right %", "minus first", "by file", "won, lost", "nats"]
-    print_table("Right lines, %, and the loss of a line minus the first variant's", columns, table)
+def report(rows: Sequence[Row], variants: Sequence[str]) -> None:
+    """Print right lines, and paired differences to the first variant, by project and over all files."""
+    by_cursor, table = defaultdict[tuple[str, str, int], dict[str, tuple[bool, float]]](dict), []
+    for project, file, offset, variant, *figures in rows:
+        by_cursor[project, file, offset][variant] = figures[0], figures[1]
+    for project in [*sorted({where[0] for where in by_cursor}), "all"]:
+        part = {w: r for w, r in by_cursor.items() if project in (w[0], "all") and {*variants} <= r.keys()}
+        names = sorted({where[:2] for where in part})
+        files = [names.index(where[:2]) for where in part]
+        for variant in variants if part else ():
+            right = np.mean([of[variant][0] for of in part.values()])
+            gain, loss = np.array(
+                [np.subtract(of[variant], of[variants[0]], dtype=float) for of in part.values()]
+            ).T
+            cells = [project, f"{len(part)} in {len(names)}", variant, f"{100 * right:.1f}"]
+            cells += [f"{100 * gain.mean():+.1f}", interval(file_means(gain, files)).percent("+")]
+            table.append([*cells, f"{(gain > 0).sum()}, {(gain < 0).sum()}", f"{loss.mean():+.3f}"])
+    columns = [
+        "project",
+        "cursors, files",
+        "variant",
+        "right %",
+        "minus first",
+        "mean of files",
+        "won, lost",
+        "nats",
+    ]
+    print_table("Right lines, and the loss of a line minus that of the first variant", columns, table)
 
 
 def main(
@@ -312,7 +269,6 @@ def main(
     model: Path = Path(),
     variants: tuple[str, ...] = ("none", "names", "block"),
     dependencies: tuple[str, ...] = (),
-    most: int = FILES,
 ) -> None:
     """Measure.
 
@@ -321,35 +277,36 @@ def main(
         folders: FOLDER:SUFFIX of each project.
         model: The folder of the model.
         variants: The first is what the others are compared with.
-        dependencies: PROJECT=FOLDER of dependencies to copy from; without a model.
-        most: Files of each project.
+        dependencies: Folders of the first project's dependencies to copy from, without a model.
     """
     torch.set_num_threads(1)
-    loaded = None if dependencies else checkpoint.load_with_tokenizer(model)
-    engines, copying, runs, rows = {}, {}, [], answered(out)
-    cache = PrefixCache(loaded.model.to(torch.bfloat16)) if loaded else None
-    for folder, _, suffix in (entry.rpartition(":") for entry in folders):
-        project = Path(folder).name
-        (out / project).mkdir(parents=True, exist_ok=True)
-        parts = split(Path(folder), suffix, out / project / "split.json")
-        if loaded:
-            engines[project] = make_engine(out / project, parts, loaded, "#" if suffix == ".py" else "//")
-        else:
-            wanted = [folder for name, _, folder in (d.partition("=") for d in dependencies) if name == project]
-            copying[project] = copiers(parts, wanted, suffix)
-        runs.append([run for file in parts["test"][:most] for run in runs_of(project, file)])
-        print(project, {part: len(texts) for part, texts in parts.items()}, flush=True)
-    done = {(r["project"], r["file"], r["offset"], r["variant"]) for r in rows}
-    with (out / "rows.jsonl").open("a") as file:
-        for run in (run for turn in zip_longest(*runs) for run in turn if run):
-            left = [v for v in variants if tuple(key(run[0], v).values()) not in done]
-            for r in (
-                ask(engines[run[0].project], cache, run, left) if cache else copy(copying[run[0].project], run)
-            ):
-                file.write(json.dumps(r) + "\n")
-                rows.append(r)
-            file.flush()
-    report(rows, ("copies", "copies+") if dependencies else variants)
+    projects = {
+        Path(folder).name: (Path(folder), suffix) for folder, _, suffix in (f.rpartition(":") for f in folders)
+    }
+    parts = {project: split(*source) for project, source in projects.items()}
+    most = 1 << 30 if dependencies else TOGETHER
+    runs = [[run for file in test for run in runs_of(name, *file, most)] for name, (test, *_) in parts.items()]
+    in_turn = [run for turn in zip_longest(*runs) for run in turn if run]
+    if dependencies:
+        _, valid, train = parts[project := next(iter(parts))]
+        cursors = [cursor for run in in_turn for cursor in run if cursor.project == project]
+        suffix = projects[project][1]
+        report([*copied([*valid, *train], dependencies, suffix, cursors)], ("copies", "dependencies"))
+        return
+    loaded = checkpoint.load_with_tokenizer(model)
+    cache = PrefixCache(loaded.model.to(torch.bfloat16))
+    engines = {project: make_engine(out / project, *files[1:], loaded) for project, files in parts.items()}
+    path = out / "rows.jsonl"
+    rows: list[Row] = [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+    done = {row[:4] for row in rows}
+    for run, variant in product(in_turn, variants):
+        if (*run[0].place, variant) not in done:
+            engine = engines[run[0].project]
+            engine.variant = variant
+            rows += (scored := [*engine.score(cache, run)])
+            with path.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in scored)
+    report(rows, variants)
 
 
 if __name__ == "__main__":
