@@ -479,6 +479,18 @@ def test_repositories_are_scored_once_each_and_go_on_after_a_kill(tmp_path):
     assert result["validated"] > 0 < result["held_out"]
 
 
+def test_definitions_and_the_nearest_block_are_found():
+    nearby = importlib.import_module("nearby")
+    area = "def area_of(width, height):\n    return width * height\n\n\n"
+    other = "class Circle:\n    radius = 1\n" + "\n" * 2 * nearby.BLOCK
+    files = nearby.Nearby([("shapes.py", area), ("circle.py", other)])
+    assert files.names("x = Circle()\ny = area_of(") == ["# circle.py\n" + other[:31], "# shapes.py\n" + area]
+    assert files.names(area + "y = area_of(") == [], "the prompt has it"
+    assert files.names(area + "\n" * nearby.SEEN + "y = area_of(") == [area]
+    assert files.block("width, height = 2, 3")[0].startswith("# shapes.py\ndef area_of")
+    assert files.block("nothing alike") == []
+
+
 @pytest.mark.slow
 def test_completion_is_trained_and_scored_on_a_corpus_and_timed(tmp_path):
     out, corpus = tmp_path / "out", tmp_path / "corpus"
