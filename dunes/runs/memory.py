@@ -59,7 +59,7 @@ TRAINING = TrainSetup()
 def train_allocations(
     build: Build, shape: Shape, estimated: bool = True, setup: TrainSetup = TRAINING, number: int | None = None
 ) -> Allocations:
-    """Allocations of a training step, with the optimizer's state of an earlier one.
+    """Allocations of the second training step; the first step creates the optimizer state.
 
     If `estimated` is true, fake tensors give the same result in a fraction of a second without using memory. They
     also give the allocations of the first of `number` ranks, by default of this run's; `shape` has a rank's rows.
@@ -71,10 +71,7 @@ def train_allocations(
         ranks.shard(model, model.layers)
         trainer = Trainer(model, setup.optimizer(model), setup.loss, dtype=shape.dtype)
         batch = setup.batch(shape)
-        for p in trainer.parameters():  # an update creates the optimizer's state
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
-        trainer.update()
-        trainer.clear_gradients()
+        _step(trainer, batch)
         with measure.allocations(model) as log:
             _step(trainer, batch)
     return log
