@@ -254,6 +254,10 @@ def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
     fit, small = "fitting the completion gate", {"batch": 1, "context_length": 16}
     assert estimate_memory(replace(config, **small, complete=True, minutes=9))[fit] > 1e8 > parts.get(fit, 0)
     assert fit not in estimate_memory(replace(config, **small, complete=False))
+    complete = replace(config, **small, complete=True)
+    few, many, most = (sum(estimate_memory(complete, text=size).values()) for size in (10**6, 10**7, 10**9))
+    assert 5e8 < many - few < 8e8
+    assert most < 1.5 * many, "the index has a limit"
 
 
 @pytest.mark.long

@@ -476,7 +476,10 @@ def test_a_run_on_code_completes_and_records_what_it_read(code, tmp_path):
     assert evaluation_tokens(loaded, [str(code)])[1] == 40
     assert calibration_ids(loaded).max() < loaded.tokenizer.vocab
     marks = sentinels(loaded.tokenizer)
-    for text in (sample_text(loaded), CompletionEngine(loaded).complete("def task_3_4(val").text):
+    sample = sample_text(loaded)
+    assert sample.startswith(short := sample_text(loaded, seconds=0.0))
+    assert len(short) < len(sample), "no token is begun after the time"
+    for text in (sample, CompletionEngine(loaded).complete("def task_3_4(val").text):
         assert "<|" not in text
     assert not {piece.token.id for piece in TextGenerator(loaded).stream("", 60)} & {*marks[:3]}
 

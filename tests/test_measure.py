@@ -344,7 +344,21 @@ def test_pages_of_a_mapped_file_leave_the_memory_and_come_back(tmp_path):
     tensor = MappedFile(path).tensor(0, (size,), torch.uint8)
     tensor[5000] = 7
     before = [tensor[::4096].clone(), measure.resident_memory()]
-    measure.page_out([(tensor.data_ptr() + 3, size - 3), (tensor.data_ptr(), 0), (tensor.data_ptr(), 5)])
+    machine.page_out([(tensor.data_ptr() + 3, size - 3), (tensor.data_ptr(), 0), (tensor.data_ptr(), 5)])
     assert measure.resident_memory() < before[1] - size // 2
     assert tensor[5000] == 7
     assert torch.equal(tensor[::4096], before[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise")
+def test_weights_that_a_cast_replaces_leave_the_memory_and_others_stay(tmp_path):
+    path, size = tmp_path / "file", 1 << 26
+    path.write_bytes(bytes(2 * size))
+    file = MappedFile(path)
+    tensors = [file.tensor(n * size, (size // 4,), torch.float32) for n in range(2)]
+    model = torch.nn.ParameterList(torch.nn.Parameter(tensor) for tensor in tensors)
+    total, before = sum(float(p.detach().sum()) for p in model), measure.resident_memory()
+    with measure.replaced_paged_out(model):
+        model[0].data = model[0].data[:1024].bfloat16()
+    assert total == 0
+    assert size // 2 < before - measure.resident_memory() < 3 * size // 2

@@ -40,9 +40,9 @@ from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.loop import early_end, overfitting_note, rising_loss_warning
-from dunes.runs.run import read_metrics
+from dunes.runs.run import check_tokens, read_metrics
 from dunes.runs.tensorboard import scalars
-from dunes.runs.train import train
+from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
@@ -952,3 +952,31 @@ def test_more_experts_for_a_token_than_there_are_is_refused():
             TrainConfig(sources=("x",), **options)
     for options in ({"experts": -1}, {"shared_experts": -1}, {"balancing": "luck"}):
         refuses(r"it must be", TrainConfig, sources=("x",), **options)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "rate", "tokens"),
+    [(3, 1e6, 16_384), (2, 270.0, 2_916), (0.1, 270.0, 2_048), (2, None, 16_384), (600, 1.0, 3_240)],
+)
+def test_a_slow_model_is_validated_on_few_tokens_for_a_small_part_of_the_time(minutes, rate, tokens):
+    config = TrainConfig(minutes=minutes, rate=rate)
+    assert check_tokens(config) == pytest.approx(tokens, abs=1)
+    assert check_tokens(replace(config, steps=3)) == 16_384, "fixed steps score the same on every machine"
+
+
+def test_the_last_validation_is_not_repeated_if_it_scored_as_much(code, tmp_path, monkeypatch):
+    limits = []
+    score = TrainTask.score
+
+    def counted(self, limit=None):
+        limits.append(limit)
+        return score(self, limit)
+
+    monkeypatch.setattr(TrainTask, "score", counted)
+    training_output(toy(code, steps=12), tmp_path / "run")
+    assert limits == [16_384, 16_384], "after step 10 and after the last; the text has fewer tokens"
+    card = json.loads((tmp_path / "run" / "dunes.json").read_text())
+    best = min(
+        r["validation_loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "validation_loss" in r
+    )
+    assert card["measured"]["loss"] == best

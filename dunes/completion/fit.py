@@ -47,14 +47,16 @@ PLACES = (25.0, 500, 20_000)
 """Number of positions on which the gate is fitted: per second of the run, minimum and maximum."""
 CURSORS = (1.0, 64, 1_000)
 """Number of cursors at which model and copying are compared: per second of the run, minimum and maximum."""
-SECONDS = 1.6e-3, 1e-2
+SECONDS = 1.2e-3, 1.5e-2
 """Seconds per place of the gate and per cursor in a new line, with one thread, besides the model's TOKENS."""
+FIT_SECONDS = 1.5e-3
+"""Seconds per place for fitting the gate on them."""
 TOKENS = 10, 250
 """Tokens of validation that take as long as the model does at a place and at a cursor."""
 SHARES = 0.09, 0.06
 """Maximum fractions of the run for places and cursors; a slow model has fewer of both."""
 FITTED = 0.2
-"""Part of the time for places that is kept for fitting the gate on them."""
+"""Minimum part of the time for places that is kept for fitting the gate on them."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
@@ -110,7 +112,7 @@ def begin_completion(run: Path, files: CompletionFiles, architecture: Architectu
 @dataclass(frozen=True)
 class FitSize:
     """Numbers of places and cursors to fit on. `limits` are the seconds after which no more of each are begun,
-    `seconds` those that they take by estimate."""
+    `seconds` those that they take by estimate, with the fit of the gate."""
 
     places: int
     cursors: int
@@ -124,10 +126,16 @@ class FitSize:
         Without `per_token`, there is no limit, so that the size alone decides what is fitted on.
         """
         places, cursors = (int(min(most, max(least, rate * seconds))) for rate, least, most in (PLACES, CURSORS))
-        limits = tuple(share * seconds if per_token else math.inf for share in SHARES)
-        costs = (fixed + tokens * per_token for fixed, tokens in zip(SECONDS, TOKENS, strict=True))
-        estimates = (number * cost for number, cost in zip((places, cursors), costs, strict=True))
-        return cls(places, cursors, limits, tuple(map(min, estimates, limits)))
+        most = tuple(share * seconds if per_token else math.inf for share in SHARES)
+        place, cursor = (fixed + tokens * per_token for fixed, tokens in zip(SECONDS, TOKENS, strict=True))
+        estimates = places * (place + FIT_SECONDS), cursors * cursor
+        collecting = min(1 - FITTED, place / (place + FIT_SECONDS))
+        return cls(places, cursors, (collecting * most[0], most[1]), tuple(map(min, estimates, most)))
+
+    @property
+    def comparing(self) -> float:
+        """Estimated seconds that `compare_adapter` takes, which asks two models."""
+        return min(2 * self.seconds[1], self.limits[1])
 
 
 def finish_completion(
@@ -309,7 +317,6 @@ def fit_mixture(
     """
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized
-    seconds *= 1 - FITTED
     with part(0.0, 0.5):
         places = places_of(engine.loaded, seen, engine.sources, most * 2 // 3, seconds * 2 / 3)
     with part(0.5, 0.75):

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
+from math import inf
+from time import monotonic
 from typing import Any
 
 from dunes.checkpoint import LoadedModel
@@ -167,9 +170,11 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-def sample_text(loaded: LoadedModel, seed: int = 0, max_tokens: int = 120) -> str:
-    """A sample generated without a prompt."""
-    return TextGenerator(loaded).text("", max_tokens, sampler(0.8, top_k=50, seed=seed)).strip("\n")
+def sample_text(loaded: LoadedModel, seed: int = 0, max_tokens: int = 120, seconds: float = inf) -> str:
+    """A sample generated without a prompt; after `seconds`, no further token is generated."""
+    end = monotonic() + seconds
+    pieces = TextGenerator(loaded).stream("", max_tokens, sampler(0.8, top_k=50, seed=seed))
+    return "".join(piece.text for piece in takewhile(lambda piece: monotonic() < end, pieces)).strip("\n")
 
 
 def describe_generation(

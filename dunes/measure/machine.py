@@ -7,6 +7,7 @@ by the processor time of threads, which other programs hardly change.
 
 import ctypes
 import functools
+import gc
 import hashlib
 import math
 import os
@@ -17,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter, thread_time
@@ -25,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from dunes.files.atomic import cache_home, write_file
 
@@ -144,6 +146,7 @@ def keep_freed_memory() -> None:
 
 def return_freed_memory() -> None:
     """Return freed memory to the system, also pages between blocks in use; the next step allocates them again."""
+    gc.collect()  # completion engines are cycles, with a model each
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -161,6 +164,15 @@ def page_out(ranges: Iterable[tuple[int, int]]) -> None:
             for address, size in ranges:
                 start, stop = -(-address // page) * page, (address + size) // page * page
                 madvise(ctypes.c_void_p(start), ctypes.c_size_t(max(0, stop - start)), pageout)
+
+
+@contextmanager
+def replaced_paged_out(model: nn.Module) -> Iterator[None]:
+    """Page out the weights of a model that the `with` block casts, quantizes or otherwise replaces."""
+    stored = {p.data_ptr(): p.nbytes for p in model.parameters() if p.device.type == "cpu"}
+    yield
+    used = {p.data_ptr() for p in model.parameters()}
+    page_out((address, size) for address, size in stored.items() if address not in used)
 
 
 def flush_denormals() -> None:

@@ -23,6 +23,7 @@ from dunes.checkpoint import Architecture
 from dunes.checkpoint.architecture import import_build
 from dunes.completion.copy_gate import PLACE_BYTES
 from dunes.completion.fit import FitSize
+from dunes.completion.index import MOST as INDEXED
 from dunes.flags import Dtype
 from dunes.measure import ranks
 from dunes.models import FAMILIES, of_parts
@@ -56,6 +57,12 @@ EPOCH_DECAY = 5.0
 
 ARITHMETIC, PASSES = 0.79, 24.1
 """Factors of FLOPs and of activation bytes in the formula for a step's time, fitted to timings of 16 models."""
+
+INDEX, INDEXING = 18, 60
+"""Bytes of memory per byte of indexed text: of the index, and beside it while the text is indexed again."""
+
+MOST_LEFT = 0.4e9
+"""Memory that stays lost to the heap after the gate of an adapter's base was fitted, before the first step."""
 
 WHY = "; a larger model would be undertrained, a smaller one has less capacity"
 
@@ -154,7 +161,7 @@ def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple
     if full.weight_decay is None and repeated and not resumed:
         full = replace(full, weight_decay=WEIGHT_DECAY)
     full = replace(full, rate=estimate(full, size, machine).rate)
-    return full, describe_choice(full, machine, expected, why="" if config.size or config.steps else WHY)
+    return full, describe_choice(full, machine, expected, size, "" if config.size or config.steps else WHY)
 
 
 @dataclass(frozen=True)
@@ -380,18 +387,22 @@ def memory_advice(config: TrainConfig, build: Build | None = None, **trained: An
     return f"{describe_memory(estimate_memory(config, build, **trained))}; reduce {options} to need less"
 
 
-def estimate_memory(config: TrainConfig, build: Build | None = None, **trained: Any) -> dict[str, float]:
+def estimate_memory(
+    config: TrainConfig, build: Build | None = None, text: int = 0, **trained: Any
+) -> dict[str, float]:
     """Bytes that each process of a run needs, by purpose, estimated on fake tensors.
 
-    The completion gate counts by what fitting it needs beyond a step. `build` builds the model of --from;
-    `trained` are the arguments `setup` and `trainable` of `process_memory`.
+    The completion gate and its index, of `text` bytes, count by what they need beyond a step. `build` builds the
+    model of --from; `trained` are the arguments `setup` and `trainable` of `process_memory`.
     """
     shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
     parts = process_memory(build or architecture_for(config, vocabulary(config)).build, shape, **trained)
     if config.complete:  # on the saved model, which is loaded again, after the last step
         steps = sum(parts.get(purpose, 0) for purpose in ("gradients", "activations", "temporaries"))
-        fit = parts.get("parameters", 0) + 2 * FitSize.of(config.seconds).places * PLACE_BYTES
-        parts["fitting the completion gate"] = max(0.0, fit - steps)
+        weights, indexed = parts.get("parameters", 0), min(text, INDEXED)
+        fit = weights + max(2 * FitSize.of(config.seconds).places * PLACE_BYTES, INDEXING * indexed)
+        parts["index of the text"] = INDEX * indexed
+        parts["fitting the completion gate"] = max(0.0, fit - steps, min(weights, MOST_LEFT) * config.adapts)
     return parts
 
 
@@ -410,8 +421,8 @@ def format_parameters(total: int, active: int) -> str:
     return f"{format_count(total)} parameters{suffix}"
 
 
-def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, why: str) -> list[str]:
-    """Lines that report the chosen options; `why` is the reason for the size if it was chosen automatically."""
+def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, size: int, why: str) -> list[str]:
+    """Lines that report the options chosen for `size` bytes of text; `why` is the reason for a size that was."""
     steps = round(expected.tokens / (config.batch * config.context_length))
     return [
         describe_machine(machine),
@@ -419,5 +430,5 @@ def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, w
         f"batch size {config.batch}, context length {config.context_length}",
         f"at about {format_count(expected.rate)} tokens/s, trains on {format_count(expected.tokens)} tokens "
         f"({plural(steps, 'step')}, {expected.epochs:.1f} epochs){why}; estimated: {expected.bits:.2f} bits/byte",
-        memory_advice(config),
+        memory_advice(config, text=size),
     ]

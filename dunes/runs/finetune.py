@@ -266,17 +266,15 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     before = _baseline(task, folder / BASELINE, display)
     place = checkpoint.locate_model(config.model).folder
     base = {} if config.spec.adapter is None else checkpoint.base_identity(model, place)
-    stored = [(p.data_ptr(), p.nbytes) for p in model.parameters() if p.device.type == "cpu"]
-    changes = apply_method(model, resolve_targets(config, data.base))
-    # Without a change, all weights train in float32; with several, the base was quantized before the adapter.
-    if len(changes) != 1:
-        base |= checkpoint.base_identity(model)
-    if not changes:
-        base["sha256"] = base["digests"]["float32"]  # several ranks cast later
-    task = replace(task, before=before, base=base, changes=changes)
-    cast_frozen_weights(model, config)
-    used = {p.data_ptr() for p in model.parameters()}
-    measure.page_out(weight for weight in stored if weight[0] not in used)
+    with measure.replaced_paged_out(model):
+        changes = apply_method(model, resolve_targets(config, data.base))
+        # Without a change, all weights train in float32; with several, the base was quantized before the adapter.
+        if len(changes) != 1:
+            base |= checkpoint.base_identity(model)
+        if not changes:
+            base["sha256"] = base["digests"]["float32"]  # several ranks cast later
+        task = replace(task, before=before, base=base, changes=changes)
+        cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
     update = optimizer(config, model)  # before a forward pass, which leaves weights of several ranks gathered

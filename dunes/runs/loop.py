@@ -32,7 +32,6 @@ from dunes.runs.config import RunConfig, RunOptions, T
 from dunes.runs.memory import measure_step
 from dunes.runs.picture import load_picture, loss_picture, smooth, with_violation
 from dunes.runs.run import (
-    CHECK_TOKENS,
     FALL,
     METRICS,
     FolderInUse,
@@ -40,6 +39,7 @@ from dunes.runs.run import (
     Timings,
     append_metrics,
     check_shared,
+    check_tokens,
     load_trainable_state,
     read_config,
     read_metrics,
@@ -126,7 +126,7 @@ def report_step(
     per_token = 0.0
     if cost := measure_step(trainer, batch):
         per_token = cost.gradients / 3 / cost.tokens  # a backward pass takes twice as long as the forward pass
-        outside = OVERHEAD_SECONDS + 2 * CHECK_TOKENS * per_token + fit(per_token)
+        outside = OVERHEAD_SECONDS + 2 * check_tokens(config) * per_token + fit(per_token)
         steps = config.steps or max(1, round((config.seconds - outside) / cost.seconds))
         rate, total = format_count(cost.tokens / cost.seconds), format_seconds(steps * cost.seconds + outside)
         disk, seconds = format_bytes((KEEP_STATES + 1) * cost.state), format_seconds(cost.seconds)
@@ -159,6 +159,7 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
             with shown_by(display.state):
                 for line in run.task.begin(run):
                     display.detail(line)
+            measure.return_freed_memory()
             run.elapsed += timings.elapsed
             status = _train(run, saver, display, board)
         if options.profile:
@@ -355,11 +356,11 @@ def train_loop(run: Run, request: StopRequest, saver: Saver, display: Display, b
         run.timings.add("steps" if run.warm else "first step", step.seconds - (data - waited))
         run.warm, waited = True, data
         if clock is not None:
-            clock.seconds = config.seconds - min(closing, (config.seconds - run.begin) / 4)
+            clock.seconds = config.seconds - min(closing, (config.seconds - run.begin) / 2)
             clock.update(step.number, run.elapsed)
         over, score = run.schedule.is_over(step.number), None
         with run.timings("validation"), non_fatal("validation"):
-            score = run.check(CHECK_TOKENS) if over or _check_due(step.number) else None
+            score = run.check(check_tokens(run.config)) if over or _check_due(step.number) else None
         if score and warned != run.best_step and (warning := rising_loss_warning(run)):
             warned = run.best_step
             display.line(warning)
@@ -471,7 +472,7 @@ def _complete_validation(run: Run) -> None:
         if r["step"] == number and "validation_loss" in r
     ]
     if run.last is None or run.last.loss not in losses:
-        score = run.check(CHECK_TOKENS)
+        score = run.check(check_tokens(run.config))
         if not losses:
             append_metrics(run.folder, {"step": number} | score.record)
 
@@ -558,9 +559,8 @@ def _finish(run: Run, request: StopRequest, saver: Saver, display: Display, boar
             drawn = load_picture(records, run.folder / LOAD_PICTURE)
     late = " before the signal" if request.signal else ""
     outcome = "stopped" if number else f"done{late}"
-    display.line(
-        f"\n{outcome} after {plural(step, 'step')}, {format_seconds(run.elapsed)}: validation loss {score.text}"
-    )
+    took = format_seconds(monotonic() - run.start_time)
+    display.line(f"\n{outcome} after {plural(step, 'step')}, {took}: validation loss {score.text}")
     if note := overfitting_note(run):
         display.line(note)
     folder = shlex.quote(str(run.folder))
@@ -581,7 +581,8 @@ def _close(run: Run, interrupted: bool, display: Display, board: TensorBoard) ->
     with run.timings("final validation"), phase("final validation", end=validated):
         if run.best_weights:
             load_trainable_state(run.model, run.best_weights)
-        score = run.best if interrupted and run.best else run.task.score(1 if interrupted else run.final_tokens)
+        known = run.best if interrupted or run.has_final_score else None
+        score = known or run.task.score(1 if interrupted else run.final_tokens)
         saved_step = run.best_step if run.best_weights else step
     with run.timings("samples"), board.non_fatal("sampling"):
         if run.warm and not interrupted:

@@ -49,11 +49,10 @@ STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_b
 """Attributes of `Run` that are stored unchanged in its state."""
 SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
-CHECK_TOKENS = 16_384
-"""Approximate number of validation tokens to score during a run."""
-FINAL_TOKENS, FINAL_SHARE = 262_144, 0.1
-"""Maximum number of validation tokens to score at the end of a run, and maximum part of a time limit for it, but
-at least CHECK_TOKENS are scored."""
+CHECK_TOKENS, FINAL_TOKENS, FEWEST_TOKENS = 16_384, 262_144, 2_048
+"""Maximum numbers of validation tokens to score during a run, and at its end, and the minimum of both."""
+CHECK_SHARE, FINAL_SHARE, SAMPLE_SHARE = 0.03, 0.06, 0.03
+"""Maximum parts of a time limit for a validation during the run, the validation at its end, and a sample."""
 CLOSING = 3.0
 """Seconds at the end of a run to save the model and plot, in addition to the task's `closing_seconds`."""
 WARMUP = 20
@@ -214,21 +213,27 @@ class Run:
     @property
     def closing_seconds(self) -> float:
         """Estimated seconds from the last step to the end: its validation, a save, a sample, and the close."""
-        check = self.seconds_per_token * min(CHECK_TOKENS, self.task.tokens)
+        check = self.seconds_per_token * min(check_tokens(self.config), self.task.tokens)
         close = self.task.closing_seconds(self.seconds_per_token) + self.final_seconds
-        return CLOSING + check + self.save_seconds + self.sample_seconds + close
+        sample = self.sample_seconds or min(CLOSING, SAMPLE_SHARE * self.config.seconds)
+        return CLOSING + check + self.save_seconds + sample + close
 
     @property
     def final_tokens(self) -> int:
         """Number of validation tokens to score at the end."""
         timed = self.seconds_per_token and not self.config.steps
         affordable = int(FINAL_SHARE * self.config.seconds / self.seconds_per_token) if timed else FINAL_TOKENS
-        return min(FINAL_TOKENS, max(CHECK_TOKENS, affordable))
+        return min(FINAL_TOKENS, affordable) if affordable > CHECK_TOKENS else check_tokens(self.config)
 
     @property
     def final_seconds(self) -> float:
         """Estimated seconds of the final validation, if it is as fast as the last one was."""
-        return self.seconds_per_token * min(self.final_tokens, self.task.tokens)
+        return 0.0 if self.has_final_score else self.seconds_per_token * min(self.final_tokens, self.task.tokens)
+
+    @property
+    def has_final_score(self) -> bool:
+        """True if validations during the run score as many tokens as the final one would."""
+        return self.best is not None and min(self.final_tokens, self.task.tokens) <= check_tokens(self.config)
 
     def check(self, limit: int) -> Score:
         """Validate the model on about `limit` tokens, and copy its weights if they are the best so far."""
@@ -241,6 +246,16 @@ class Run:
             self.best, self.best_step, self.checks_since_best = score, self.trainer.number, 0
             self.best_weights = {k: v.detach().cpu().clone() for k, v in trainable_state(self.model).items()}
         return score
+
+
+def check_tokens(config: RunConfig) -> int:
+    """Approximate number of validation tokens to score during a run, the same in all of its validations.
+
+    It follows from the estimated rate: a token is validated in a third of the time that training on it takes.
+    """
+    if config.steps or not config.rate:
+        return CHECK_TOKENS
+    return min(CHECK_TOKENS, max(FEWEST_TOKENS, int(CHECK_SHARE * config.seconds * 3 * config.rate)))
 
 
 def trainable_state(model: nn.Module) -> dict[str, Tensor]:

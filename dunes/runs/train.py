@@ -1,5 +1,6 @@
 """Train a model on text, from scratch or from an existing model."""
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -52,10 +53,12 @@ from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_
 from dunes.runs.loop import begin_run, execute_run, report_step
 from dunes.runs.memory import TrainSetup, build_with_dtype
 from dunes.runs.run import (
+    SAMPLE_SHARE,
     Run,
     Timings,
     append_metrics,
     card_facts,
+    check_tokens,
     new_run,
     run_lock,
     selects,
@@ -82,8 +85,6 @@ LR = 0.006
 ADAMW_FROM = 30_000_000
 """Number of trained parameters from which on AdamW is the default with --from: better with published weights of
 135M, worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
-BASE_TOKENS = 16_384
-"""Number of validation tokens to score before the first step."""
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
@@ -147,10 +148,11 @@ def _choose_options(
     config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display, resumed: bool
 ) -> TrainConfig:
     """The config with all unset options chosen; also displays the reasons."""
+    size = sum(d.size for d in corpus.train)
     if base is not None:
-        chosen, reasons = _choose_with_base(config, base, resumed)
+        chosen, reasons = _choose_with_base(config, base, size, resumed)
     else:
-        chosen, reasons = autosize.autosize_run(config, sum(d.size for d in corpus.train), resumed)
+        chosen, reasons = autosize.autosize_run(config, size, resumed)
     for line in reasons:
         display.detail(line)
     if base is None and config.size and not resumed and (warning := autosize.size_warning(chosen)):
@@ -183,7 +185,9 @@ def load_base(config: TrainConfig) -> LoadedModel:
     return base
 
 
-def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> tuple[TrainConfig, list[str]]:
+def _choose_with_base(
+    config: TrainConfig, base: LoadedModel, size: int, resumed: bool
+) -> tuple[TrainConfig, list[str]]:
     """The config for --from with all unset options chosen, and lines with the reasons.
 
     A complete config of a resumed run is returned unchanged.
@@ -204,7 +208,7 @@ def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> 
         config, machine = autosize.with_machine(replace(config, lr=lr), context_length)
         config = replace(config, rate=1 / autosize.seconds_per_token(model, config, machine))
         reasons = [autosize.describe_machine(machine)]
-    return config, [*reasons, memory_with_base(config, base)]
+    return config, [*reasons, memory_with_base(config, base, size)]
 
 
 def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
@@ -215,13 +219,14 @@ def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
     return model
 
 
-def memory_with_base(config: TrainConfig, base: LoadedModel) -> str:
-    """A sentence with the estimated memory of a run with --from, and the options that reduce it."""
+def memory_with_base(config: TrainConfig, base: LoadedModel, text: int = 0) -> str:
+    """A sentence with the estimated memory of a run with --from, and the options that reduce it; `text` as in
+    `estimate_memory`."""
     build = partial(outline_with_base, config, base)
     with torch.device("meta"):
         trained = sum(t.nbytes for t in trainable_state(build()).values())
     setup = TrainSetup(partial(build_optimizer, config=config))
-    return autosize.memory_advice(config, build, setup=setup, trainable=trained)
+    return autosize.memory_advice(config, build, setup=setup, trainable=trained, text=text)
 
 
 def choose_trainable(config: TrainConfig, base: LoadedModel) -> tuple[TrainConfig, list[str]]:
@@ -264,7 +269,8 @@ def make_trainable(
     (make_change if fill else repeat_structure)(model, change)
     set_trainable(model, change.new)
     if config.dtype:  # chosen
-        cast_frozen(model, autosize.autocast_dtype(config))
+        with measure.replaced_paged_out(model) if fill else nullcontext():
+            cast_frozen(model, autosize.autocast_dtype(config))
     return (change,)
 
 
@@ -311,7 +317,7 @@ def score_base(run: Run) -> str:
 
     Returns a line for the user.
     """
-    score = run.check(BASE_TOKENS)
+    score = run.check(check_tokens(run.config))
     append_metrics(run.folder, {"step": 0, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
     values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
     return f"validation loss before training: {values}"
@@ -392,8 +398,8 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
 
 def fit_seconds(config: TrainConfig, seconds_per_token: float) -> float:
     """Estimated seconds of all fits of a run; an adapter is compared with its base, whose gate is fitted."""
-    seconds = fit_size(config, seconds_per_token).seconds
-    return sum(seconds) + (2 * seconds[1] if config.adapts else 0.0)
+    size = fit_size(config, seconds_per_token)
+    return sum(size.seconds) + (size.comparing if config.adapts else 0.0)
 
 
 @dataclass(frozen=True)
@@ -424,7 +430,7 @@ class TrainTask:
         if self.completion is None:
             return 0.0
         size = fit_size(self.config, seconds_per_token)
-        return 2 * size.seconds[1] if self.config.adapts else closing_seconds(self.completion, size)
+        return size.comparing if self.config.adapts else closing_seconds(self.completion, size)
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
@@ -449,9 +455,10 @@ class TrainTask:
         return evaluate(self._windowed, self.text.valid, autosize.autocast_dtype(self.config), limit)
 
     def sample(self) -> str:
-        dtype = autosize.autocast_dtype(self.config)  # frozen weights beside an adapter have it
-        with torch.autocast(measure.device().type, dtype, self.config.adapts and dtype != torch.float32):
-            return sample_text(self._windowed, self.config.seed)
+        config, dtype = self.config, autosize.autocast_dtype(self.config)  # weights beside an adapter have it
+        seconds = math.inf if config.steps or ranks.count() > 1 else SAMPLE_SHARE * config.seconds
+        with torch.autocast(measure.device().type, dtype, config.adapts and dtype != torch.float32):
+            return sample_text(self._windowed, config.seed, seconds=seconds)
 
     def memory_advice(self) -> str:
         return (
