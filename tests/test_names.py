@@ -194,8 +194,9 @@ COPIED = [
 
 @pytest.mark.parametrize(("above", "typed", "suggested", "text"), COPIED)
 def test_a_copied_line_gets_the_names_of_the_lines_above_the_cursor(above, typed, suggested, text):
-    assert best_at(f"{above}\nfunction f(x) {{\n{typed}", suggested).text == text
-    assert best_at(typed, suggested, sources=["x\0" + above + "\0y"]).text == text, "from an indexed file"
+    near = best_at(f"{above}\nfunction f(x) {{\n{typed}", suggested)
+    assert near == best_at(typed, suggested, sources=["x\0" + above + "\0y"]), "from an indexed file"
+    assert near == (Suggestion(text, *RENAMED) if text != suggested else Suggestion(text, 0.1, 0.05))
 
 
 LOCKED = "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\nfunction f(x) {\n\tp.mutex.Lock()\n\tdefer "
@@ -208,6 +209,61 @@ def test_a_copied_line_with_other_names_keeps_the_lines_behind_it():
 def test_a_line_that_repeats_the_next_one_is_not_suggested_after_its_names_changed():
     assert best_at(LOCKED, "c.guard.Unlock()", after="\n\tdefer p.mutex.Unlock()\n").text == ""
     assert best_at(LOCKED, "c.guard.Unlock()", after="()\n").text == "p.mutex.Unlock"
+
+
+HEADERS = [
+    (
+        "static int put(struct buffer *buffer, size_t length)\n{\n",
+        "struct buffer *buffer, size_t length)",
+        "buffer, length)",
+    ),
+    (
+        "func put(buffer io.Writer, length []int) error {\n",
+        "buffer io.Writer, length []int) error {",
+        "buffer, length)",
+    ),
+    (
+        "def put(buffer: Buffer, length: int = 3) -> int:\n",
+        "buffer: Buffer, length: int = 3) -> int:",
+        "buffer, length)",
+    ),
+    (
+        "fn put(buffer: Buffer, mut length: f32) -> f32 {\n",
+        "buffer: Buffer, mut length: f32) -> f32 {",
+        "buffer, length)",
+    ),
+    (
+        "export function put(buffer: B, length?: number): B {\n",
+        "buffer: B, length?: number): B {",
+        "buffer, length)",
+    ),
+    (
+        "pub fn put(buffer: []const u8, length: u8) u8 {\n",
+        "buffer: []const u8, length: u8) u8 {",
+        "buffer, length)",
+    ),
+    ("def put(buffer: Buffer, other: int):\n", "buffer: Buffer, other: int):", "buffer, "),
+    ("def put(other: Buffer, length: int):\n", "other: Buffer, length: int):", ""),
+    ("def put(other, length: int):\n", "1, length: int):", "1, length)"),
+    ("def put(buffer, length=3):\n", "buffer, length=3)", "buffer, length=3)"),
+    ("def put(name: str):\n", "name: other)", "name: other)"),
+    (
+        "put(buffer: Buffer, length: int)\n",
+        "buffer: Buffer, length: int)",
+        "buffer: Buffer, length: int)",
+    ),  # no definition
+]
+
+
+@pytest.mark.parametrize(("header", "suggested", "text"), HEADERS)
+def test_a_call_does_not_go_on_with_the_header_of_the_definition(header, suggested, text):
+    before = f"{header}\n\nfunction f(buffer, length) {{\n    return put("
+    assert best_at(before, suggested).text == text
+    assert best_at(before.removeprefix(header), suggested, opened=["", header]).text == text
+    assert best_at(before, f"max(put({suggested}", after=")").text.startswith(f"max(put({text}"), "inside a call"
+    assert best_at(f"{header}\nclass A:\n    def put(", suggested).text == suggested, "another definition"
+        "another definition"
+    )
 
 
 AGAIN = [

@@ -171,9 +171,9 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
             found = next(filter(None, starmap(_renaming, [*pairs, *heads])), {})
             names = {name: found[name] for name in {*tokens} & {*found} - place.scope}
             is_alike = [found.get(a, a) for a in copied] == [found.get(a, a) for a in tokens]
-            if names and is_alike and not {*tokens} & {*names.values()}:
-                if rest := _rest(place.typed, place.typed + best.text, names):
-                    return replace(best, text=rest, word=RENAMED[0], line=RENAMED[1])
+            rest = _rest(place.typed, place.typed + best.text, names) if is_alike else ""
+            if rest and not {*tokens} & {*names.values()}:
+                return replace(best, text=rest, word=RENAMED[0], line=RENAMED[1])
     return None
 
 
