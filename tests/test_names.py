@@ -262,8 +262,6 @@ def test_a_call_does_not_go_on_with_the_header_of_the_definition(header, suggest
     assert best_at(before.removeprefix(header), suggested, opened=["", header]).text == text
     assert best_at(before, f"max(put({suggested}", after=")").text.startswith(f"max(put({text}"), "inside a call"
     assert best_at(f"{header}\nclass A:\n    def put(", suggested).text == suggested, "another definition"
-        "another definition"
-    )
 
 
 AGAIN = [
