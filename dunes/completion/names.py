@@ -35,8 +35,9 @@ ALIKE = 6
 """Number of lines above the cursor and above a copied line that are compared."""
 LINE = 400
 """Maximum characters of a line."""
+_SEPARATOR = re.compile(r"\s*,\s*")
 _TOKEN = re.compile(r"\w+|[^\w\s]")
-_SPACED = re.compile(r"\w+|[^\w\s]|\s+")
+_SPACED = re.compile(rf"{_TOKEN.pattern}|\s+")
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|_+|.", re.DOTALL)
 _CASES = (str, str.lower, str.upper, lambda w: w[:1].upper() + w[1:], lambda w: w[:1].lower() + w[1:])
 _COMMENT = re.compile(r"\s*(?:\*|--|//|#(?!\s*define))|.*\s(?://|# )")
@@ -45,6 +46,7 @@ _STATEMENT = re.compile(
     r"|if|while|for|switch|match|with|try|catch|elif|do|assert|echo|print|select|goto|break|continue)\b"
 )
 _TYPED = re.compile(r"[\w.<>\[\]]+\??[ :]")
+"""The beginning of a parameter with its type."""
 _DEFINED = re.compile(
     r"(?:(?:export|pub(?:\(\w+\))?|public|private|protected|static|async|default|abstract|final|override)\s+)*"
     r"(?:(?:func(?:\s*\([^)]*\))?|fn|def|function|class|struct|enum|interface|trait|type|const|let|var|val)\s+"
@@ -115,11 +117,13 @@ class Place:
         texts = self.before[: -len(part)], self.after, *self.opened
         return dict.fromkeys(name for text in texts for name in _names(text, part))
 
-    def headers(self, name: str) -> Iterator[re.Match[str]]:
-        """Matches with the line up to this name and the parameters behind it, of definitions in all texts."""
+    def headers(self, name: str) -> Iterator[tuple[str, list[str]]]:
+        """The lines up to the name that they define, and their parameters, in all texts."""
         for text in (self.before, self.after, *self.opened):
-            found = re.finditer(rf"(?m)^\s*(.*\b{name})\(([^()]*)\)", text)
-            yield from (header for header in found if _defined(header[0]).endswith(name))
+            for found in re.finditer(rf"{name}\(([^()]*)\)", text):
+                defined = _defined(text[text.rfind("\n", 0, found.start()) + 1 : found.end()])
+                if re.search(rf"\b{name}$", defined):
+                    yield defined, _SEPARATOR.split(found[1])
 
     def block(self) -> Iterator[str]:
         """The other lines of the cursor's block with the indentation of its line."""
@@ -140,15 +144,17 @@ def repeated(place: Place, best: Suggestion) -> Suggestion | None:
 
     A half-typed name may be the only one that differs, if the rest has it, too.
     """
+    if best.line >= REPEATED[1] or first_line(best.text) != best.text:
+        return None
     typed, above = place.typed.lstrip(), "".join(place.above[:1])
     part = re.split(r"\W", typed)[-1]
     words = _names(place.before[-REACH : -len(part)], part) if len(part) > 1 else []
-    for more in ("", *(word[len(part) :] for word in words[-1:])) if best.line < REPEATED[1] else ():
-        new = _tokens(typed + more)
-        old = _tokens(above)[: len(new)]
+    for more in ("", *(word[len(part) :] for word in words[-1:])):
+        new = _TOKEN.findall(typed + more)
+        old = _TOKEN.findall(above)[: len(new)]
         size = len(new) - (not more and old[-1:] != new[-1:])
         rest = _rest(typed + more, above, _renaming(old[:size], new[:size]))
-        if rest and not (more and above.endswith(rest)) and "\n" not in best.text:
+        if rest and not (more and above.endswith(rest)):
             return Suggestion(more + rest, *REPEATED)
     return None
 
@@ -160,7 +166,7 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
     names replace names that the function at the cursor does not have.
     """
     line = place.typed + first_line(best.text).rstrip()
-    tokens, above = _tokens(line), [*map(_tokens, place.above)]
+    tokens, above = _TOKEN.findall(line), [*map(_TOKEN.findall, place.above)]
     if not best.text.strip() or not "".join(tokens[:1]).isidentifier():
         return None
     near = TextSource(place.before[: len(place.before) - len(place.typed)].encode(errors="replace"))
@@ -181,23 +187,19 @@ def without_header(place: Place, best: Suggestion) -> Suggestion | None:
     """A call without the types of a header: with the names of parameters, as far as the scope has them."""
     line = place.typed + first_line(best.text)
     for call in re.finditer(r"(\w+)\((?=([^()]*))", line):
-        is_call, given = not _defined(line).endswith(call[1]), re.split(r"\s*,\s*", call[2])
-        for header in place.headers(call[1]) if is_call else ():
-            expected = re.split(r"\s*,\s*", header[2])
-            first = next((n for n, text in enumerate(given) if text in expected and _TYPED.match(text)), None)
-            if first is None:
-                continue
-            place_of_name = 0 if header[1].startswith("func") else -1
-            words = [
-                re.findall(r"\$?\w+", re.split("[:=]", text)[0])
-                for text in expected[expected.index(given[first]) :]
-            ]
-            names = [(word or [""])[place_of_name] for word in words]
-            known = [*takewhile(place.scope.__contains__, names)]
-            end = ")" if len(known) == len(names) else ", " * bool(first + len(known))
-            text = line[: call.start(2)] + ", ".join(given[:first] + known) + end
-            rest = text[len(place.typed) :] if text.startswith(place.typed) else ""
-            return place.go_on(rest, best.word) if rest else replace(best, text="", ends_line=False)
+        given = _SEPARATOR.split(call[2])
+        first = next((n for n, argument in enumerate(given) if _TYPED.match(argument)), len(given))
+        is_header = first == len(given) or re.search(rf"\b{call[1]}$", _defined(line))
+        for defined, parameters in () if is_header else place.headers(call[1]):
+            if given[first] in parameters:
+                pasted = parameters[parameters.index(given[first]) :]
+                words = [re.findall(r"\$?\w+", re.split("[:=]", parameter)[0]) or [""] for parameter in pasted]
+                names = [w[0] if defined.startswith("func") else w[-1] for w in words]
+                known = [*takewhile(place.scope.__contains__, names)]
+                end = ")" if len(known) == len(names) else ", " * bool(first + len(known))
+                text = line[: call.start(2)] + ", ".join(given[:first] + known) + end
+                rest = text[len(place.typed) :] if text.startswith(place.typed) else ""
+                return place.go_on(rest, best.word) if rest else replace(best, text="", ends_line=False)
     return None
 
 
@@ -230,17 +232,12 @@ def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
         end = source.text.find(b"\n", place)
         text = source.text[max(0, place - ALIKE * LINE) : end if end >= 0 else None].rpartition(b"\0")[2]
         if lines := _last_lines(text.decode(errors="ignore").split("\n")):
-            yield [*map(_tokens, lines)]
+            yield [*map(_TOKEN.findall, lines)]
 
 
 def _last_lines(lines: Sequence[str]) -> list[str]:
     """The last lines that are not blank, without indentation, the nearest first."""
     return [line.strip() for line in lines[: -3 * ALIKE : -1] if line.strip()][: ALIKE + 1]
-
-
-def _tokens(line: str) -> list[str]:
-    """The words and other characters of a line, without spaces."""
-    return _TOKEN.findall(line)
 
 
 def _head(tokens: Sequence[str]) -> Sequence[str]:
