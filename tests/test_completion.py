@@ -58,7 +58,6 @@ from dunes.completion.fit import (
     paired_shares,
 )
 from dunes.completion.index import index_texts, named_texts, read_index, write_index
-from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, Beam, CompleteOptions, LineSearch
 from dunes.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.data import collect_corpus
@@ -265,61 +264,6 @@ def test_a_line_without_prospect_is_copied_unless_its_first_word_is_likely(width
     engine.gate = zero_gate()
     monkeypatch.setattr("dunes.completion.search.HOPELESS", -math.inf)
     assert engine.complete(before, "", "b.py", options).text != found[0.0].text
-
-
-REPEATED = [
-    ("first = padded(first, 3)\nsecond = padded(", "second, 3)"),
-    ("first = padded(first, 3)\n\n  second = padded(sec", "ond, 3)"),
-    ("first_cost = cost(first.weight, first.size)\nsecond_cost = cost(", "second.weight, second.size)"),
-    ("var firstItem = FirstItem(FIRST_ITEM)\nvar secondItem = ", "SecondItem(SECOND_ITEM)"),
-    ("elevation = 1\nself.name = name\nself.elev", "ation = elevation"),
-    ("| `--width` | `WIDTH` |\r\n| `--margin` |", " `MARGIN` |"),
-    ("first = padded(first, 3)\nsecond = padded(first, ", ""),  # what differs is not in the rest
-    ("first = padded(first, 3)\nsecond = other(", ""),
-    ("a = pad(a, b)\nc = pad(d, ", ""),
-    ("first = first\nfirst = ", ""),
-    ("first = first\nsec", ""),
-    ("x = 1\nname = name\nelev", ""),
-    ("first = first\nsecond", ""),
-    ("total = total + 1\nreturn ", ""),  # a name and a space repeat nothing
-    ("const user = getUser(user)\nconst orderItem = ", "getOrderItem(orderItem)"),
-    ("form = formBinding{}\nform_post =", " form_postBinding{}"),
-    ("a1" * 300 + "q " + "y," * 700 + "\n" + "a1" * 300 + "z ", ""),
-    ("first", ""),
-    ("", ""),
-    ("\n", ""),
-    ("a\n(a", ""),
-]
-
-
-@pytest.mark.parametrize(("before", "rest"), REPEATED)
-def test_a_line_that_repeats_the_one_above_has_its_own_name(before, rest):
-    assert renamed_rest(before).removesuffix("\r\n") == rest
-    assert renamed_rest("x = 0\n" * 9 + before) == renamed_rest(before) or before.count("\n") < 1
-
-
-def test_a_repetition_with_another_name_is_a_suggestion_of_a_run(monkeypatch):
-    engine = engine_of([("a.py", CODE)], zero_gate())
-    before = CODE + "    value = width(value, 3)\n    other = width("
-    best, *others = engine.alternatives(before, "", "b.py", CompleteOptions(alternatives=3))
-    assert best.text == "other, 3)"
-    assert 1 >= best.word >= best.line >= 0.4 - 1e-9
-    assert best.text not in [other.text for other in others]
-    assert engine.complete(before + "oth", "", "b.py").text == "er, 3)"
-    assert engine.complete(before, ")\n", "b.py").text == "other, 3"
-    assert engine.complete(before, "", "b.py", CompleteOptions(stop=[", 3"])).text == "other"
-    monkeypatch.setattr("dunes.completion.search.REPEATED", -1e3)
-    texts = [s.text for s in engine.alternatives(before, "", "b.py", CompleteOptions(alternatives=3))]
-    assert texts.index("other, 3)") == 1, "a more probable line comes first"
-    assert engine.complete(before, "", "b.py").text == texts[0]
-    engine.gate = None
-    assert engine.complete(before, "", "b.py").text != "other, 3)", "a model without a gate is alone"
-
-
-def test_a_repetition_that_the_tokenizer_cannot_spell_is_none():
-    engine = CompletionEngine(model_for(metaspace_tokenizer()), None, zero_gate())
-    found = engine.alternatives("aa = f(aa, 'é🙂')\nbb = f(", options=CompleteOptions(alternatives=3))
-    assert not any(suggestion.text.startswith("bb, '") for suggestion in found)
 
 
 @pytest.mark.parametrize("typed", [b"re", b"ret", b" wid", b"x"])

@@ -11,7 +11,7 @@ from dunes.completion import Suggestion
 from dunes.completion.completer import CopyCompleter
 from dunes.completion.engine import CompletionEngine
 from dunes.completion.index import index_texts
-from dunes.completion.names import SAME, Place, newest
+from dunes.completion.names import OTHER, RENAMED, REPEATED, SAME, Place, newest
 from dunes.completion.search import CompleteOptions
 from dunes.completion.text import FileTokenizer, first_word
 from dunes.generate.copying import TextSource
@@ -53,7 +53,7 @@ def test_half_typed_names_of_an_open_file_are_completed_by_any_model_and_by_none
             before = f"import open\n\nvalue = {name[:4]}"
             best, *_ = completer.alternatives(before, "\n", "b.py", options)
             assert name[4:] == first_word(best.text), best
-            assert 0.7 < best.word <= 1
+            assert OTHER <= best.word <= 1
             assert best.line <= best.word
 
 
@@ -95,6 +95,66 @@ def test_a_suggestion_that_agrees_with_the_only_name_is_nearly_certain():
     assert best_at("gadget = 1\nx = gad", "get(2)", word=0.05) == Suggestion("get(2)", SAME, 0.025)
 
 
+LIKE_ABOVE = [
+    ("first = padded(first, 3)\nsecond = padded(", "second, 3)"),
+    ("first = padded(first, 3)\nsecond = ", "padded(second, 3)"),
+    ("first = padded(first, 3)\nsecond = padded(second", ", 3)"),
+    ("first = padded(first, 3)\n\n  second = padded(sec", "ond, 3)"),
+    ("first_cost = cost(first.weight, first.size)\nsecond_cost = cost(", "second.weight, second.size)"),
+    ("var firstItem = FirstItem(FIRST_ITEM)\nvar secondItem = ", "SecondItem(SECOND_ITEM)"),
+    ("elevation = 1\nself.name = name\nself.elev", "ation = elevation"),
+    ("| `--width` | `WIDTH` |\r\n| `--margin` |", " `MARGIN` |"),
+    ("first = padded(first, 3)\nsecond = padded(first, ", ""),  # what differs is not in the rest
+    ("first = padded(first, 3)\nsecond = other(", "second, 3)"),
+    ("a = pad(a, b)\nc = pad(d, ", ""),
+    ("first = first\nfirst = ", ""),
+    ("first = first\nsec", ""),
+    ("x = 1\nname = name\nelev", ""),
+    ("first = first\nsecond", ""),
+    ("total = total + 1\nreturn ", ""),  # a name and a space repeat nothing
+    ("const user = getUser(user)\nconst orderItem = ", "getOrderItem(orderItem)"),
+    ("form = formBinding{}\nform_post =", " form_postBinding{}"),
+    ("a1" * 300 + "q " + "y," * 700 + "\n" + "a1" * 300 + "z ", ""),
+    ("first", ""),
+    ("", ""),
+    ("\n", ""),
+    ("a\n(a", ""),
+]
+
+
+@pytest.mark.parametrize(("before", "rest"), LIKE_ABOVE)
+def test_a_line_that_repeats_the_one_above_has_its_own_name(before, rest):
+    assert best_at(before).text.removesuffix("\r\n") == rest
+    assert best_at("x = 0\n" * 9 + before).text == best_at(before).text or before.count("\n") < 1
+
+
+def test_a_repetition_replaces_a_less_probable_line():
+    before = "first = padded(first, 3)\nsecond = padded("
+    assert best_at(before, "first, 3)", word=2 * REPEATED[1] - 0.01) == Suggestion("second, 3)", *REPEATED)
+    assert best_at(before, "first, 3)", word=2 * REPEATED[1]).text == "first, 3)"
+    assert best_at(before, "second, 3)", word=0.1).word == REPEATED[0]
+    assert best_at(before, "first,\n  3\n)").text == "first,\n  3\n)", "it has as many lines as were asked for"
+
+
+@pytest.mark.parametrize("gate", [None, zero_gate()])
+def test_a_repetition_with_another_name_is_a_suggestion_of_all_completers(gate):
+    for completer in completers(gate):
+        before = CODE + "    value = width(value, 3)\n    other = width("
+        best, *others = completer.alternatives(before, "", "b.py", CompleteOptions(alternatives=3))
+        assert best == Suggestion("other, 3)", *REPEATED)
+        assert best.text not in [other.text for other in others]
+        texts = [
+            (before + "oth", "", CompleteOptions()),
+            (before, ")\n", CompleteOptions()),
+            (before, "", CompleteOptions(stop=[", 3"])),
+        ]
+        assert [completer.alternatives(b, a, "b.py", o)[0].text for b, a, o in texts] == [
+            "er, 3)",
+            "other, 3",
+            "other",
+        ]
+
+
 C = "static int append(struct buffer *buffer, const char *text)\n{\n}\n"
 COPIED = [
     (
@@ -134,8 +194,9 @@ COPIED = [
 
 @pytest.mark.parametrize(("above", "typed", "suggested", "text"), COPIED)
 def test_a_copied_line_gets_the_names_of_the_lines_above_the_cursor(above, typed, suggested, text):
-    assert best_at(f"{above}\nfunction f(x) {{\n{typed}", suggested).text == text
-    assert best_at(typed, suggested, sources=["x\0" + above + "\0y"]).text == text, "from an indexed file"
+    near = best_at(f"{above}\nfunction f(x) {{\n{typed}", suggested)
+    assert near == best_at(typed, suggested, sources=["x\0" + above + "\0y"]), "from an indexed file"
+    assert near == (Suggestion(text, *RENAMED) if text != suggested else Suggestion(text, 0.1, 0.05))
 
 
 LOCKED = "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\nfunction f(x) {\n\tp.mutex.Lock()\n\tdefer "
@@ -148,6 +209,59 @@ def test_a_copied_line_with_other_names_keeps_the_lines_behind_it():
 def test_a_line_that_repeats_the_next_one_is_not_suggested_after_its_names_changed():
     assert best_at(LOCKED, "c.guard.Unlock()", after="\n\tdefer p.mutex.Unlock()\n").text == ""
     assert best_at(LOCKED, "c.guard.Unlock()", after="()\n").text == "p.mutex.Unlock"
+
+
+HEADERS = [
+    (
+        "static int put(struct buffer *buffer, size_t length)\n{\n",
+        "struct buffer *buffer, size_t length)",
+        "buffer, length)",
+    ),
+    (
+        "func put(buffer io.Writer, length []int) error {\n",
+        "buffer io.Writer, length []int) error {",
+        "buffer, length)",
+    ),
+    (
+        "def put(buffer: Buffer, length: int = 3) -> int:\n",
+        "buffer: Buffer, length: int = 3) -> int:",
+        "buffer, length)",
+    ),
+    (
+        "fn put(buffer: Buffer, mut length: f32) -> f32 {\n",
+        "buffer: Buffer, mut length: f32) -> f32 {",
+        "buffer, length)",
+    ),
+    (
+        "export function put(buffer: B, length?: number): B {\n",
+        "buffer: B, length?: number): B {",
+        "buffer, length)",
+    ),
+    (
+        "pub fn put(buffer: []const u8, length: u8) u8 {\n",
+        "buffer: []const u8, length: u8) u8 {",
+        "buffer, length)",
+    ),
+    ("def put(buffer: Buffer, other: int):\n", "buffer: Buffer, other: int):", "buffer, "),
+    ("def put(other: Buffer, length: int):\n", "other: Buffer, length: int):", ""),
+    ("def put(other, length: int):\n", "1, length: int):", "1, length)"),
+    ("def put(buffer, length=3):\n", "buffer, length=3)", "buffer, length=3)"),
+    ("def put(name: str):\n", "name: other)", "name: other)"),
+    (
+        "put(buffer: Buffer, length: int)\n",
+        "buffer: Buffer, length: int)",
+        "buffer: Buffer, length: int)",
+    ),  # no definition
+]
+
+
+@pytest.mark.parametrize(("header", "suggested", "text"), HEADERS)
+def test_a_call_does_not_go_on_with_the_header_of_the_definition(header, suggested, text):
+    before = f"{header}\n\nfunction f(buffer, length) {{\n    return put("
+    assert best_at(before, suggested).text == text
+    assert best_at(before.removeprefix(header), suggested, opened=["", header]).text == text
+    assert best_at(before, f"max(put({suggested}", after=")").text.startswith(f"max(put({text}"), "inside a call"
+    assert best_at(f"{header}\nclass A:\n    def put(", suggested).text == suggested, "another definition"
 
 
 AGAIN = [

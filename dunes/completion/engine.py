@@ -22,7 +22,6 @@ from dunes.completion.copy_gate import scored_places
 from dunes.completion.copy_mixture import Mixture, RememberedLogits
 from dunes.completion.index import TextIndex, index_texts
 from dunes.completion.names import Place, newest
-from dunes.completion.renaming import renamed_rest
 from dunes.completion.search import DEFAULTS, LIMIT, Beam, CompleteOptions, LineSearch
 from dunes.completion.text import (
     BELOW,
@@ -181,7 +180,7 @@ class CompletionEngine:
         prompt = self._prompt([*text.ids[: text.last], *line], below, text.starts[0]) or [self.files.tokenizer.eos]
         mixture = self._mixture_of(options.width)
         room = self.loaded.context_length - len(prompt)
-        search = LineSearch(mixture, prompt, options, room, renamed_rest(before))
+        search = LineSearch(mixture, prompt, options, room)
         copies = Copies(self.sources(above, below, name, options.files), typed, len(prompt))
         mixture.begin(copies, self.gate, prompt, search.limit, options.cancelled)
         beams = search.beams()

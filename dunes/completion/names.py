@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import starmap, takewhile
 
 from dunes.completion import Suggestion
 from dunes.completion.search import CompleteOptions
@@ -20,11 +20,13 @@ from dunes.text.lines import split_lines
 
 LEAST = 3
 """Minimum characters of a half-typed name."""
-SAME, OTHER = 0.98, 0.75
+SAME, OTHER = 0.98, 0.55
 """Probabilities of the only name that continues a half-typed word: if the suggestion has it, and if it has another
-word."""
-UNSURE = 0.6
-"""A suggestion whose first word has at least this probability keeps it."""
+word, which stays if it is more probable."""
+REPEATED = 0.75, 0.4
+"""Probabilities of the first word and of all of the line above with other names."""
+RENAMED = 0.65, 0.2
+"""Probabilities of the first word and of all of a copied line with other names."""
 REACH = 20_000
 """Number of characters above and below the cursor in which lines are read."""
 SCOPE = 80
@@ -33,12 +35,18 @@ ALIKE = 6
 """Number of lines above the cursor and above a copied line that are compared."""
 LINE = 400
 """Maximum characters of a line."""
+_SEPARATOR = re.compile(r"\s*,\s*")
 _TOKEN = re.compile(r"\w+|[^\w\s]")
+_SPACED = re.compile(rf"{_TOKEN.pattern}|\s+")
+_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+|_+|.", re.DOTALL)
+_CASES = (str, str.lower, str.upper, lambda w: w[:1].upper() + w[1:], lambda w: w[:1].lower() + w[1:])
 _COMMENT = re.compile(r"\s*(?:\*|--|//|#(?!\s*define))|.*\s(?://|# )")
 _STATEMENT = re.compile(
     r"\b(?:return|else|new|throw|raise|await|yield|case|go|defer|in|not|and|or|typeof|delete|import|package|use|using"
     r"|if|while|for|switch|match|with|try|catch|elif|do|assert|echo|print|select|goto|break|continue)\b"
 )
+_TYPED = re.compile(r"[\w.<>\[\]]+\??[ :]")
+"""The beginning of a parameter with its type."""
 _DEFINED = re.compile(
     r"(?:(?:export|pub(?:\(\w+\))?|public|private|protected|static|async|default|abstract|final|override)\s+)*"
     r"(?:(?:func(?:\s*\([^)]*\))?|fn|def|function|class|struct|enum|interface|trait|type|const|let|var|val)\s+"
@@ -65,7 +73,7 @@ class Place:
     def suggestions(self) -> list[Suggestion]:
         """The suggestions, of which the first has the names of this place."""
         best, *others = self.suggest("")
-        rules = (half_typed, renamed_copy, not_again)
+        rules = (repeated, renamed_copy, half_typed, without_header, not_again)
         for rule in rules if len(self.typed) < LINE else ():
             if (changed := rule(self, best)) is not None:
                 text = without_overlap(changed.text, self.after, self.typed)
@@ -83,6 +91,11 @@ class Place:
     def lines(self) -> list[str]:
         """The last lines before the cursor; the last of them ends there."""
         return split_lines(self.before[-REACH:])
+
+    @cached_property
+    def above(self) -> list[str]:
+        """The last lines above the cursor that are not blank, without indentation, the nearest first."""
+        return _last_lines(self.lines[:-1])
 
     @property
     def typed(self) -> str:
@@ -104,6 +117,14 @@ class Place:
         texts = self.before[: -len(part)], self.after, *self.opened
         return dict.fromkeys(name for text in texts for name in _names(text, part))
 
+    def headers(self, name: str) -> Iterator[tuple[str, list[str]]]:
+        """The lines up to the name that they define, and their parameters, in all texts."""
+        for text in (self.before, self.after, *self.opened):
+            for found in re.finditer(rf"{name}\(([^()]*)\)", text):
+                defined = _defined(text[text.rfind("\n", 0, found.start()) + 1 : found.end()])
+                if re.search(rf"\b{name}$", defined):
+                    yield defined, _SEPARATOR.split(found[1])
+
     def block(self) -> Iterator[str]:
         """The other lines of the cursor's block with the indentation of its line."""
         size, below = _indent(self.typed), split_lines(self.after[:REACH])[1:]
@@ -118,18 +139,24 @@ def newest(texts: Mapping[str, str | None], name: str, options: CompleteOptions)
     return [*opened, *(text for _, text in options.files)]
 
 
-def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
-    """The rest of a half-typed word that these files continue in a single way, unless another word is likely."""
-    part = re.split(r"\W", place.typed)[-1]
-    if len(part) < LEAST or not part.isidentifier() or re.match(r"\w", place.after):
+def repeated(place: Place, best: Suggestion) -> Suggestion | None:
+    """The rest of the line above with other names, if the typed line differs from it in names alone.
+
+    A half-typed name may be the only one that differs, if the rest has it, too.
+    """
+    if best.line >= REPEATED[1] or first_line(best.text) != best.text:
         return None
-    names = place.names(part)
-    rest = "".join(names)[len(part) :]
-    if len(names) != 1 or not rest:
-        return None
-    if re.split(r"\W", best.text)[0] == rest:
-        return replace(best, word=max(best.word, SAME))
-    return place.go_on(rest, OTHER) if best.word < UNSURE else None
+    typed, above = place.typed.lstrip(), "".join(place.above[:1])
+    part = re.split(r"\W", typed)[-1]
+    words = _names(place.before[-REACH : -len(part)], part) if len(part) > 1 else []
+    for more in ("", *(word[len(part) :] for word in words[-1:])):
+        new = _TOKEN.findall(typed + more)
+        old = _TOKEN.findall(above)[: len(new)]
+        size = len(new) - (not more and old[-1:] != new[-1:])
+        rest = _rest(typed + more, above, _renaming(old[:size], new[:size]))
+        if rest and not (more and above.endswith(rest)):
+            return Suggestion(more + rest, *REPEATED)
+    return None
 
 
 def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
@@ -138,22 +165,64 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
     Lines above the cursor are compared with those above the copied line. Where they differ in names alone, these
     names replace names that the function at the cursor does not have.
     """
-    first, whole = first_line(best.text).rstrip(), place.typed + best.text
-    line = place.typed + first
-    if not first.strip() or not line.strip()[0].isidentifier():
+    line = place.typed + first_line(best.text).rstrip()
+    tokens, above = _TOKEN.findall(line), [*map(_TOKEN.findall, place.above)]
+    if not best.text.strip() or not "".join(tokens[:1]).isidentifier():
         return None
-    tokens, above = _TOKEN.findall(line), _last_tokens(place.lines[:-1])
     near = TextSource(place.before[: len(place.before) - len(place.typed)].encode(errors="replace"))
     for source in (near, *place.sources):
         for copied, *theirs in _copied_lines(source, line.strip().encode(errors="replace")):
-            pairs = zip(theirs, above, strict=False)
-            renamed = next((r for a, b in pairs if (r := _renaming(a, b) or _renaming(_head(a), _head(b)))), {})
-            names = {old: renamed[old] for old in {*tokens} & {*renamed} - place.scope}
-            text = "".join(names.get(part, part) for part in re.split(r"(\W)", whole))
-            is_alike = [renamed.get(a, a) for a in copied] == [renamed.get(a, a) for a in tokens]
-            if names and is_alike and not {*tokens} & {*names.values()} and text.startswith(place.typed):
-                return replace(best, text=text[len(place.typed) :])
+            pairs = [pair for pair in zip(theirs, above, strict=False) if pair[0] != pair[1]]
+            heads = [[*map(_head, pair)] for pair in pairs[:1]]
+            found = next(filter(None, starmap(_renaming, [*pairs, *heads])), {})
+            names = {name: found[name] for name in {*tokens} & {*found} - place.scope}
+            is_alike = [found.get(a, a) for a in copied] == [found.get(a, a) for a in tokens]
+            rest = _rest(place.typed, place.typed + best.text, names) if is_alike else ""
+            if rest and not {*tokens} & {*names.values()}:
+                return replace(best, text=rest, word=RENAMED[0], line=RENAMED[1])
     return None
+
+
+def without_header(place: Place, best: Suggestion) -> Suggestion | None:
+    """A call without the types of a header: with the names of parameters, as far as the scope has them."""
+    line = place.typed + first_line(best.text)
+    for call in re.finditer(r"(\w+)\((?=([^()]*))", line):
+        given = _SEPARATOR.split(call[2])
+        first = next((n for n, argument in enumerate(given) if _TYPED.match(argument)), len(given))
+        is_header = first == len(given) or re.search(rf"\b{call[1]}$", _defined(line))
+        for defined, parameters in () if is_header else place.headers(call[1]):
+            if given[first] in parameters:
+                pasted = parameters[parameters.index(given[first]) :]
+                words = [re.findall(r"\$?\w+", re.split("[:=]", parameter)[0]) or [""] for parameter in pasted]
+                names = [w[0] if defined.startswith("func") else w[-1] for w in words]
+                known = [*takewhile(place.scope.__contains__, names)]
+                end = ")" if len(known) == len(names) else ", " * bool(first + len(known))
+                text = line[: call.start(2)] + ", ".join(given[:first] + known) + end
+                rest = text[len(place.typed) :] if text.startswith(place.typed) else ""
+                return place.go_on(rest, best.word) if rest else replace(best, text="", ends_line=False)
+    return None
+
+
+def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
+    """The rest of a half-typed word that these files continue in a single way, unless another word is likely."""
+    part = re.split(r"\W", place.typed)[-1]
+    if len(part) < LEAST or not part.isidentifier() or re.match(r"\w", place.after) or _COMMENT.match(place.typed):
+        return None
+    names = place.names(part)
+    rest = "".join(names)[len(part) :]
+    if len(names) != 1 or not rest:
+        return None
+    if re.split(r"\W", best.text)[0] == rest:
+        return replace(best, word=max(best.word, SAME))
+    return place.go_on(rest, OTHER) if best.word < OTHER else None
+
+
+def not_again(place: Place, best: Suggestion) -> Suggestion | None:
+    """The suggestion up to the name that it defines, if another line of the block defines it."""
+    typed, defined = place.typed.lstrip(), _defined(place.typed + first_line(best.text))
+    if len(defined) <= len(typed) or defined not in map(_defined, place.block()):
+        return None
+    return replace(best, text=re.sub(r"\s*\w+$", "", defined)[len(typed) :], ends_line=False)
 
 
 def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
@@ -162,13 +231,13 @@ def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
     for place in positions if 2 * length >= min(len(line), DEPTH_BYTES) else ():
         end = source.text.find(b"\n", place)
         text = source.text[max(0, place - ALIKE * LINE) : end if end >= 0 else None].rpartition(b"\0")[2]
-        if lines := _last_tokens(text.decode(errors="ignore").split("\n")):
-            yield lines
+        if lines := _last_lines(text.decode(errors="ignore").split("\n")):
+            yield [*map(_TOKEN.findall, lines)]
 
 
-def _last_tokens(lines: Sequence[str]) -> list[list[str]]:
-    """The tokens of the last lines that are not blank, the nearest first."""
-    return [tokens for line in lines[: -3 * ALIKE : -1] if (tokens := _TOKEN.findall(line))][: ALIKE + 1]
+def _last_lines(lines: Sequence[str]) -> list[str]:
+    """The last lines that are not blank, without indentation, the nearest first."""
+    return [line.strip() for line in lines[: -3 * ALIKE : -1] if line.strip()][: ALIKE + 1]
 
 
 def _head(tokens: Sequence[str]) -> Sequence[str]:
@@ -180,16 +249,34 @@ def _renaming(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
     """The names in place of others in a line that is otherwise the same; empty if more than half is different."""
     pairs = {(a, b) for a, b in zip(old, new, strict=False) if a != b}
     same = sum(a == b for a, b in zip(old, new, strict=False))
-    is_alike = len(old) == len(new) >= 3 and 2 * same >= len(old) and len(dict(pairs)) == len(pairs)
+    is_alike = len(old) == len(new) > 1 and 2 * same >= len(old) and len(dict(pairs)) == len(pairs)
     return dict(pairs) if is_alike and all(word.isidentifier() for pair in pairs for word in pair) else {}
 
 
-def not_again(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion up to the name that it defines, if another line of the block defines it."""
-    typed, defined = place.typed.lstrip(), _defined(place.typed + first_line(best.text))
-    if len(defined) <= len(typed) or defined not in map(_defined, place.block()):
-        return None
-    return replace(best, text=re.sub(r"\s*\w+$", "", defined)[len(typed) :], ends_line=False)
+def _rest(typed: str, line: str, names: Mapping[str, str]) -> str:
+    """The rest of a line from the last typed token on, with other names; empty if none is replaced in it."""
+    *before, part = _SPACED.findall(typed) or [""]
+    old = _SPACED.findall(line)[len(before) :]
+    new = [_rename(token, names) for token in old]
+    text = "".join(new)
+    return text[len(part) :] if new != old and text.startswith(part) else ""
+
+
+def _rename(token: str, names: Mapping[str, str]) -> str:
+    """The new name of a token, or the token with the part of a name replaced in which old and new name differ."""
+    if token in names:
+        return names[token]
+    parts = "\0".join(["", *_PART.findall(token), ""])
+    for name in names.items():
+        a, b = map(_PART.findall, name)
+        for _ in range(2):
+            while min(len(a), len(b)) > 1 and a[-1] == b[-1]:
+                a, b = a[:-1], b[:-1]
+            a, b = a[::-1], b[::-1]
+        old, new = "".join(a), "".join(b)
+        for case in _CASES if min(len(old), len(new)) > 1 else ():
+            parts = parts.replace("\0".join(["", *_PART.findall(case(old)), ""]), f"\0{case(new)}\0", 1)
+    return parts.replace("\0", "")
 
 
 def _defined(line: str) -> str:

@@ -27,9 +27,6 @@ HOPELESS = -2.3
 """If a line's log-probability (nats) is below this, decoding stops and a copied line replaces it."""
 LIKELY = -1.9
 """If a beam's first word has at least this log-probability (nats), a copy with another first word is rejected."""
-REPEATED = math.log(0.4)
-"""Minimum log-probability that a line gets if it repeats the line above with a name replaced; 30 of 69 such lines
-were right (docs/log/completion.md, "Lines that repeat one with another name")."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +89,10 @@ class Beam(NamedTuple):
 
 
 class LineSearch:
-    """The search at a cursor after a prompt and the typed bytes. At most `room` ids fit after the prompt.
+    """The search at a cursor after a prompt and the typed bytes. At most `room` ids fit after the prompt."""
 
-    `renamed` is the rest of the line if it repeats the line above with a name replaced.
-    """
-
-    def __init__(
-        self, mixture: Mixture, prompt: Sequence[int], options: CompleteOptions, room: int, renamed: str = ""
-    ) -> None:
-        self.mixture, self.prompt, self.options, self.renamed = mixture, prompt, options, renamed
+    def __init__(self, mixture: Mixture, prompt: Sequence[int], options: CompleteOptions, room: int) -> None:
+        self.mixture, self.prompt, self.options = mixture, prompt, options
         self.pieces = mixture.files.pieces
         self.limit = min(options.max_tokens or LIMIT * options.lines, room)
 
@@ -117,11 +109,7 @@ class LineSearch:
         else:
             finished = [beam for beam in beams if self.ends(beam)]
             best = sorted({*map(self._decode, beams[:count]), *finished}, key=lambda beam: -beam.total)[:count]
-        beams = [self._or_copy(self._condition(beam)) for beam in best or [Beam()]]
-        if (repetition := self._repeat_above()) is not None:
-            beams = [beam for beam in beams if beam.ids != repetition.ids]
-            beams.insert(bool(beams) and repetition.total < beams[0].total, repetition)
-        return beams[:count]
+        return [self._or_copy(self._condition(beam)) for beam in best or [Beam()]]
 
     def text(self, beam: Beam) -> str:
         """The text of a beam without the typed part, and without a last word that may be incomplete."""
@@ -161,28 +149,13 @@ class LineSearch:
         first word differs from the copy's stays."""
         if self.mixture.gate is None or (beam.ids and (beam.total >= HOPELESS or self._uncovered(beam))):
             return beam
-        if (copy := self._score(self.mixture.copies.propose(self.prompt, self.limit))) is None:
+        ids = self.mixture.copies.propose(self.prompt, self.limit)
+        if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
             return beam
+        copy = self.score(ids)
         words = [first_word(self._data(candidate).decode(errors="ignore")) for candidate in (beam, copy)]
         is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
         return beam if is_likely else copy
-
-    def _repeat_above(self) -> Beam | None:
-        """A beam with the line that repeats the line above with a name replaced; None if nothing is repeated."""
-        if self.mixture.gate is None or not self.renamed or self.options.lines > 1:
-            return None
-        line = self.mixture.copies.typed + f"{self.renamed}\n".encode()
-        ids = self.mixture.copies.sources.vocabulary.encode(line)
-        beam = self._score(ids) if b"".join(self.pieces[i] for i in ids) == line else None
-        if beam and beam.total < REPEATED:
-            beam = Beam(beam.ids, (REPEATED / len(beam.ids),) * len(beam.ids))
-        return beam
-
-    def _score(self, ids: Sequence[int]) -> Beam | None:
-        """The beam of these ids with log-probabilities given the typed text; None if they do not end the line."""
-        if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
-            return None
-        return self.score(ids)
 
     def score(self, ids: Sequence[int]) -> Beam:
         """The beam of these ids with log-probabilities given the typed text."""
