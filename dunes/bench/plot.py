@@ -171,7 +171,7 @@ def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str,
 def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each step of a run: tokens and minutes so far, and as `y` validation bits/byte, if measured."""
     steps = [line for line in lines if "loss" in line]
-    tokens, seconds = (accumulate(line[key] for line in steps) for key in ("count", "seconds"))
+    tokens, seconds = (accumulate([line[key] for line in steps]) for key in ("count", "seconds"))
     return [
         {"steps": line["step"], "tokens": count, "minutes": time / 60, "y": line.get("bits_per_byte")}
         for line, count, time in zip(steps, tokens, seconds, strict=True)
