@@ -262,7 +262,6 @@ def test_a_template_reaches_nothing_but_its_messages(attack, tmp_path, monkeypat
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError"),
         ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "the chat template fails"),
-        ("x" * (2**18 + 1), "262145 characters; a chat template has at most 262144"),
         ("{% for", "TemplateSyntaxError"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ raise_exception('a\nb\x1b[31m') }}", r"TemplateError: a b \[31m"),
@@ -313,6 +312,6 @@ def test_a_template_that_is_none_is_named(found, tmp_path):
 
 def test_a_template_file_that_is_too_large_or_no_text_is_named(tmp_path):
     path = tmp_path / "chat_template.jinja"
-    for content, said in ((b"\xff", "not UTF-8"), (b"x" * (2**18 + 1), "at most"), (b"x" * 2**24, "at most")):
+    for content, said in ((b"\xff", "not UTF-8"), (b"x" * 2**24, "at most")):
         path.write_bytes(content)
         refuses(rf"chat_template\.jinja: .*{said}", chat_template.read_template, tmp_path)

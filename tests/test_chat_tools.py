@@ -378,13 +378,13 @@ DEEP = "[" * 10_000 + "]" * 10_000
 LEVELS = json.loads("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
 BAD = {
     "no JSON": (one({"role": "assistant", "function_call": {"name": "a", "arguments": "{oops"}}), "message 2: function_call: call 1: arguments: not JSON: .*found '{oops'"),
-    "no object": (one(calls(call(), {"function": {"name": "a", "arguments": "[1]"}})), "message 2: tool_calls: call 2: arguments: expected an object, or its JSON, found a list"),
+    "no object": (one(calls(call(), {"function": {"name": "a", "arguments": "[1]"}})), "message 2: tool_calls: call 2: arguments: expected an object, found a list"),
     "no arguments": (one(calls({"function": {"name": "a", "parameters": {}}})), "call 1: arguments: expected an object, or its JSON, found name, parameters"),
     "no name": (one(calls({"arguments": {}})), "message 2: tool_calls: call 1: name: expected a string, found nothing"),
     "an empty name": (one(calls({"name": "", "arguments": {}})), "call 1: name: expected the name of a function"),
-    "no call": (one(calls(7)), "tool_calls: call 1: expected a JSON object, found a number"),
-    "no function": (one(calls({"function": "a"})), "call 1: expected a JSON object, found a string under function"),
-    "an empty call": (one({"role": "function_call", "content": "[]"}), "message 2: content: expected a list of calls, or its JSON, found an empty one"),
+    "no call": (one(calls(7)), "tool_calls: call 1: expected an object, found a number"),
+    "no function": (one(calls({"function": "a"})), "call 1: function: expected an object, found a string"),
+    "an empty call": (one({"role": "function_call", "content": "[]"}), "message 2: content: expected calls"),
     "a call of words": (one({"role": "function_call", "content": "look"}), "message 2: content: not JSON"),
     "nothing": (one({"role": "assistant", "content": None}), "message 2: content: expected a string, found nothing"),
     "nothing but thoughts": (one({"role": "assistant", "thinking": "a"}), "message 2: content: expected a string, found nothing"),
@@ -394,23 +394,15 @@ BAD = {
     "thoughts of a tool": (one({"role": "tool", "content": "a", "reasoning": "b"}), "message 2: reasoning: expected in a message of the assistant"),
     "two thoughts": (one(ANSWER | {"reasoning": "b", "thinking": "c"}), "message 2: thinking and reasoning: two different reasonings"),
     "thoughts of no text": (one(ANSWER | {"reasoning": ["b"]}), "message 2: reasoning: expected a string, found a list"),
-    "calls twice": (one(calls(call(), function_call=call())), "message 2: tool_calls and function_call: calls in both"),
-    "tools of a message": (one(SYSTEM | {"tools": TOOLS}), "message 2: tools: expected beside the messages"),
-    "calls of a row": (one(ANSWER, tool_calls=[call()]), "line 1: tool_calls: expected in a message of the assistant"),
-    "no list of tools": (one(ANSWER, tools={"name": "a"}), "line 1: tools: expected a list of tools, or its JSON, found an object"),
+    "calls twice": (one(calls(call(), function_call=call())), "message 2: tool_calls and function_call: "),
+    "no list of tools": (one(ANSWER, tools={"name": "a"}), "line 1: tools: expected a list, found an object"),
     "tools of no JSON": (one(ANSWER, tools="weather"), "line 1: tools: not JSON"),
     "a tool without name": (one(ANSWER, tools=[{"description": "a"}]), "line 1: tools: tool 1: name: expected a string, found nothing"),
-    "a tool of no kind": (one(ANSWER, tools=[TOOLS[0], "7"]), "line 1: tools: tool 2: expected a JSON object, found a number"),
-    "tools twice": (one(ANSWER, tools=TOOLS, functions=TOOLS), "line 1: tools and functions: two lists of tools"),
+    "a tool of no kind": (one(ANSWER, tools=[TOOLS[0], "7"]), "line 1: tools: tool 2: expected an object, found a number"),
+    "tools twice": (one(ANSWER, tools=TOOLS, functions=TOOLS[:1]), "line 1: tools and functions: "),
     "tools in two places": (one(ANSWER, tools=TOOLS, chat_template_kwargs={"tools": TOOLS}), "line 1: tools and the tools of chat_template_kwargs"),
     "deep arguments": (one(calls({"function": {"name": "a", "arguments": DEEP}})), "message 2: tool_calls: call 1: arguments: not JSON: maximum recursion"),
     "deep tools": (one(ANSWER, tools=DEEP), "line 1: tools: not JSON: maximum recursion"),
-    "levels of arguments": (one(calls(call(a=LEVELS))), f"message 2: tool_calls: call 1: more than {MAX_DEPTH} levels of nested data"),
-    "levels of a tool": (one(ANSWER, tools=[{"name": "a", "b": LEVELS}]), f"line 1: tools: tool 1: more than {MAX_DEPTH} levels of nested data"),
-    "no number": (one(calls({"name": "a", "arguments": '{"b": [NaN]}'})), "message 2: tool_calls: call 1: nan is no number in JSON"),
-    "too large a number": (one(ANSWER, tools='[{"name": "a", "b": -1e999}]'), "line 1: tools: tool 1: -inf is no number in JSON"),
-    "half a character": (one(calls(call(a=["\ud800"]))), "message 2: tool_calls: call 1: function: lone surrogate at character 0"),
-    "half a key": (one(ANSWER, tools=[{"name": "a", "b": {"a\udc00": 1}}]), "line 1: tools: tool 1: function: lone surrogate at character 1"),
     "half a thought": (one(ANSWER | {"thinking": "ab\udfff"}), "message 2: thinking: lone surrogate at character 2"),
 }  # fmt: skip
 
@@ -421,6 +413,33 @@ def test_a_bad_call_or_tool_is_named(which, tmp_path):
     message = refuses(expected, read, tmp_path, content)
     assert message.startswith(str(tmp_path / "data.jsonl, line 1"))
     assert len(message) < 500
+
+
+UNWRITABLE = {
+    "levels of arguments": (one(calls(call(a=LEVELS))), f"more than {MAX_DEPTH} levels of nested data"),
+    "levels of a tool": (one(ANSWER, tools=[{"name": "a", "b": LEVELS}]), f"more than {MAX_DEPTH} levels of nested data"),
+    "no number": (one(calls({"name": "a", "arguments": '{"b": [NaN]}'})), "nan is no number in JSON"),
+    "too large a number": (one(ANSWER, tools='[{"name": "a", "b": -1e999}]'), "-inf is no number in JSON"),
+    "half a character": (one(calls(call(a=["\ud800"]))), "lone surrogate at character 0"),
+    "half a key": (one(ANSWER, tools=[{"name": "a", "b": {"a\udc00": 1}}]), "lone surrogate at character 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", UNWRITABLE)
+def test_a_call_or_tool_that_no_template_can_write_is_named(which, tokenizer, tmp_path):
+    content, expected = UNWRITABLE[which]
+    (record,) = read(tmp_path, content)
+    refuses(
+        f"data.jsonl, line 1: {expected}", encoded, record, ModelTemplate(source("hermes"), tokenizer), tokenizer
+    )
+
+
+def test_calls_and_tools_at_places_of_no_meaning_are_listed(tmp_path):
+    found = read_records(put(tmp_path, one(SYSTEM | {"tools": TOOLS}, tool_calls=[call()])))
+    assert examples.ignored_line([found]) == ["ignored fields: tool_calls, tools (of messages)"]
+    twice = one(ANSWER, tools=TOOLS, functions=json.dumps(TOOLS))
+    refuses("line 1: tools and functions: ", read, tmp_path, twice)
+    assert read(tmp_path, one(ANSWER, tools=TOOLS, functions=TOOLS))[0].variables == {"tools": TOOLS}
 
 
 def test_what_has_no_end_is_a_bad_row(tokenizer, tmp_path):

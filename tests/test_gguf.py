@@ -608,7 +608,6 @@ LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 UNSAID = {
     **{f"normalizer has {name.partition(',')[0]}": {"normalizer": part} for name, part in NORMALIZERS.items()},
     "pre_tokenizer has Whitespace": {"pre_tokenizer": step(pre_tokenizers.Whitespace)},
-    "decoder has Fuse": {"decoder": step(decoders.Sequence, [decoders.ByteLevel(), decoders.Fuse()])},
     "dropout 0.5": {"model": {"dropout": 0.5}},
     "end_of_word_suffix '</w>'": {"model": {"end_of_word_suffix": "</w>"}},
 }  # fmt: skip
@@ -616,20 +615,21 @@ UNSAID = {
 
 @pytest.mark.parametrize("reason", UNSAID)
 @pytest.mark.parametrize("name", ["own", "gpt-2", "sentencepiece"])
-def test_settings_that_llama_cpp_lacks_are_refused_by_name(reason, name, tokenizer):
-    if name != "gpt-2" and ("_tokenizer" in reason or "decoder" in reason):
+@pytest.mark.filterwarnings("ignore:llama.cpp")
+def test_settings_that_llama_cpp_lacks_are_refused_for_the_ids_that_differ(reason, name, tokenizer):
+    if name != "gpt-2" and "_tokenizer" in reason:
         pytest.skip("another kind of tokenizer then")
     other = changed(tokenizer if name == "own" else FOREIGN[name](), **UNSAID[reason])
-    refuses(f"{reason}.*--to hf", vocabulary_fields, other, other.vocab)
+    refuses("--to hf", vocabulary_fields, other, other.vocab)
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
 @pytest.mark.parametrize("special", [True, False])
-def test_added_tokens_that_take_spaces_are_refused_by_name(flag, special, tmp_path, tokenizer):
+def test_added_tokens_that_take_spaces_are_refused_for_the_ids_that_differ(flag, special, tmp_path, tokenizer):
     other = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer.json()))
     other.inner.add_tokens([tokenizers.AddedToken("<mask>", special=special, **{flag: True})])
     checkpoint.save(tiny("llama", other.vocab)[0], tmp_path / "model", other, 64)
-    with pytest.raises(ValueError, match=f"token '<mask>' has {flag}, which llama.cpp does not support"):
+    with pytest.raises(ValueError, match=r"llama\.cpp would read .*<mask>.* as ids .*--to hf"):
         export_gguf(tmp_path / "model", tmp_path / "x.gguf")
     assert not (tmp_path / "x.gguf").exists()
 
@@ -725,7 +725,7 @@ def test_a_context_that_is_cut_to_the_window_is_told(tmp_path, tokenizer):
 DAMAGED = [
     ("ggml.tokens", lambda v: v[:-3], "tokenizer.ggml.token_type has 704 entries, tokenizer.ggml.tokens 701"),
     ("ggml.tokens", lambda v: [*v[:9], v[0], *v[10:]], r"tokens\[0\] and \[9\] are both"),
-    ("ggml.tokens", lambda v: [*v[:9], b"\xff\xfe", *v[10:]], r"tokens\[9\] is b'.xff.xfe'; expected UTF-8"),
+    ("ggml.tokens", lambda v: [*v[:9], b"\xff\xfe", *v[10:]], "codec can't decode byte 0xff"),
     ("ggml.tokens", lambda v: [1, 2], r"tokens is array\(\[1, 2\].*; expected a list"),
     ("ggml.token_type", lambda v: [9, *v[1:]], r"token_type\[0\] is 9; expected 1 to 6"),
     ("ggml.token_type", lambda v: [1.5] * len(v), "token_type is of float32; expected integers"),

@@ -5,6 +5,7 @@ The colours are Okabe and Ito's palette for colour-blind readers (https://jfly.u
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import linear_regression
 from typing import Any
@@ -127,13 +128,10 @@ def limits(results: Sequence[Mapping[str, Any]], title: str) -> Any:
     `results` are records with `name`, `rate`, `limit` and `unit`.
     """
     p = extra("plotnine", "plot")
-    labels = [f"{f['name']}: {f['rate'] / f['limit']:.0%}" for f in results]
-    frame = _frame([dict(f) | {"line": label} for f, label in zip(results, labels, strict=True)])
-    ends = [min(float(f["rate"]) for f in results), max(float(f["limit"]) for f in results)]
-    equal = _frame([{"x": end, "y": end} for end in ends])
+    frame = _frame([dict(f) | {"line": f"{f['name']}: {f['rate'] / f['limit']:.0%}"} for f in results])
     return (
         _base(frame, high=3.6 + 0.25 * len(results), x="limit", y="rate", color="line")
-        + p.geom_line(p.aes("x", "y"), equal, color="#222222", linetype="dashed", inherit_aes=False)
+        + p.geom_abline(slope=1, intercept=0, color="#222222", linetype="dashed")
         + p.geom_point(size=3)
         + p.scale_x_log10(labels=rounded)
         + p.scale_y_log10(labels=rounded)
@@ -148,14 +146,13 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
 
     `runs` maps names to the records of metrics.jsonl. Raises ValueError if no run has a validation loss.
     """
-    records = []
-    for name, lines in runs.items():
-        for point in run_points(lines):
-            if point["bits_per_byte"] is not None and is_drawable(point["bits_per_byte"]):
-                records.append({"run": name, "x": point[over], "y": point["bits_per_byte"]})
-    if not records:
+    points = [point | {"run": name} for name, lines in runs.items() for point in run_points(lines)]
+    measured = [point for point in points if point["y"] is not None and is_drawable(point["y"])]
+    if not measured:
         raise ValueError(f"{', '.join(runs)}: no run has a validation loss yet; train for at least 10 steps")
-    return line_plot(records, "run", "validation bits/byte", over, "bits/byte")
+    return line_plot(
+        [point | {"x": point[over]} for point in measured], "run", "validation bits/byte", over, "bits/byte"
+    )
 
 
 def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str, y: str) -> Any:
@@ -172,15 +169,13 @@ def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str,
 
 
 def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each step of a run: tokens and minutes so far, and validation bits/byte (None if not measured)."""
-    results, tokens, seconds = [], 0, 0.0
-    for line in lines:
-        if "loss" not in line:
-            continue
-        tokens, seconds = tokens + line["count"], seconds + line["seconds"]
-        point = {"steps": line["step"], "tokens": tokens, "minutes": seconds / 60}
-        results.append(point | {"bits_per_byte": line.get("bits_per_byte")})
-    return results
+    """For each step of a run: tokens and minutes so far, and as `y` validation bits/byte, if measured."""
+    steps = [line for line in lines if "loss" in line]
+    tokens, seconds = (accumulate([line[key] for line in steps]) for key in ("count", "seconds"))
+    return [
+        {"steps": line["step"], "tokens": count, "minutes": time / 60, "y": line.get("bits_per_byte")}
+        for line, count, time in zip(steps, tokens, seconds, strict=True)
+    ]
 
 
 def module_bars(report: Report) -> Any:

@@ -194,7 +194,7 @@ def _is_intact(folder: Path) -> bool:
 def load_state(folder: Path) -> dict[str, Any]:
     """The nested dict of a saved state. Raises ValueError if the state has another format or is damaged."""
     path = folder / STATE
-    content = json_file.parse(path.read_bytes(), path, most=1 << 30)  # trusted, and may be large
+    content = json_file.parse(path.read_bytes(), path)
     if (number := content.get("format")) != FORMAT:
         raise ValueError(
             f"{folder}: its format is {number!r:.60}, and this version reads {FORMAT}; "

@@ -168,11 +168,10 @@ def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | No
     tick = advance(tree.count(model) * dtype.itemsize)
 
     def make_lazy(module: nn.Module) -> nn.Module:
-        lazy = _LazyEmbedding if is_embedding(tree.innermost(module)) else _LazyLinear
-        return lazy(track_reads(_parameters_of(module, dtype), tick))
+        return _Lazy(track_reads(_parameters_of(module, dtype), tick), is_embedding(tree.innermost(module)))
 
     if copy.head is None:
-        copy.head = _LazyLinear(_parameters_of(copy.embed.token, dtype))
+        copy.head = _Lazy(_parameters_of(copy.embed.token, dtype))
     for place in list(tree.places(copy)):
         if merged is not None and isinstance(place.module, Adapted):
             setattr(place.parent, place.key, make_lazy(place.module))
@@ -228,7 +227,7 @@ def _lazy_logits(model: nn.Module, weights: Weights, ids: Tensor) -> Tensor:
     for place, module in list(model.named_modules()):
         parameters = {name: weights[f"{place}.{name}"] for name, _ in module.named_parameters(recurse=False)}
         if isinstance(module, nn.Linear | nn.Embedding):
-            lazy = (_LazyEmbedding if isinstance(module, nn.Embedding) else _LazyLinear)(parameters)
+            lazy = _Lazy(parameters, isinstance(module, nn.Embedding))
             lazy.keeps_zeros = keeps_zeros(module)
             parent, _, key = place.rpartition(".")
             setattr(model.get_submodule(parent), key, lazy)
@@ -243,16 +242,18 @@ def _lazy_logits(model: nn.Module, weights: Weights, ids: Tensor) -> Tensor:
 
 
 class _Lazy(nn.Module):
-    """A module that reads its weights on each call."""
+    """A linear layer or an embedding that reads its weights on each call."""
 
     keeps_zeros = False
 
-    def __init__(self, parameters: Weights) -> None:
+    def __init__(self, parameters: Weights, is_table: bool = False) -> None:
         super().__init__()
-        self.lazy = parameters
+        self.lazy, self.is_table = parameters, is_table
 
+    @property
+    def num_embeddings(self) -> int:
+        return self.lazy["weight"].shape[0]
 
-class _LazyLinear(_Lazy):
     @property
     def bias(self) -> Tensor | None:
         return self.lazy["bias"].read().float() if "bias" in self.lazy else None
@@ -262,19 +263,7 @@ class _LazyLinear(_Lazy):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.lazy["weight"].read()
-        rows = max(1, BLOCK // weight.shape[1])
-        y = torch.cat([F.linear(x, part.float()) for part in torch.split(weight, rows)], -1)
-        y = y if self.bias is None else y + self.bias
+        parts = [] if self.is_table else torch.split(weight, max(1, BLOCK // weight.shape[1]))
+        y = torch.cat([F.linear(x, part.float()) for part in parts], -1) if parts else weight[x].float()
         self.lazy["weight"].release()
-        return y
-
-
-class _LazyEmbedding(_Lazy):
-    @property
-    def num_embeddings(self) -> int:
-        return self.lazy["weight"].shape[0]
-
-    def forward(self, ids: Tensor) -> Tensor:
-        vectors = self.lazy["weight"].read()[ids].float()
-        self.lazy["weight"].release()
-        return vectors
+        return y if self.bias is None else y + self.bias

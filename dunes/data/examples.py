@@ -29,7 +29,6 @@ from dunes.text.templates import (
     Template,
     Turn,
     encode_segments,
-    map_strings,
 )
 from dunes.text.tokenizer import Tokenizer
 from dunes.units import plural
@@ -64,20 +63,31 @@ LOSS_KEYS = ("weight", "train", "training", "loss")
 TOOL_KEYS = ("tools", "functions")
 """Keys of a row's tools: a list of OpenAI's schemas, or its JSON."""
 
-_MEDIA = dict.fromkeys(
-    ("images", "image", "videos", "video", "audios", "audio"), "only text is supported; leave the row out"
+_Unusable = tuple[Sequence[str], Callable[[Any], bool], str]
+_MEDIA: _Unusable = (
+    ("images", "image", "videos", "video", "audios", "audio"),
+    lambda value: value is not False,
+    "only text is supported; leave the row out",
 )
-UNUSABLE_IN_ROWS = _MEDIA | dict.fromkeys(CALL_KEYS, "expected in a message of the assistant")
-UNUSABLE_IN_MESSAGES = (
-    _MEDIA
-    | dict.fromkeys(TOOL_KEYS, "expected beside the messages, in the row")
-    | dict.fromkeys(
+_UNLEARNED = "false marks a row that is not to be learned; leave it out"
+UNUSABLE_IN_ROWS: tuple[_Unusable, ...] = (
+    _MEDIA,
+    (("weight",), lambda value: value != 1, "a row cannot be weighted; leave it out, or write it several times"),
+    (("mask",), lambda value: ROLES.get(str(value).lower()) != "user", "only prompts are masked; leave it out"),
+    (("label",), lambda value: value is False, _UNLEARNED),  # 0 may be a class
+    (("kto_tag", *LOSS_KEYS[1:]), lambda value: value in (0, "false", "False", "0"), _UNLEARNED),
+)
+UNUSABLE_IN_MESSAGES: tuple[_Unusable, ...] = (
+    _MEDIA,
+    (
         ("mask", "masked", "train_detail", "loss_scale"),
+        lambda value: value is not False,
         "only whole messages can be excluded from the loss; expected train: false, or weight: 0",
-    )
-    | {"refusal": "a refusal beside the content is not supported; write it into the content"}
+    ),
+    (("refusal",), lambda value: value is not False, "write a refusal into the content"),
 )
-"""The error message for each unsupported field."""
+"""Fields with a meaning that training cannot have: their keys, True for a value that asks for it, and the message.
+Values without effect, and all other fields that are not read, are ignored and listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +131,16 @@ class Records:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """A record format: description, keys that identify it, the function that reads a row, and optional keys."""
+    """A record format: description, keys that identify it, the function that reads a row, and optional keys.
+
+    `refused` are keys under which a row may have a part of its text that the format does not read.
+    """
 
     description: str
     keys: tuple[str, ...]
     read: Callable[[dict[str, Any]], Conversation]
     options: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ("history",)
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -214,9 +228,6 @@ def record_texts(
         raise ValueError(f"{path}: expected {expected}, found {_keys(first[1])}; {NAME_FIELD}")
 
 
-SHOWN_FIELDS = 20
-"""Maximum number of ignored fields that are named."""
-
 NAME_FIELD = "name the field to read with --text-field"
 NO_RECORDS = "no records; expected a JSON list, or one JSON object per line"
 
@@ -234,7 +245,7 @@ def text_reader(
         if name != "text":
             return f"the texts of {RECORD_FORMATS[name].description}", partial(_chat_text, name)
     fields = fields or ("text",)
-    return _name_fields(fields), lambda row: _join(_text(_object(row), name, "") for name in fields)
+    return _name_fields(fields), lambda row: _join(_text(_typed(row, dict), name, "") for name in fields)
 
 
 def _chat_text(name: str, row: Any) -> str:
@@ -250,12 +261,6 @@ def _chat_text(name: str, row: Any) -> str:
 
 def _name_fields(fields: Sequence[str]) -> str:
     return f"the field{'s' if len(fields) > 1 else ''} {', '.join(fields)}"
-
-
-def _object(row: Any, remedy: str = "") -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise ValueError(f"expected a JSON object, found {_type(row)}{remedy}")
-    return row
 
 
 def _join(parts: Iterable[str]) -> str:
@@ -285,7 +290,7 @@ def check_names(names: Collection[str]) -> None:
 
 
 def _known_format(row: Any, names: Collection[str] = (), remedy: str = NAME_FIELD) -> str:
-    row = _object(row, f"; {remedy}")
+    row = _typed(row, dict)
     formats = {name: f for name, f in RECORD_FORMATS.items() if {*names} <= {*f.fields}}
     for name, record_format in formats.items():
         if all(key in row for key in record_format.keys):
@@ -295,7 +300,7 @@ def _known_format(row: Any, names: Collection[str] = (), remedy: str = NAME_FIEL
 
 
 def _read(name: str, row: Any) -> Conversation:
-    record_format, row = RECORD_FORMATS[name], _object(row)
+    record_format, row = RECORD_FORMATS[name], _typed(row, dict)
     if missing := [key for key in record_format.keys if key not in row]:
         raise ValueError(
             f"expected {record_format.description}, as in the first row; found no {', '.join(missing)}, but "
@@ -303,8 +308,12 @@ def _read(name: str, row: Any) -> Conversation:
         )
     if name == "text":
         return record_format.read(row)
-    _check_usable(row, UNUSABLE_IN_ROWS)
-    _check_row(name, row)
+    elsewhere = (
+        record_format.refused,
+        bool,
+        "the format has no place for it; write it into the conversation, or leave the row out",
+    )
+    _check_usable(row, (*UNUSABLE_IN_ROWS, elsewhere))
     turns = record_format.read(row)
     turns = (*_system(row, turns), *turns)
     if not any(turn.role in ANSWER_ROLES for turn in turns):
@@ -328,58 +337,43 @@ def _is_blank(value: Any) -> bool:
     return value is None or value in ("", [], {}, "[]", "{}", "null")
 
 
-def _check_usable(values: dict[str, Any], unusable: Mapping[str, str]) -> None:
-    for key, reason in unusable.items():
-        if not (_is_blank(value := values.get(key)) or value is False):
-            raise ValueError(f"{key}: {reason}")
+def _check_usable(values: dict[str, Any], unusable: Iterable[_Unusable]) -> None:
+    for keys, asks, reason in unusable:
+        if found := [key for key in keys if not _is_blank(values.get(key)) and asks(values[key])]:
+            raise ValueError(f"{found[0]}: {reason}")
 
 
-def _check_row(name: str, row: dict[str, Any]) -> None:
-    """Raise ValueError for fields of a row that ask for unsupported training, such as a weight."""
-    weight, mask = row.get("weight"), row.get("mask")
-    if weight is not None and weight != 1:
-        raise ValueError("weight: a row cannot be weighted; leave it out, or write it several times")
-    if not _is_blank(mask) and ROLES.get(str(mask).lower()) != "user":
-        raise ValueError("mask: only prompts are masked; expected the user's role, or no mask")
-    if bad := [key for key in ("label", "kto_tag", "train", "training", "loss") if _is_false(key, row.get(key))]:
-        raise ValueError(f"{bad[0]}: false marks a row that is not to be learned; leave it out")
-    if not (_is_blank(row.get("history")) or "history" in RECORD_FORMATS[name].options):
-        raise ValueError("history: expected the earlier messages in the conversation itself")
-    if name == "completion" and not _is_blank(row.get("suffix")):
-        raise ValueError("suffix: fill-in-the-middle is not supported; leave the row out")
-
-
-def _is_false(key: str, mark: Any) -> bool:
-    """True if this field excludes the row from training. For `label`, only False does: 0 may be a class."""
-    return mark is False or (key != "label" and mark in (0, "false", "False", "0"))
+def _one(values: Mapping[str, Any], keys: Iterable[str], noun: str) -> str | None:
+    """The first of the keys that has a value; None if none has. Raises ValueError if two have different values."""
+    given = [key for key in keys if not _is_blank(values.get(key))]
+    if any(values[key] != values[given[0]] for key in given):
+        raise ValueError(f"{' and '.join(given)}: two different {noun}; leave one of them out")
+    return next(iter(given), None)
 
 
 def _system(row: dict[str, Any], turns: Conversation) -> Conversation:
     """The system message from a field of the row; empty if the conversation starts with the same message."""
-    texts = {text: key for key in SYSTEM_KEYS if (text := _text(row, key, "")).strip()}
-    own = {t.text: "the system message" for t in turns[:1] if EQUAL_ROLES.get(t.role, t.role) == "system"}
-    if len(texts | own) > 1:
-        names = " and ".join([*texts.values(), *own.values()][:2])
-        raise ValueError(f"{names}: two different system prompts; leave one of them out")
-    return () if own else tuple(Turn("system", text) for text in texts)
+    texts = {key: text for key in SYSTEM_KEYS if (text := _text(row, key, "")).strip()}
+    own = [turn.text for turn in turns[:1] if EQUAL_ROLES.get(turn.role, turn.role) == "system"]
+    given = texts | dict(zip(["the system message"], own, strict=False))
+    key = _one(given, given, "system prompts")
+    return () if own or key is None else (Turn("system", texts[key]),)
 
 
 def _variables(row: dict[str, Any]) -> dict[str, Any]:
-    value, tools = {} if _is_blank(row.get(VARIABLES)) else row[VARIABLES], _tools(row)
-    if not isinstance(value, dict):
-        raise ValueError(f"{VARIABLES}: expected an object, found {_type(value)}")
+    value = {} if _is_blank(row.get(VARIABLES)) else _typed(row[VARIABLES], dict, VARIABLES)
     variables = {name: item for name, item in value.items() if item is not None}
-    if tools and "tools" in variables:
-        raise ValueError(f"tools and the tools of {VARIABLES}: expected one of them; leave one of them out")
-    return variables | ({"tools": tools} if tools else {})
+    if tools := _tools(row):
+        if "tools" in variables:
+            raise ValueError(f"tools and the tools of {VARIABLES}: leave one of them out")
+        variables["tools"] = tools
+    return variables
 
 
 def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
     """The schemas of a row's tools in OpenAI's form; empty if it has none."""
-    keys = [key for key in TOOL_KEYS if not _is_blank(row.get(key))]
-    if len(keys) == len(TOOL_KEYS):
-        raise ValueError(f"{' and '.join(keys)}: two lists of tools; leave one of them out")
-    return [tool for key in keys for tool in _functions(key, _parse(key, row[key]), "tool")]
+    key = _one(row, TOOL_KEYS, "lists of tools")
+    return _functions(key, _parse(key, row[key]), "tool") if key else []
 
 
 def _functions(key: str, entries: Any, noun: str) -> list[dict[str, Any]]:
@@ -387,28 +381,25 @@ def _functions(key: str, entries: Any, noun: str) -> list[dict[str, Any]]:
 
     Each entry may be its JSON, and may be a function alone.
     """
-    if not isinstance(entries, list) or not entries:
-        found = _type(entries) if entries != [] else "an empty one"
-        raise ValueError(f"{key}: expected a list of {noun}s, or its JSON, found {found}")
+    if not _typed(entries, list, key):
+        raise ValueError(f"{key}: expected {noun}s, found an empty list")
     return [_at(f"{key}: {noun} {i}", _function, entry, noun) for i, entry in enumerate(entries, 1)]
 
 
 def _function(entry: Any, noun: str) -> dict[str, Any]:
-    entry = _object(_parse(noun, entry))
+    entry = _typed(_parse(noun, entry), dict)
     if "function" not in entry:
         outer = {"type": "function"} | {key: entry[key] for key in ("id", "type") if key in entry}
         entry = outer | {"function": {key: value for key, value in entry.items() if key not in outer}}
-    function = _object(entry["function"], " under function")
+    function = _typed(entry["function"], dict, "function")
     if not _text(function, "name"):
         raise ValueError("name: expected the name of a function, found an empty one")
     if noun == "call":  # OpenAI has JSON here, and templates expect an object
-        arguments = _parse("arguments", function.get("arguments") or "{}")
-        if not isinstance(arguments, dict) or "arguments" not in function:
-            found = _type(arguments) if "arguments" in function else _keys(function)
-            raise ValueError(f"arguments: expected an object, or its JSON, found {found}")
+        if "arguments" not in function:
+            raise ValueError(f"arguments: expected an object, or its JSON, found {_keys(function)}")
+        arguments = _typed(_parse("arguments", function["arguments"] or "{}"), dict, "arguments")
         function = function | {"arguments": arguments}
-    result: dict[str, Any] = map_strings(entry | {"function": function}, partial(_encodable, "function"))
-    return result
+    return {**entry, "function": function}
 
 
 def _parse(key: str, value: Any) -> Any:
@@ -421,48 +412,53 @@ def _parse(key: str, value: Any) -> Any:
 
 def _ignored_fields(name: str, row: dict[str, Any]) -> Iterator[str]:
     """Names of fields of a row, and of its messages, that have a value but no effect."""
-    checked = (*UNUSABLE_IN_ROWS, "weight", "mask") if name != "text" else ()
-    used = {*RECORD_FORMATS[name].fields, *checked}
+    record_format, weights = RECORD_FORMATS[name], ("weight", "mask")
+    used = {*record_format.fields, *(weights if name != "text" else ())}
     yield from (key for key, value in row.items() if key not in used and not _is_blank(value))
-    lists = [row.get(key) for key in MESSAGE_LISTS.get(name, ())]
-    for message in chain.from_iterable(
-        [v] if isinstance(v, dict) else v for v in lists if isinstance(v, dict | list)
-    ):
-        is_result = "tool" in (ROLES.get(str(message.get(key))) for key in ("role", "from"))
-        used = {"role", "content", *LOSS_KEYS, *UNUSABLE_IN_MESSAGES, *CALL_KEYS, *REASONING_KEYS}
-        used.update(RESULT_KEYS if is_result else (), ("from", "value") if name != "messages" else ())
-        yield from (f"{key} (of messages)" for key, v in message.items() if key not in used and not _is_blank(v))
+    parts = [row.get(key) for key in (*record_format.keys, *record_format.options)]
+    for message in chain.from_iterable(part if isinstance(part, list) else [part] for part in parts):
+        if isinstance(message, dict):
+            is_result = "tool" in (ROLES.get(str(message.get(key))) for key in ("role", "from"))
+            used = {"role", "from", "content", "value", *LOSS_KEYS, *CALL_KEYS, *REASONING_KEYS, "mask"}
+            used.update(RESULT_KEYS if is_result else ())
+            yield from (
+                f"{key} (of messages)" for key, v in message.items() if key not in used and not _is_blank(v)
+            )
 
 
 def ignored_line(files: Iterable[Records]) -> list[str]:
     """A list with one line that names the ignored fields of all files; empty if no field is ignored."""
-    names = [*dict.fromkeys(key for records in files for key in records.ignored)]
-    printable = ["".join(c if c.isprintable() else " " for c in key[:60]) for key in names[:SHOWN_FIELDS]]
-    rest = [f"{len(names) - SHOWN_FIELDS} more"] if len(names) > SHOWN_FIELDS else []
-    return [f"ignored fields: {', '.join(printable + rest)}"] if names else []
+    names = ", ".join(dict.fromkeys(key for records in files for key in records.ignored))[:400]
+    return [f"ignored fields: {''.join(c if c.isprintable() else ' ' for c in names)}"] if names else []
+
+
+def _typed(value: Any, kind: type[T], key: str = "") -> T:
+    """The value. Raises ValueError if it has another type, and for a string with half of a surrogate pair."""
+    place = f"{key}: " if key else ""
+    if not isinstance(value, kind):
+        raise ValueError(f"{place}expected {TYPES[kind]}, found {_type(value)}")
+    try:
+        if isinstance(value, str):
+            value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place}lone surrogate at character {error.start}") from None
+    return value
 
 
 def _text(row: dict[str, Any], key: str, default: str | None = None) -> str:
     """The text under the key, or the default if the row has no value for the key."""
     value = row.get(key)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, str):
-        raise ValueError(f"{key}: expected a string, found {_type(value)}")
-    return _encodable(key, value)
+    return default if value is None and default is not None else _typed(value, str, key)
 
 
-def _encodable(key: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{key}: lone surrogate at character {error.start}") from None
-    return text
+TYPES: Mapping[type, str] = {
+    dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number",
+    type(None): "nothing",
+}  # fmt: skip
 
 
 def _type(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "nothing"}
-    return (names | {int: "a number", float: "a number"}).get(type(value), type(value).__name__)
+    return TYPES.get(type(value), type(value).__name__)
 
 
 def _alpaca(row: dict[str, Any]) -> Conversation:
@@ -484,23 +480,16 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     size = _shared(chosen, rejected)
     if size == len(chosen) == len(rejected):
         raise ValueError("chosen and rejected are equal; leave the row out")
-    if "assistant" not in (chosen[0].role, rejected[0].role):
+    if not any(answer[:1] and answer[0].role == "assistant" for answer in (chosen, rejected)):
         if bad := {turn.full_text.strip() for turn in prompt} - {turn.full_text.strip() for turn in chosen[:size]}:
-            raise ValueError(
-                f"prompt: expected a message that chosen and rejected begin with, found {min(bad)[:40]!r}"
-            )
+            raise ValueError(f"prompt: chosen and rejected do not begin with it: {min(bad)[:40]!r}")
         prompt, chosen, rejected, size = chosen[:size], chosen[size:], rejected[size:], 0
     if not prompt:
-        raise ValueError(
-            "chosen and rejected: expected a prompt beside them, or messages that both begin with; divide a "
-            "transcript into messages"
-        )
+        raise ValueError("chosen and rejected: expected a prompt beside them, or messages that both begin with")
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         roles = [turn.role for turn in answer] or ["none"]
         if {roles[0], roles[-1]} != {"assistant"} or len(answer) == size:
-            raise ValueError(
-                f"{key}: expected an answer after the messages that both have, found {', '.join(roles[:9])}"
-            )
+            raise ValueError(f"{key}: expected an answer after the equal messages, found {', '.join(roles[:9])}")
         if not answer[-1].trained:
             raise ValueError(f"{key}: its last answer is excluded from the loss; leave the mark out, or the row")
     prompt = tuple(replace(turn, trained=turn.role not in ANSWER_ROLES) for turn in (*prompt, *chosen[:size]))
@@ -515,15 +504,9 @@ def _shared(chosen: Conversation, rejected: Conversation) -> int:
 
 def _prompt(row: dict[str, Any]) -> Conversation:
     """The prompt beside the answers of a preference; empty if it has none."""
-    given = [key for key in ("conversations", "instruction", "prompt") if not _is_blank(row.get(key))]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)}: two prompts; leave one of them out")
-    key = given[0] if given else "prompt"
-    is_list = key == "conversations" or isinstance(row.get(key), list | dict)
-    for name, fits in (("input", key == "instruction"), ("history", not is_list)):
-        if not (fits or _is_blank(row.get(name))):
-            raise ValueError(f"{name}: expected no such field beside {key}; write it into the prompt")
-    if is_list:
+    key = _one(row, ("conversations", "instruction", "prompt"), "prompts") or "prompt"
+    if isinstance(row.get(key), list | dict):
+        _check_usable(row, [(("input", "history"), bool, f"expected in {key}")])
         return _listed(row, key)
     text, task_input = _text(row, key, ""), _text(row, "input", "")
     return *_history(row), *(Turn("user", text, task_input) for text in [text] if text)
@@ -539,8 +522,8 @@ def _answer(row: dict[str, Any], key: str) -> Conversation:
 
 def _listed(row: dict[str, Any], key: str) -> Conversation:
     """The messages under a key, as OpenAI's or ShareGPT's; of a preference, perhaps a single one."""
-    messages = [row[key]] if isinstance(row[key], dict) and "chosen" in row else _list(row, key)
-    first = messages[0] if isinstance(messages[0], dict) else {}
+    messages = [row[key]] if isinstance(row[key], dict) and "chosen" in row else _typed(row[key], list, key)
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
     sharegpt = "from" in first or (key == "conversations" and "role" not in first)
     keys = ("from", "value") if sharegpt else ("role", "content")
     return tuple(read_message(m, f"{key}, message {i}", *keys) for i, m in enumerate(messages, 1))
@@ -548,26 +531,20 @@ def _listed(row: dict[str, Any], key: str) -> Conversation:
 
 def _history(row: dict[str, Any]) -> Conversation:
     """The turns of earlier questions and answers in LLaMA-Factory's format; these answers are trained on, too."""
-    pairs = [] if _is_blank(value := row.get("history")) else value
-    if not isinstance(pairs, list):
-        raise ValueError(f"history: expected a list of [user, assistant], found {_type(pairs)}")
-    turns: list[Turn] = []
-    for i, pair in enumerate(pairs, 1):
-        if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(t, str) for t in pair)):
-            raise ValueError(f"history: pair {i}: expected two strings, [user, assistant]")
-        turns += map(Turn, ("user", "assistant"), (_encodable("history", text) for text in pair))
-    return tuple(turns)
+    pairs = [] if _is_blank(value := row.get("history")) else _typed(value, list, "history")
+    if any(not isinstance(pair, list | tuple) or [*map(type, pair)] != [str, str] for pair in pairs):
+        raise ValueError("history: expected pairs of strings, [user, assistant]")
+    texts = (_typed(text, str, "history") for text in chain.from_iterable(pairs))
+    return tuple(map(Turn, cycle(("user", "assistant")), texts))
 
 
 def read_message(message: Any, place: str, role: str = "role", content: str = "content") -> Turn:
     """The turn of a message in OpenAI's or ShareGPT's format. Raises ValueError that names the place."""
-    if not isinstance(message, dict):
-        raise ValueError(f"{place}: expected an object with {role} and {content}, found {_type(message)}")
     return _at(place, _turn, message, role, content)
 
 
-def _turn(message: dict[str, Any], role_key: str, content_key: str) -> Turn:
-    _check_usable(message, UNUSABLE_IN_MESSAGES)
+def _turn(message: Any, role_key: str, content_key: str) -> Turn:
+    _check_usable(_typed(message, dict), UNUSABLE_IN_MESSAGES)
     role = _role(message, role_key)
     trained = _is_trained(message, role)
     call_keys = (*CALL_KEYS, *[content_key] * (message[role_key] in CALL_ROLES))
@@ -585,11 +562,10 @@ def _fields(message: dict[str, Any], role: str, call_keys: Sequence[str]) -> dic
     texts = [key for key in REASONING_KEYS if key in given]
     texts += [key for key in RESULT_KEYS if role == "tool" and not _is_blank(message.get(key))]
     fields: dict[str, Any] = {key: _text(message, key) for key in texts}
-    if role == "assistant" and len({*fields.values()}) > 1:
-        raise ValueError(f"{' and '.join(fields)}: two different reasonings; leave one of them out")
+    if role == "assistant":
+        _one(fields, fields, "reasonings")
     keys = [key for key in call_keys if key in given or key not in CALL_KEYS]
-    if len(keys) > 1:
-        raise ValueError(f"{' and '.join(keys)}: calls in both; leave one of them out")
+    _one(message, keys, "lists of calls")
     for key in keys:
         calls = _parse(key, message.get(key))
         fields["tool_calls"] = _functions(key, calls if isinstance(calls, list) else [calls], "call")
@@ -605,13 +581,10 @@ def _role(message: dict[str, Any], key: str) -> str:
 
 def _content(message: dict[str, Any], key: str) -> str:
     """The message's text, which is a string or OpenAI's list of text parts."""
-    value = message.get(key)
-    if not isinstance(value, list):
+    if not isinstance(value := message.get(key), list):
         return _text(message, key)
-    for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            part_type = part.get("type") if isinstance(part, dict) else _type(part)
-            raise ValueError(f"{key}: expected parts of type 'text', found {str(part_type)[:40]!r}")
+    if bad := [part for part in value if not isinstance(part, dict) or part.get("type") != "text"]:
+        raise ValueError(f"{key}: expected parts of type 'text', found {str(bad[0])[:40]!r}")
     return "".join(_text(part, "text") for part in value)
 
 
@@ -625,35 +598,15 @@ def _is_trained(message: dict[str, Any], role: str) -> bool:
         if value not in (0, 1):
             expected = "0 or 1" if key == "weight" else "true or false"
             raise ValueError(f"{key}: expected {expected}, found {str(value)[:40]}")
-    if len({bool(value) for value in values.values()}) > 1:
-        raise ValueError(f"{' and '.join(values)}: they contradict each other; leave one of them out")
+    _one(values, values, "marks")
     if role not in ANSWER_ROLES and (marks := [key for key in ("train", "training") if values.get(key)]):
         raise ValueError(f"{marks[0]}: {role} messages are trained on by --train-on all alone; expected false")
     return all(values.values())
 
 
-def _list(row: dict[str, Any], key: str) -> list[Any]:
-    value = row[key]
-    if not isinstance(value, list) or not value:
-        raise ValueError(
-            f"{key}: expected a list of messages, found {_type(value) if value != [] else 'an empty one'}"
-        )
-    return value
-
-
-MESSAGE_LISTS = {
-    "preference": ("conversations", "prompt", "chosen", "rejected"),
-    "messages": ("messages",),
-    "sharegpt": ("conversations",),
-}
-"""Keys of a row that may have messages, for each format that has messages."""
-
-
 def _ultrachat(row: dict[str, Any]) -> Conversation:
-    texts = _list(row, "data")
-    if bad := [i for i, text in enumerate(texts) if not isinstance(text, str)]:
-        raise ValueError(f"data: text {bad[0] + 1}: expected a string, found {_type(texts[bad[0]])}")
-    return tuple(map(Turn, cycle(("user", "assistant")), (_encodable("data", text) for text in texts)))
+    texts = (_typed(text, str, f"data, text {i}") for i, text in enumerate(_typed(row["data"], list, "data"), 1))
+    return tuple(map(Turn, cycle(("user", "assistant")), texts))
 
 
 def _plain_text(row: dict[str, Any]) -> Conversation:
@@ -668,15 +621,18 @@ RECORD_FORMATS = {
         ("chosen", "rejected"),
         lambda row: _preference(row)[0],
         ("prompt", "conversations", "instruction", "input", "history"),
+        (),
     ),
     "messages": RecordFormat("chats (messages)", ("messages",), partial(_listed, key="messages")),
     "sharegpt": RecordFormat(
         "ShareGPT (conversations)", ("conversations",), partial(_listed, key="conversations")
     ),
     "alpaca": RecordFormat(
-        "Alpaca (instruction, input, output)", ("instruction", "output"), _alpaca, ("input", "history")
+        "Alpaca (instruction, input, output)", ("instruction", "output"), _alpaca, ("input", "history"), ()
     ),
-    "completion": RecordFormat("prompts and completions", ("prompt", "completion"), _pair, ("history",)),
+    "completion": RecordFormat(
+        "prompts and completions", ("prompt", "completion"), _pair, ("history",), ("suffix",)
+    ),
     "ultrachat": RecordFormat("UltraChat (data)", ("data",), _ultrachat),
     "text": RecordFormat("plain text", ("text",), _plain_text),
 }

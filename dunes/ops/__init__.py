@@ -1,11 +1,11 @@
 """Tensor operations with a fast implementation beside the plain one, and checks of operations.
 
 `operation` builds an operation from a forward and a backward function, and `check` tests it. Kernels are written
-with `Cpp`, `Triton` or `Metal`.
+with `Cpp` or `Metal`, or are of another kind.
 """
 
 from dunes.ops.check import Report, check
-from dunes.ops.kernels import Cpp, Metal, Triton
+from dunes.ops.kernels import Cpp, Metal
 from dunes.ops.operation import Operation, operation
 
-__all__ = ["Cpp", "Metal", "Operation", "Report", "Triton", "check", "operation"]
+__all__ = ["Cpp", "Metal", "Operation", "Report", "check", "operation"]

@@ -1,8 +1,7 @@
-"""Kernels in C++, Triton and Metal, and functions that report a missing compiler."""
+"""Kernels in C++ and Metal, and functions that report a missing compiler."""
 
 import functools
 import hashlib
-import importlib.util
 import shutil
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -57,15 +56,6 @@ def missing_compiler() -> str | None:
     if shutil.which(compiler) is None:
         return f"there is no C++ compiler ({compiler}); install one, or set CXX"
     return None if extension.is_ninja_available() else "there is no ninja; pip install ninja"
-
-
-class Triton:
-    """Marks a forward that calls kernels of `triton.jit` through `torch.library.wrap_triton` on CUDA tensors."""
-
-    def missing(self, device: str) -> str | None:
-        if importlib.util.find_spec("triton") is None:
-            return "triton is not installed"
-        return None if device == "cuda" else f"its Triton kernels are for CUDA, not {device}"
 
 
 class Metal:

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast, get_origin
 import torch
 from torch import Tensor
 
-from dunes.ops.kernels import Kernels, Triton
+from dunes.ops.kernels import Kernels
 from dunes.units import plural
 
 Autocast = Literal["low", "float32"]
@@ -217,8 +217,8 @@ def operation(
         `needs_grad` (one bool for each tensor), and `kept`. With `kept`, the forward returns (output, *kept), and
         callers get only the output. Second derivatives raise ValueError.
     fake: returns empty outputs of the right shape, for tracing. Default: the reference.
-    kernels: the `Cpp`, `Triton` or `Metal` kernels of the forward. Where they cannot run, the reference runs, with
-        one warning. A backward that uses kernels must be an `Operation` too.
+    kernels: `Cpp`, `Metal`, or an object with their method `missing`. Where they cannot run, the reference runs,
+        with one warning. A backward that uses kernels must be an `Operation` too.
     autocast: dtype to which floating-point tensors are cast under autocast. By default they are not cast. Autocast
         is disabled inside the operation.
     compiled: "reference" lets torch.compile fuse the reference; no torch operator is then registered.
@@ -290,12 +290,9 @@ def _register(op: Operation) -> Any:
     if op.keeps and op.fake is None:
         raise ValueError(f"{op.name}: what is kept has a shape that the reference does not tell; give fake=")
     try:
-        if isinstance(op.kernels, Triton):  # compiled graphs trace into it, so that outputs keep their strides
-            operator: Any = torch.library.triton_op(op.name, op.forward, mutates_args=())
-        else:
-            schema = torch.library.infer_schema(op.forward, mutates_args=())
-            form = _contiguous(op.forward) if op.fake is None else op.forward
-            operator = torch.library.custom_op(op.name, form, mutates_args=(), schema=schema)
+        schema = torch.library.infer_schema(op.forward, mutates_args=())
+        form = _contiguous(op.forward) if op.fake is None else op.forward
+        operator: Any = torch.library.custom_op(op.name, form, mutates_args=(), schema=schema)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{op.name}: {str(error).splitlines()[0]}") from None
     operator.register_fake(op.fake or _contiguous(op.reference))

@@ -18,9 +18,6 @@ from dunes.files.model_file import find_file, read_file
 from dunes.text.lines import decode_text
 
 JINJA, CONFIG = "chat_template.jinja", "tokenizer_config.json"
-MAX_TEMPLATE = 1 << 18
-"""Maximum characters of a template."""
-
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of reasoning in messages; templates read the first two."""
 
@@ -32,7 +29,7 @@ MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 def read_template(folder: Path | str) -> str | None:
     """The chat template of a model folder: chat_template.jinja, or the default in tokenizer_config.json.
 
-    None if there is no template. Raises ValueError that names the file for an invalid or too large template.
+    None if there is no template. Raises ValueError that names the file for an invalid template.
     """
     path = next(filter(None, (find_file(Path(folder), name) for name in (JINJA, CONFIG))), None)
     if path is None:
@@ -43,11 +40,11 @@ def read_template(folder: Path | str) -> str | None:
 def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
     """The same as `read_template`, for the contents of `files` by name; errors name them as files in `folder`."""
     if (content := files.get(JINJA)) is not None:
-        return _check_size(decode_text(content, str(folder / JINJA)), str(folder / JINJA))
+        return decode_text(content, str(folder / JINJA))
     if CONFIG not in files:
         return None
     value = json_file.parse(files[CONFIG], folder / CONFIG).get("chat_template")
-    return None if value is None else _check_size(_default_template(value, folder / CONFIG), str(folder / CONFIG))
+    return None if value is None else _default_template(value, folder / CONFIG)
 
 
 def _default_template(value: Any, path: Path) -> str:
@@ -60,12 +57,6 @@ def _default_template(value: Any, path: Path) -> str:
             f"{path}: chat_template is neither a string nor a list with one named 'default': {names[:9]}"
         )
     return template
-
-
-def _check_size(text: str, place: str) -> str:
-    if len(text) > MAX_TEMPLATE:
-        raise ValueError(f"{place}: {len(text)} characters; a chat template has at most {MAX_TEMPLATE}")
-    return text
 
 
 def render(
@@ -81,7 +72,6 @@ def render(
     CLOSE enclose what a `{% generation %}` tag encloses, which transformers' `assistant_masks` cover. Raises
     ValueError if the template refuses the messages or fails.
     """
-    _check_size(template, "the chat template")
     fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
     fields = {"tools": None, "documents": None, **(variables or {}), **fields}
     try:

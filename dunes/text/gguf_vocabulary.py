@@ -36,10 +36,6 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         raise ValueError(f"no tokenizer of type {model['type']} is written for llama.cpp; train one with bpe")
     metaspace = tokenizer.byte_decoder.metaspace
     by_score = tokenizer.line_separable or (metaspace and tokenizer.split_rule not in BYTE_PAIRS)
-    for reason in _unsupported(content, "pieces" if metaspace else "bytes"):
-        raise ValueError(
-            f"{reason}, which llama.cpp does not support (its ids would differ); export it with --to hf"
-        )
     merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     tokens, types = zip(*_tokens(tokenizer, by_score, {"".join(m) for m in merges}, rows), strict=True)
     if len(set(tokens)) < rows:
@@ -61,40 +57,6 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     fields |= _special_fields(tokenizer)
     _check_ids(tokenizer, fields)
     return fields
-
-
-SUPPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "bytes": {
-        "normalizer": ("NFC",),
-        "pre_tokenizer": ("Split", "Digits", "Punctuation", "ByteLevel"),
-        "decoder": ("ByteLevel",),
-    },
-    "pieces": {
-        "normalizer": ("NFC", "Prepend", "Replace"),
-        "pre_tokenizer": ("Metaspace", "Split"),
-        "decoder": ("Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"),
-    },
-}
-"""Normalizers, pre-tokenizers and decoders that a tokenizer may have to be exportable, for byte-level BPE
-(including tokenizers trained here) and for SentencePiece. llama.cpp supports all of them except NFC, which changes
-few texts."""
-
-
-def _unsupported(content: Mapping[str, Any], tokenizer_type: str) -> Iterator[str]:
-    """Yield a description of each setting of the tokenizer for which GGUF has no key."""
-    for part, step_types in SUPPORTED[tokenizer_type].items():
-        for step in library.steps(content, part):
-            spaces = step.get("pattern") == {"String": " "} and step.get("content") == SPACE
-            marks_space = spaces if step["type"] == "Replace" else step.get("prepend", SPACE) == SPACE
-            if step["type"] not in step_types or (part == "normalizer" and not marks_space):
-                yield f"the tokenizer's {part} has {step['type']}"
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
-        if content["model"].get(key):
-            yield f"the tokenizer's model has {key} {content['model'][key]!a}"
-    for token in content["added_tokens"]:
-        for flag in ("lstrip", "rstrip", "single_word"):
-            if token[flag]:
-                yield f"the tokenizer's token {token['content']!a} has {flag}"
 
 
 TEXTS = (
@@ -291,14 +253,10 @@ def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
 def _split(text: str, special: Mapping[str, int]) -> list[str | int]:
     """Split a text into ids of special tokens and the texts around them; tokens are searched one after another."""
     parts: list[str | int] = [text]
-    for token, i in special.items():
-        if token in text:
-            parts = [piece for part in parts for piece in _split_at(part, token, i)]
+    for token, i in ((token, i) for token, i in special.items() if token in text):
+        pieces = ([part] if isinstance(part, int) else re.split(f"({re.escape(token)})", part) for part in parts)
+        parts = [i if piece == token else piece for part in pieces for piece in part]
     return [part for part in parts if part != ""]
-
-
-def _split_at(part: str | int, token: str, i: int) -> list[str | int]:
-    return [part] if isinstance(part, int) else [x for text in part.split(token) for x in (i, text)][1:]
 
 
 def _by_score(scores: Mapping[str, float], vocab: Mapping[str, int], text: str) -> list[int]:

@@ -1,12 +1,6 @@
-"""Call the `tokenizers` library, and turn its errors into one line that names the damaged part.
-
-The library raises plain Exception with messages from Rust, TypeError with several lines, and panics. A panic is
-not an Exception, and prints a stack trace before it can be caught; what would panic is checked here before.
-"""
+"""Call the `tokenizers` library, and turn its errors and panics into one line that names the file."""
 
 import json
-import re
-from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,40 +10,17 @@ from tokenizers import Regex, models
 _T = TypeVar("_T")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
-_INTERNAL = "untagged enum|invalid (type|value|length)|Error\\(|index|slice|unwrap"
-"""Words of messages about the library's own types, which do not help with a file."""
 
 
 def call(subject: str, make: Callable[[], _T]) -> _T:
     """The result of `make`. Any error in it becomes a one-line ValueError that starts with the subject."""
     try:
         return make()
-    except BaseException as error:
-        if not _is_failure(error):
+    except BaseException as error:  # a panic in the library is not an Exception
+        is_panic = type(error).__name__ == "PanicException"
+        if isinstance(error, OSError) or not (is_panic or isinstance(error, Exception)):
             raise
-        raise ValueError(f"{subject}: {_reason(error)}") from None
-
-
-def _is_failure(error: BaseException) -> bool:
-    """True for an error or a panic (which is not an Exception), but not for an interrupt or a disk error."""
-    is_error = isinstance(error, Exception) and not isinstance(error, OSError)
-    return is_error or type(error).__name__ == "PanicException"
-
-
-def _reason(error: BaseException) -> str:
-    """The message of an error in one line, without the library's internals."""
-    text = re.sub(r" at line \d+ column \d+", "", " ".join(str(error).split()))
-    if type(error) is ValueError and "PyO3" not in text:
-        return text
-    if field := re.match("missing field `(.*)`", text) or (
-        isinstance(error, KeyError) and re.match("'(.*)'", text)
-    ):
-        return f"has no {field[1]}"
-    if "TextInputSequence" in text:
-        return "the text has half of a surrogate pair"
-    if (isinstance(error, Exception) and type(error) is not Exception) or re.search(_INTERNAL, text):
-        return "a setting is missing, or not what the tokenizers library expects"
-    return text[:300]
+        raise ValueError(f"{subject}: {' '.join(str(error).split())[:600]}") from None
 
 
 def abbreviate(value: Any) -> str:
@@ -107,43 +78,3 @@ def steps(content: Mapping[str, Any], part: str) -> Iterator[Mapping[str, Any]]:
             if lists and step.get("type", "Sequence") == "Sequence" and step.keys() <= {"type", *SEQUENCES}:
                 continue
             yield step
-
-
-def _check_steps(content: Mapping[str, Any]) -> None:
-    """Raise ValueError for steps that make the library panic when it loads them or when it encodes a text."""
-    for step in steps(content, "normalizer"):
-        if isinstance(data := step.get("precompiled_charsmap"), str):
-            table = b64decode(data)
-            end = 4 + int.from_bytes(table[:4], "little")
-            if end % 4 or end > len(table):
-                raise ValueError(f"its normalizer's precompiled_charsmap has {len(table)} bytes, of {end} or more")
-    for step in steps(content, "post_processor"):
-        for name in ("single", "pair"):
-            parts = step.get(name) or []
-            marks = [part["SpecialToken"]["id"] for part in parts if "SpecialToken" in part]
-            if unknown := next((mark for mark in marks if mark not in step.get("special_tokens", {})), None):
-                raise ValueError(f"its post_processor has {unknown[:60]!a} in {name}, but not in special_tokens")
-            if name == "single" and any(part.get("Sequence", {}).get("id") == "B" for part in parts):
-                raise ValueError("its post_processor has the second text, B, in single, the template of one text")
-
-
-def parse_untrusted(content: Mapping[str, Any], text: str) -> tokenizers.Tokenizer:
-    """The tokenizer in `text`, which is a tokenizer.json; `content` is the same file, parsed.
-
-    Raises ValueError if the library does not load it, or would panic when it encodes a text.
-    """
-    try:
-        _check_steps(content)
-        return tokenizers.Tokenizer.from_str(text)
-    except BaseException as error:
-        if type(error) is ValueError or not _is_failure(error):
-            raise
-        raise ValueError(_reason(error)) from None
-
-
-def text(data: bytes, place: str) -> str:
-    """Decode a text from a file as UTF-8. Raises ValueError that names its `place` if it is not UTF-8."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise ValueError(f"{place} is {data[:20]!r}; expected UTF-8") from None

@@ -32,10 +32,6 @@ MAX_VOCAB = 1 << 20
 """Maximum number of tokens."""
 MAX_TOKEN = 1024
 """Maximum bytes of a token."""
-MAX_WORK = 100_000_000
-"""Maximum sum of the squared lengths of tokens."""
-MAX_ITEMS = 16_000_000
-"""Maximum number of commas and brackets in a tokenizer file; 262,144 tokens and their merges have two million."""
 
 TEKKEN_SPECIAL = [
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -90,7 +86,7 @@ def convert_tekken(data: bytes) -> tokenizers.Tokenizer:
 
     Raises ValueError, without the file's name, if the file is invalid or exceeds a limit.
     """
-    content = json_file.parse(data, Path("tekken.json"), MAX_ITEMS)
+    content = json_file.parse(data, Path("tekken.json"))
     config, listed = library.item(content, "config", dict), library.item(content, "vocab", list)
     pattern = library.item(config, "pattern", str, "config.")
     size, count = (
@@ -167,8 +163,6 @@ def _build(
 
 def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str], list[str]]]:
     """The last merge of each token that merges can produce, by rank, and a function that merges any text."""
-    if sum(len(token) ** 2 for token in tokens) > MAX_WORK:
-        raise ValueError("not a list of tokens that can be read: they are too long in total")
     scores = {token: -rank for rank, token in enumerate(tokens)}
     merges_by_token = (merge_pairs(list(token), scores.get) for token in tokens)
     merges = [last for parts, last in merges_by_token if len(parts) == 1 and last is not None]

@@ -22,14 +22,8 @@ from dunes.text import library
 from dunes.text.byte_pairs import SPACE, add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 
-MAX_BYTES = 1 << 26
-"""Maximum bytes of a file."""
-MAX_PIECES = 1 << 20
-"""Maximum number of pieces."""
 MAX_PIECE = 512
 """Maximum bytes of a piece."""
-MAX_WORK = 100_000_000
-"""Maximum sum of the squared lengths of pieces."""
 
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
@@ -87,15 +81,11 @@ def build(model: Model) -> tokenizers.Tokenizer:
 
 def read(data: bytes) -> Model:
     """The model in the file's bytes. Raises ValueError like `convert`."""
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"{len(data)} bytes; a sentencepiece model has at most {MAX_BYTES}")
     pieces: list[Piece] = []
     messages = {2: b"", 3: b"", 5: b""}
     for number, value in _fields(data):
         if number == 1:
             pieces.append(_piece(value, len(pieces)))
-            if len(pieces) > MAX_PIECES:
-                raise ValueError(f"not a sentencepiece model: more than {MAX_PIECES} pieces")
         elif number in messages:
             if not isinstance(value, bytes):
                 raise ValueError(f"not a sentencepiece model: field {number} is a number")
@@ -104,7 +94,7 @@ def read(data: bytes) -> Model:
     model = Model(
         tuple(pieces),
         bool(trainer.get(35, 0)),
-        library.text(trainer.get(46, b"<s>"), "bos_piece"),
+        trainer.get(46, b"<s>").decode(),
         bool(normalizer.get(3, 1)),
         bool(normalizer.get(4, 1)),
     )
@@ -165,7 +155,7 @@ def _piece(data: Any, i: int) -> Piece:
             f"not a sentencepiece model: piece {i} is a piece of {plural(len(raw), 'byte')} with a score of "
             f"{len(score)}; 1 to {MAX_PIECE} and 4 are expected"
         )
-    return Piece(library.text(raw, f"piece {i}"), struct.unpack("<f", score)[0], piece_type)
+    return Piece(raw.decode(), struct.unpack("<f", score)[0], piece_type)
 
 
 def check(model: Model) -> None:
@@ -178,8 +168,6 @@ def check(model: Model) -> None:
         problem = f"{len(model.texts(UNKNOWN))} unknown pieces, expected one"
     elif odd := [i for i, p in enumerate(model.pieces) if not math.isfinite(p.score)]:
         problem = f"the score of piece {odd[0]}, {texts[odd[0]]!a}, is not finite"
-    elif sum(len(t) ** 2 for t in texts) > MAX_WORK:
-        problem = "the pieces are too long in total"
     elif not types <= {NORMAL, UNKNOWN, CONTROL, USER, BYTE} or NORMAL not in types:
         problem = f"types of pieces {sorted(types)}; normal ones are needed, {UNUSED} (unused) is not supported"
     elif model.byte_fallback and model.texts(BYTE) != [f"<0x{b:02X}>" for b in range(256)]:

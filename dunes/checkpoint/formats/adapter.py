@@ -460,12 +460,6 @@ def _matches(pattern: str, path: str) -> bool:
 
 def _check_structure(base: AdapterBase, change: Change, card: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError if the card was written for a base with adapter of another structure."""
-    if card.get("format") in (1, 2):  # digests over other classes and attributes
-        warnings.warn(
-            f"{folder}: saved by an older version, so the structure of its base is not compared; save it again",
-            stacklevel=2,
-        )
-        return
     expected = card.get("structure")
     if expected is None and BaseRecord.read(card, folder) is None:
         return
