@@ -87,7 +87,7 @@ def completer(arm: Arm, out: Path, model: str, base: str, minutes: float) -> Lin
 
 
 def answer(completer: LineCompleter, out: Path) -> list[dict[str, object]]:
-    """A row for each cursor: file, rest of the line, the suggestion, if it is right, milliseconds of the processor.
+    """A row for each cursor: file, rest of the line, the suggestion, if it is right, processor time (ms).
 
     `benchmarks/pair_fit.py` reads the rows of two models.
     """
