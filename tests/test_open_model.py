@@ -81,6 +81,7 @@ def _small_fits():
 
 def config(base, code, **changes):
     fixed = {"batch": 4, "context_length": 32, "steps": 2, "dtype": "float32", "threads": 1}
+    fixed |= {"trainable": ("adapter",)}
     return TrainConfig(base=str(base), **{"sources": (str(code),)} | fixed | changes)
 
 
@@ -266,16 +267,19 @@ def test_a_model_without_the_tokens_completes_from_the_text_above(code):
 
 
 KINDS = [
-    ((), None, True),
-    (("all",), None, False),
-    (("adapter",), None, True),
-    ((), "trained", False),
-    ((), "changed", False),
+    ((), None, ("own",)),
+    (("own",), "trained", ("own",)),
+    (("all",), None, ("all",)),
+    (("adapter",), None, ("adapter",)),
+    ((), "trained", ()),
+    ((), "changed", ()),
 ]
 
 
-@pytest.mark.parametrize(("asked", "whose", "adapts"), KINDS)
-def test_a_model_from_others_gets_an_adapter_unless_the_user_says_otherwise(asked, whose, adapts, base, code):
+@pytest.mark.parametrize(("asked", "whose", "chosen"), KINDS)
+def test_a_model_from_others_stays_beside_a_new_one_unless_the_user_says_otherwise(
+    asked, whose, chosen, base, code
+):
     loaded = checkpoint.load(base)
     cards = {
         "trained": {"trained": {"complete": True, "sources": []}},
@@ -283,8 +287,9 @@ def test_a_model_from_others_gets_an_adapter_unless_the_user_says_otherwise(aske
     }
     loaded = replace(loaded, card=cards.get(whose, {}))
     ready, _ = choose_trainable(config(base, code, trainable=asked, complete=True), loaded)
-    assert ready.adapts is adapts
-    assert not choose_trainable(config(base, code, complete=False), loaded)[0].adapts
+    assert ready.trainable == chosen
+    text = config(base, code, trainable=(), complete=False)
+    assert choose_trainable(text, loaded)[0].trainable == ()
 
 
 def test_an_adapter_without_completion_is_refused(base, code):

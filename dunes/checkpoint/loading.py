@@ -130,7 +130,8 @@ def base_folder(folder: Path) -> Path:
         return (folder / relative).resolve()
     remedy = f"name it: dunes chat BASE --adapter {folder}"
     if "trained" in record:
-        remedy = f"put it back, or name it: dunes train --out {folder} --resume --from BASE --override base"
+        run = folder if (folder / "state").exists() else folder.parent  # beside the run's own model
+        remedy = f"put it back, or name it: dunes train --out {run} --resume --from BASE --override base"
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{folder}: its base {quote(name)} does not exist; {remedy}")
     revision = peft.get("revision")

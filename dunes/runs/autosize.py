@@ -22,7 +22,7 @@ from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.architecture import import_build
 from dunes.completion.copy_gate import PLACE_BYTES
-from dunes.completion.fit import FitSize
+from dunes.completion.fit import SHARES, FitSize
 from dunes.flags import Dtype
 from dunes.measure import ranks
 from dunes.models import FAMILIES, of_parts
@@ -193,7 +193,8 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
     model = meta_model(config)
     rate = 1 / seconds_per_token(model, config, machine)
     size_of_step = config.batch * config.context_length
-    steps = config.steps or max(1.0, config.seconds - OVERHEAD_SECONDS) * rate / size_of_step
+    fits = config.beside * sum(SHARES) * config.seconds  # of the open model's gate, before the first step
+    steps = config.steps or max(1.0, config.seconds - OVERHEAD_SECONDS - fits) * rate / size_of_step
     tokens = steps * config.batch * config.context_length
     unique = unique_tokens(config, size)
     parameters, active = tree.count(model), active_parameters(model)

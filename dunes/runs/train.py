@@ -2,9 +2,9 @@
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from dunes.augment.changes import decide_change
 from dunes.augment.options import NAME
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import base_identity, weights_digest
-from dunes.checkpoint.formats.adapter import peft_factors
+from dunes.checkpoint.formats.adapter import adapter_base_of, peft_factors
 from dunes.checkpoint.loading import is_adapter
-from dunes.checkpoint.model_folder import ADAPTER
+from dunes.checkpoint.model_folder import ADAPTER, read_card
 from dunes.checkpoint.trained_text import trained_packages, trained_text
-from dunes.completion.copy_gate import read_gate
+from dunes.completion.completer import BESIDE
+from dunes.completion.copy_gate import read_gate, remove_gate
 from dunes.completion.fit import (
     CompletionFiles,
     FitSize,
@@ -32,6 +33,7 @@ from dunes.completion.fit import (
     closing_seconds,
     compare_adapter,
     finish_completion,
+    fit_open,
     prepare_completion,
 )
 from dunes.completion.text import FileTokenizer
@@ -68,7 +70,7 @@ from dunes.text.chat_template import template_from_files
 from dunes.train import Trainer, adamw, cast_frozen, muon, scale_rates
 from dunes.train.loss import next_token_loss
 from dunes.tree.summary import module_rows
-from dunes.units import format_count
+from dunes.units import format_bytes, format_count
 
 TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, as the estimate of its duration must not depend on the machine."""
@@ -102,13 +104,15 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
         raise ValueError(f"{folder}: built by {ready.chosen_parts}; if you trust it, pass --trust-code")
     with display:
         with timings("reading data"):
-            base, corpus, reasons = load_base(ready) if ready.base else None, gather(ready), []
+            base, corpus, reasons = _load_base(ready, run_options.resume, display), gather(ready), []
             if not run_options.resume:  # resumed runs have chosen; older ones have None
-                ready, reason = choose_completion(ready, corpus, base.tokenizer if base else None)
+                own = base is not None and is_beside(ready, base)
+                ready, reason = choose_completion(ready, corpus, base.tokenizer if base and not own else None)
                 reasons.append(reason)
                 if base is not None:
                     ready, more = choose_trainable(ready, base)
                     reasons += more
+            opened, base = (OpenModel.of(ready, base), None) if ready.beside and base else (None, base)
             corpus = with_test_files(ready, corpus)
         for line in (corpus.report(), *corpus.notes, *reasons):
             display.detail(line)
@@ -116,6 +120,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
             ready = ranks.decide(ready)
         if run_options.dry_run:
+            if opened is not None:
+                display.detail(opened.memory)
             if base is not None:
                 model = base.model.to(measure.device())
                 make_trainable(model, ready, base)
@@ -135,7 +141,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                     with shown_by(display.state), phase("indexing the text"):
                         completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
-                run = prepare(ready, folder, tokens, base, completion)
+                run = prepare(ready, folder, tokens, base, completion, opened)
             if base and (ready.adapts or not run_options.resume):
                 run.seconds_per_token = _report(ready, run.trainer, base, display)
                 if not ready.adapts:  # else lines are completed first
@@ -172,22 +178,63 @@ def _choose_options(
     return chosen
 
 
+@dataclass(frozen=True)
+class OpenModel:
+    """The open model beside a run's own: in `place`, `loaded` without its weights, and its `base_identity`."""
+
+    place: Path
+    loaded: LoadedModel
+    identity: Mapping[str, Any]
+    size: int
+    """Bytes of its weights."""
+
+    @classmethod
+    def of(cls, config: TrainConfig, base: LoadedModel) -> "OpenModel":
+        """The model of --from, which `base` need not keep in memory any longer."""
+        place, size = checkpoint.locate_model(config.base).folder, sum(p.nbytes for p in base.model.parameters())
+        outlined = replace(base, model=base.architecture.outline())
+        return cls(place, outlined, base_identity(base.model, place), size)
+
+    @cached_property
+    def files(self) -> FileTokenizer:
+        """The tokenizer, for files without their paths."""
+        return FileTokenizer(self.loaded.require_tokenizer(), False)
+
+    @property
+    def memory(self) -> str:
+        """A sentence with the memory that it needs."""
+        return f"the open model needs {format_bytes(self.size)} while its gate is fitted, and to complete lines"
+
+
+def _load_base(config: TrainConfig, resumed: bool, display: Display) -> LoadedModel | None:
+    """The model of --from, if there is one. A resumed run goes on without an open model that is gone."""
+    if not config.base:
+        return None
+    try:
+        return load_base(config)
+    except (ValueError, OSError) as error:
+        if not (resumed and config.beside):
+            raise
+        display.line(f"warning: goes on without the open model: {' '.join(str(error).split())}")
+        return None
+
+
 def load_base(config: TrainConfig) -> LoadedModel:
     """Load the model of --from. Raises ValueError for an adapter, and for a folder that cannot be loaded."""
     if is_adapter(folder := checkpoint.locate_model(config.base).folder):
         raise ValueError(f"{folder}: an adapter, not a model; merge it first: dunes augment merge {folder} OUT")
-    base = checkpoint.load_with_tokenizer(folder)
-    if base.model.embed.place is not None and config.context_length > base.context_length:
-        length = config.context_length
-        raise ValueError(f"--context-length is {length}; this model supports at most {base.context_length}")
-    return base
+    return checkpoint.load_with_tokenizer(folder)
 
 
 def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> tuple[TrainConfig, list[str]]:
     """The config for --from with all unset options chosen, and lines with the reasons.
 
-    A complete config of a resumed run is returned unchanged.
+    A complete config of a resumed run is returned unchanged. Raises ValueError for a context longer than the
+    model's, if its positions are learned.
     """
+    if base.model.embed.place is not None and config.context_length > base.context_length:
+        length = config.context_length
+        raise ValueError(f"--context-length is {length}; this model supports at most {base.context_length}")
     complete = config.dtype and config.threads and config.batch and config.context_length and config.lr
     if complete and resumed:
         return config, []
@@ -224,27 +271,35 @@ def memory_with_base(config: TrainConfig, base: LoadedModel) -> str:
     return autosize.memory_advice(config, build, setup=setup, trainable=trained)
 
 
-def choose_trainable(config: TrainConfig, base: LoadedModel) -> tuple[TrainConfig, list[str]]:
-    """The config with `trainable` chosen, and lines about it: an adapter, to complete lines with a model that
-    dunes neither trained for that nor changed.
+def is_beside(config: TrainConfig, base: LoadedModel) -> bool:
+    """True if a run that completes lines trains a new model beside the base: by default, if dunes neither trained
+    the base for that nor changed it, and if a folder can refer to it."""
+    ours = trained_text(base.card).get("complete") or records(base)
+    if config.trainable or ours:
+        return config.beside
+    with suppress(ValueError):
+        return bool(adapter_base_of(base.architecture.outline(), described_family(base)))
+    return False
 
-    Raises ValueError if an adapter is asked for, and this model cannot have one.
+
+def choose_trainable(config: TrainConfig, base: LoadedModel) -> tuple[TrainConfig, list[str]]:
+    """The config with `trainable` chosen, and lines about it.
+
+    Raises ValueError if the base cannot be referred to, or cannot have an adapter that is asked for.
     """
     lines, tokenizer = list[str](), base.require_tokenizer()
     if config.complete and template_from_files(tokenizer.extra_files, tokenizer.config_path.parent):
         lines.append("a chat model: its template is not used for lines")
-    ours = trained_text(base.card).get("complete") or records(base)
-    if not config.complete or ours or config.trainable not in ((), ("adapter",)):
+    if not config.complete or not (config.adapts or is_beside(config, base)):
         return config, lines
-    chosen = replace(config, trainable=("adapter",), file_headers=False)
-    try:
+    if config.adapts:
+        chosen = replace(config, file_headers=False)
         with torch.device("meta"):
             peft_factors(outline_with_base(chosen, base), family=described_family(base))
-    except ValueError as error:
-        if config.adapts:
-            raise
-        return config, [*lines, f"trains all weights, since no adapter can be added ({error})"]
-    return chosen, [*lines, "trains an adapter, and refers to the model (--trainable all trains its weights)"]
+        return chosen, [*lines, "trains an adapter, and refers to the model (--trainable all trains its weights)"]
+    adapter_base_of(base.architecture.outline(), described_family(base))  # raises
+    how = "trains a model of its own, and completes lines with both"
+    return replace(config, trainable=("own",)), [*lines, f"{how} (--trainable all trains the model's weights)"]
 
 
 def make_trainable(
@@ -331,8 +386,12 @@ def prepare(
     tokens: Tokens,
     base: LoadedModel | None = None,
     completion: CompletionFiles | None = None,
+    opened: OpenModel | None = None,
 ) -> Run:
-    """A run at step 0 for a complete config, with a new model or with the model of `base`."""
+    """A run at step 0 for a complete config, with a new model or with the model of `base`.
+
+    A new model completes lines with `opened` beside it.
+    """
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
     repeat_choice(config.float32_products)
@@ -364,7 +423,7 @@ def prepare(
     probabilities = [p.p for p in dropouts(model)]
     if config.dropout is not None:
         set_dropout(model, [config.dropout] * len(probabilities))
-    task = TrainTask(config, tokens, loaded, probabilities, completion, outline, identity)
+    task = TrainTask(config, tokens, loaded, probabilities, completion, outline, identity, opened)
     return new_run(folder, config, task, optimizer)
 
 
@@ -390,6 +449,11 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
     return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
 
 
+def open_fit_size(config: TrainConfig) -> FitSize:
+    """How much the gate of an open model is fitted on: as much as the time allows, until its speed is known."""
+    return fit_size(config, 1.0)
+
+
 def fit_seconds(config: TrainConfig, seconds_per_token: float) -> float:
     """Estimated seconds of all fits of a run; an adapter is compared with its base, whose gate is fitted."""
     seconds = fit_size(config, seconds_per_token).seconds
@@ -401,7 +465,8 @@ class TrainTask:
     """The task of a training run: next-token prediction on text.
 
     `dropout` are the dropout probabilities before training. With several ranks, `outline` is the unsharded model
-    without weight values. `identity` is the `base_identity` of an adapter's base.
+    without weight values. `identity` is the `base_identity` of an adapter's base. `opened` is the open model
+    beside a new one.
     """
 
     config: TrainConfig
@@ -411,6 +476,7 @@ class TrainTask:
     completion: CompletionFiles | None = None
     outline: Decoder | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
+    opened: OpenModel | None = None
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -454,23 +520,27 @@ class TrainTask:
             return sample_text(self._windowed, self.config.seed)
 
     def memory_advice(self) -> str:
-        return (
-            memory_with_base(self.config, self.base) if self.config.base else autosize.memory_advice(self.config)
-        )
+        if self.config.base and not self.config.beside:
+            return memory_with_base(self.config, self.base)
+        advice = autosize.memory_advice(self.config)
+        return f"{advice}; {self.opened.memory}" if self.opened else advice
 
     def begin(self, run: Run) -> Iterator[str]:
         config = self.config
         summary = (
-            f"{config.base or ' '.join(config.parts) or config.family}, {self._parameters(run.model)}; "
+            f"{config.origin}, {self._parameters(run.model)}; "
             f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.text.tokenizer.vocab}; "
             f"batch size {config.batch}, context length {config.context_length}; "
             f"{run.hardware}; {config.length}"
         )
         yield summary
         if self.completion is not None:
-            yield begin_completion(run.folder, self.completion, self.loaded.architecture)
+            index = self.completion.index.retokenized(self.opened.files) if self.opened else None
+            yield begin_completion(run.folder, self.completion, self.loaded.architecture, index)
             if config.adapts:
                 yield from self._complete_with_base(run, self.completion)
+            elif self.opened and index and config.copies != "only":
+                yield from self._complete_with_open(run, replace(self.completion, index=index), self.opened)
         if config.adapts and run.best is None:
             yield score_base(run)
 
@@ -482,10 +552,33 @@ class TrainTask:
         if read_gate(run.folder) is None:
             yield f"from now on with the model, {self._fit(run, files)}"
 
+    def _complete_with_open(self, run: Run, files: CompletionFiles, opened: OpenModel) -> Iterator[str]:
+        """Refer to the open model in a folder of the run and fit its gate, unless an earlier process did."""
+        folder, loaded = run.folder / BESIDE, opened.loaded
+        recorded = read_card(folder).get("base")
+        if not isinstance(recorded, dict) or recorded.get("sha256") != opened.identity["sha256"]:
+            remove_gate(folder)  # of another model
+        if json_file.read_if_present(folder / ADAPTER).get("base_model_name_or_path") != str(
+            opened.place.resolve()
+        ):
+            facts = asdict(self.config) | {"trainable": ("adapter",), "file_headers": False}  # as of an adapter
+            options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
+            options |= {
+                "identity": opened.identity,
+                "family": described_family(loaded),
+                "facts": {"trained": facts},
+            }
+            checkpoint.save_adapter(loaded.model, folder, None, opened.place, **options)
+        if read_gate(folder) is None:
+            size, copies = open_fit_size(self.config), self.config.copies
+            said = fit_open(folder, files, size, loaded.architecture, copies)
+            measure.return_freed_memory()
+            yield f"from now on with the open model, {said}"
+
     def _fit(self, run: Run, files: CompletionFiles) -> str:
         """Fit the completion of the model in the run's folder; returns a line."""
-        size = fit_size(self.config, run.seconds_per_token)
-        return finish_completion(run.folder, files, size, self.loaded.architecture, self.config.copies)
+        size, beside = fit_size(self.config, run.seconds_per_token), self.opened.files if self.opened else None
+        return finish_completion(run.folder, files, size, self.loaded.architecture, self.config.copies, beside)
 
     def _save(self, model: Decoder, folder: Path, facts: Mapping[str, Any], name: str | None = NAME) -> None:
         """Write the model's adapter to a folder, or with None as `name` only a reference to the base."""

@@ -47,10 +47,11 @@ class ModelShape:
     base: Annotated[str, flag("MODEL", "a new model", name="from")] = ""
     """Continue the training of this model: a folder of any format, a name on the Hub, or smollm2."""
     trainable: Annotated[
-        tuple[str, ...], flag("all|new|adapter|GLOB", "all; with --complete and a model from others, adapter")
+        tuple[str, ...], flag("own|all|new|adapter|GLOB", "all; with --complete and a model from others, own")
     ] = ()
-    """With --from, the parameters to train: all, new ones from the last change, globs of names, or an adapter that
-    is used if it completes lines better; the run then refers to the model instead of copying it."""
+    """With --from, what to train: own, a new model that completes lines with this one beside it; all parameters; new
+    ones from the last change; globs of names; or an adapter that is used if it completes lines better. With own
+    and adapter, the run refers to the model instead of copying it."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
@@ -149,11 +150,10 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"--weight-decay is {self.weight_decay}; it must be a number from 0 on")
-        if self.adapts and self.complete is False:
-            remedy = "use dunes finetune --method lora, or omit one of them"
-            raise ValueError(
-                f"--trainable adapter is for the completion of lines, and --no-complete is set; {remedy}"
-            )
+        if (self.adapts or self.beside) and self.complete is False:
+            what = "completion of lines, which is off"
+            remedy = "use dunes finetune --method lora, or omit one of them" if self.adapts else "omit it"
+            raise ValueError(f"--trainable {self.trainable[0]} is for the {what}; {remedy}")
         if self.complete is False:
             self.refuse_unused("--no-complete leaves it unused; omit one of them")
         names = (*EXPERT_OPTIONS, "family", "parts", "size", "tokenizer", "vocab_size")
@@ -162,8 +162,9 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(
                 f"--parts describes the whole model, and so does --{option(others[0])}; omit one of them"
             )
-        if self.base and shape:
-            raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; omit it")
+        if self.base and shape and not self.beside:
+            remedy = "omit it, or train a new model beside the other: --trainable own"
+            raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; {remedy}")
 
     def refuse_unused(self, reason: str) -> None:
         """Raise ValueError with this reason if an option is set that only completion uses."""
@@ -175,6 +176,17 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
     def adapts(self) -> bool:
         """True if the run trains an adapter, and refers to its base."""
         return self.trainable == ("adapter",)
+
+    @property
+    def beside(self) -> bool:
+        """True if the run trains a new model, and completes lines with `base` beside it."""
+        return bool(self.base) and self.trainable == ("own",)
+
+    @property
+    def origin(self) -> str:
+        """The base, or the family or parts of a new model, as text."""
+        new = " ".join(self.parts) or self.family
+        return f"{new} beside {self.base}" if self.beside else self.base or new
 
     @property
     def shape(self) -> tuple[int, int] | None:
@@ -251,7 +263,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def about(self) -> str:
-        return f"{self.base or ' '.join(self.parts) or self.family} on {', '.join(self.sources)}"
+        return f"{self.origin} on {', '.join(self.sources)}"
 
     @property
     def missing(self) -> str:
