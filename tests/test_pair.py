@@ -80,13 +80,14 @@ def cursors(count=240, seed=0):
         p, q = random.random(2)
         own = "yes = 1" if random.random() < p else "no"
         opened = "yes = 1" if random.random() < q / 4 else "nothing"
-        rows.append(Cursor(said(own, p), said(opened, q, "open"), "", "yes = 1", number // 6))
+        rows.append(Cursor(said(own, p), said(opened, q, "open"), "", "yes = 1", number // 6, 1000))
     return rows
 
 
 def test_a_fit_learns_which_of_both_is_too_sure():
     rows = cursors()
-    pair, crossed = fit_pair(rows, 1000)
+    pair, pairs = fit_pair(rows)
+    crossed = [each.choose(c) for each, c in zip(pairs, rows, strict=True)]
     share = lambda suggestions: np.mean([right(s, c.rest)[0] for s, c in zip(suggestions, rows, strict=True)])
     raw = [max((c.own, c.opened), key=lambda s: s.line) for c in rows]
     assert share(crossed) > share(raw) + 0.03
@@ -97,9 +98,9 @@ def test_a_fit_learns_which_of_both_is_too_sure():
 
 
 def test_without_cursors_coefficients_are_the_shipped_ones():
-    assert np.array_equal(fit_weights([], 1000), PRIOR)
-    assert fit_pair([], 1000)[0].sure == Pair(1, PRIOR).sure
-    few = fit_weights(cursors(2), 1000)
+    assert np.array_equal(fit_weights([]), PRIOR)
+    assert fit_pair([])[0].sure == Pair(1, PRIOR).sure
+    few = fit_weights(cursors(2))
     assert np.abs(few - PRIOR).max() < 1
 
 
@@ -123,9 +124,9 @@ def test_separable_labels_have_finite_coefficients():
 
 
 def test_a_pair_is_read_as_it_was_written():
-    pair, _ = fit_pair(cursors(90), 12345)
+    pair, _ = fit_pair(cursors(90))
     again = Pair.read(json.loads(json.dumps(pair.record())), 1)
-    assert (again.size, again.sure) == (12345, pair.sure)
+    assert (again.size, again.sure) == (1000, pair.sure)
     assert np.allclose(again.weights, pair.weights, atol=1e-4)
     refuses("features", Pair.read, pair.record() | {"features": ["other"]}, 1)
     refuses("finite", Pair.read, pair.record() | {"weights": np.full(PRIOR.shape, np.nan).tolist()}, 1)

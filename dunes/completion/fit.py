@@ -248,8 +248,10 @@ def pair_facts(run: Path, fitted: Fitted, files: CompletionFiles, copies: Copies
     if not both:
         return {}
     answers = [answer for answer, _ in both]
-    cursors = [Cursor(a.suggestions[0], s, a.suggestions[1].text, a.cut.rest, a.file) for a, s in both]
-    pair, best = fit_pair(cursors, len(files.index.text))
+    size = len(files.index.text)
+    cursors = [Cursor(a.suggestions[0], s, a.suggestions[1].text, a.cut.rest, a.file, size) for a, s in both]
+    pair, crossed = fit_pair(cursors)
+    best = [each.choose(cursor) for each, cursor in zip(crossed, cursors, strict=True)]
     others = zip(
         *((c.own, c.opened, a.suggestions[1]) for c, a in zip(cursors, answers, strict=True)), strict=True
     )

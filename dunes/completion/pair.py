@@ -20,7 +20,7 @@ FEATURES = (
     *("constant", "own line", "own word", "open line", "open word", "equal"),
     *("own copied", "open copied", "own length", "open length", "size"),
 )
-"""Log-odds of lines and of their first words, whether texts are equal, and logs of lengths and of the run's size."""
+"""Log-odds of lines and first words, whether texts are equal, and logs of lengths and of the size of the text."""
 OF_OWN = [0, 1, 2, 6, 8, 10]
 """Features that are known before the open model is asked."""
 ANSWERS = "alone", "own", "open"
@@ -48,14 +48,15 @@ Array = NDArray[np.float64]
 
 
 class Cursor(NamedTuple):
-    """The suggestions of both models and of copying at a cursor in file number `file`, and the `rest` of its
-    line."""
+    """The suggestions of both models and of copying at a cursor in file number `file`, the `rest` of its line, and
+    the bytes of the run's text."""
 
     own: Suggestion
     opened: Suggestion
     copied: str
     rest: str
     file: int
+    size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,17 +163,13 @@ def fit_logistic(x: Array, y: Array, prior: Array, strength: float = STRENGTH) -
     return w
 
 
-def fit_weights(cursors: Sequence[Cursor], size: int, prior: Array = PRIOR, strength: float = STRENGTH) -> Array:
+def fit_weights(cursors: Sequence[Cursor], prior: Array = PRIOR, strength: float = STRENGTH) -> Array:
     """The coefficients (3, 2, FEATURES) for these cursors; without any, those of `prior`."""
-    if not cursors:
-        return prior
     weights = prior.copy()
-    for number, answer in enumerate(ANSWERS):
-        x = np.array([features(c.own, None if answer == "alone" else c.opened, c.copied, size) for c in cursors])
-        said = [c.opened if answer == "open" else c.own for c in cursors]
-        labels = zip(*(right(s, c.rest) for s, c in zip(said, cursors, strict=True)), strict=True)
-        for part, y in enumerate(labels):
-            weights[number, part] = fit_logistic(x, np.array(y, float), prior[number, part], strength)
+    for number, answer in enumerate(ANSWERS if cursors else ()):
+        x = np.array([features(c.own, None if answer == "alone" else c.opened, c.copied, c.size) for c in cursors])
+        y = np.array([right(c.opened if answer == "open" else c.own, c.rest) for c in cursors], float)
+        weights[number] = [fit_logistic(x, y[:, part], prior[number, part], strength) for part in (0, 1)]
     return weights
 
 
@@ -182,30 +179,27 @@ def right(suggestion: Suggestion, rest: str) -> tuple[bool, bool]:
     return line == rest, bool(line) and first_word(line) == first_word(rest)
 
 
-def fit_pair(cursors: Sequence[Cursor], size: int) -> tuple[Pair, list[Suggestion]]:
-    """The pair fitted on all cursors, and its suggestions at them by fits on other files."""
+def fit_pair(
+    cursors: Sequence[Cursor], prior: Array = PRIOR, strength: float = STRENGTH
+) -> tuple[Pair, list[Pair]]:
+    """The pair fitted on all cursors of a run, and for each cursor one that was fitted on other files."""
     files = sorted({cursor.file for cursor in cursors})
-    folds = [files.index(cursor.file) % FOLDS for cursor in cursors]
-    crossed = list[Pair]()
-    for fold in range(FOLDS):
-        others = [cursor for cursor, other in zip(cursors, folds, strict=True) if other != fold]
-        crossed.append(Pair(size, fit_weights(others, size), math.inf))
-    by_fit = [(crossed[fold], cursor) for fold, cursor in zip(folds, cursors, strict=True)]
-    sure = fit_sure(by_fit)
-    said = [replace(pair, sure=sure).choose(cursor) for pair, cursor in by_fit]
-    return Pair(size, fit_weights(cursors, size), sure), said
+    folds, size = (
+        [files.index(cursor.file) % FOLDS for cursor in cursors],
+        max((c.size for c in cursors), default=0),
+    )
+    others = [[c for c, other in zip(cursors, folds, strict=True) if other != fold] for fold in range(FOLDS)]
+    crossed = [Pair(size, fit_weights(part, prior, strength)) for part in others]
+    sure = fit_sure([(crossed[fold], cursor) for fold, cursor in zip(folds, cursors, strict=True)])
+    pairs = [replace(crossed[fold], sure=sure) for fold in folds]
+    return Pair(size, fit_weights(cursors, prior, strength), sure), pairs
 
 
 def fit_sure(cursors: Sequence[tuple[Pair, Cursor]]) -> float:
     """The lowest of SURES that loses few lines against asking the open model everywhere."""
-    rows = [
-        (
-            pair.alone(cursor.own, cursor.copied).line,
-            right(pair.better(cursor.own, cursor.opened, cursor.copied), cursor.rest)[0]
-            - right(cursor.own, cursor.rest)[0],
-        )
-        for pair, cursor in cursors
-    ]
-    lost = {sure: sum(loss for line, loss in rows if line >= sure) for sure in SURES}
-    fitted = [sure for sure, loss in lost.items() if loss <= LOST * len(rows)] if len(rows) >= ENOUGH else [SURE]
-    return min(fitted, default=1.0)
+    if len(cursors) < ENOUGH:
+        return SURE
+    sure = np.array([pair.alone(c.own, c.copied).line for pair, c in cursors])
+    best = [right(pair.better(c.own, c.opened, c.copied), c.rest)[0] for pair, c in cursors]
+    lost = np.array(best, float) - [right(c.own, c.rest)[0] for _, c in cursors]
+    return min((s for s in SURES if lost[sure >= s].sum() <= LOST * len(cursors)), default=1.0)

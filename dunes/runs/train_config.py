@@ -49,9 +49,9 @@ class ModelShape:
     trainable: Annotated[
         tuple[str, ...], flag("own|all|new|adapter|GLOB", "all; with --complete and a model from others, own")
     ] = ()
-    """With --from, what to train: own, a new model that completes lines with this one beside it; all parameters; new
-    ones from the last change; globs of names; or an adapter that is used if it completes lines better. With own
-    and adapter, the run refers to the model instead of copying it."""
+    """With --from, what to train: own, a new model that completes lines with this one beside it; all parameters;
+    new ones from the last change; globs of names; or an adapter that is used if it completes lines better. With
+    own and adapter, the run refers to the model instead of copying it."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
