@@ -187,7 +187,7 @@ def copied(run, base, tmp_path):
 def test_a_run_has_its_own_model_and_a_reference(base, run):
     said = (run.parent / "said").read_text()
     assert "beside" in said
-    assert "from now on with the open model" in said
+    assert "from now on with the model" in said
     assert "own model" in said
     assert is_reference(json.loads((run / "open/dunes.json").read_text()))
     assert not [*run.glob("open/*.safetensors")]

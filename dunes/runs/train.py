@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
@@ -112,7 +112,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                 if base is not None:
                     ready, more = choose_trainable(ready, base)
                     reasons += more
-            opened, base = (OpenModel.of(ready, base), None) if ready.beside and base else (None, base)
+            opened = base if ready.beside or ready.adapts else None
+            base = None if ready.beside else base
             corpus = with_test_files(ready, corpus)
         for line in (corpus.report(), *corpus.notes, *reasons):
             display.detail(line)
@@ -120,8 +121,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
             ready = ranks.decide(ready)
         if run_options.dry_run:
-            if opened is not None:
-                display.detail(opened.memory)
+            if ready.beside and opened:
+                display.detail(open_memory(opened.model))
             if base is not None:
                 model = base.model.to(measure.device())
                 make_trainable(model, ready, base)
@@ -141,7 +142,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                     with shown_by(display.state), phase("indexing the text"):
                         completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
-                run = prepare(ready, folder, tokens, base, completion, opened)
+                reference, opened = OpenModel.of(ready, opened) if opened else None, None
+                run = prepare(ready, folder, tokens, base, completion, reference)
             if base and (ready.adapts or not run_options.resume):
                 run.seconds_per_token = _report(ready, run.trainer, base, display)
                 if not ready.adapts:  # else lines are completed first
@@ -180,30 +182,37 @@ def _choose_options(
 
 @dataclass(frozen=True)
 class OpenModel:
-    """The open model beside a run's own: in `place`, `loaded` without its weights, and its `base_identity`."""
+    """A model that a run refers to: in `place`, `loaded` without its weights, with its `base_identity`."""
 
     place: Path
     loaded: LoadedModel
     identity: Mapping[str, Any]
-    size: int
-    """Bytes of its weights."""
+    memory: str
 
     @classmethod
     def of(cls, config: TrainConfig, base: LoadedModel) -> "OpenModel":
         """The model of --from, which `base` need not keep in memory any longer."""
-        place, size = checkpoint.locate_model(config.base).folder, sum(p.nbytes for p in base.model.parameters())
-        outlined = replace(base, model=base.architecture.outline())
-        return cls(place, outlined, base_identity(base.model, place), size)
+        place, outlined = checkpoint.locate_model(config.base).folder, base.architecture.outline()
+        memory = open_memory(base.model)
+        return cls(place, replace(base, model=outlined), base_identity(base.model, place), memory)
 
     @cached_property
     def files(self) -> FileTokenizer:
         """The tokenizer, for files without their paths."""
         return FileTokenizer(self.loaded.require_tokenizer(), False)
 
-    @property
-    def memory(self) -> str:
-        """A sentence with the memory that it needs."""
-        return f"the open model needs {format_bytes(self.size)} while its gate is fitted, and to complete lines"
+    def save(self, folder: Path, facts: Mapping[str, Any], adapted: LoadedModel | None = None) -> None:
+        """Write to a folder a reference to the model, or with `adapted` its adapter."""
+        loaded, name = adapted or self.loaded, NAME if adapted else None
+        options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
+        options |= {"identity": self.identity, "facts": facts, "family": described_family(self.loaded)}
+        checkpoint.save_adapter(loaded.model, folder, name, self.place, **options)
+
+
+def open_memory(model: Decoder) -> str:
+    """A sentence with the memory that a model beside a run's own needs."""
+    size = format_bytes(sum(p.nbytes for p in model.parameters()))
+    return f"the open model needs {size} while its gate is fitted, and to complete lines"
 
 
 def _load_base(config: TrainConfig, resumed: bool, display: Display) -> LoadedModel | None:
@@ -386,16 +395,15 @@ def prepare(
     tokens: Tokens,
     base: LoadedModel | None = None,
     completion: CompletionFiles | None = None,
-    opened: OpenModel | None = None,
+    reference: OpenModel | None = None,
 ) -> Run:
     """A run at step 0 for a complete config, with a new model or with the model of `base`.
 
-    A new model completes lines with `opened` beside it.
+    `reference` is the base of an adapter, or the model beside a new one.
     """
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
     repeat_choice(config.float32_products)
-    identity: Mapping[str, Any] = {}
     if base is None:
         architecture = autosize.architecture_for(config, tokens.tokenizer.vocab)
         with torch.device("meta") if ranks.count() > 1 else nullcontext():
@@ -405,9 +413,8 @@ def prepare(
             structure = sha256(repr([*module_rows(model)]).encode()).hexdigest()
             tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": structure})
     else:
-        place = checkpoint.locate_model(config.base).folder
-        model, identity = base.model, base_identity(base.model, place) if config.adapts else {}
-        digest = identity["sha256"] if identity else weights_digest(model)
+        model = base.model
+        digest = reference.identity["sha256"] if reference else weights_digest(model)
         tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": digest})
         changes = make_trainable(model, config, base)
         loaded = with_context(base, max(config.context_length, base.context_length))
@@ -423,7 +430,7 @@ def prepare(
     probabilities = [p.p for p in dropouts(model)]
     if config.dropout is not None:
         set_dropout(model, [config.dropout] * len(probabilities))
-    task = TrainTask(config, tokens, loaded, probabilities, completion, outline, identity, opened)
+    task = TrainTask(config, tokens, loaded, probabilities, completion, outline, reference)
     return new_run(folder, config, task, optimizer)
 
 
@@ -465,8 +472,7 @@ class TrainTask:
     """The task of a training run: next-token prediction on text.
 
     `dropout` are the dropout probabilities before training. With several ranks, `outline` is the unsharded model
-    without weight values. `identity` is the `base_identity` of an adapter's base. `opened` is the open model
-    beside a new one.
+    without weight values. `reference` is the base of an adapter, or the model beside a new one.
     """
 
     config: TrainConfig
@@ -475,8 +481,7 @@ class TrainTask:
     dropout: Sequence[float]
     completion: CompletionFiles | None = None
     outline: Decoder | None = None
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    opened: OpenModel | None = None
+    reference: OpenModel | None = None
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -523,7 +528,7 @@ class TrainTask:
         if self.config.base and not self.config.beside:
             return memory_with_base(self.config, self.base)
         advice = autosize.memory_advice(self.config)
-        return f"{advice}; {self.opened.memory}" if self.opened else advice
+        return f"{advice}; {self.reference.memory}" if self.reference else advice
 
     def begin(self, run: Run) -> Iterator[str]:
         config = self.config
@@ -535,58 +540,38 @@ class TrainTask:
         )
         yield summary
         if self.completion is not None:
-            index = self.completion.index.retokenized(self.opened.files) if self.opened else None
-            yield begin_completion(run.folder, self.completion, self.loaded.architecture, index)
-            if config.adapts:
-                yield from self._complete_with_base(run, self.completion)
-            elif self.opened and index and config.copies != "only":
-                yield from self._complete_with_open(run, replace(self.completion, index=index), self.opened)
+            files, reference = self.completion, self.reference
+            opened = files.index.retokenized(reference.files) if config.beside and reference else None
+            yield begin_completion(run.folder, files, self.loaded.architecture, opened)
+            if reference and not (opened and config.copies == "only"):
+                files = replace(files, index=opened or files.index)
+                yield from self._complete_with_base(run, files, reference)
         if config.adapts and run.best is None:
             yield score_base(run)
 
-    def _complete_with_base(self, run: Run, files: CompletionFiles) -> Iterator[str]:
-        """Refer to the base in the run's folder and fit the gate, unless an earlier process did; yields a line."""
-        recorded = json_file.read_if_present(run.folder / ADAPTER).get("base_model_name_or_path")
-        if recorded != str(checkpoint.locate_model(self.config.base).folder.resolve()):
-            self._save(self.base.architecture.outline(), run.folder, {"trained": asdict(self.config)}, None)
-        if read_gate(run.folder) is None:
-            yield f"from now on with the model, {self._fit(run, files)}"
-
-    def _complete_with_open(self, run: Run, files: CompletionFiles, opened: OpenModel) -> Iterator[str]:
-        """Refer to the open model in a folder of the run and fit its gate, unless an earlier process did."""
-        folder, loaded = run.folder / BESIDE, opened.loaded
-        recorded = read_card(folder).get("base")
-        if not isinstance(recorded, dict) or recorded.get("sha256") != opened.identity["sha256"]:
+    def _complete_with_base(self, run: Run, files: CompletionFiles, reference: OpenModel) -> Iterator[str]:
+        """Refer to a model in the run's folder, or in one beside it, and fit the gate, unless an earlier process
+        did; yields a line."""
+        folder = run.folder / BESIDE if self.config.beside else run.folder
+        base = read_card(folder).get("base")
+        if not isinstance(base, dict) or base.get("sha256") != reference.identity["sha256"]:
             remove_gate(folder)  # of another model
-        if json_file.read_if_present(folder / ADAPTER).get("base_model_name_or_path") != str(
-            opened.place.resolve()
-        ):
-            facts = asdict(self.config) | {"trainable": ("adapter",), "file_headers": False}  # as of an adapter
-            options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
-            options |= {
-                "identity": opened.identity,
-                "family": described_family(loaded),
-                "facts": {"trained": facts},
-            }
-            checkpoint.save_adapter(loaded.model, folder, None, opened.place, **options)
+        recorded = json_file.read_if_present(folder / ADAPTER).get("base_model_name_or_path")
+        if recorded != str(reference.place.resolve()):
+            as_adapter = {"trainable": ("adapter",), "file_headers": False}
+            reference.save(folder, {"trained": asdict(self.config) | as_adapter})
         if read_gate(folder) is None:
-            size, copies = open_fit_size(self.config), self.config.copies
-            said = fit_open(folder, files, size, loaded.architecture, copies)
-            measure.return_freed_memory()
-            yield f"from now on with the open model, {said}"
+            yield f"from now on with the model, {self._fit(run, files, folder)}"
 
-    def _fit(self, run: Run, files: CompletionFiles) -> str:
-        """Fit the completion of the model in the run's folder; returns a line."""
-        size, beside = fit_size(self.config, run.seconds_per_token), self.opened.files if self.opened else None
-        return finish_completion(run.folder, files, size, self.loaded.architecture, self.config.copies, beside)
-
-    def _save(self, model: Decoder, folder: Path, facts: Mapping[str, Any], name: str | None = NAME) -> None:
-        """Write the model's adapter to a folder, or with None as `name` only a reference to the base."""
-        base, loaded = self.base, self.loaded
-        options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
-        place = checkpoint.locate_model(self.config.base).folder
-        options |= {"identity": self.identity, "facts": facts, "family": described_family(base)}
-        checkpoint.save_adapter(model, folder, name, place, **options)
+    def _fit(self, run: Run, files: CompletionFiles, folder: Path) -> str:
+        """Fit the completion of the model in the run's folder, or in the one beside it; returns a line."""
+        config, architecture = self.config, self.loaded.architecture
+        if folder != run.folder and self.reference:
+            architecture = self.reference.loaded.architecture
+            return fit_open(folder, files, open_fit_size(config), architecture, config.copies)
+        size, beside = fit_size(config, run.seconds_per_token), config.beside and self.reference
+        tokenizer = beside.files if beside else None
+        return finish_completion(folder, files, size, architecture, config.copies, tokenizer)
 
     def _parameters(self, model: Decoder) -> str:
         total, trained = tree.count(model), tree.count(model, trainable=True)
@@ -608,7 +593,7 @@ class TrainTask:
         else:
             save_changed(loaded, (), run.folder, lambda staged: facts)
             if self.completion is not None and not interrupted:
-                lines.append(self._fit(run, self.completion))
+                lines.append(self._fit(run, self.completion, run.folder))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         if self.completion and not self.config.base:
             sources = shlex.join(self.config.sources)
@@ -620,23 +605,25 @@ class TrainTask:
     def _close_adapter(self, run: Run, model: Decoder, facts: Mapping[str, Any], interrupted: bool) -> str:
         """Use the adapter from now on if it completes lines better than the base; returns the verdict."""
         assert self.completion is not None, "an adapter is trained for completion"
+        assert self.reference is not None, "its base"
         if interrupted:
             return "adapter: not compared with its base yet, and not used; --resume goes on"
         if not run.best_step:
             return "adapter: not used, since no step made the validation loss lower"
         trained = run.folder / "state" / "adapter"
-        self._save(model, trained, facts)
+        adapted = replace(self.loaded, model=model)
+        self.reference.save(trained, facts, adapted)
         size = fit_size(self.config, run.seconds_per_token)
         verdict = compare_adapter(run.folder, trained, self.completion, size)
         if not verdict.is_better:
             merge = f"to use it: dunes augment merge {shlex.quote(str(trained))} OUT"
             return f"adapter: not used, as it is not surely better: {verdict.reason}; {merge}"
-        self._save(model, run.folder, facts)
+        self.reference.save(run.folder, facts, adapted)
         used = f"adapter: used, as it is better: {verdict.reason}"
         gate = read_gate(run.folder)
         if gate and not gate[1].get("copies"):  # they were compared with this gate
             return used
-        return f"{used}\n{self._fit(run, self.completion)}"
+        return f"{used}\n{self._fit(run, self.completion, run.folder)}"
 
 
 def dropouts(model: nn.Module) -> list[nn.Dropout]:
