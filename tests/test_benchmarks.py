@@ -533,7 +533,11 @@ def test_coefficients_of_a_pair_are_fitted_on_other_projects(tmp_path, capsys):
         (tmp_path / project / "train/x.py").write_text("x = 1\n" * 99)
         rows = [{"file": f"{n % 8}.py", "offset": n, "rest": "yes", "sure": n % 3 / 2} for n in range(48)]
         said = {
-            "scratch": lambda row: {"text": "yes" if row["sure"] else "no", "word": row["sure"], "line": row["sure"]},
+            "scratch": lambda row: {
+                "text": "yes" if row["sure"] else "no",
+                "word": row["sure"],
+                "line": row["sure"],
+            },
             "gated": lambda row: {"text": "never", "word": 0.9, "line": 0.9},
             "copying": lambda row: {"text": "", "word": 0.1, "line": 0.1},
         }

@@ -320,6 +320,13 @@ def test_memory_that_ends_leaves_what_is_ready(phase, base, code, tmp_path, monk
     assert read_gate(tmp_path / "run")[1]["pair"]
 
 
+def test_ctrl_c_while_the_open_model_is_fitted_leaves_copies(base, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, "fit_open", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        train(config(base, code), tmp_path / "run", display()[0])
+    assert find_completer(tmp_path / "run", print).complete(*PLACE).source == "copies"
+
+
 def test_ctrl_c_in_training_leaves_the_open_model(base, code, tmp_path, monkeypatch):
     stop(config(base, code, steps=3), tmp_path / "run", 2, monkeypatch)
     assert type(find_completer(tmp_path / "run", print)) is OpenCompleter

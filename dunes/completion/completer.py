@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +157,9 @@ class PairCompleter(FolderCompleter):
         if best.line < self.pair.sure:
             opened = self.opened.alternatives(before, after, name, options)
             best = self.pair.better(own[0], opened[0], copied.text)
-        others = sorted((s for s in (*own, *opened) if s.text), key=lambda s: -s.line)
-        by_text = {
-            s.text: replace(s, line=min(s.line, best.line), word=min(s.word, best.word)) for s in others[::-1]
-        }
-        others = [s for s in reversed([*by_text.values()]) if s.text != best.text]
-        return [best, *others][: options.alternatives]
+        others = sorted((s for s in (*own, *opened) if s.text not in ("", best.text)), key=lambda s: -s.line)
+        capped = {s.text: replace(s, line=min(s.line, best.line), word=min(s.word, best.word)) for s in others}
+        return [best, *capped.values()][: options.alternatives]
 
     def explain(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
@@ -280,10 +277,8 @@ def find_completer(
     if index is not None:
         line("the model is still in training: copying from the training files alone")
         return CopyCompleter(index)
-    if opened is not None:
-        completer: FolderCompleter = PairCompleter(folder, opened, any_base, loaded)
-    else:
-        completer = FolderCompleter(folder, any_base, loaded)
+    own = partial(FolderCompleter, folder) if opened is None else partial(PairCompleter, folder, opened)
+    completer: FolderCompleter = own(any_base, loaded)
     if completer.copies:
         why = completer.facts.get("verdict", "worse than copying") if completer.gate else "it has no gate (yet)"
         line(f"the model does not complete lines ({why}); copying from the training files alone")

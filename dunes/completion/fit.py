@@ -56,8 +56,8 @@ SHARES = 0.09, 0.06
 """Maximum fractions of the run for places and cursors; a slow model has fewer of both."""
 FITTED = 0.2
 """Part of the time for places that is kept for fitting the gate on them."""
-BYTE_SECONDS = 1.5e-6
-"""Seconds per indexed byte."""
+BYTE_SECONDS = 1.5e-6, 0.9e-6
+"""Seconds per indexed byte, and per byte that is indexed for an open model, too."""
 LEAST = 4
 """Minimum number of cursors per file, if there are that many lines; of more files, only the first are compared."""
 FEWEST = 3
@@ -237,8 +237,7 @@ def pair_facts(run: Path, fitted: Fitted, files: CompletionFiles, copies: Copies
     """The pair of own and open model, fitted at the cursors where both were asked, and which of them the run uses.
 
     The open model alone is used if the pair is surely worse, the own alone if the pair has no more lines right at
-    ENOUGH cursors.
-    Empty if the open model completes no lines, or if there are no such cursors.
+    ENOUGH cursors. Empty if the open model completes no lines, or if there are no such cursors.
     """
     opened = read_gate(run / BESIDE)
     if opened is None or opened[1].get("copies"):
@@ -247,15 +246,15 @@ def pair_facts(run: Path, fitted: Fitted, files: CompletionFiles, copies: Copies
     both = [(a, said[key]) for a in fitted.answers if (key := _key(a, fitted.texts)) in said]
     if not both:
         return {}
-    answers = [answer for answer, _ in both]
-    size = len(files.index.text)
+    answers, size = [answer for answer, _ in both], len(files.index.text)
     cursors = [Cursor(a.suggestions[0], s, a.suggestions[1].text, a.cut.rest, a.file, size) for a, s in both]
     pair, crossed = fit_pair(cursors)
     best = [each.choose(cursor) for each, cursor in zip(crossed, cursors, strict=True)]
-    others = zip(
-        *((c.own, c.opened, a.suggestions[1]) for c, a in zip(cursors, answers, strict=True)), strict=True
-    )
-    own, alone, copying = (paired_shares(_beside(answers, best, suggestions)) for suggestions in others)
+    rows = [(b, *a.suggestions, s) for b, (a, s) in zip(best, both, strict=True)]
+    against = [
+        [a._replace(suggestions=(r[0], r[n])) for a, r in zip(answers, rows, strict=True)] for n in (1, 3, 2)
+    ]
+    own, alone, copying = map(paired_shares, against)
     uses = "own" if len(both) >= ENOUGH and model_minus_copying(own).mean <= 0 else "both"
     uses = "open" if model_minus_copying(alone).high < 0 else uses
     is_copying, text = choose_copies(copies, copying)
@@ -269,14 +268,6 @@ def pair_facts(run: Path, fitted: Fitted, files: CompletionFiles, copies: Copies
         verdict += f"; so the {uses} model is used alone" + ", which is worse than copying" * is_copying
     facts = {"uses": uses, "copies": is_copying, "verdict": verdict, "thresholds": fit_thresholds(answers, best)}
     return pair.record() | facts
-
-
-def _beside(
-    answers: Sequence["Answer"], best: Sequence[Suggestion], others: Sequence[Suggestion]
-) -> list["Answer"]:
-    """The answers with these two suggestions at each cursor."""
-    both = zip(answers, best, others, strict=True)
-    return [answer._replace(suggestions=suggestions) for answer, *suggestions in both]
 
 
 class AdapterVerdict(NamedTuple):
@@ -395,9 +386,10 @@ def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, st
     return True, f"{text}, so lines are copied, without the model"
 
 
-def closing_seconds(files: CompletionFiles, size: FitSize) -> float:
-    """Estimated seconds that `finish_completion` takes."""
-    return sum(size.seconds) + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
+def closing_seconds(files: CompletionFiles, size: FitSize, beside: bool = False) -> float:
+    """Estimated seconds that `finish_completion` takes, with an open model `beside` the run's own or without."""
+    per_byte = sum(BYTE_SECONDS[: 1 + beside])
+    return sum(size.seconds) + per_byte * sum(len(text) for _, text in files.all_texts)
 
 
 def fit_mixture(

@@ -183,16 +183,12 @@ def fit_pair(
     cursors: Sequence[Cursor], prior: Array = PRIOR, strength: float = STRENGTH
 ) -> tuple[Pair, list[Pair]]:
     """The pair fitted on all cursors of a run, and for each cursor one that was fitted on other files."""
-    files = sorted({cursor.file for cursor in cursors})
-    folds, size = (
-        [files.index(cursor.file) % FOLDS for cursor in cursors],
-        max((c.size for c in cursors), default=0),
-    )
-    others = [[c for c, other in zip(cursors, folds, strict=True) if other != fold] for fold in range(FOLDS)]
-    crossed = [Pair(size, fit_weights(part, prior, strength)) for part in others]
-    sure = fit_sure([(crossed[fold], cursor) for fold, cursor in zip(folds, cursors, strict=True)])
-    pairs = [replace(crossed[fold], sure=sure) for fold in folds]
-    return Pair(size, fit_weights(cursors, prior, strength), sure), pairs
+    files, size = sorted({cursor.file for cursor in cursors}), max((c.size for c in cursors), default=0)
+    fold_of = {file: number % FOLDS for number, file in enumerate(files)}
+    parts = [[c for c in cursors if fold_of[c.file] != fold] for fold in range(FOLDS)]
+    *crossed, pair = (Pair(size, fit_weights(part, prior, strength)) for part in (*parts, cursors))
+    sure = fit_sure([(crossed[fold_of[cursor.file]], cursor) for cursor in cursors])
+    return replace(pair, sure=sure), [replace(crossed[fold_of[c.file]], sure=sure) for c in cursors]
 
 
 def fit_sure(cursors: Sequence[tuple[Pair, Cursor]]) -> float:

@@ -495,7 +495,11 @@ class TrainTask:
         if self.completion is None:
             return 0.0
         size = fit_size(self.config, seconds_per_token)
-        return 2 * size.seconds[1] if self.config.adapts else closing_seconds(self.completion, size)
+        return (
+            2 * size.seconds[1]
+            if self.config.adapts
+            else closing_seconds(self.completion, size, self.config.beside)
+        )
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
