@@ -391,3 +391,15 @@ def test_an_evaluation_scores_both(run, monkeypatch):
     monkeypatch.setattr(evaluation, "score_completer", lambda *a: used.append(type(a[1])) or real(*a))
     evaluation.evaluate_completion(run, options=evaluation.CompletionOptions(4, 1, all_lines=True), files=1)
     assert PairCompleter in used
+
+
+def test_an_own_model_beside_another_gets_prompts_as_in_its_training(run, code, tmp_path):
+    training_output(config(run, code), tmp_path / "run")
+    use(tmp_path / "run", "both")
+    opened = find_completer(tmp_path / "run", print).opened
+    assert opened.files.header
+    assert opened._form.suffix_first
+    assert opened.index.ids.items[: opened.index.files[1].start].tolist() == [
+        *opened.files.tokenize(opened.index.texts()[0][1], opened.index.files[0].name).ids,
+        opened.files.tokenizer.eos,
+    ]

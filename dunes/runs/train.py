@@ -196,10 +196,18 @@ class OpenModel:
         memory = open_memory(base.model)
         return cls(place, replace(base, model=outlined), base_identity(base.model, place), memory)
 
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """The settings in a card that say how its prompts look: as in its training, if dunes trained it for lines."""
+        trained = trained_text(self.loaded.card)
+        if not trained.get("complete"):
+            return {"trainable": ("adapter",), "file_headers": False}
+        return {name: trained.get(name) for name in ("trainable", "file_headers", "fim_rate")}
+
     @cached_property
     def files(self) -> FileTokenizer:
-        """The tokenizer, for files without their paths."""
-        return FileTokenizer(self.loaded.require_tokenizer(), False)
+        """The tokenizer, which begins files with their paths if that was so in its training."""
+        return FileTokenizer(self.loaded.require_tokenizer(), bool(self.prompts["file_headers"]))
 
     def save(self, folder: Path, facts: Mapping[str, Any], adapted: LoadedModel | None = None) -> None:
         """Write to a folder a reference to the model, or with `adapted` its adapter."""
@@ -302,7 +310,8 @@ def choose_trainable(config: TrainConfig, base: LoadedModel) -> tuple[TrainConfi
     if not config.complete or not (config.adapts or is_beside(config, base)):
         return config, lines
     if config.adapts:
-        chosen = replace(config, file_headers=False)
+        ours = trained_text(base.card).get("complete")
+        chosen = config if ours else replace(config, file_headers=False)
         with torch.device("meta"):
             peft_factors(outline_with_base(chosen, base), family=described_family(base))
         return chosen, [*lines, "trains an adapter, and refers to the model (--trainable all trains its weights)"]
@@ -562,8 +571,8 @@ class TrainTask:
             remove_gate(folder)  # of another model
         recorded = json_file.read_if_present(folder / ADAPTER).get("base_model_name_or_path")
         if recorded != str(reference.place.resolve()):
-            as_adapter = {"trainable": ("adapter",), "file_headers": False}
-            reference.save(folder, {"trained": asdict(self.config) | as_adapter})
+            of_base = reference.prompts if self.config.beside else {}
+            reference.save(folder, {"trained": asdict(self.config) | of_base})
         if read_gate(folder) is None:
             yield f"from now on with the model, {self._fit(run, files, folder)}"
 
