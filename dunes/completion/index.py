@@ -75,11 +75,7 @@ class TextIndex:
 
     def retokenized(self, files: FileTokenizer) -> "TextIndex":
         """The index of the same files as ids of another tokenizer; both share the bytes and their contexts."""
-        indexed, ids = list[IndexedFile](), list[int]()
-        for file, (name, text) in each([*zip(self.files, self.texts(), strict=True)]):
-            indexed.append(replace(file, start=len(ids)))
-            ids += [*files.tokenize(text, valid_text(name)).ids, files.tokenizer.eos]
-        return replace(self, files=indexed, ids=index_ids(ids, len(files.pieces)))
+        return replace(index_texts(self.texts(), files, self.contexts), text=self.text)
 
     def texts(self) -> list[tuple[str, str]]:
         """The name and the text of each file."""
@@ -123,15 +119,19 @@ def _byte_range(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
         offset += len(data)
 
 
-def index_texts(texts: Sequence[tuple[str, str]], files: FileTokenizer) -> TextIndex:
-    """The index of files, given as (path, text)."""
+def index_texts(
+    texts: Sequence[tuple[str, str]], files: FileTokenizer, contexts: ContextIndex | None = None
+) -> TextIndex:
+    """The index of files, given as (path, text); `contexts` are those of their bytes, if they are known."""
     indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
     for name, text in each(texts, end=0.15):
         indexed.append(IndexedFile(name, len(ids), len(data)))
         text = valid_text(text)
         ids += [*files.tokenize(text, valid_text(name)).ids, files.tokenizer.eos]
         data += text.encode() + b"\0"
-    contexts = ContextIndex(np.frombuffer(data, np.uint8), depth=DEPTH_BYTES, progress=advance(1, 0.15, 0.85))
+    if contexts is None:
+        items = np.frombuffer(data, np.uint8)
+        contexts = ContextIndex(items, depth=DEPTH_BYTES, progress=advance(1, 0.15, 0.85))
     return TextIndex(indexed, index_ids(ids, len(files.pieces)), bytes(data), contexts)
 
 

@@ -198,7 +198,7 @@ class OpenModel:
 
     @property
     def prompts(self) -> dict[str, Any]:
-        """The settings in a card that say how its prompts look: as in its training, if dunes trained it for lines."""
+        """The settings in a card that say how its prompts look: as in its training, if that was for lines."""
         trained = trained_text(self.loaded.card)
         if not trained.get("complete"):
             return {"trainable": ("adapter",), "file_headers": False}
@@ -465,11 +465,6 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
     return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
 
 
-def open_fit_size(config: TrainConfig) -> FitSize:
-    """How much the gate of an open model is fitted on: as much as the time allows, until its speed is known."""
-    return fit_size(config, 1.0)
-
-
 def fit_seconds(config: TrainConfig, seconds_per_token: float) -> float:
     """Estimated seconds of all fits of a run; an adapter is compared with its base, whose gate is fitted."""
     seconds = fit_size(config, seconds_per_token).seconds
@@ -581,7 +576,8 @@ class TrainTask:
         config, architecture = self.config, self.loaded.architecture
         if folder != run.folder and self.reference:
             architecture = self.reference.loaded.architecture
-            return fit_open(folder, files, open_fit_size(config), architecture, config.copies)
+            size = fit_size(config, 1.0)  # as much as the limits allow, since its speed is not known
+            return fit_open(folder, files, size, architecture, config.copies)
         size, beside = fit_size(config, run.seconds_per_token), config.beside and self.reference
         tokenizer = beside.files if beside else None
         return finish_completion(folder, files, size, architecture, config.copies, tokenizer)
