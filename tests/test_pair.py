@@ -207,6 +207,7 @@ def test_both_complete_lines(run):
     assert len({s.text for s in suggestions}) == len(suggestions)
     assert all(s.line <= suggestions[0].line for s in suggestions)
     completer.update("module_1.py", "def other(): pass\n")
+    assert all("module_1.py" in engine._open.texts for engine in (completer, completer.opened))
     assert completer.complete(*PLACE).text
     for sure in (0.0, 1.1):
         completer.pair = replace(completer.pair, sure=sure)
