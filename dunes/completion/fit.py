@@ -270,37 +270,6 @@ def pair_facts(run: Path, fitted: Fitted, files: CompletionFiles, copies: Copies
     return pair.record() | facts
 
 
-class AdapterVerdict(NamedTuple):
-    """True if an adapter `is_better` than its base, and the `reason` for the user."""
-
-    is_better: bool
-    reason: str
-
-
-def compare_adapter(run: Path, adapter: Path, files: CompletionFiles, size: FitSize) -> AdapterVerdict:
-    """Compare the models in two folders, a run's and one with an adapter, at the same cursors in unseen files.
-
-    Both use the gate of the run. The adapter is better if the interval over files of the difference is above 0.
-    """
-    threads, gate = torch.get_num_threads(), read_gate(run)
-    torch.set_num_threads(1)
-    try:
-        loaded = [round_for_speed(checkpoint.load(folder, measure.device())) for folder in (adapter, run)]
-        engines = [CompletionEngine(each, files.index, gate and gate[0], knows_paths(each)) for each in loaded]
-        with phase("comparing the adapter with its base"):
-            texts = _unseen_texts([text for text in files.gate if text[1].strip()])
-            shares = paired_shares(ask_cursors(engines, texts, size.cursors, size.limits[1]))
-    finally:
-        torch.set_num_threads(threads)
-    if not shares:
-        return AdapterVerdict(False, "there is no text to compare it with its base")
-    difference = model_minus_copying(shares)
-    right, without = (float(np.mean([share[side] for share in shares])) for side in (0, 1))
-    cases = f"{plural(sum(share.cursors for share in shares), 'cursor')} in {plural(len(shares), 'file')}"
-    reason = f"{right:.1%} of lines right, {without:.1%} without it, {difference.percent('+')} % ({cases})"
-    return AdapterVerdict(difference.low > 0, reason)
-
-
 class Answer(NamedTuple):
     """The suggestions of all completers at a cursor of file number `file`, `column` characters into a word."""
 

@@ -14,13 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import checkpoint, measure, tree
-from dunes.augment import Change, make_change, repeat_structure
 from dunes.augment.adapted import sides
-from dunes.augment.changes import decide_change
-from dunes.augment.options import NAME
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import base_identity, weights_digest
-from dunes.checkpoint.formats.adapter import adapter_base_of, peft_factors
+from dunes.checkpoint.formats.adapter import adapter_base_of
 from dunes.checkpoint.loading import is_adapter
 from dunes.checkpoint.model_folder import ADAPTER, read_card
 from dunes.checkpoint.trained_text import trained_packages, trained_text
@@ -31,7 +28,6 @@ from dunes.completion.fit import (
     FitSize,
     begin_completion,
     closing_seconds,
-    compare_adapter,
     finish_completion,
     fit_open,
     prepare_completion,
@@ -52,7 +48,7 @@ from dunes.runs.augment import described_family, records, resolve_new, save_chan
 from dunes.runs.config import RunOptions, adamw_rate
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.loop import begin_run, execute_run, report_step
-from dunes.runs.memory import TrainSetup, build_with_dtype
+from dunes.runs.memory import TrainSetup
 from dunes.runs.run import (
     Run,
     Timings,
@@ -67,7 +63,7 @@ from dunes.runs.run import (
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.chat_template import template_from_files
-from dunes.train import Trainer, adamw, cast_frozen, muon, scale_rates
+from dunes.train import Trainer, adamw, muon, scale_rates
 from dunes.train.loss import next_token_loss
 from dunes.tree.summary import module_rows
 from dunes.units import format_bytes, format_count
@@ -75,9 +71,6 @@ from dunes.units import format_bytes, format_count
 TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, as the estimate of its duration must not depend on the machine."""
 
-RANK, ADAPTER_LR = 16, 0.02
-"""Rank of an adapter, and its default peak learning rate with Muon (docs/log/real-models.md, "Training on from
-published weights")."""
 LR = 0.006
 """Default peak learning rate of Muon with --from: a third of the rate for a new model (docs/log/training.md,
 "Training on")."""
@@ -112,8 +105,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                 if base is not None:
                     ready, more = choose_trainable(ready, base)
                     reasons += more
-            opened = base if ready.beside or ready.adapts else None
-            base = None if ready.beside else base
+            base, opened = (None, base) if ready.beside else (base, None)
             corpus = with_test_files(ready, corpus)
         for line in (corpus.report(), *corpus.notes, *reasons):
             display.detail(line)
@@ -121,11 +113,11 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
             ready = ranks.decide(ready)
         if run_options.dry_run:
-            if ready.beside and opened:
+            if opened:
                 display.detail(open_memory(opened.model))
             if base is not None:
-                model = base.model.to(measure.device())
-                make_trainable(model, ready, base)
+                model = base.model.float().to(measure.device())
+                select_trainable(model, ready.trainable, base)
                 dtype = autosize.autocast_dtype(ready)
                 trainer = Trainer(model, build_optimizer(model, ready), next_token_loss, dtype=dtype)
                 _report(ready, trainer, base, display)
@@ -144,10 +136,9 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             with timings("building the model"):
                 reference, opened = OpenModel.of(ready, opened) if opened else None, None
                 run = prepare(ready, folder, tokens, base, completion, reference)
-            if base and (ready.adapts or not run_options.resume):
+            if base and not run_options.resume:
                 run.seconds_per_token = _report(ready, run.trainer, base, display)
-                if not ready.adapts:  # else lines are completed first
-                    display.detail(score_base(run))
+                display.detail(score_base(run))
             return execute_run(run, display, run_options, timings)
 
 
@@ -209,12 +200,12 @@ class OpenModel:
         """The tokenizer, which begins files with their paths if that was so in its training."""
         return FileTokenizer(self.loaded.require_tokenizer(), bool(self.prompts["file_headers"]))
 
-    def save(self, folder: Path, facts: Mapping[str, Any], adapted: LoadedModel | None = None) -> None:
-        """Write to a folder a reference to the model, or with `adapted` its adapter."""
-        loaded, name = adapted or self.loaded, NAME if adapted else None
+    def save(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Write to a folder a reference to the model."""
+        loaded = self.loaded
         options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
-        options |= {"identity": self.identity, "facts": facts, "family": described_family(self.loaded)}
-        checkpoint.save_adapter(loaded.model, folder, name, self.place, **options)
+        options |= {"identity": self.identity, "facts": facts, "family": described_family(loaded)}
+        checkpoint.save_adapter(loaded.model, folder, None, self.place, **options)
 
 
 def open_memory(model: Decoder) -> str:
@@ -257,10 +248,9 @@ def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> 
         return config, []
     with torch.device("meta"):
         model = outline_with_base(config, base)
-    large = not config.adapts and tree.count(model, trainable=True) >= ADAMW_FROM
+    large = tree.count(model, trainable=True) >= ADAMW_FROM
     config = replace(config, optimizer=config.optimizer or ("adamw" if large else "muon"))
-    of_muon = ADAPTER_LR if config.adapts else LR
-    lr = config.lr or (of_muon if config.optimizer == "muon" else adamw_rate(sides(base.model.embed.token)[1]))
+    lr = config.lr or (LR if config.optimizer == "muon" else adamw_rate(sides(base.model.embed.token)[1]))
     if complete:
         config, reasons = autosize.with_hardware(config), []
     else:
@@ -273,9 +263,8 @@ def _choose_with_base(config: TrainConfig, base: LoadedModel, resumed: bool) -> 
 
 def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
     """The model of --from without its weights; the parameters selected by --trainable are trainable."""
-    dtype = next(base.model.parameters()).dtype if config.adapts else torch.float32
-    model = build_with_dtype(dtype, base.architecture.build)
-    make_trainable(model, config, base, fill=False)
+    model = base.architecture.build()
+    select_trainable(model, config.trainable, base)
     return model
 
 
@@ -302,43 +291,16 @@ def is_beside(config: TrainConfig, base: LoadedModel) -> bool:
 def choose_trainable(config: TrainConfig, base: LoadedModel) -> tuple[TrainConfig, list[str]]:
     """The config with `trainable` chosen, and lines about it.
 
-    Raises ValueError if the base cannot be referred to, or cannot have an adapter that is asked for.
+    Raises ValueError if the base is to be beside a new model, and cannot be referred to.
     """
     lines, tokenizer = list[str](), base.require_tokenizer()
     if config.complete and template_from_files(tokenizer.extra_files, tokenizer.config_path.parent):
         lines.append("a chat model: its template is not used for lines")
-    if not config.complete or not (config.adapts or is_beside(config, base)):
+    if not config.complete or not is_beside(config, base):
         return config, lines
-    if config.adapts:
-        ours = trained_text(base.card).get("complete")
-        chosen = config if ours else replace(config, file_headers=False)
-        with torch.device("meta"):
-            peft_factors(outline_with_base(chosen, base), family=described_family(base))
-        return chosen, [*lines, "trains an adapter, and refers to the model (--trainable all trains its weights)"]
     adapter_base_of(base.architecture.outline(), described_family(base))  # raises
     how = "trains a model of its own, and completes lines with both"
     return replace(config, trainable=("own",)), [*lines, f"{how} (--trainable all trains the model's weights)"]
-
-
-def make_trainable(
-    model: Decoder, config: TrainConfig, base: LoadedModel, fill: bool = True
-) -> tuple[Change, ...]:
-    """Freeze all parameters but those that the run trains; returns the change that adds its adapter, if any.
-
-    Weights to train become float32, since updates are smaller than bfloat16's precision. With `fill=False`, for a
-    model on fake tensors, values are not read or initialised.
-    """
-    if not config.adapts:
-        if fill and ranks.count() == 1:  # several cast when they shard
-            model.float()
-        select_trainable(model, config.trainable, base)
-        return ()
-    change = decide_change(model, "lora", rank=RANK, seed=config.seed)
-    (make_change if fill else repeat_structure)(model, change)
-    set_trainable(model, change.new)
-    if config.dtype:  # chosen
-        cast_frozen(model, autosize.autocast_dtype(config))
-    return (change,)
 
 
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
@@ -375,7 +337,7 @@ def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[s
 def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> float:
     rows = config.batch // ranks.count(), config.context_length + 1
     ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
-    fit = lambda per_token: fit_seconds(config, per_token) if config.complete else 0.0
+    fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
     return report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
 
 
@@ -408,7 +370,7 @@ def prepare(
 ) -> Run:
     """A run at step 0 for a complete config, with a new model or with the model of `base`.
 
-    `reference` is the base of an adapter, or the model beside a new one.
+    `reference` is the model beside a new one.
     """
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
@@ -422,15 +384,12 @@ def prepare(
             structure = sha256(repr([*module_rows(model)]).encode()).hexdigest()
             tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": structure})
     else:
-        model = base.model
-        digest = reference.identity["sha256"] if reference else weights_digest(model)
-        tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": digest})
-        changes = make_trainable(model, config, base)
+        fingerprints = tokens.fingerprints | {"the model": weights_digest(base.model)}
+        tokens = replace(tokens, fingerprints=fingerprints)
+        model = base.model if ranks.count() > 1 else base.model.float()
+        select_trainable(model, config.trainable, base)
         loaded = with_context(base, max(config.context_length, base.context_length))
-        changed = (*base.architecture.changes, *changes)
-        loaded = replace(loaded, architecture=replace(loaded.architecture, changes=changed))
-    # Updates of weights are smaller than bfloat16's precision; an adapter is float32.
-    outline = ranks.shard(model, model.layers, None if config.adapts else torch.float32)
+    outline = ranks.shard(model, model.layers, torch.float32)  # updates are smaller than bfloat16's precision
     if base is None:
         initialise(model, config.seed, empty=outline is not None)
     model.to(measure.device())
@@ -465,18 +424,12 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
     return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
 
 
-def fit_seconds(config: TrainConfig, seconds_per_token: float) -> float:
-    """Estimated seconds of all fits of a run; an adapter is compared with its base, whose gate is fitted."""
-    seconds = fit_size(config, seconds_per_token).seconds
-    return sum(seconds) + (2 * seconds[1] if config.adapts else 0.0)
-
-
 @dataclass(frozen=True)
 class TrainTask:
     """The task of a training run: next-token prediction on text.
 
     `dropout` are the dropout probabilities before training. With several ranks, `outline` is the unsharded model
-    without weight values. `reference` is the base of an adapter, or the model beside a new one.
+    without weight values. `reference` is the model beside a new one.
     """
 
     config: TrainConfig
@@ -499,11 +452,7 @@ class TrainTask:
         if self.completion is None:
             return 0.0
         size = fit_size(self.config, seconds_per_token)
-        return (
-            2 * size.seconds[1]
-            if self.config.adapts
-            else closing_seconds(self.completion, size, self.config.beside)
-        )
+        return closing_seconds(self.completion, size, self.config.beside)
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
@@ -511,13 +460,6 @@ class TrainTask:
         arrange = FillInMiddle(self.text.tokenizer, config.fim_rate) if cuts else None
         windows = Windows(self.text.train, config.context_length, config.batch, config.seed, arrange)
         return windows.batches(start)
-
-    @property
-    def base(self) -> LoadedModel:
-        """The model with the architecture that it has without the run's adapter."""
-        architecture = self.loaded.architecture
-        changes = architecture.changes[:-1] if self.config.adapts else architecture.changes
-        return replace(self.loaded, architecture=replace(architecture, changes=changes))
 
     @property
     def _windowed(self) -> LoadedModel:
@@ -528,13 +470,11 @@ class TrainTask:
         return evaluate(self._windowed, self.text.valid, autosize.autocast_dtype(self.config), limit)
 
     def sample(self) -> str:
-        dtype = autosize.autocast_dtype(self.config)  # frozen weights beside an adapter have it
-        with torch.autocast(measure.device().type, dtype, self.config.adapts and dtype != torch.float32):
-            return sample_text(self._windowed, self.config.seed)
+        return sample_text(self._windowed, self.config.seed)
 
     def memory_advice(self) -> str:
         if self.config.base and not self.config.beside:
-            return memory_with_base(self.config, self.base)
+            return memory_with_base(self.config, self.loaded)
         advice = autosize.memory_advice(self.config)
         return f"{advice}; {self.reference.memory}" if self.reference else advice
 
@@ -549,25 +489,20 @@ class TrainTask:
         yield summary
         if self.completion is not None:
             files, reference = self.completion, self.reference
-            opened = files.index.retokenized(reference.files) if config.beside and reference else None
+            opened = files.index.retokenized(reference.files) if reference else None
             yield begin_completion(run.folder, files, self.loaded.architecture, opened)
-            if reference and not (opened and config.copies == "only"):
-                files = replace(files, index=opened or files.index)
-                yield from self._complete_with_base(run, files, reference)
-        if config.adapts and run.best is None:
-            yield score_base(run)
+            if reference and opened and config.copies != "only":
+                yield from self._complete_with_open(run, replace(files, index=opened), reference)
 
-    def _complete_with_base(self, run: Run, files: CompletionFiles, reference: OpenModel) -> Iterator[str]:
-        """Refer to a model in the run's folder, or in one beside it, and fit the gate, unless an earlier process
-        did; yields a line."""
-        folder = run.folder / BESIDE if self.config.beside else run.folder
+    def _complete_with_open(self, run: Run, files: CompletionFiles, reference: OpenModel) -> Iterator[str]:
+        """Refer to the open model and fit its gate, unless an earlier process did; yields a line."""
+        folder = run.folder / BESIDE
         base = read_card(folder).get("base")
         if not isinstance(base, dict) or base.get("sha256") != reference.identity["sha256"]:
             remove_gate(folder)  # of another model
         recorded = json_file.read_if_present(folder / ADAPTER).get("base_model_name_or_path")
         if recorded != str(reference.place.resolve()):
-            of_base = reference.prompts if self.config.beside else {}
-            reference.save(folder, {"trained": asdict(self.config) | of_base})
+            reference.save(folder, {"trained": asdict(self.config) | reference.prompts})
         if read_gate(folder) is None:
             yield f"from now on with the model, {self._fit(run, files, folder)}"
 
@@ -597,12 +532,9 @@ class TrainTask:
             facts["trained"]["packages"] = sorted(packages)
         folder = shlex.quote(str(run.folder)) + loaded.architecture.trust_option
         lines = [f"model: {run.folder}"]
-        if self.config.adapts:
-            lines.append(self._close_adapter(run, loaded.model, facts, interrupted))
-        else:
-            save_changed(loaded, (), run.folder, lambda staged: facts)
-            if self.completion is not None and not interrupted:
-                lines.append(self._fit(run, self.completion, run.folder))
+        save_changed(loaded, (), run.folder, lambda staged: facts)
+        if self.completion is not None and not interrupted:
+            lines.append(self._fit(run, self.completion, run.folder))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         if self.completion and not self.config.base:
             sources = shlex.join(self.config.sources)
@@ -610,29 +542,6 @@ class TrainTask:
                 f"a published model may know more: dunes train {sources} --from smollm2 --out {folder}-open"
             )
         return [*lines, f"try: dunes generate {folder}   {then.format(folder)}"]
-
-    def _close_adapter(self, run: Run, model: Decoder, facts: Mapping[str, Any], interrupted: bool) -> str:
-        """Use the adapter from now on if it completes lines better than the base; returns the verdict."""
-        assert self.completion is not None, "an adapter is trained for completion"
-        assert self.reference is not None, "its base"
-        if interrupted:
-            return "adapter: not compared with its base yet, and not used; --resume goes on"
-        if not run.best_step:
-            return "adapter: not used, since no step made the validation loss lower"
-        trained = run.folder / "state" / "adapter"
-        adapted = replace(self.loaded, model=model)
-        self.reference.save(trained, facts, adapted)
-        size = fit_size(self.config, run.seconds_per_token)
-        verdict = compare_adapter(run.folder, trained, self.completion, size)
-        if not verdict.is_better:
-            merge = f"to use it: dunes augment merge {shlex.quote(str(trained))} OUT"
-            return f"adapter: not used, as it is not surely better: {verdict.reason}; {merge}"
-        self.reference.save(run.folder, facts, adapted)
-        used = f"adapter: used, as it is better: {verdict.reason}"
-        gate = read_gate(run.folder)
-        if gate and not gate[1].get("copies"):  # they were compared with this gate
-            return used
-        return f"{used}\n{self._fit(run, self.completion, run.folder)}"
 
 
 def dropouts(model: nn.Module) -> list[nn.Dropout]:
