@@ -1,4 +1,4 @@
-"""A run that completes lines with a model from others: it refers to it, and has an adapter if that is better."""
+"""A run that trains its own model and completes lines with an open one beside it."""
 
 import json
 import math
@@ -6,8 +6,7 @@ import os
 import re
 import shutil
 import signal
-from dataclasses import replace
-from itertools import count
+from dataclasses import asdict, replace
 
 import pytest
 import tokenizers
@@ -15,31 +14,45 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from adapters import trained
 from conftest import change_json, display, raising, refuses, training_output, write_programs
 from dunes import checkpoint, measure
 from dunes.checkpoint.base import BaseWeights
 from dunes.checkpoint.export import export_gguf
 from dunes.checkpoint.formats.adapter import is_reference
 from dunes.completion import Suggestion
-from dunes.completion.completer import FolderCompleter, find_completer
+from dunes.completion.completer import (
+    CopyCompleter,
+    FolderCompleter,
+    OpenCompleter,
+    PairCompleter,
+    find_completer,
+)
+from dunes.completion.copy_gate import read_gate
 from dunes.completion.engine import CompletionEngine
-from dunes.completion.fit import AdapterVerdict, CompletionFiles, FitSize, compare_adapter
-from dunes.completion.index import index_texts
-from dunes.completion.text import FileTokenizer
+from dunes.completion.fit import FitSize
+from dunes.completion.index import read_index
+from dunes.completion.pair import PRIOR, Pair
+from dunes.completion.search import CompleteOptions
 from dunes.data import collect_corpus
+from dunes.evaluate import completion as evaluation
 from dunes.progress import Interrupted
 from dunes.runs import train as train_module
 from dunes.runs.corpus import choose_completion
-from dunes.runs.train import choose_trainable, memory_with_base, train
+from dunes.runs.train import choose_trainable, train
 from dunes.runs.train_config import TrainConfig
-from dunes.serve.served import LoadedFolder
+from dunes.serve.served import LoadedFolder, ServedModel
 from dunes.text import Tokenizer
 from real_models import smollm2
 from small_models import random_model
 from test_runs import stop
 
-BETTER, WORSE = AdapterVerdict(True, "better"), AdapterVerdict(False, "worse")
 IDS = torch.arange(12)[None]
+PLACE = "def task_1_3(va", "", "module_1.py"
+
+
+def said(text, p, source="model"):
+    return Suggestion(text, p, p, source=source)
 
 
 def foreign_tokenizer():
@@ -80,7 +93,8 @@ def _small_fits():
 
 
 def config(base, code, **changes):
-    fixed = {"batch": 4, "context_length": 32, "steps": 2, "dtype": "float32", "threads": 1}
+    fixed = {"batch": 4, "context_length": 64, "steps": 2, "dtype": "float32", "threads": 1, "vocab_size": 300}
+    fixed |= {"trainable": ("own",), "size": "1x32", "copies": "never"}
     return TrainConfig(base=str(base), **{"sources": (str(code),)} | fixed | changes)
 
 
@@ -91,37 +105,263 @@ def logits(folder):
 
 @pytest.fixture(scope="module")
 def run(base, tmp_path_factory, _small_fits):
-    """A run whose adapter is not used."""
+    """A run that uses both models."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "code").mkdir()
     write_programs(folder / "code")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, "compare_adapter", lambda *_: WORSE)
-        said = training_output(config(base, folder / "code"), folder / "run")
-    (folder / "said").write_text(said)
+    (folder / "said").write_text(training_output(config(base, folder / "code"), folder / "run"))
+    use(folder / "run", "both")
     return folder / "run"
 
 
-def test_a_run_is_its_base_until_an_adapter_is_better(base, run):
+def use(run, models, **changes):
+    """Let a run use these of its models."""
+    gate = json.loads((run / "completion/gate.json").read_text())
+    change_json(run / "completion/gate.json", pair=gate["pair"] | {"uses": models, "copies": False} | changes)
+
+
+def change_weights(own):
+    weights = load_file(own / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, own / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture
+def copied(run, base, tmp_path):
+    """The run and its base, moved together."""
+    for folder in (base, run, run.parent / "code"):
+        shutil.copytree(folder, tmp_path / folder.relative_to(base.parents[1]))
+    folder, own = (tmp_path / path.relative_to(base.parents[1]) for path in (run, base))
+    change_json(folder / "open/adapter_config.json", base_model_name_or_path="/gone")
+    change_json(folder / "open/dunes.json", files={})
+    return folder, own
+
+
+def test_a_run_has_its_own_model_and_a_reference(base, run):
     said = (run.parent / "said").read_text()
+    assert "beside" in said
     assert "from now on with the model" in said
-    assert "adapter: not used" in said
-    assert is_reference(json.loads((run / "dunes.json").read_text()))
-    assert not [*run.glob("*.safetensors")]
-    assert torch.equal(logits(run), logits(base))
+    assert "own model" in said
+    assert is_reference(json.loads((run / "open/dunes.json").read_text()))
+    assert not [*run.glob("open/*.safetensors")]
+    assert (run / "model.safetensors").exists()
+    assert not (run / "open/completion/index.safetensors").exists(), "its text is shared"
+    own, opened = read_index(run), read_index(run, of_open=True)
+    assert own.texts() == opened.texts()
+    assert len(own.ids) != len(opened.ids)
+    assert FOREIGN.decode(opened.ids.items[: opened.files[1].start].tolist()).startswith(own.texts()[0][1][:40])
+
+
+def test_both_complete_lines(run):
     completer = find_completer(run, print)
-    assert isinstance(completer, FolderCompleter)
-    assert completer.gate is not None
-    assert completer.files.header is False
+    assert isinstance(completer, PairCompleter)
+    assert completer.index.contexts is completer.opened.index.contexts
+    suggestions = completer.alternatives(*PLACE, CompleteOptions(alternatives=3))
+    assert len({s.text for s in suggestions}) == len(suggestions)
+    assert all(s.line <= suggestions[0].line for s in suggestions)
+    completer.update("module_1.py", "def other(): pass\n")
+    assert all("module_1.py" in engine._open.texts for engine in (completer, completer.opened))
+    assert completer.complete(*PLACE).text
+    for sure in (0.0, 1.1):
+        completer.pair = replace(completer.pair, sure=sure)
+        assert completer.explain(*PLACE) or not completer.complete(*PLACE).text
 
 
-@pytest.mark.parametrize(
-    "verb", ["generate", "inspect", "complete", "eval", pytest.param("eval --completion", marks=pytest.mark.slow)]
-)
-def test_verbs_work_on_a_run_without_weights(verb, run, command):
-    place = [run.parent / "code/module_1.py:2:12"] if verb == "complete" else []
-    few = ["--max-tokens", 2] if verb == "generate" else ["--limit", 1, "--all-lines"] if "--" in verb else []
-    status, out, error = command(*verb.split()[:1], run, *verb.split()[1:], *place, *few)
+def test_a_sure_own_line_saves_the_open_model(run, monkeypatch):
+    completer = find_completer(run, print)
+    completer.pair = replace(completer.pair, sure=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenCompleter, "alternatives", raising(AssertionError("asked")))
+        assert completer.complete(*PLACE).source == "model"
+        completer.pair = replace(completer.pair, sure=1.1)
+        with pytest.raises(AssertionError, match="asked"):
+            completer.complete(*PLACE)
+    answers = {OpenCompleter: [said("open line", 0.9)], CompletionEngine: [said("own line", 0.1)]}
+    completer.pair = Pair(1, PRIOR, 0.5)
+    monkeypatch.setattr(
+        OpenCompleter, "alternatives", lambda *_: [replace(answers[OpenCompleter][0], source="open")]
+    )
+    monkeypatch.setattr(CompletionEngine, "alternatives", lambda *_: answers[CompletionEngine])
+    best = completer.complete(*PLACE)
+    assert (best.text, best.source) == ("open line", "open")
+    assert best.word == pytest.approx(0.9)
+
+
+USED = {"own": FolderCompleter, "open": OpenCompleter, "both": PairCompleter}
+
+
+@pytest.mark.parametrize("models", USED)
+def test_the_run_chooses_which_models_are_used(models, copied, command):
+    folder, _ = copied
+    use(folder, models)
+    completer = find_completer(folder, print)
+    assert type(completer) is USED[models]
+    assert completer.complete(*PLACE).source == ("open" if models == "open" else completer.complete(*PLACE).source)
+    served = ServedModel(folder, "run", 0.35)
+    assert served.current.loaded is not None
+    assert isinstance(served.threshold, float)
+    place = f"{folder.parent / 'code/module_1.py'}:2:12"
+    status, out, error = command("complete", folder, place, "--json")
+    assert status == 0, error
+    assert json.loads(out).keys() == {"text", "word", "line", "source"}
+
+
+def test_a_pair_that_is_worse_than_copying_copies(copied):
+    folder, _ = copied
+    use(folder, "both", copies=True, verdict="worse")
+    notes = []
+    completer = find_completer(folder, notes.append)
+    assert completer.complete(*PLACE).source == "copies"
+    assert "worse" in notes[0]
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, change_weights])
+def test_the_own_model_goes_on_alone_without_the_open_one(change, copied, command):
+    folder, own = copied
+    change(own)
+    notes = []
+    assert type(find_completer(folder, notes.append)) is FolderCompleter
+    assert len(notes) == 1
+    assert "\n" not in notes[0]
+    assert str(folder if change is shutil.rmtree else own) in notes[0]
+    assert f"{folder} --resume" in notes[0] or change is change_weights
+    place = f"{folder.parent / 'code/module_1.py'}:2:12"
+    status, _, error = command("complete", folder, place)
+    assert status == 0
+    assert len(error.strip().splitlines()) == 1
+    LoadedFolder(folder, "run", (), print)
+
+
+def test_a_moved_run_finds_its_open_model(copied):
+    assert isinstance(find_completer(copied[0], raising(AssertionError)), PairCompleter)
+
+
+def test_a_resumed_run_goes_on_without_its_open_model(copied, monkeypatch):
+    folder, _ = copied
+    monkeypatch.setattr(train_module, "load_base", raising(ValueError("gone")))
+    out = training_output(TrainConfig(), folder, resume=True, asked=[])
+    assert "without the open model: gone" in out
+    assert type(find_completer(folder, print)) is FolderCompleter
+
+
+def test_a_resumed_run_goes_on_with_its_open_model_at_another_place(copied):
+    folder, own = copied
+    elsewhere, before = own.rename(own.parent / "elsewhere"), (folder / "open/completion/gate.json").stat()
+    options = {"override": ["base"], "asked": ["base"]}
+    assert "beside" in training_output(config(elsewhere, ""), folder, resume=True, **options)
+    assert checkpoint.load(folder / "open")
+    assert (folder / "open/completion/gate.json").stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_another_open_model_is_fitted_anew(copied):
+    folder, own = copied
+    change_weights(own)
+    before = read_gate(folder / "open")[1]["loss"]
+    training_output(config(own, ""), folder, resume=True, override=["base"], asked=["base"])
+    assert read_gate(folder / "open")[1]["loss"] != before
+    assert checkpoint.load(folder / "open")
+
+
+@pytest.mark.parametrize("phase", ["fit_open", "finish_completion"])
+def test_memory_that_ends_leaves_what_is_ready(phase, base, code, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, phase, raising(MemoryError()))
+        refuses(str(tmp_path / "run"), train, config(base, code), tmp_path / "run", display()[0])
+    completer = find_completer(tmp_path / "run", print)
+    assert type(completer) is (CopyCompleter if phase == "fit_open" else OpenCompleter)
+    assert completer.complete(*PLACE).text
+    assert train(config(base, code), tmp_path / "run", display()[0], resume=True) == 0
+    assert read_gate(tmp_path / "run")[1]["pair"]
+
+
+def test_ctrl_c_while_the_open_model_is_fitted_leaves_copies(base, code, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_module, "fit_open", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        train(config(base, code), tmp_path / "run", display()[0])
+    assert find_completer(tmp_path / "run", print).complete(*PLACE).source == "copies"
+
+
+def test_ctrl_c_in_training_leaves_the_open_model(base, code, tmp_path, monkeypatch):
+    stop(config(base, code, steps=3), tmp_path / "run", 2, monkeypatch)
+    assert type(find_completer(tmp_path / "run", print)) is OpenCompleter
+    training_output(config(base, code, steps=3), tmp_path / "run", resume=True)
+    assert read_gate(tmp_path / "run")[1]["pair"]
+
+
+def test_ctrl_c_in_closing_leaves_the_open_model(base, code, tmp_path, monkeypatch):
+    def interrupted(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "finish_completion", interrupted)
+        training_output(config(base, code), tmp_path / "run", status=130)
+    assert type(find_completer(tmp_path / "run", print)) is OpenCompleter
+
+
+def test_a_server_follows_from_copies_to_the_open_model_to_both(base, code, tmp_path, monkeypatch):
+    states, folder = [], tmp_path / "run"
+    look = lambda: states.append(LoadedFolder(folder, "run", (), lambda line: None))
+    for name in ("fit_open", "finish_completion"):
+        real = getattr(train_module, name)
+        monkeypatch.setattr(train_module, name, lambda *a, real=real: (look(), real(*a), look())[1])
+    train(config(base, code), folder, display()[0])
+    use(folder, "both")
+    look()
+    assert [type(state.completer) for state in states[:3]] == [CopyCompleter, OpenCompleter, OpenCompleter]
+    assert type(states[-1].completer) is PairCompleter
+    assert len({state.stamp for state in states}) >= 4
+    assert states[1].batch is None, "texts wait for the run's model"
+    assert states[2].loaded is not None
+
+
+def test_copying_only_needs_no_open_model(base, code, tmp_path):
+    train(config(base, code, copies="only"), tmp_path / "run", display()[0])
+    assert not (tmp_path / "run/open").exists()
+
+
+def test_settings_of_a_new_model_go_with_an_open_one_beside_it_alone(base, code):
+    assert config(base, code, size="1x32").beside
+    refuses("own", config, base, code, trainable=())
+    refuses("completion", config, base, code, complete=False)
+
+
+def test_the_estimate_leaves_time_for_the_open_model(base, code, tmp_path, command):
+    lines = []
+    for options in ([], ["--from", base]):
+        arguments = ["--minutes", 1, "--dry-run", "--threads", 1, "--dtype", "float32", "--out", tmp_path / "run"]
+        status, out, error = command("train", code, *arguments, *options)
+        assert status == 0, error
+        lines.append(out + error)
+    assert "beside" not in lines[0]
+    assert "the open model needs" in lines[1]
+    assert "trains a model of its own" in lines[1]
+
+
+@pytest.mark.slow
+def test_an_evaluation_scores_both(run, monkeypatch):
+    used = []
+    real = evaluation.score_completer
+    monkeypatch.setattr(evaluation, "score_completer", lambda *a: used.append(type(a[1])) or real(*a))
+    evaluation.evaluate_completion(run, options=evaluation.CompletionOptions(4, 1, all_lines=True), files=1)
+    assert PairCompleter in used
+
+
+def test_an_own_model_beside_another_gets_prompts_as_in_its_training(run, code, tmp_path):
+    training_output(config(run, code), tmp_path / "run")
+    use(tmp_path / "run", "both")
+    opened = find_completer(tmp_path / "run", print).opened
+    assert opened.files.header
+    assert opened._form.suffix_first
+    assert opened.index.ids.items[: opened.index.files[1].start].tolist() == [
+        *opened.files.tokenize(opened.index.texts()[0][1], opened.index.files[0].name).ids,
+        opened.files.tokenizer.eos,
+    ]
+
+
+@pytest.mark.parametrize("verb", ["generate", "inspect", "eval"])
+def test_verbs_work_on_a_reference(verb, run, command):
+    options = {"generate": ["--max-tokens", 2], "eval": ["--limit", 1]}.get(verb, [])
+    status, out, error = command(verb, run / "open", *options)
     assert status == 0, error
     assert out.strip()
 
@@ -131,66 +371,30 @@ def test_only_models_that_are_used_are_rounded_for_speed(base, run, tmp_path, mo
     monkeypatch.setattr("dunes.checkpoint.loading.ROUNDED_FROM", 0)
     monkeypatch.setattr(measure, "choose_dtype", lambda device: torch.bfloat16)
     dtypes = lambda model: {p.dtype for p in model.parameters()}
-    assert dtypes(LoadedFolder(run, "run", (), print).loaded.model) == {torch.bfloat16}
-    assert dtypes(FolderCompleter(run).loaded.model) == {torch.bfloat16}
+    assert dtypes(LoadedFolder(run, "run", (), print).completer.opened.loaded.model) == {torch.bfloat16}
     assert dtypes(FolderCompleter(base).loaded.model) == {torch.float32}
-    assert command("augment", "merge", run, tmp_path / "out")[0] == 0
+    assert command("augment", "merge", run / "open", tmp_path / "out")[0] == 0
     assert dtypes(checkpoint.load(tmp_path / "out").model) == {torch.float32}
     assert torch.equal(logits(tmp_path / "out"), logits(base))
 
 
-def verdict(monkeypatch, given):
-    monkeypatch.setattr(train_module, "compare_adapter", lambda *_: given)
-
-
-def test_a_better_adapter_is_used_and_resuming_goes_on_with_it(base, code, tmp_path, monkeypatch):
-    verdict(monkeypatch, BETTER)
-    assert "adapter: used" in training_output(config(base, code), tmp_path / "run")
-    adapted = logits(tmp_path / "run")
-    assert not torch.allclose(adapted, logits(base))
-    assert not (tmp_path / "run/model.safetensors").exists()
-    assert find_completer(tmp_path / "run", print).gate is not None
-    assert training_output(config(base, code), tmp_path / "run", resume=True)
-    assert torch.equal(logits(tmp_path / "run"), adapted)
-    verdict(monkeypatch, WORSE)
-    more = config(base, code, steps=3)
-    training_output(more, tmp_path / "run", resume=True, override=["steps"], asked=["steps"])
-    assert torch.equal(logits(tmp_path / "run"), adapted), "what was better stays in use"
-
-
-def test_a_run_of_a_gguf_file(base, code, tmp_path, monkeypatch):
-    verdict(monkeypatch, BETTER)
+def test_a_run_with_a_gguf_file(base, code, tmp_path):
     export_gguf(base, tmp_path / "base.gguf")
     assert train(config(tmp_path / "base.gguf", code), tmp_path / "run", display()[0]) == 0
-    assert find_completer(tmp_path / "run", print).complete("def task_1_3(va", "", "x.py").text
+    use(tmp_path / "run", "both")
+    assert type(find_completer(tmp_path / "run", raising(AssertionError))) is PairCompleter
 
 
-@pytest.fixture
-def moved(base, run, tmp_path):
-    """A run and its base, moved together."""
-    for folder in (base, run, run.parent / "code"):
-        shutil.copytree(folder, tmp_path / folder.relative_to(base.parents[1]))
-    folder, own = (tmp_path / path.relative_to(base.parents[1]) for path in (run, base))
-    change_json(folder / "adapter_config.json", base_model_name_or_path="/gone")
-    change_json(folder / "dunes.json", files={})
-    return folder, own
-
-
-def test_a_run_that_moves_with_its_base_finds_it_and_hashes_only_what_changed(base, moved, monkeypatch):
-    folder, own = moved
+def test_a_run_that_moves_with_its_base_hashes_only_what_changed(base, copied, monkeypatch):
+    folder, own = copied
     hashed = []
     real = BaseWeights.sha256
     monkeypatch.setattr(BaseWeights, "sha256", lambda self, *d: hashed.append(d) or real(self, *d))
-    assert torch.equal(logits(folder), logits(base))
+    assert torch.equal(logits(folder / "open"), logits(base))
     assert not hashed
     os.utime(own / "model.safetensors")
-    assert torch.equal(logits(folder), logits(base))
+    assert torch.equal(logits(folder / "open"), logits(base))
     assert hashed
-
-
-def change_weights(own):
-    weights = load_file(own / "model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, own / "model.safetensors", {"format": "pt"})
 
 
 CHANGED = {
@@ -202,58 +406,25 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("change", CHANGED)
-def test_a_base_that_changed_is_refused_in_one_line_that_names_it(change, moved, command):
-    folder, own = moved
+def test_a_base_that_changed_is_refused_in_one_line_that_names_it(change, copied, command):
+    folder, own = copied
     make, words = CHANGED[change]
     make(own)
-    place = f"{folder.parent / 'code/module_1.py'}:2:9"
-    for verb, *options in (("generate", "x"), ("inspect", "--values"), ("complete", place)):
-        status, out, error = command(verb, folder, *options)
+    for verb, *options in (("generate", "x"), ("inspect", "--values")):
+        status, out, error = command(verb, folder / "open", *options)
         assert status == (1 if verb == "inspect" else 2), (verb, out, error)
-        said = (out if verb == "inspect" else error).rstrip().splitlines()[-1]
-        assert words in said
-        assert str(folder if change == "gone" else own) in said
+        told = (out if verb == "inspect" else error).rstrip().splitlines()[-1]
+        assert words in told
+        assert str(folder if change == "gone" else own) in told
     with pytest.raises(ValueError, match=re.escape(words)):
-        LoadedFolder(folder, "run", (), print)
+        LoadedFolder(folder / "open", "open", (), print)
 
 
 def test_a_base_that_changed_while_it_was_in_use_is_refused(base, code, tmp_path, monkeypatch):
-    """Its files are those that were loaded, not those at the end of the run."""
-    own = shutil.copytree(base, tmp_path / "own")
-    monkeypatch.setattr(train_module, "compare_adapter", lambda *_: change_weights(own) or BETTER)
-    assert train(config(own, code), tmp_path / "run", display()[0]) == 0
-    refuses("model.safetensors", checkpoint.load, tmp_path / "run")
-
-
-def test_a_run_whose_base_is_gone_goes_on_with_it_at_another_place(base, moved, code):
-    folder, own = moved
-    own.rename(own.parent / "elsewhere")
-    plan = json.loads((folder / "state/plan.json").read_text())
-    again = config(own.parent / "elsewhere", code, sources=tuple(plan["sources"]))
-    assert train(again, folder, display()[0], resume=True, override=["base"], asked=["base"]) == 0
-    assert torch.equal(logits(folder), logits(base))
-
-
-@pytest.mark.parametrize(("right", "is_better"), [(0.0, True), (1.0, False)])
-def test_an_adapter_is_better_only_beyond_the_spread_of_files(right, is_better, base, run, monkeypatch):
-    """Both sides are right at every cursor, or one of them at none."""
-    texts = [(f"{i}.py", "".join(f"def task_{i}_{j}(value, limit):\n" for j in range(40))) for i in range(9)]
-    calls = count()
-
-    def complete(self, before, after="", name="", options=None):
-        text = dict(texts)[name][len(before) :].partition("\n")[0]
-        return Suggestion("wrong" if next(calls) % 2 and not right else text, 1.0, 1.0)
-
-    monkeypatch.setattr(CompletionEngine, "complete", complete)
-    files = CompletionFiles(index_texts(texts, FileTokenizer(FOREIGN, False)), texts, texts, (), False)
-    verdict = compare_adapter(run, run, files, FitSize(0, 30, (math.inf, math.inf), (0.0, 0.0)))
-    assert verdict.is_better is is_better
-    assert ("+100.0" if is_better else "+0.0") in verdict.reason
-
-
-def test_no_text_to_compare_on_is_no_reason_to_use_an_adapter(run):
-    files = CompletionFiles(index_texts([("a.py", "x = 1\n")], FileTokenizer(FOREIGN, False)), [], [], (), False)
-    assert not compare_adapter(run, run, files, FitSize(0, 30, (math.inf, math.inf), (0.0, 0.0))).is_better
+    """Its files are those that were loaded, not those when the reference was written."""
+    own, real = shutil.copytree(base, tmp_path / "own"), train_module.prepare_completion
+    monkeypatch.setattr(train_module, "prepare_completion", lambda *a: (real(*a), change_weights(own))[0])
+    refuses("model.safetensors", train, config(own, code), tmp_path / "run", display()[0])
 
 
 def test_a_model_without_the_tokens_completes_from_the_text_above(code):
@@ -266,16 +437,18 @@ def test_a_model_without_the_tokens_completes_from_the_text_above(code):
 
 
 KINDS = [
-    ((), None, True),
-    (("all",), None, False),
-    (("adapter",), None, True),
-    ((), "trained", False),
-    ((), "changed", False),
+    ((), None, ("own",)),
+    (("own",), "trained", ("own",)),
+    (("all",), None, ("all",)),
+    ((), "trained", ()),
+    ((), "changed", ()),
 ]
 
 
-@pytest.mark.parametrize(("asked", "whose", "adapts"), KINDS)
-def test_a_model_from_others_gets_an_adapter_unless_the_user_says_otherwise(asked, whose, adapts, base, code):
+@pytest.mark.parametrize(("asked", "whose", "chosen"), KINDS)
+def test_a_model_from_others_stays_beside_a_new_one_unless_the_user_says_otherwise(
+    asked, whose, chosen, base, code
+):
     loaded = checkpoint.load(base)
     cards = {
         "trained": {"trained": {"complete": True, "sources": []}},
@@ -283,12 +456,32 @@ def test_a_model_from_others_gets_an_adapter_unless_the_user_says_otherwise(aske
     }
     loaded = replace(loaded, card=cards.get(whose, {}))
     ready, _ = choose_trainable(config(base, code, trainable=asked, complete=True), loaded)
-    assert ready.adapts is adapts
-    assert not choose_trainable(config(base, code, complete=False), loaded)[0].adapts
+    assert ready.trainable == chosen
+    text = config(base, code, trainable=(), complete=False)
+    assert choose_trainable(text, loaded)[0].trainable == ()
 
 
-def test_an_adapter_without_completion_is_refused(base, code):
-    refuses("finetune", config, base, code, trainable=("adapter",), complete=False)
+@pytest.mark.parametrize("has_tensors", [True, False])
+def test_a_run_that_trained_an_adapter_completes_and_is_not_resumed(has_tensors, base, run, tmp_path, command):
+    """The form of an earlier version: the run itself refers to the model, with or without an adapter."""
+    folder, loaded = tmp_path / "run", checkpoint.load(base)
+    identity = checkpoint.base_identity(loaded.model, base)
+    model = trained(checkpoint.load(base).model) if has_tensors else loaded.model
+    facts = {"trained": {"sources": ["x"], "complete": True, "trainable": ["adapter"], "file_headers": False}}
+    words = {"base": base, "identity": identity, "facts": facts, "tokenizer": FOREIGN, "context_length": 64}
+    checkpoint.save_adapter(model, folder, "default" if has_tensors else None, **words)
+    shutil.copytree(run / "completion", folder / "completion")
+    (folder / "state").mkdir()
+    stored = {"format": 2} | asdict(config(base, "x")) | {"trainable": ["adapter"]}
+    (folder / "state/plan.json").write_text(json.dumps(stored))
+    completer = find_completer(folder, print)
+    assert completer.complete(*PLACE).text
+    assert torch.equal(logits(folder), logits(base)) is not has_tensors
+    status, _, error = command("train", "--out", folder, "--resume")
+    assert status == 2
+    assert len(error.strip().splitlines()) == 1
+    assert str(folder) in error
+    assert "--from" in error
 
 
 def test_all_weights_of_a_model_from_others_are_trained_on_demand(base, code, tmp_path):
@@ -297,100 +490,34 @@ def test_all_weights_of_a_model_from_others_are_trained_on_demand(base, code, tm
     assert (tmp_path / "run/completion/gate.json").exists()
 
 
-@pytest.mark.slow
-def test_an_adapter_needs_less_memory_than_all_weights(code, tmp_path):
-    """Of a model large enough that weights count: gradients and optimizer of an adapter are small."""
-    base = checkpoint.load(write_base(tmp_path / "base", dim=512, depth=4))
-    said = [memory_with_base(config("x", code, trainable=(t,), complete=True), base) for t in ("adapter", "all")]
-    adapter, whole = (float(re.search(r"about (\d+\.\d) GB", text)[1]) for text in said)
-    assert adapter < whole
-
-
-@pytest.mark.filterwarnings("ignore:PEFT")
 @pytest.mark.parametrize(
     "family",
     ["gpt2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("mamba2", "qwen3_next", "mixtral", "phi3"))],
 )
-def test_bases_of_other_families(family, code, tmp_path, monkeypatch):
-    verdict(monkeypatch, BETTER)
+def test_bases_of_other_families(family, code, tmp_path):
     base = write_base(tmp_path / "base", family)
-    print(training_output(config(base, code), tmp_path / "run"))
-    find_completer(tmp_path / "run", print).complete("def task_1_3(va", "", "x.py")
-
-
-def test_ctrl_c_while_the_gate_is_fitted_leaves_copies(base, code, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module, "finish_completion", raising(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            train(config(base, code), tmp_path / "run", display()[0])
-    completer = find_completer(tmp_path / "run", print)
-    assert completer.copies
-    assert completer.complete("def task_1_3(va", "", "x.py").text
-    verdict(monkeypatch, WORSE)
-    assert train(config(base, code), tmp_path / "run", display()[0], resume=True) == 0
-    assert find_completer(tmp_path / "run", print).gate is not None
-
-
-def test_ctrl_c_in_training_leaves_the_base_and_its_gate(base, code, tmp_path, monkeypatch):
-    said = stop(config(base, code, steps=3), tmp_path / "run", 2, monkeypatch)
-    assert "not compared" in said
-    assert find_completer(tmp_path / "run", print).gate is not None
-    assert torch.equal(logits(tmp_path / "run"), logits(base))
-    verdict(monkeypatch, BETTER)
-    assert "adapter: used" in training_output(config(base, code, steps=3), tmp_path / "run", resume=True)
-
-
-def test_ctrl_c_while_the_adapter_is_compared_leaves_the_base_and_its_gate(base, code, tmp_path, monkeypatch):
-    def interrupted(*_):
-        os.kill(os.getpid(), signal.SIGINT)
-        raise Interrupted
-
-    monkeypatch.setattr(train_module, "compare_adapter", interrupted)
-    said = training_output(config(base, code), tmp_path / "run", status=130)
-    assert "not compared" in said
-    assert find_completer(tmp_path / "run", print).gate is not None
-    verdict(monkeypatch, BETTER)
-    assert "adapter: used" in training_output(config(base, code), tmp_path / "run", resume=True)
-
-
-@pytest.mark.parametrize("phase", ["finish_completion", "score_base", "compare_adapter"])
-def test_memory_that_ends_in_any_phase_leaves_what_is_ready(phase, base, code, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_module, phase, raising(MemoryError()))
-    refuses(str(tmp_path / "run"), train, config(base, code), tmp_path / "run", display()[0])
-    completer = find_completer(tmp_path / "run", print)
-    assert (completer.gate is not None) is (phase != "finish_completion")
-    assert completer.complete("def task_1_3(va", "", "x.py").text
-
-
-def test_a_server_follows_a_run_from_copies_to_its_model(base, code, tmp_path, monkeypatch):
-    states = []
-    folder = tmp_path / "run"
-    real = train_module.finish_completion
-    look = lambda: states.append(LoadedFolder(folder, "run", (), lambda line: None))
-    monkeypatch.setattr(train_module, "finish_completion", lambda *a: (look(), real(*a), look())[1])
-    verdict(monkeypatch, BETTER)
-    train(config(base, code), folder, display()[0])
-    assert [state.copies for state in states[:2]] == [True, False]
-    look()
-    assert len({state.stamp for state in states}) == 3, "copies, the base with its gate, and with the adapter"
-    assert [*states[-1].chats] == ["run"]
+    training_output(config(base, code), tmp_path / "run")
+    use(tmp_path / "run", "both")
+    completer = find_completer(tmp_path / "run", raising(AssertionError))
+    assert type(completer) is PairCompleter
+    completer.opened.complete(*PLACE)
 
 
 @pytest.mark.slow
 def test_smollm2_completes_lines_of_a_project(code, tmp_path):
-    """From its GGUF file, with two steps of an adapter."""
-    few = config(smollm2(), code, batch=2, context_length=64, dtype=None)
-    said = training_output(few, tmp_path / "run")
+    """From its GGUF file, beside two steps of an own model."""
+    said = training_output(config(smollm2(), code, dtype=None), tmp_path / "run")
     assert "a chat model: its template is not used for lines" in said
-    assert sum(file.stat().st_size for file in (tmp_path / "run").glob("*")) < 50_000_000
-    assert find_completer(tmp_path / "run", print).complete("def task_1_3(va", "", "x.py").text
+    assert sum(file.stat().st_size for file in (tmp_path / "run").rglob("*")) < 50_000_000
+    use(tmp_path / "run", "open")
+    assert find_completer(tmp_path / "run", print).complete(*PLACE).text
 
 
 @pytest.mark.parametrize("context", [8, 20])
 def test_a_context_shorter_than_a_prompt(context, code, tmp_path):
     base = write_base(tmp_path / "base", context=context)
-    few = config(base, code, context_length=0)
-    assert train(few, tmp_path / "run", display()[0]) == 0
+    assert train(config(base, code), tmp_path / "run", display()[0]) == 0
+    use(tmp_path / "run", "open")
     assert find_completer(tmp_path / "run", print).complete("def task_1_3(value):\n" * 9 + "def ta", "", "x.py")
 
 

@@ -908,7 +908,7 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
         dead.bind(str(socket_file(run)))
     assert complete_by_server(run, BEFORE, "\n", file) is None
     process, _ = started(run, "--no-follow")
-    assert complete_by_server(run, BEFORE, "\n", file) == expected.rstrip("\n")
+    assert complete_by_server(run, BEFORE, "\n", file)["text"] == expected.rstrip("\n")
     assert ended(process, signal.SIGHUP) == (0, "")
     assert not socket_file(run).exists()
 

@@ -270,19 +270,6 @@ def base_model(model: nn.Module) -> nn.Module:
     return base
 
 
-@torch.no_grad()
-def fold(model: nn.Module) -> bool:
-    """Merge the active adapter if all adapted modules are plain linear layers in float32; returns True if so.
-
-    Unlike `merge`, this computes in float32 and measures no rounding, so that it takes a tenth of the time.
-    """
-    modules = adapted_modules(model)
-    if any(type(m.base) is not nn.Linear or m.base.weight.dtype != torch.float32 for m in modules.values()):
-        return False
-    put_modules(model, {place: _plain(m.base, m.dense(), keep=False) for place, m in modules.items()})
-    return True
-
-
 class Merged(NamedTuple):
     """The result of a merge: rounding `errors` and, with `keep=True`, the replaced modules `kept`, by module name.
 

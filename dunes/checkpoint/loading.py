@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dunes import measure, tree
-from dunes.augment import Change, lora, make_change
+from dunes.augment import Change, make_change
 from dunes.augment.adapted import sides
 from dunes.checkpoint import architecture as architectures
 from dunes.checkpoint.architecture import Architecture, Build, has_own_form
@@ -60,10 +60,10 @@ def load(
 
     If the folder has an adapter, its base is loaded, verified by the digests in the adapter's card (unless
     `any_base`), and quantized if the card says so (QLoRA); then the adapter is added as `default`. Tokenizer and
-    context length are the adapter's own; if it lacks one of them, the base's is used. The adapter of a run that
-    completes lines is merged if the base is in float32. Warns if the model has no tokenizer, and about special ids
-    above the vocabulary. Raises ValueError if something is missing or wrong; names, shapes and free memory are
-    checked before any weight is read. Loading is repeated if another process saves into the folder meanwhile.
+    context length are the adapter's own; if it lacks one of them, the base's is used. Warns if the model has no
+    tokenizer, and about special ids above the vocabulary. Raises ValueError if something is missing or wrong;
+    names, shapes and free memory are checked before any weight is read. Loading is repeated if another process
+    saves into the folder meanwhile.
     """
 
     def read(readable: Path) -> LoadedModel:
@@ -130,7 +130,8 @@ def base_folder(folder: Path) -> Path:
         return (folder / relative).resolve()
     remedy = f"name it: dunes chat BASE --adapter {folder}"
     if "trained" in record:
-        remedy = f"put it back, or name it: dunes train --out {folder} --resume --from BASE --override base"
+        run = folder if (folder / "state").exists() else folder.parent  # beside the run's own model
+        remedy = f"put it back, or name it: dunes train --out {run} --resume --from BASE --override base"
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{folder}: its base {quote(name)} does not exist; {remedy}")
     revision = peft.get("revision")
@@ -163,9 +164,7 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
     try:
         changes = prepare_base(model, [*others] if is_same else [folder, *others], any_base)
         if not is_reference(card):
-            change = attach_adapter(model, folder, any_base=any_base)
-            # A run that completes lines is used as a whole; merged, it is as fast as its base, also compiled.
-            changes += [] if "trained" in card and not others and lora.fold(model) else [change]
+            changes += [attach_adapter(model, folder, any_base=any_base)]
         elif not any_base:
             check_reference(model, folder)
     except ValueError as error:

@@ -200,6 +200,7 @@ def complete(
     model: Model,
     place: Annotated[str | None, tyro.conf.Positional, flag("FILE:LINE:COLUMN", "standard input")] = None,
     *,
+    json: bool = False,
     any_base: AnyBase = False,
 ) -> None:
     """Complete a line of code or text, up to the text after the cursor; lines below are used as context, too.
@@ -212,7 +213,12 @@ def complete(
     Args:
         place: Cursor position as FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one);
             without it the text before the cursor is read from standard input.
+        json: Print a JSON object: the text, the probabilities that its first word and all of it are right, and its
+            source (model, open or copies).
     """
+    from dataclasses import asdict
+    from json import dumps
+
     from dunes.serve.client import complete_by_server
     from dunes.text.lines import decode_text, text_around_cursor
 
@@ -221,8 +227,8 @@ def complete(
         path, before, after = text_around_cursor(place)
     else:
         before = decode_text(sys.stdin.buffer.read(), "standard input")
-    if (text := complete_by_server(Path(model), before, after, path)) is not None:
-        print(text)
+    if (suggestion := complete_by_server(Path(model), before, after, path)) is not None:
+        print(dumps(suggestion) if json else suggestion["text"])
         return
     with _quick_imports():
         from dunes import checkpoint, measure
@@ -232,7 +238,9 @@ def complete(
     folder = checkpoint.locate_model(model).folder
     completer = find_completer(folder, lambda line: print(line, file=sys.stderr), any_base)
     name = name_in_sources(path, folder) if path else ""
-    print(completer.complete(before, after, name).text)
+    suggestion = asdict(completer.complete(before, after, name))
+    del suggestion["ends_line"]  # a server's has it not
+    print(dumps(suggestion) if json else suggestion["text"])
 
 
 def evaluate(

@@ -5,9 +5,11 @@ Start with `completer.find_completer`, `completer.FolderCompleter` and `search.C
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-__all__ = ["Cancelled", "LineCompleter", "Suggestion"]
+__all__ = ["Cancelled", "LineCompleter", "Source", "Suggestion"]
+Source = Literal["model", "open", "copies"]
+"""The source of a suggestion: the folder's model, an open model beside it, or copying alone."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,7 @@ class Suggestion:
     word: float = 1.0
     line: float = 1.0
     ends_line: bool = True
+    source: Source = "model"
 
 
 class LineCompleter(Protocol):

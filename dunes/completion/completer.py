@@ -1,10 +1,12 @@
-"""The completer of a model folder, or of a run in training, which only copies (the baseline)."""
+"""The completers of a model folder, of a run with an open model beside its own, and by copying (the baseline)."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +15,13 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.loading import round_for_speed
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG, read_card, saved_folder
 from dunes.checkpoint.trained_text import require_own_sources, split_documents, trained_text
-from dunes.completion import Cancelled, Suggestion
+from dunes.completion import Cancelled, Source, Suggestion
 from dunes.completion.copy_gate import read_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
-from dunes.completion.index import TextIndex, read_index, read_sources
+from dunes.completion.index import REMEDY, TextIndex, damage_reported, read_index, read_sources
 from dunes.completion.keystrokes import ACCEPTANCE
 from dunes.completion.names import Place, newest
+from dunes.completion.pair import Pair
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions
 from dunes.completion.text import first_line, line_start, near_text, without_overlap
 from dunes.data import Document, header_name
@@ -34,15 +37,28 @@ LONGEST = 128
 """Maximum length of a match before the cursor, in bytes."""
 FILTERED = 4
 """Number of copies of the index, each without some files, that are cached while a run has no model."""
+BESIDE = "open"
+"""The folder in a run that refers to the open model beside the run's own."""
 _REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
 
 
 class FolderCompleter(CompletionEngine):
-    """The completer of a model folder, with the training files and test documents for the evaluation."""
+    """The completer of a model folder, with the training files and test documents for the evaluation.
 
-    def __init__(self, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None) -> None:
+    `index` replaces that of the folder.
+    """
+
+    source: Source = "model"
+
+    def __init__(
+        self,
+        folder: Path,
+        any_base: bool = False,
+        loaded: LoadedModel | None = None,
+        index: TextIndex | None = None,
+    ) -> None:
         loaded = loaded or round_for_speed(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
-        index, fitted = read_index(folder), read_gate(folder)
+        index, fitted = index or read_index(folder), read_gate(folder)
         self.folder, self.facts = folder, fitted[1] if fitted else {}
         gate = fitted[0] if fitted and index else None
         self.copies = index is not None and (gate is None or bool(self.facts.get("copies")))
@@ -54,10 +70,20 @@ class FolderCompleter(CompletionEngine):
     ) -> list[Suggestion]:
         """The most probable suggestions. Only the copied line is returned if no gate was fitted, or if the model
         was worse than copying on validation lines. Raises Cancelled if `options.cancelled()`."""
-        if not self.copies:
-            return super().alternatives(before, after, name, options)
+        if self.copies:
+            return [self.copied_line(before, after, name, options)]
+        suggestions = super().alternatives(before, after, name, options)
+        return [replace(suggestion, source=self.source) for suggestion in suggestions]
+
+    def copied_line(self, before: str, after: str, name: str, options: CompleteOptions) -> Suggestion:
+        """The line by copying alone. Raises Cancelled if `options.cancelled()`."""
         opened = newest(self._open.texts, name, options)
-        return [_copy_line(self.far(name, options.files), opened, before, after, options, self.shorten)]
+        return _copy_line(self.far(name, options.files), opened, before, after, options, self.shorten)
+
+    @property
+    def models(self) -> list[LoadedModel]:
+        """The models that are asked."""
+        return [self.loaded]
 
     @cached_property
     def training_files(self) -> list[tuple[str, str]]:
@@ -85,6 +111,74 @@ class FolderCompleter(CompletionEngine):
         if documents := split_documents(self.loaded.card).test:
             return documents
         raise ValueError(f"{self.folder}: its training left no files for a test; pass files to complete")
+
+
+class OpenCompleter(FolderCompleter):
+    """The completer of the open model beside the one of a run."""
+
+    source = "open"
+
+    def __init__(self, run: Path, any_base: bool = False) -> None:
+        super().__init__(run / BESIDE, any_base, index=read_index(run, of_open=True))
+
+
+class PairCompleter(FolderCompleter):
+    """Completes lines with a run's own model, and with an open one where the own is not sure.
+
+    Other suggestions follow the better one with at most its probabilities. What a folder tells of its model, such
+    as its tokenizer, is that of the own.
+    """
+
+    def __init__(
+        self, folder: Path, opened: OpenCompleter, any_base: bool = False, loaded: LoadedModel | None = None
+    ) -> None:
+        super().__init__(folder, any_base, loaded)
+        fitted: dict[str, Any] = self.facts.get("pair", {})
+        self.facts, self.opened = {"verdict": "not compared with copying yet", **fitted}, opened
+        self.copies = bool(fitted.get("copies"))
+        assert self.index is not None, "it has a gate"
+        if opened.index is not None:  # one copy in memory
+            opened.index = replace(self.index, files=opened.index.files, ids=opened.index.ids)
+        with damage_reported(folder, "gate", REMEDY):
+            self.pair = Pair.read(fitted, len(self.index.text))
+
+    @property
+    def models(self) -> list[LoadedModel]:
+        return [self.loaded, self.opened.loaded]
+
+    def alternatives(
+        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
+    ) -> list[Suggestion]:
+        copied = self.copied_line(before, after, name, options)
+        if self.copies:
+            return [copied]
+        own = CompletionEngine.alternatives(self, before, after, name, options)
+        best, opened = self.pair.alone(own[0], copied.text), list[Suggestion]()
+        if best.line < self.pair.sure:
+            opened = self.opened.alternatives(before, after, name, options)
+            best = self.pair.better(own[0], opened[0], copied.text)
+        others = sorted((s for s in (*own, *opened) if s.text not in ("", best.text)), key=lambda s: -s.line)
+        capped = {s.text: replace(s, line=min(s.line, best.line), word=min(s.word, best.word)) for s in others}
+        return [best, *capped.values()][: options.alternatives]
+
+    def explain(
+        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
+    ) -> list[dict[str, Any]]:
+        if self.complete(before, after, name, options).source == "open":
+            return self.opened.explain(before, after, name, options)
+        return super().explain(before, after, name, options)
+
+    def with_texts(self, texts: Mapping[str, str | None]) -> Any:
+        return super().with_texts(texts), self.opened.with_texts(texts)
+
+    def use(self, files: Any) -> None:
+        own, opened = files
+        super().use(own)
+        self.opened.use(opened)
+
+    def index_files(self, files: Sequence[NamedText]) -> None:
+        super().index_files(files)
+        self.opened.index_files(files)
 
 
 class CopyCompleter:
@@ -139,7 +233,7 @@ def _copy_line(
         raise Cancelled("a newer request came")
     near, copier = near_text(before), CopyNearest(far)
     place = Place(near, after, opened, far, lambda text: [copier.complete(near + text, after)])
-    return options.limit(place.suggestions()[0], shorten)
+    return replace(options.limit(place.suggestions()[0], shorten), source="copies")
 
 
 def name_in_sources(path: Path, folder: Path) -> str:
@@ -173,16 +267,33 @@ def find_completer(
 ) -> FolderCompleter | CopyCompleter:
     """The completer of a model folder, or of a run that has no model yet.
 
-    `line` is called with a note if the completer only copies.
+    `line` is called with a note if the completer only copies, and if the open model beside a run cannot be used.
     """
-    if (index := index_in_training(folder)) is not None:
+    index, fitted = index_in_training(folder), read_gate(folder)
+    uses = fitted[1].get("pair", {}).get("uses", "both") if fitted and index is None else "open"
+    opened = _open_beside(folder, line, any_base) if uses != "own" else None
+    if opened is not None and uses == "open":
+        return opened
+    if index is not None:
         line("the model is still in training: copying from the training files alone")
         return CopyCompleter(index)
-    completer = FolderCompleter(folder, any_base, loaded)
+    own = partial(FolderCompleter, folder) if opened is None else partial(PairCompleter, folder, opened)
+    completer: FolderCompleter = own(any_base, loaded)
     if completer.copies:
         why = completer.facts.get("verdict", "worse than copying") if completer.gate else "it has no gate (yet)"
         line(f"the model does not complete lines ({why}); copying from the training files alone")
     return completer
+
+
+def _open_beside(folder: Path, line: Callable[[str], object], any_base: bool) -> OpenCompleter | None:
+    """The completer of the open model beside a run's own, if it completes lines and can be loaded."""
+    try:
+        fitted = read_gate(folder / BESIDE)
+        if fitted is not None and not fitted[1].get("copies") and "open" in read_sources(folder):
+            return OpenCompleter(folder, any_base)
+    except (ValueError, OSError) as error:
+        line(f"completes without the open model: {' '.join(str(error).split())}")
+    return None
 
 
 class CopyNearest:

@@ -7,7 +7,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +18,7 @@ from dunes import checkpoint, measure
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.loading import round_for_speed
 from dunes.completion import LineCompleter, Suggestion
-from dunes.completion.completer import CopyCompleter
+from dunes.completion.completer import BESIDE, CopyCompleter
 from dunes.completion.copy_gate import (
     Places,
     best_factor,
@@ -31,6 +31,7 @@ from dunes.completion.copy_gate import (
 from dunes.completion.engine import CompletionEngine, knows_paths
 from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts, write_index
 from dunes.completion.keystrokes import CutPoint, column_in_word, cut_points, file_lines, fit_threshold
+from dunes.completion.pair import ENOUGH, Cursor, fit_pair
 from dunes.completion.text import FileTokenizer, first_line
 from dunes.data import Corpus
 from dunes.data.document import NamedText
@@ -57,8 +58,8 @@ SHARES = 0.09, 0.06
 """Maximum fractions of the run for places and cursors; a slow model has fewer of both."""
 FITTED = 0.2
 """Minimum part of the time for places that is kept for fitting the gate on them."""
-BYTE_SECONDS = 1.5e-6
-"""Seconds per indexed byte."""
+BYTE_SECONDS = 1.5e-6, 0.9e-6
+"""Seconds per indexed byte, and per byte that is indexed for an open model, too."""
 LEAST = 4
 """Minimum number of cursors per file, if there are that many lines; of more files, only the first are compared."""
 FEWEST = 3
@@ -102,9 +103,14 @@ def prepare_completion(
     return CompletionFiles(index_texts(texts, tokenizer), gate, all_texts, sources, follow_links)
 
 
-def begin_completion(run: Path, files: CompletionFiles, architecture: Architecture) -> str:
-    """Write the index of a run, so that lines can be copied during training. Returns a line for the user."""
-    write_index(run, files.index, files.sources, files.follow_links)
+def begin_completion(
+    run: Path, files: CompletionFiles, architecture: Architecture, opened: TextIndex | None = None
+) -> str:
+    """Write the index of a run, so that lines can be copied during training. Returns a line for the user.
+
+    `opened` is the index `retokenized` for an open model.
+    """
+    write_index(run, files.index, files.sources, files.follow_links, opened)
     folder = shlex.quote(str(run)) + architecture.trust_option
     return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
 
@@ -132,86 +138,139 @@ class FitSize:
         collecting = min(1 - FITTED, place / (place + FIT_SECONDS))
         return cls(places, cursors, (collecting * most[0], most[1]), tuple(map(min, estimates, most)))
 
-    @property
-    def comparing(self) -> float:
-        """Estimated seconds that `compare_adapter` takes, which asks two models."""
-        return min(2 * self.seconds[1], self.limits[1])
-
 
 def finish_completion(
-    run: Path, files: CompletionFiles, size: FitSize, architecture: Architecture, copies: Copies = "auto"
+    run: Path,
+    files: CompletionFiles,
+    size: FitSize,
+    architecture: Architecture,
+    copies: Copies = "auto",
+    beside: FileTokenizer | None = None,
 ) -> str:
     """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
 
     The saved model is loaded with the function of `architecture`, which built it in this process. `copies` is the
-    option of `dunes train`. Returns a line for the user.
+    option of `dunes train`. With the tokenizer of an open model `beside`, which `fit_open` has asked, the pair of
+    both is fitted, too. Returns a line for the user.
     """
+    fitted = _fit(run, files, size, architecture, copies)
+    if fitted is None:
+        return "completion: no text to fit the gate on, so lines are copied, without the model"
+    folder, used = shlex.quote(str(run)), fitted.facts
+    if beside is not None and copies != "only" and (pair := pair_facts(run, fitted, files, copies)):
+        used = fitted.facts["pair"] = pair
+    with phase("indexing the text", fitted.done):
+        write_gate(run, fitted.gate, fitted.facts)
+        index = index_texts(files.all_texts, fitted.files)
+        opened = None if beside is None else index.retokenized(beside)
+        write_index(run, index, files.sources, files.follow_links, opened)
+    again = f"; to use it: dunes train --out {folder} --resume --copies never --override copies"
+    again *= copies == "auto" and bool(used["copies"])
+    measured = f"measure it: dunes eval {folder}{architecture.trust_option} --completion"
+    return f"completion: {fitted.losses}; {used['verdict']}{again}; {measured}"
+
+
+def fit_open(run: Path, files: CompletionFiles, size: FitSize, architecture: Architecture, copies: Copies) -> str:
+    """Fit and write the gate and thresholds of the open model in a folder, with its suggestions at all cursors.
+
+    They are for the closing of the run, for which the model need not be loaded again. Returns a line for the user.
+    """
+    fitted = _fit(run, files, size, architecture, copies)
+    if fitted is None:
+        return "no text to fit its gate on, so it is not used"
+    said = [[*_key(answer, fitted.texts), asdict(answer.suggestions[0])] for answer in fitted.answers]
+    write_gate(run, fitted.gate, fitted.facts | {"answers": said})
+    return f"{fitted.losses}; {fitted.facts['verdict']}"
+
+
+def _key(answer: "Answer", texts: Sequence[NamedText]) -> tuple[str, int, str]:
+    """The name of a cursor's file, its offset, and the rest of its line."""
+    return texts[answer.file][0], answer.cut.offset, answer.cut.rest
+
+
+class Fitted(NamedTuple):
+    """A gate and its facts, the tokenizer of its model, and the `answers` of model and copying in unseen `texts`.
+    `losses` are the losses for the user, and `done` is the fraction of the closing that this takes."""
+
+    gate: Gate
+    facts: dict[str, Any]
+    files: FileTokenizer
+    answers: Sequence["Answer"]
+    texts: Sequence[NamedText]
+    losses: str
+    done: float
+
+
+def _fit(
+    run: Path, files: CompletionFiles, size: FitSize, architecture: Architecture, copies: Copies
+) -> Fitted | None:
+    """Fit gate and thresholds of the model in a folder with one thread; None without texts."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for single tokens, more threads only wait for each other
     try:
-        return _finish(run, files, size, architecture, copies)
+        loaded = round_for_speed(checkpoint.load(run, measure.device(), build=architecture.function))
+        engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
+        copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
+        gated, asked = np.cumsum(size.seconds) / closing_seconds(files, size)
+        with phase("fitting the completion gate", 0.0, gated):
+            fitted, facts = fit_mixture(engine, texts, size.places, size.limits[0])
+        if fitted is None:
+            return None
+        engine.gate, gate = fitted
+        with phase("comparing the model with copying", gated, asked):
+            completers = (copier,) if copies == "only" else (engine, copier)
+            answers = ask_cursors(completers, _unseen_texts(texts), size.cursors, size.limits[1])
     finally:
         torch.set_num_threads(threads)
-
-
-def _finish(run: Path, files: CompletionFiles, size: FitSize, architecture: Architecture, copies: Copies) -> str:
-    loaded = round_for_speed(checkpoint.load(run, measure.device(), build=architecture.function))
-    engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
-    copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
-    gated, asked = np.cumsum(size.seconds) / closing_seconds(files, size)
-    with phase("fitting the completion gate", 0.0, gated):
-        fitted, facts = fit_mixture(engine, texts, size.places, size.limits[0])
-    if fitted is None:
-        return "completion: no text to fit the gate on, so lines are copied, without the model"
-    engine.gate, gate = fitted
-    with phase("comparing the model with copying", gated, asked):
-        completers = (copier,) if copies == "only" else (engine, copier)
-        answers = ask_cursors(completers, _unseen_texts(texts), size.cursors, size.limits[1])
     facts["copies"], verdict = choose_copies(copies, paired_shares(answers) if copies != "only" else [])
-    used = [(answer.cut, answer.column, answer.suggestions[-facts["copies"]]) for answer in answers]
-    thresholds = [(share, fit_threshold(used, share)) for share in ACCEPTANCES]
-    facts |= {"thresholds": {"word": thresholds}, "verdict": verdict, "prompt_tokens": engine.prompt_tokens}
-    with phase("indexing the text", asked):
-        write_gate(run, gate, facts)
-        write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)
-    folder = shlex.quote(str(run))
-    again = f"; to use it: dunes train --out {folder} --resume --copies never --override copies"
-    return (
-        f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
-        f"({plural(len(texts), 'file')}); {verdict}{again * (facts['copies'] and copies == 'auto')}; "
-        f"measure it: dunes eval {folder}{architecture.trust_option} --completion"
-    )
+    facts |= {"verdict": verdict, "prompt_tokens": engine.prompt_tokens}
+    facts["thresholds"] = fit_thresholds(answers, [a.suggestions[-facts["copies"]] for a in answers])
+    losses = f"{facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies"
+    losses += f" ({plural(len(texts), 'file')})"
+    return Fitted(gate, facts, engine.files, answers, _unseen_texts(texts), losses, asked)
 
 
-class AdapterVerdict(NamedTuple):
-    """True if an adapter `is_better` than its base, and the `reason` for the user."""
+def fit_thresholds(answers: Sequence["Answer"], suggestions: Sequence[Suggestion]) -> dict[str, Any]:
+    """The thresholds of these suggestions at the cursors, for each of ACCEPTANCES."""
+    used = [(answer.cut, answer.column, said) for answer, said in zip(answers, suggestions, strict=True)]
+    return {"word": [(share, fit_threshold(used, share)) for share in ACCEPTANCES]}
 
-    is_better: bool
-    reason: str
 
+def pair_facts(run: Path, fitted: Fitted, files: CompletionFiles, copies: Copies) -> dict[str, Any]:
+    """The pair of own and open model, fitted at the cursors where both were asked, and which of them the run uses.
 
-def compare_adapter(run: Path, adapter: Path, files: CompletionFiles, size: FitSize) -> AdapterVerdict:
-    """Compare the models in two folders, a run's and one with an adapter, at the same cursors in unseen files.
-
-    Both use the gate of the run. The adapter is better if the interval over files of the difference is above 0.
+    The open model alone is used if the pair is surely worse, the own alone if the pair has no more lines right at
+    ENOUGH cursors. Empty if the open model completes no lines, or if there are no such cursors.
     """
-    threads, gate = torch.get_num_threads(), read_gate(run)
-    torch.set_num_threads(1)
-    try:
-        loaded = [round_for_speed(checkpoint.load(folder, measure.device())) for folder in (adapter, run)]
-        engines = [CompletionEngine(each, files.index, gate and gate[0], knows_paths(each)) for each in loaded]
-        with phase("comparing the adapter with its base"):
-            texts = _unseen_texts([text for text in files.gate if text[1].strip()])
-            shares = paired_shares(ask_cursors(engines, texts, size.cursors, size.limits[1]))
-    finally:
-        torch.set_num_threads(threads)
-    if not shares:
-        return AdapterVerdict(False, "there is no text to compare it with its base")
-    difference = model_minus_copying(shares)
-    right, without = (float(np.mean([share[side] for share in shares])) for side in (0, 1))
-    cases = f"{plural(sum(share.cursors for share in shares), 'cursor')} in {plural(len(shares), 'file')}"
-    reason = f"{right:.1%} of lines right, {without:.1%} without it, {difference.percent('+')} % ({cases})"
-    return AdapterVerdict(difference.low > 0, reason)
+    opened = read_gate(run / BESIDE)
+    if opened is None or opened[1].get("copies"):
+        return {}
+    said = {(*key,): Suggestion(**suggestion) for *key, suggestion in opened[1].get("answers", ())}
+    both = [(a, said[key]) for a in fitted.answers if (key := _key(a, fitted.texts)) in said]
+    if not both:
+        return {}
+    answers, size = [answer for answer, _ in both], len(files.index.text)
+    cursors = [Cursor(a.suggestions[0], s, a.suggestions[1].text, a.cut.rest, a.file, size) for a, s in both]
+    pair, crossed = fit_pair(cursors)
+    best = [each.choose(cursor) for each, cursor in zip(crossed, cursors, strict=True)]
+    rows = [(b, *a.suggestions, s) for b, (a, s) in zip(best, both, strict=True)]
+    against = [
+        [a._replace(suggestions=(r[0], r[n])) for a, r in zip(answers, rows, strict=True)] for n in (1, 3, 2)
+    ]
+    own, alone, copying = map(paired_shares, against)
+    uses = "own" if len(both) >= ENOUGH and model_minus_copying(own).mean <= 0 else "both"
+    uses = "open" if model_minus_copying(alone).high < 0 else uses
+    is_copying, text = choose_copies(copies, copying)
+    shares = [np.mean([share.copying for share in shares]) for shares in (own, alone)]
+    verdict = f"own model {shares[0]:.0%}, open model {shares[1]:.0%}, both {text}"
+    if uses == "both":
+        asked = np.mean([pair.alone(c.own, c.copied).line < pair.sure for c in cursors])
+        verdict += f"; the open model is asked at {asked:.0%} of cursors"
+    else:
+        is_copying = uses == "own" and fitted.facts["copies"]
+        verdict += f"; so the {uses} model is used alone" + ", which is worse than copying" * is_copying
+    facts = {"uses": uses, "copies": is_copying, "verdict": verdict, "thresholds": fit_thresholds(answers, best)}
+    return pair.record() | facts
 
 
 class Answer(NamedTuple):
@@ -299,9 +358,10 @@ def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, st
     return True, f"{text}, so lines are copied, without the model"
 
 
-def closing_seconds(files: CompletionFiles, size: FitSize) -> float:
-    """Estimated seconds that `finish_completion` takes."""
-    return sum(size.seconds) + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
+def closing_seconds(files: CompletionFiles, size: FitSize, beside: bool = False) -> float:
+    """Estimated seconds that `finish_completion` takes, with an open model `beside` the run's own or without."""
+    per_byte = sum(BYTE_SECONDS[: 1 + beside])
+    return sum(size.seconds) + per_byte * sum(len(text) for _, text in files.all_texts)
 
 
 def fit_mixture(

@@ -2,13 +2,13 @@
 
 `index.safetensors` contains the training files as ids and as bytes, with their sorted contexts; `files.json`
 contains their names and offsets. Both are written to RUN/completion in the first seconds of a run. At its end they
-are written again, with the validation files.
+are written again, with the validation files. With an open model beside the run's own, they also have its ids.
 """
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +31,8 @@ from dunes.text.lines import valid_text
 
 FOLDER, FORMAT = "completion", 1
 REMEDY = "remove this folder to complete without it, or train again"
+OPEN = "open_"
+"""Prefix of the tensors with an open model's ids."""
 
 MOST = 12_000_000
 """Maximum bytes of text in an index; more take longer than ten seconds to sort."""
@@ -70,6 +72,10 @@ class TextIndex:
         ids = self.ids.without([(a.start, b.start) for a, b in places])
         contexts = self.contexts.without([(a.first_byte, b.first_byte) for a, b in places])
         return TextSource(self.text, contexts, ids)
+
+    def retokenized(self, files: FileTokenizer) -> "TextIndex":
+        """The index of the same files as ids of another tokenizer; both share the bytes and their contexts."""
+        return replace(index_texts(self.texts(), files, self.contexts), text=self.text)
 
     def texts(self) -> list[tuple[str, str]]:
         """The name and the text of each file."""
@@ -113,24 +119,37 @@ def _byte_range(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
         offset += len(data)
 
 
-def index_texts(texts: Sequence[tuple[str, str]], files: FileTokenizer) -> TextIndex:
-    """The index of files, given as (path, text)."""
+def index_texts(
+    texts: Sequence[tuple[str, str]], files: FileTokenizer, contexts: ContextIndex | None = None
+) -> TextIndex:
+    """The index of files, given as (path, text); `contexts` are those of their bytes, if they are known."""
     indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
     for name, text in each(texts, end=0.15):
         indexed.append(IndexedFile(name, len(ids), len(data)))
         text = valid_text(text)
         ids += [*files.tokenize(text, valid_text(name)).ids, files.tokenizer.eos]
         data += text.encode() + b"\0"
-    contexts = ContextIndex(np.frombuffer(data, np.uint8), depth=DEPTH_BYTES, progress=advance(1, 0.15, 0.85))
+    if contexts is None:
+        items = np.frombuffer(data, np.uint8)
+        contexts = ContextIndex(items, depth=DEPTH_BYTES, progress=advance(1, 0.15, 0.85))
     return TextIndex(indexed, index_ids(ids, len(files.pieces)), bytes(data), contexts)
 
 
-def write_index(run: Path, index: TextIndex, sources: Sequence[str] = (), follow_links: bool = False) -> None:
-    """Write the index of a run, and the sources of its text."""
+def write_index(
+    run: Path,
+    index: TextIndex,
+    sources: Sequence[str] = (),
+    follow_links: bool = False,
+    opened: TextIndex | None = None,
+) -> None:
+    """Write the index of a run, and the sources of its text; `opened` is the same index `retokenized`."""
     tensors = {"ids": index.ids.items, "order": index.ids.order}
     tensors |= {"text": index.contexts.items, "text_order": index.contexts.order}
     files = [[f.name, f.start, f.first_byte] for f in index.files]
     record = {"format": FORMAT, "files": files, "sources": [*sources], "follow_links": follow_links}
+    if opened is not None:
+        tensors |= {OPEN + "ids": opened.ids.items, OPEN + "order": opened.ids.order}
+        record["open"] = [file.start for file in opened.files]
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     data = save({name: np.ascontiguousarray(items) for name, items in tensors.items()})
     write_file(run / FOLDER / "index.safetensors", data)
@@ -143,16 +162,23 @@ def read_sources(run: Path) -> Mapping[str, Any]:
     return read_record(run, "files.json", FORMAT, REMEDY) or {}
 
 
-def read_index(run: Path) -> TextIndex | None:
-    """The index of a run; None if the run has no index. Raises ValueError for a damaged index."""
+def read_index(run: Path, of_open: bool = False) -> TextIndex | None:
+    """The index of a run, with `of_open` that of the open model beside its own; None if the run has none.
+
+    Raises ValueError for a damaged index.
+    """
     find_file(run, f"{FOLDER}/index.safetensors")
-    if (record := read_record(run, "files.json", FORMAT, REMEDY)) is None:
+    record = read_record(run, "files.json", FORMAT, REMEDY)
+    if record is None or (of_open and "open" not in record):
         return None
     with damage_reported(run, "index", REMEDY):
-        tensors = load_file(run / FOLDER / "index.safetensors")
-        ids = _context_index(tensors["ids"], tensors["order"], (np.uint16, np.uint32), DEPTH)
+        tensors, which = load_file(run / FOLDER / "index.safetensors"), OPEN if of_open else ""
+        ids = _context_index(tensors[which + "ids"], tensors[which + "order"], (np.uint16, np.uint32), DEPTH)
         contexts = _context_index(tensors["text"], tensors["text_order"], (np.uint8,), DEPTH_BYTES)
         files = [IndexedFile(str(name), *map(int, places[-2:])) for name, *places in record["files"]]
+        if of_open:
+            pairs = zip(files, record["open"], strict=True)
+            files = [replace(file, start=int(start)) for file, start in pairs]
         bounds = [(f.start, f.first_byte) for f in files] + [(len(ids), len(contexts))]
         if any(a[0] > b[0] or a[1] >= b[1] for a, b in pairwise(bounds)) or bounds[0] != (0, 0):
             raise ValueError("files that overlap")

@@ -3,9 +3,9 @@
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,24 +15,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dunes import checkpoint, measure, tree
-from dunes.augment import Change, make_change, repeat_structure
 from dunes.augment.adapted import sides
-from dunes.augment.changes import decide_change
-from dunes.augment.options import NAME
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import base_identity, weights_digest
-from dunes.checkpoint.formats.adapter import peft_factors
+from dunes.checkpoint.formats.adapter import adapter_base_of
 from dunes.checkpoint.loading import is_adapter
-from dunes.checkpoint.model_folder import ADAPTER
+from dunes.checkpoint.model_folder import ADAPTER, read_card
 from dunes.checkpoint.trained_text import trained_packages, trained_text
-from dunes.completion.copy_gate import read_gate
+from dunes.completion.completer import BESIDE
+from dunes.completion.copy_gate import read_gate, remove_gate
 from dunes.completion.fit import (
     CompletionFiles,
     FitSize,
     begin_completion,
     closing_seconds,
-    compare_adapter,
     finish_completion,
+    fit_open,
     prepare_completion,
 )
 from dunes.completion.text import FileTokenizer
@@ -51,7 +49,7 @@ from dunes.runs.augment import described_family, records, resolve_new, save_chan
 from dunes.runs.config import RunOptions, adamw_rate
 from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.loop import begin_run, execute_run, report_step
-from dunes.runs.memory import TrainSetup, build_with_dtype
+from dunes.runs.memory import TrainSetup
 from dunes.runs.run import (
     SAMPLE_SHARE,
     Run,
@@ -68,17 +66,14 @@ from dunes.runs.run import (
 from dunes.runs.train_config import MIXTURES, TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.chat_template import template_from_files
-from dunes.train import Trainer, adamw, cast_frozen, muon, scale_rates
+from dunes.train import Trainer, adamw, muon, scale_rates
 from dunes.train.loss import next_token_loss
 from dunes.tree.summary import module_rows
-from dunes.units import format_count
+from dunes.units import format_bytes, format_count
 
 TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, as the estimate of its duration must not depend on the machine."""
 
-RANK, ADAPTER_LR = 16, 0.02
-"""Rank of an adapter, and its default peak learning rate with Muon (docs/log/real-models.md, "Training on from
-published weights")."""
 LR = 0.006
 """Default peak learning rate of Muon with --from: a third of the rate for a new model (docs/log/training.md,
 "Training on")."""
@@ -103,13 +98,15 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
         raise ValueError(f"{folder}: built by {ready.chosen_parts}; if you trust it, pass --trust-code")
     with display:
         with timings("reading data"):
-            base, corpus, reasons = load_base(ready) if ready.base else None, gather(ready), []
+            base, corpus, reasons = _load_base(ready, run_options.resume, display), gather(ready), []
             if not run_options.resume:  # resumed runs have chosen; older ones have None
-                ready, reason = choose_completion(ready, corpus, base.tokenizer if base else None)
+                own = base is not None and is_beside(ready, base)
+                ready, reason = choose_completion(ready, corpus, base.tokenizer if base and not own else None)
                 reasons.append(reason)
                 if base is not None:
                     ready, more = choose_trainable(ready, base)
                     reasons += more
+            base, opened = (None, base) if ready.beside else (base, None)
             corpus = with_test_files(ready, corpus)
         for line in (corpus.report(), *corpus.notes, *reasons):
             display.detail(line)
@@ -117,9 +114,11 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
             ready = ranks.decide(ready)
         if run_options.dry_run:
+            if opened:
+                display.detail(open_memory(opened.model))
             if base is not None:
-                model = base.model.to(measure.device())
-                make_trainable(model, ready, base)
+                model = base.model.float().to(measure.device())
+                select_trainable(model, ready.trainable, base)
                 dtype = autosize.autocast_dtype(ready)
                 trainer = Trainer(model, build_optimizer(model, ready), next_token_loss, dtype=dtype)
                 _report(ready, trainer, base, display)
@@ -136,11 +135,11 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                     with shown_by(display.state), phase("indexing the text"):
                         completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
-                run = prepare(ready, folder, tokens, base, completion)
-            if base and (ready.adapts or not run_options.resume):
+                reference, opened = OpenModel.of(ready, opened) if opened else None, None
+                run = prepare(ready, folder, tokens, base, completion, reference)
+            if base and not run_options.resume:
                 run.seconds_per_token = _report(ready, run.trainer, base, display)
-                if not ready.adapts:  # else lines are completed first
-                    display.detail(score_base(run))
+                display.detail(score_base(run))
             return execute_run(run, display, run_options, timings)
 
 
@@ -174,15 +173,67 @@ def _choose_options(
     return chosen
 
 
+@dataclass(frozen=True)
+class OpenModel:
+    """A model that a run refers to: in `place`, `loaded` without its weights, with its `base_identity`."""
+
+    place: Path
+    loaded: LoadedModel
+    identity: Mapping[str, Any]
+    memory: str
+
+    @classmethod
+    def of(cls, config: TrainConfig, base: LoadedModel) -> "OpenModel":
+        """The model of --from, which `base` need not keep in memory any longer."""
+        place, outlined = checkpoint.locate_model(config.base).folder, base.architecture.outline()
+        memory = open_memory(base.model)
+        return cls(place, replace(base, model=outlined), base_identity(base.model, place), memory)
+
+    @property
+    def prompts(self) -> dict[str, Any]:
+        """The settings in a card that say how its prompts look: as in its training, if that was for lines."""
+        trained = trained_text(self.loaded.card)
+        if not trained.get("complete"):
+            return {"trainable": ("adapter",), "file_headers": False}
+        return {name: trained.get(name) for name in ("trainable", "file_headers", "fim_rate")}
+
+    @cached_property
+    def files(self) -> FileTokenizer:
+        """The tokenizer, which begins files with their paths if that was so in its training."""
+        return FileTokenizer(self.loaded.require_tokenizer(), bool(self.prompts["file_headers"]))
+
+    def save(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Write to a folder a reference to the model."""
+        loaded = self.loaded
+        options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
+        options |= {"identity": self.identity, "facts": facts, "family": described_family(loaded)}
+        checkpoint.save_adapter(loaded.model, folder, None, self.place, **options)
+
+
+def open_memory(model: Decoder) -> str:
+    """A sentence with the memory that a model beside a run's own needs."""
+    size = format_bytes(sum(p.nbytes for p in model.parameters()))
+    return f"the open model needs {size} while its gate is fitted, and to complete lines"
+
+
+def _load_base(config: TrainConfig, resumed: bool, display: Display) -> LoadedModel | None:
+    """The model of --from, if there is one. A resumed run goes on without an open model that is gone."""
+    if not config.base:
+        return None
+    try:
+        return load_base(config)
+    except (ValueError, OSError) as error:
+        if not (resumed and config.beside):
+            raise
+        display.line(f"warning: goes on without the open model: {' '.join(str(error).split())}")
+        return None
+
+
 def load_base(config: TrainConfig) -> LoadedModel:
     """Load the model of --from. Raises ValueError for an adapter, and for a folder that cannot be loaded."""
     if is_adapter(folder := checkpoint.locate_model(config.base).folder):
         raise ValueError(f"{folder}: an adapter, not a model; merge it first: dunes augment merge {folder} OUT")
-    base = checkpoint.load_with_tokenizer(folder)
-    if base.model.embed.place is not None and config.context_length > base.context_length:
-        length = config.context_length
-        raise ValueError(f"--context-length is {length}; this model supports at most {base.context_length}")
-    return base
+    return checkpoint.load_with_tokenizer(folder)
 
 
 def _choose_with_base(
@@ -190,17 +241,20 @@ def _choose_with_base(
 ) -> tuple[TrainConfig, list[str]]:
     """The config for --from with all unset options chosen, and lines with the reasons.
 
-    A complete config of a resumed run is returned unchanged.
+    A complete config of a resumed run is returned unchanged. Raises ValueError for a context longer than the
+    model's, if its positions are learned.
     """
+    if base.model.embed.place is not None and config.context_length > base.context_length:
+        length = config.context_length
+        raise ValueError(f"--context-length is {length}; this model supports at most {base.context_length}")
     complete = config.dtype and config.threads and config.batch and config.context_length and config.lr
     if complete and resumed:
         return config, []
     with torch.device("meta"):
         model = outline_with_base(config, base)
-    large = not config.adapts and tree.count(model, trainable=True) >= ADAMW_FROM
+    large = tree.count(model, trainable=True) >= ADAMW_FROM
     config = replace(config, optimizer=config.optimizer or ("adamw" if large else "muon"))
-    of_muon = ADAPTER_LR if config.adapts else LR
-    lr = config.lr or (of_muon if config.optimizer == "muon" else adamw_rate(sides(base.model.embed.token)[1]))
+    lr = config.lr or (LR if config.optimizer == "muon" else adamw_rate(sides(base.model.embed.token)[1]))
     if complete:
         config, reasons = autosize.with_hardware(config), []
     else:
@@ -213,9 +267,8 @@ def _choose_with_base(
 
 def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
     """The model of --from without its weights; the parameters selected by --trainable are trainable."""
-    dtype = next(base.model.parameters()).dtype if config.adapts else torch.float32
-    model = build_with_dtype(dtype, base.architecture.build)
-    make_trainable(model, config, base, fill=False)
+    model = base.architecture.build()
+    select_trainable(model, config.trainable, base)
     return model
 
 
@@ -229,49 +282,30 @@ def memory_with_base(config: TrainConfig, base: LoadedModel, text: int = 0) -> s
     return autosize.memory_advice(config, build, setup=setup, trainable=trained, text=text)
 
 
-def choose_trainable(config: TrainConfig, base: LoadedModel) -> tuple[TrainConfig, list[str]]:
-    """The config with `trainable` chosen, and lines about it: an adapter, to complete lines with a model that
-    dunes neither trained for that nor changed.
+def is_beside(config: TrainConfig, base: LoadedModel) -> bool:
+    """True if a run that completes lines trains a new model beside the base: by default, if dunes neither trained
+    the base for that nor changed it, and if a folder can refer to it."""
+    ours = trained_text(base.card).get("complete") or records(base)
+    if config.trainable or ours:
+        return config.beside
+    with suppress(ValueError):
+        return bool(adapter_base_of(base.architecture.outline(), described_family(base)))
+    return False
 
-    Raises ValueError if an adapter is asked for, and this model cannot have one.
+
+def choose_trainable(config: TrainConfig, base: LoadedModel) -> tuple[TrainConfig, list[str]]:
+    """The config with `trainable` chosen, and lines about it.
+
+    Raises ValueError if the base is to be beside a new model, and cannot be referred to.
     """
     lines, tokenizer = list[str](), base.require_tokenizer()
     if config.complete and template_from_files(tokenizer.extra_files, tokenizer.config_path.parent):
         lines.append("a chat model: its template is not used for lines")
-    ours = trained_text(base.card).get("complete") or records(base)
-    if not config.complete or ours or config.trainable not in ((), ("adapter",)):
+    if not config.complete or not is_beside(config, base):
         return config, lines
-    chosen = replace(config, trainable=("adapter",), file_headers=False)
-    try:
-        with torch.device("meta"):
-            peft_factors(outline_with_base(chosen, base), family=described_family(base))
-    except ValueError as error:
-        if config.adapts:
-            raise
-        return config, [*lines, f"trains all weights, since no adapter can be added ({error})"]
-    return chosen, [*lines, "trains an adapter, and refers to the model (--trainable all trains its weights)"]
-
-
-def make_trainable(
-    model: Decoder, config: TrainConfig, base: LoadedModel, fill: bool = True
-) -> tuple[Change, ...]:
-    """Freeze all parameters but those that the run trains; returns the change that adds its adapter, if any.
-
-    Weights to train become float32, since updates are smaller than bfloat16's precision. With `fill=False`, for a
-    model on fake tensors, values are not read or initialised.
-    """
-    if not config.adapts:
-        if fill and ranks.count() == 1:  # several cast when they shard
-            model.float()
-        select_trainable(model, config.trainable, base)
-        return ()
-    change = decide_change(model, "lora", rank=RANK, seed=config.seed)
-    (make_change if fill else repeat_structure)(model, change)
-    set_trainable(model, change.new)
-    if config.dtype:  # chosen
-        with measure.replaced_paged_out(model) if fill else nullcontext():
-            cast_frozen(model, autosize.autocast_dtype(config))
-    return (change,)
+    adapter_base_of(base.architecture.outline(), described_family(base))  # raises
+    how = "trains a model of its own, and completes lines with both"
+    return replace(config, trainable=("own",)), [*lines, f"{how} (--trainable all trains the model's weights)"]
 
 
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
@@ -308,7 +342,7 @@ def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[s
 def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> float:
     rows = config.batch // ranks.count(), config.context_length + 1
     ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
-    fit = lambda per_token: fit_seconds(config, per_token) if config.complete else 0.0
+    fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
     return report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
 
 
@@ -337,12 +371,15 @@ def prepare(
     tokens: Tokens,
     base: LoadedModel | None = None,
     completion: CompletionFiles | None = None,
+    reference: OpenModel | None = None,
 ) -> Run:
-    """A run at step 0 for a complete config, with a new model or with the model of `base`."""
+    """A run at step 0 for a complete config, with a new model or with the model of `base`.
+
+    `reference` is the model beside a new one.
+    """
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
     repeat_choice(config.float32_products)
-    identity: Mapping[str, Any] = {}
     if base is None:
         architecture = autosize.architecture_for(config, tokens.tokenizer.vocab)
         with torch.device("meta") if ranks.count() > 1 else nullcontext():
@@ -352,16 +389,12 @@ def prepare(
             structure = sha256(repr([*module_rows(model)]).encode()).hexdigest()
             tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": structure})
     else:
-        place = checkpoint.locate_model(config.base).folder
-        model, identity = base.model, base_identity(base.model, place) if config.adapts else {}
-        digest = identity["sha256"] if identity else weights_digest(model)
-        tokens = replace(tokens, fingerprints=tokens.fingerprints | {"the model": digest})
-        changes = make_trainable(model, config, base)
+        fingerprints = tokens.fingerprints | {"the model": weights_digest(base.model)}
+        tokens = replace(tokens, fingerprints=fingerprints)
+        model = base.model if ranks.count() > 1 else base.model.float()
+        select_trainable(model, config.trainable, base)
         loaded = with_context(base, max(config.context_length, base.context_length))
-        changed = (*base.architecture.changes, *changes)
-        loaded = replace(loaded, architecture=replace(loaded.architecture, changes=changed))
-    # Updates of weights are smaller than bfloat16's precision; an adapter is float32.
-    outline = ranks.shard(model, model.layers, None if config.adapts else torch.float32)
+    outline = ranks.shard(model, model.layers, torch.float32)  # updates are smaller than bfloat16's precision
     if base is None:
         initialise(model, config.seed, empty=outline is not None)
     model.to(measure.device())
@@ -370,7 +403,7 @@ def prepare(
     probabilities = [p.p for p in dropouts(model)]
     if config.dropout is not None:
         set_dropout(model, [config.dropout] * len(probabilities))
-    task = TrainTask(config, tokens, loaded, probabilities, completion, outline, identity)
+    task = TrainTask(config, tokens, loaded, probabilities, completion, outline, reference)
     return new_run(folder, config, task, optimizer)
 
 
@@ -396,18 +429,12 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
     return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
 
 
-def fit_seconds(config: TrainConfig, seconds_per_token: float) -> float:
-    """Estimated seconds of all fits of a run; an adapter is compared with its base, whose gate is fitted."""
-    size = fit_size(config, seconds_per_token)
-    return sum(size.seconds) + (size.comparing if config.adapts else 0.0)
-
-
 @dataclass(frozen=True)
 class TrainTask:
     """The task of a training run: next-token prediction on text.
 
     `dropout` are the dropout probabilities before training. With several ranks, `outline` is the unsharded model
-    without weight values. `identity` is the `base_identity` of an adapter's base.
+    without weight values. `reference` is the model beside a new one.
     """
 
     config: TrainConfig
@@ -416,7 +443,7 @@ class TrainTask:
     dropout: Sequence[float]
     completion: CompletionFiles | None = None
     outline: Decoder | None = None
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    reference: OpenModel | None = None
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -430,7 +457,7 @@ class TrainTask:
         if self.completion is None:
             return 0.0
         size = fit_size(self.config, seconds_per_token)
-        return size.comparing if self.config.adapts else closing_seconds(self.completion, size)
+        return closing_seconds(self.completion, size, self.config.beside)
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
@@ -438,13 +465,6 @@ class TrainTask:
         arrange = FillInMiddle(self.text.tokenizer, config.fim_rate) if cuts else None
         windows = Windows(self.text.train, config.context_length, config.batch, config.seed, arrange)
         return windows.batches(start)
-
-    @property
-    def base(self) -> LoadedModel:
-        """The model with the architecture that it has without the run's adapter."""
-        architecture = self.loaded.architecture
-        changes = architecture.changes[:-1] if self.config.adapts else architecture.changes
-        return replace(self.loaded, architecture=replace(architecture, changes=changes))
 
     @property
     def _windowed(self) -> LoadedModel:
@@ -455,52 +475,53 @@ class TrainTask:
         return evaluate(self._windowed, self.text.valid, autosize.autocast_dtype(self.config), limit)
 
     def sample(self) -> str:
-        config, dtype = self.config, autosize.autocast_dtype(self.config)  # weights beside an adapter have it
-        seconds = math.inf if config.steps or ranks.count() > 1 else SAMPLE_SHARE * config.seconds
-        with torch.autocast(measure.device().type, dtype, config.adapts and dtype != torch.float32):
-            return sample_text(self._windowed, config.seed, seconds=seconds)
+        seconds = math.inf if self.config.steps or ranks.count() > 1 else SAMPLE_SHARE * self.config.seconds
+        return sample_text(self._windowed, self.config.seed, seconds=seconds)
 
     def memory_advice(self) -> str:
-        return (
-            memory_with_base(self.config, self.base) if self.config.base else autosize.memory_advice(self.config)
-        )
+        if self.config.base and not self.config.beside:
+            return memory_with_base(self.config, self.loaded)
+        advice = autosize.memory_advice(self.config)
+        return f"{advice}; {self.reference.memory}" if self.reference else advice
 
     def begin(self, run: Run) -> Iterator[str]:
         config = self.config
         summary = (
-            f"{config.base or ' '.join(config.parts) or config.family}, {self._parameters(run.model)}; "
+            f"{config.origin}, {self._parameters(run.model)}; "
             f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.text.tokenizer.vocab}; "
             f"batch size {config.batch}, context length {config.context_length}; "
             f"{run.hardware}; {config.length}"
         )
         yield summary
         if self.completion is not None:
-            yield begin_completion(run.folder, self.completion, self.loaded.architecture)
-            if config.adapts:
-                yield from self._complete_with_base(run, self.completion)
-        if config.adapts and run.best is None:
-            yield score_base(run)
+            files, reference = self.completion, self.reference
+            opened = files.index.retokenized(reference.files) if reference else None
+            yield begin_completion(run.folder, files, self.loaded.architecture, opened)
+            if reference and opened and config.copies != "only":
+                yield from self._complete_with_open(run, replace(files, index=opened), reference)
 
-    def _complete_with_base(self, run: Run, files: CompletionFiles) -> Iterator[str]:
-        """Refer to the base in the run's folder and fit the gate, unless an earlier process did; yields a line."""
-        recorded = json_file.read_if_present(run.folder / ADAPTER).get("base_model_name_or_path")
-        if recorded != str(checkpoint.locate_model(self.config.base).folder.resolve()):
-            self._save(self.base.architecture.outline(), run.folder, {"trained": asdict(self.config)}, None)
-        if read_gate(run.folder) is None:
-            yield f"from now on with the model, {self._fit(run, files)}"
+    def _complete_with_open(self, run: Run, files: CompletionFiles, reference: OpenModel) -> Iterator[str]:
+        """Refer to the open model and fit its gate, unless an earlier process did; yields a line."""
+        folder = run.folder / BESIDE
+        base = read_card(folder).get("base")
+        if not isinstance(base, dict) or base.get("sha256") != reference.identity["sha256"]:
+            remove_gate(folder)  # of another model
+        recorded = json_file.read_if_present(folder / ADAPTER).get("base_model_name_or_path")
+        if recorded != str(reference.place.resolve()):
+            reference.save(folder, {"trained": asdict(self.config) | reference.prompts})
+        if read_gate(folder) is None:
+            yield f"from now on with the model, {self._fit(run, files, folder)}"
 
-    def _fit(self, run: Run, files: CompletionFiles) -> str:
-        """Fit the completion of the model in the run's folder; returns a line."""
-        size = fit_size(self.config, run.seconds_per_token)
-        return finish_completion(run.folder, files, size, self.loaded.architecture, self.config.copies)
-
-    def _save(self, model: Decoder, folder: Path, facts: Mapping[str, Any], name: str | None = NAME) -> None:
-        """Write the model's adapter to a folder, or with None as `name` only a reference to the base."""
-        base, loaded = self.base, self.loaded
-        options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
-        place = checkpoint.locate_model(self.config.base).folder
-        options |= {"identity": self.identity, "facts": facts, "family": described_family(base)}
-        checkpoint.save_adapter(model, folder, name, place, **options)
+    def _fit(self, run: Run, files: CompletionFiles, folder: Path) -> str:
+        """Fit the completion of the model in the run's folder, or in the one beside it; returns a line."""
+        config, architecture = self.config, self.loaded.architecture
+        if folder != run.folder and self.reference:
+            architecture = self.reference.loaded.architecture
+            size = fit_size(config, 1.0)  # as much as the limits allow, since its speed is not known
+            return fit_open(folder, files, size, architecture, config.copies)
+        size, beside = fit_size(config, run.seconds_per_token), config.beside and self.reference
+        tokenizer = beside.files if beside else None
+        return finish_completion(folder, files, size, architecture, config.copies, tokenizer)
 
     def _parameters(self, model: Decoder) -> str:
         total, trained = tree.count(model), tree.count(model, trainable=True)
@@ -517,12 +538,9 @@ class TrainTask:
             facts["trained"]["packages"] = sorted(packages)
         folder = shlex.quote(str(run.folder)) + loaded.architecture.trust_option
         lines = [f"model: {run.folder}"]
-        if self.config.adapts:
-            lines.append(self._close_adapter(run, loaded.model, facts, interrupted))
-        else:
-            save_changed(loaded, (), run.folder, lambda staged: facts)
-            if self.completion is not None and not interrupted:
-                lines.append(self._fit(run, self.completion))
+        save_changed(loaded, (), run.folder, lambda staged: facts)
+        if self.completion is not None and not interrupted:
+            lines.append(self._fit(run, self.completion, run.folder))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         if self.completion and not self.config.base:
             sources = shlex.join(self.config.sources)
@@ -530,27 +548,6 @@ class TrainTask:
                 f"a published model may know more: dunes train {sources} --from smollm2 --out {folder}-open"
             )
         return [*lines, f"try: dunes generate {folder}   {then.format(folder)}"]
-
-    def _close_adapter(self, run: Run, model: Decoder, facts: Mapping[str, Any], interrupted: bool) -> str:
-        """Use the adapter from now on if it completes lines better than the base; returns the verdict."""
-        assert self.completion is not None, "an adapter is trained for completion"
-        if interrupted:
-            return "adapter: not compared with its base yet, and not used; --resume goes on"
-        if not run.best_step:
-            return "adapter: not used, since no step made the validation loss lower"
-        trained = run.folder / "state" / "adapter"
-        self._save(model, trained, facts)
-        size = fit_size(self.config, run.seconds_per_token)
-        verdict = compare_adapter(run.folder, trained, self.completion, size)
-        if not verdict.is_better:
-            merge = f"to use it: dunes augment merge {shlex.quote(str(trained))} OUT"
-            return f"adapter: not used, as it is not surely better: {verdict.reason}; {merge}"
-        self._save(model, run.folder, facts)
-        used = f"adapter: used, as it is better: {verdict.reason}"
-        gate = read_gate(run.folder)
-        if gate and not gate[1].get("copies"):  # they were compared with this gate
-            return used
-        return f"{used}\n{self._fit(run, self.completion)}"
 
 
 def dropouts(model: nn.Module) -> list[nn.Dropout]:

@@ -47,10 +47,10 @@ class ModelShape:
     base: Annotated[str, flag("MODEL", "a new model", name="from")] = ""
     """Continue the training of this model: a folder of any format, a name on the Hub, or smollm2."""
     trainable: Annotated[
-        tuple[str, ...], flag("all|new|adapter|GLOB", "all; with --complete and a model from others, adapter")
+        tuple[str, ...], flag("own|all|new|GLOB", "all; with --complete and a model from others, own")
     ] = ()
-    """With --from, the parameters to train: all, new ones from the last change, globs of names, or an adapter that
-    is used if it completes lines better; the run then refers to the model instead of copying it."""
+    """With --from, what to train: own, a new model that completes lines with this one beside it, to which the run
+    refers; all parameters; new ones from the last change; or globs of names."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
@@ -86,9 +86,7 @@ class TrainOptimization(Optimization):
         flag("muon|adamw", "muon; with --from adamw, if 30M parameters or more are trained"),
     ] = None
     """Optimizer; muon trains weight matrices with Muon, and embeddings, head and norms with AdamW."""
-    lr: Annotated[
-        float | None, flag("RATE", "muon 0.02, with --from 0.006 but for adapters; adamw by the model's width")
-    ] = None
+    lr: Annotated[float | None, flag("RATE", "muon 0.02, with --from 0.006; adamw by the model's width")] = None
     """Peak learning rate; embeddings, head and norms have half of Muon's."""
     lr_factors: Annotated[tuple[str, ...], flag("GLOB=FACTOR", "none")] = ()
     """Multiply the learning rate of matching parameters, like all=0.1 new=1; globs as for --trainable."""
@@ -149,11 +147,11 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"--weight-decay is {self.weight_decay}; it must be a number from 0 on")
-        if self.adapts and self.complete is False:
-            remedy = "use dunes finetune --method lora, or omit one of them"
-            raise ValueError(
-                f"--trainable adapter is for the completion of lines, and --no-complete is set; {remedy}"
-            )
+        if self.trainable == ("adapter",):
+            remedy = "start anew --from the same model, or use dunes finetune --method lora"
+            raise ValueError(f"--trainable adapter is gone, as adapters did not complete lines better; {remedy}")
+        if self.beside and self.complete is False:
+            raise ValueError("--trainable own is for the completion of lines, which is off; omit it")
         if self.complete is False:
             self.refuse_unused("--no-complete leaves it unused; omit one of them")
         names = (*EXPERT_OPTIONS, "family", "parts", "size", "tokenizer", "vocab_size")
@@ -162,8 +160,9 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(
                 f"--parts describes the whole model, and so does --{option(others[0])}; omit one of them"
             )
-        if self.base and shape:
-            raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; omit it")
+        if self.base and shape and not self.beside:
+            remedy = "omit it, or train a new model beside the other: --trainable own"
+            raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; {remedy}")
 
     def refuse_unused(self, reason: str) -> None:
         """Raise ValueError with this reason if an option is set that only completion uses."""
@@ -172,9 +171,15 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
                 raise ValueError(f"--{option(name)} is {getattr(self, name)}, but {reason}")
 
     @property
-    def adapts(self) -> bool:
-        """True if the run trains an adapter, and refers to its base."""
-        return self.trainable == ("adapter",)
+    def beside(self) -> bool:
+        """True if the run trains a new model, and completes lines with `base` beside it."""
+        return bool(self.base) and self.trainable == ("own",)
+
+    @property
+    def origin(self) -> str:
+        """The base, or the family or parts of a new model, as text."""
+        new = " ".join(self.parts) or self.family
+        return f"{new} beside {self.base}" if self.beside else self.base or new
 
     @property
     def shape(self) -> tuple[int, int] | None:
@@ -251,7 +256,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def about(self) -> str:
-        return f"{self.base or ' '.join(self.parts) or self.family} on {', '.join(self.sources)}"
+        return f"{self.origin} on {', '.join(self.sources)}"
 
     @property
     def missing(self) -> str:

@@ -48,7 +48,7 @@ def read_suggest(fields: Fields) -> Asked:
 
 def write_suggest(request: Asked, answers: Answers, streams: bool) -> Any:
     """The suggestions, best first, and the explanation of the first one."""
-    listed = [{"text": a.text, "word": a.word, "line": a.line} for a in answers.values()]
+    listed = [{"text": a.text, "word": a.word, "line": a.line, "source": a.source} for a in answers.values()]
     return {"suggestions": listed, "milliseconds": 1e3 * answers[0].seconds, **answers[0].explained}
 
 

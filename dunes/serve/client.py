@@ -53,8 +53,8 @@ def exchange(
         connection.close()
 
 
-def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> str | None:
-    """The rest of a line, completed by a running server of this folder; None if no server answers."""
+def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> dict[str, Any] | None:
+    """The suggestion of a running server of this folder, with its `text`; None if no server answers."""
     if not hasattr(socket, "AF_UNIX"):
         return None
     body = {"before": before, "after": after, "path": str(path.absolute()) if path else ""}
@@ -62,7 +62,8 @@ def complete_by_server(folder: Path, before: str, after: str, path: Path | None)
         body["model"] = folder.resolve().name
         status, data = exchange(SocketConnection(socket_file(folder)), "/suggest", body)
         if status == 200:
-            return str(json.loads(data)["suggestions"][0]["text"])
+            suggestion: dict[str, Any] = json.loads(data)["suggestions"][0]
+            return suggestion | {"text": str(suggestion["text"])}
     return None
 
 

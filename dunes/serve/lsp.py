@@ -36,7 +36,6 @@ ITEMS = 3
 """Maximum number of suggestions."""
 IDLE = 0.5
 """An open file is indexed, for the completion of other files, after this many seconds without a change."""
-COMMAND = types.Command("accepted", ACCEPTED)
 
 
 def start(
@@ -222,7 +221,7 @@ class Server(LanguageServer):
         answers = await self._answers(params.text_document.uri, params.position)
         cursor = types.Range(params.position, params.position)
         return types.InlineCompletionList(
-            [types.InlineCompletionItem(a.text, range=cursor, command=COMMAND) for a in answers]
+            [types.InlineCompletionItem(a.text, range=cursor, command=_command(a)) for a in answers]
         )
 
     async def _complete(self, params: types.CompletionParams) -> types.CompletionList:
@@ -234,15 +233,21 @@ class Server(LanguageServer):
             types.CompletionItem(
                 label=(word + a.text).strip(),
                 kind=types.CompletionItemKind.Text,
-                detail="dunes" if a.line is None else f"dunes {100 * a.line:.0f} %",
+                detail="dunes" if a.line is None else f"dunes {100 * a.line:.0f} % ({a.source})",
                 filter_text=word + a.text,
                 sort_text=f"{i}",
                 text_edit=types.TextEdit(cursor, a.text),
-                command=COMMAND,
+                command=_command(a),
+                data={"source": a.source},
             )
             for i, a in enumerate(answers)
         ]
         return types.CompletionList(is_incomplete=True, items=items)
+
+
+def _command(answer: "Answer") -> types.Command:
+    """The command of an accepted suggestion, whose argument is its source."""
+    return types.Command("accepted", ACCEPTED, arguments=[answer.source])
 
 
 def _path(uri: str) -> str:

@@ -127,6 +127,8 @@ class Answer:
     """Probability of the first word of a completed line; None if the answer is not a line completion."""
     line: float | None = None
     """Probability of the entire completed line; None if the answer is not a line completion."""
+    source: str = ""
+    """Source of a completed line: model, open or copies."""
     explained: dict[str, Any] = field(default_factory=dict)
 
 

@@ -52,7 +52,7 @@ UNFITTED = 0.3
 """Minimum probability of a shown suggestion if no threshold was fitted."""
 FILES = (
     *("config.json", "adapter_config.json", "model.safetensors", "adapter_model.safetensors", "dunes.json"),
-    *("completion/gate.json", "completion/index.safetensors"),
+    *("completion/gate.json", "completion/index.safetensors", "open/completion/gate.json"),
 )
 """Files whose times change when a model, its gate or its index is written."""
 
@@ -88,6 +88,10 @@ class LoadedFolder:
         """Why the model does not complete lines; empty if it does."""
         if self.note:
             say(self.note)
+        if isinstance(self.completer, FolderCompleter):
+            for each in self.completer.models:
+                if each is not self.loaded:
+                    take_out_of_file(each.model)
         self.files = FileFinder(self.completer.training_files)
         self.copies = isinstance(self.completer, CopyCompleter) or self.completer.copies
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
@@ -304,7 +308,9 @@ def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> 
     text = suggestion.text
     if threshold is not None and (suggestion.word < threshold or (len(text) < SHORT and not suggestion.ends_line)):
         text = ""
-    return Answer(text, "stop", word=suggestion.word, line=suggestion.line, seconds=seconds)
+    return Answer(
+        text, "stop", word=suggestion.word, line=suggestion.line, source=suggestion.source, seconds=seconds
+    )
 
 
 def model_stamp(folder: Path) -> tuple[int, ...]:
