@@ -110,10 +110,12 @@ class Pair:
 def features(own: Suggestion, opened: Suggestion | None, copied: str, size: int) -> Array:
     """The values of FEATURES; without the open suggestion, those that depend on it are 0."""
     x = np.zeros(len(FEATURES))
-    x[OF_OWN] = (1, *_odds(own), _line(own) == _shown(copied), _length(own), math.log(max(1, size) / 1e6))
+    line, copy = _line(own.text), _line(copied)
+    x[OF_OWN] = (1, *_odds(own), line == copy, math.log1p(len(line)), math.log(max(1, size) / 1e6))
     if opened is not None:
-        x[3:6] = (*_odds(opened), _line(own) == _line(opened))
-        x[[7, 9]] = _line(opened) == _shown(copied), _length(opened)
+        other = _line(opened.text)
+        x[3:6] = (*_odds(opened), line == other)
+        x[[7, 9]] = other == copy, math.log1p(len(other))
     return x
 
 
@@ -122,16 +124,8 @@ def _odds(suggestion: Suggestion) -> list[float]:
     return [min(CLIPPED, max(-CLIPPED, math.log(p / q))) for p, q in pairs]
 
 
-def _shown(text: str) -> str:
+def _line(text: str) -> str:
     return first_line(text).rstrip()
-
-
-def _line(suggestion: Suggestion) -> str:
-    return _shown(suggestion.text)
-
-
-def _length(suggestion: Suggestion) -> float:
-    return math.log1p(len(_line(suggestion)))
 
 
 def sigmoid(x: Array) -> Array:
@@ -175,7 +169,7 @@ def fit_weights(cursors: Sequence[Cursor], prior: Array = PRIOR, strength: float
 
 def right(suggestion: Suggestion, rest: str) -> tuple[bool, bool]:
     """True if the line is right, and if its first word is."""
-    line = _line(suggestion)
+    line = _line(suggestion.text)
     return line == rest, bool(line) and first_word(line) == first_word(rest)
 
 
