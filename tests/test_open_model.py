@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from dataclasses import asdict, replace
+from itertools import count
 
 import pytest
 import tokenizers
@@ -17,21 +18,21 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from adapters import trained
 from conftest import change_json, display, raising, refuses, training_output, write_programs
 from dunes import checkpoint, measure
+from dunes.augment import attach
 from dunes.checkpoint.base import BaseWeights
 from dunes.checkpoint.export import export_gguf
 from dunes.checkpoint.formats.adapter import is_reference
 from dunes.completion import Suggestion
 from dunes.completion.completer import (
-    CopyCompleter,
     FolderCompleter,
-    OpenCompleter,
     PairCompleter,
     find_completer,
 )
 from dunes.completion.copy_gate import read_gate
 from dunes.completion.engine import CompletionEngine
-from dunes.completion.fit import FitSize
+from dunes.completion.fit import Answer, FitSize, fit_beside
 from dunes.completion.index import read_index
+from dunes.completion.keystrokes import CutPoint
 from dunes.completion.pair import PRIOR, Pair
 from dunes.completion.search import CompleteOptions
 from dunes.data import collect_corpus
@@ -93,8 +94,9 @@ def _small_fits():
 
 
 def config(base, code, **changes):
-    fixed = {"batch": 4, "context_length": 64, "steps": 2, "dtype": "float32", "threads": 1, "vocab_size": 300}
-    fixed |= {"trainable": ("own",), "size": "1x32", "copies": "never"}
+    fixed = {"batch": 4, "context_length": 64, "steps": 2, "dtype": "float32", "threads": 1, "copies": "never"}
+    own = {"trainable": ("own",), "size": "1x32", "vocab_size": 300}
+    fixed |= {} if "trainable" in changes else own
     return TrainConfig(base=str(base), **{"sources": (str(code),)} | fixed | changes)
 
 
@@ -144,8 +146,7 @@ def test_a_run_has_its_own_model_and_a_reference(base, run):
     assert is_reference(json.loads((run / "open/dunes.json").read_text()))
     assert not [*run.glob("open/*.safetensors")]
     assert (run / "model.safetensors").exists()
-    assert not (run / "open/completion/index.safetensors").exists(), "its text is shared"
-    own, opened = read_index(run), read_index(run, of_open=True)
+    own, opened = read_index(run), read_index(run / "open")
     assert own.texts() == opened.texts()
     assert len(own.ids) != len(opened.ids)
     assert FOREIGN.decode(opened.ids.items[: opened.files[1].start].tolist()).startswith(own.texts()[0][1][:40])
@@ -169,24 +170,25 @@ def test_both_complete_lines(run):
 def test_a_sure_own_line_saves_the_open_model(run, monkeypatch):
     completer = find_completer(run, print)
     completer.pair = replace(completer.pair, sure=0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(OpenCompleter, "alternatives", raising(AssertionError("asked")))
-        assert completer.complete(*PLACE).source == "model"
-        completer.pair = replace(completer.pair, sure=1.1)
-        with pytest.raises(AssertionError, match="asked"):
-            completer.complete(*PLACE)
-    answers = {OpenCompleter: [said("open line", 0.9)], CompletionEngine: [said("own line", 0.1)]}
+    monkeypatch.setattr(completer.opened, "alternatives", raising(AssertionError("asked")))
+    assert completer.complete(*PLACE).source == "model"
+    completer.pair = replace(completer.pair, sure=1.1)
+    with pytest.raises(AssertionError, match="asked"):
+        completer.complete(*PLACE)
     completer.pair = Pair(1, PRIOR, 0.5)
-    monkeypatch.setattr(
-        OpenCompleter, "alternatives", lambda *_: [replace(answers[OpenCompleter][0], source="open")]
-    )
-    monkeypatch.setattr(CompletionEngine, "alternatives", lambda *_: answers[CompletionEngine])
+    monkeypatch.setattr(completer.opened, "alternatives", lambda *_: [said("open line", 0.9, "open")])
+    monkeypatch.setattr(CompletionEngine, "alternatives", lambda *_: [said("own line", 0.1)])
     best = completer.complete(*PLACE)
     assert (best.text, best.source) == ("open line", "open")
     assert best.word == pytest.approx(0.9)
 
 
-USED = {"own": FolderCompleter, "open": OpenCompleter, "both": PairCompleter}
+USED = {"own": "FolderCompleter model", "open": "FolderCompleter open", "both": "PairCompleter model"}
+
+
+def kind(completer):
+    """The class of a completer, and the source of its own suggestions."""
+    return f"{type(completer).__name__} {getattr(completer, 'source', 'copies')}"
 
 
 @pytest.mark.parametrize("models", USED)
@@ -194,7 +196,7 @@ def test_the_run_chooses_which_models_are_used(models, copied, command):
     folder, _ = copied
     use(folder, models)
     completer = find_completer(folder, print)
-    assert type(completer) is USED[models]
+    assert kind(completer) == USED[models]
     assert completer.complete(*PLACE).source == ("open" if models == "open" else completer.complete(*PLACE).source)
     served = ServedModel(folder, "run", 0.35)
     assert served.current.loaded is not None
@@ -205,13 +207,27 @@ def test_the_run_chooses_which_models_are_used(models, copied, command):
     assert json.loads(out).keys() == {"text", "word", "line", "source"}
 
 
-def test_a_pair_that_is_worse_than_copying_copies(copied):
-    folder, _ = copied
-    use(folder, "both", copies=True, verdict="worse")
-    notes = []
-    completer = find_completer(folder, notes.append)
-    assert completer.complete(*PLACE).source == "copies"
-    assert "worse" in notes[0]
+@pytest.mark.parametrize(
+    ("lines", "uses", "is_copying"),
+    [
+        (("yes", "no", "no"), "own", None),
+        (("no", "no", "yes"), "both", None),
+        (("no", "yes", "no"), "own", True),
+    ],
+)
+def test_a_run_uses_what_completes_lines_better(lines, uses, is_copying, run, tmp_path):
+    """Lines of the own model, of copying, and of the open model, of which "yes" is right."""
+    own, copied, other = (said(line, 0.5) for line in lines)
+    cut = CutPoint(0, 3, "yes", "character", False)
+    answers = [Answer(file, replace(cut, offset=n), 0, (own, copied)) for file in range(10) for n in range(12)]
+    shutil.copytree(run / "open/completion", tmp_path / "open/completion")
+    told = [[a.file, a.cut.offset, a.cut.rest, asdict(other)] for a in answers]
+    change_json(tmp_path / "open/completion/gate.json", answers=told)
+    facts = fit_beside(tmp_path, answers, 1000, "auto")
+    assert (facts["pair"]["uses"], facts.get("copies")) == (uses, is_copying)
+    assert facts["pair" if is_copying is None else "verdict"]
+    change_json(tmp_path / "open/completion/gate.json", answers=[])
+    assert fit_beside(tmp_path, answers, 1000, "auto") == {}
 
 
 @pytest.mark.parametrize("change", [shutil.rmtree, change_weights])
@@ -236,7 +252,8 @@ def test_a_moved_run_finds_its_open_model(copied):
 
 
 def test_a_resumed_run_goes_on_without_its_open_model(copied, monkeypatch):
-    folder, _ = copied
+    folder, own = copied
+    shutil.rmtree(own)
     monkeypatch.setattr(train_module, "load_base", raising(ValueError("gone")))
     out = training_output(TrainConfig(), folder, resume=True, asked=[])
     assert "without the open model: gone" in out
@@ -253,28 +270,36 @@ def test_a_resumed_run_goes_on_with_its_open_model_at_another_place(copied):
 
 
 def test_another_open_model_is_fitted_anew(copied):
+    """Also if it is at the same place."""
     folder, own = copied
+    training_output(config(own, ""), folder, resume=True, override=["base"], asked=["base"])
     change_weights(own)
     before = read_gate(folder / "open")[1]["loss"]
-    training_output(config(own, ""), folder, resume=True, override=["base"], asked=["base"])
+    training_output(TrainConfig(), folder, resume=True, asked=[])
     assert read_gate(folder / "open")[1]["loss"] != before
     assert checkpoint.load(folder / "open")
 
 
-@pytest.mark.parametrize("phase", ["fit_open", "finish_completion"])
-def test_memory_that_ends_leaves_what_is_ready(phase, base, code, tmp_path, monkeypatch):
+def finishing(number, change):
+    """`finish_completion`, but the call with this number (0: of the open model, 1: of the own) is `change`."""
+    real, calls = train_module.finish_completion, count()
+    return lambda *a, **b: (change if next(calls) == number else real)(*a, **b)
+
+
+@pytest.mark.parametrize("ready", [0, 1])
+def test_memory_that_ends_leaves_what_is_ready(ready, base, code, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, phase, raising(MemoryError()))
+        patch.setattr(train_module, "finish_completion", finishing(ready, raising(MemoryError())))
         refuses(str(tmp_path / "run"), train, config(base, code), tmp_path / "run", display()[0])
     completer = find_completer(tmp_path / "run", print)
-    assert type(completer) is (CopyCompleter if phase == "fit_open" else OpenCompleter)
+    assert kind(completer) == ("FolderCompleter open" if ready else "CopyCompleter copies")
     assert completer.complete(*PLACE).text
     assert train(config(base, code), tmp_path / "run", display()[0], resume=True) == 0
     assert read_gate(tmp_path / "run")[1]["pair"]
 
 
 def test_ctrl_c_while_the_open_model_is_fitted_leaves_copies(base, code, tmp_path, monkeypatch):
-    monkeypatch.setattr(train_module, "fit_open", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(train_module, "finish_completion", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         train(config(base, code), tmp_path / "run", display()[0])
     assert find_completer(tmp_path / "run", print).complete(*PLACE).source == "copies"
@@ -282,7 +307,7 @@ def test_ctrl_c_while_the_open_model_is_fitted_leaves_copies(base, code, tmp_pat
 
 def test_ctrl_c_in_training_leaves_the_open_model(base, code, tmp_path, monkeypatch):
     stop(config(base, code, steps=3), tmp_path / "run", 2, monkeypatch)
-    assert type(find_completer(tmp_path / "run", print)) is OpenCompleter
+    assert kind(find_completer(tmp_path / "run", print)) == "FolderCompleter open"
     training_output(config(base, code, steps=3), tmp_path / "run", resume=True)
     assert read_gate(tmp_path / "run")[1]["pair"]
 
@@ -293,21 +318,20 @@ def test_ctrl_c_in_closing_leaves_the_open_model(base, code, tmp_path, monkeypat
         raise Interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_module, "finish_completion", interrupted)
+        patch.setattr(train_module, "finish_completion", finishing(1, interrupted))
         training_output(config(base, code), tmp_path / "run", status=130)
-    assert type(find_completer(tmp_path / "run", print)) is OpenCompleter
+    assert kind(find_completer(tmp_path / "run", print)) == "FolderCompleter open"
 
 
 def test_a_server_follows_from_copies_to_the_open_model_to_both(base, code, tmp_path, monkeypatch):
-    states, folder = [], tmp_path / "run"
+    states, folder, real = [], tmp_path / "run", train_module.finish_completion
     look = lambda: states.append(LoadedFolder(folder, "run", (), lambda line: None))
-    for name in ("fit_open", "finish_completion"):
-        real = getattr(train_module, name)
-        monkeypatch.setattr(train_module, name, lambda *a, real=real: (look(), real(*a), look())[1])
+    monkeypatch.setattr(train_module, "finish_completion", lambda *a, **b: (look(), real(*a, **b), look())[1])
     train(config(base, code), folder, display()[0])
     use(folder, "both")
     look()
-    assert [type(state.completer) for state in states[:3]] == [CopyCompleter, OpenCompleter, OpenCompleter]
+    opened = "FolderCompleter open"
+    assert [kind(state.completer) for state in states[:3]] == ["CopyCompleter copies", opened, opened]
     assert type(states[-1].completer) is PairCompleter
     assert len({state.stamp for state in states}) >= 4
     assert states[1].batch is None, "texts wait for the run's model"
@@ -321,7 +345,7 @@ def test_copying_only_needs_no_open_model(base, code, tmp_path):
 
 def test_settings_of_a_new_model_go_with_an_open_one_beside_it_alone(base, code):
     assert config(base, code, size="1x32").beside
-    refuses("own", config, base, code, trainable=())
+    refuses("own", config, base, code, trainable=(), size="1x32")
     refuses("completion", config, base, code, complete=False)
 
 
@@ -346,16 +370,8 @@ def test_an_evaluation_scores_both(run, monkeypatch):
     assert PairCompleter in used
 
 
-def test_an_own_model_beside_another_gets_prompts_as_in_its_training(run, code, tmp_path):
-    training_output(config(run, code), tmp_path / "run")
-    use(tmp_path / "run", "both")
-    opened = find_completer(tmp_path / "run", print).opened
-    assert opened.files.header
-    assert opened._form.suffix_first
-    assert opened.index.ids.items[: opened.index.files[1].start].tolist() == [
-        *opened.files.tokenize(opened.index.texts()[0][1], opened.index.files[0].name).ids,
-        opened.files.tokenizer.eos,
-    ]
+def test_a_model_that_dunes_trained_is_not_beside_another(run, code, tmp_path):
+    refuses(str(run), train, config(run, code), tmp_path / "run", display()[0])
 
 
 @pytest.mark.parametrize("verb", ["generate", "inspect", "eval"])
@@ -438,7 +454,6 @@ def test_a_model_without_the_tokens_completes_from_the_text_above(code):
 
 KINDS = [
     ((), None, ("own",)),
-    (("own",), "trained", ("own",)),
     (("all",), None, ("all",)),
     ((), "trained", ()),
     ((), "changed", ()),
@@ -455,10 +470,11 @@ def test_a_model_from_others_stays_beside_a_new_one_unless_the_user_says_otherwi
         "changed": {"changes": [{"name": "narrow"}]},
     }
     loaded = replace(loaded, card=cards.get(whose, {}))
-    ready, _ = choose_trainable(config(base, code, trainable=asked, complete=True), loaded)
+    corpus = collect_corpus([str(code)])
+    ready, _ = choose_trainable(config(base, code, trainable=asked, complete=True), corpus, loaded)
     assert ready.trainable == chosen
-    text = config(base, code, trainable=(), complete=False)
-    assert choose_trainable(text, loaded)[0].trainable == ()
+    text = config(base, code, trainable=(), complete=False, copies="auto")
+    assert choose_trainable(text, corpus, loaded)[0].trainable == ()
 
 
 @pytest.mark.parametrize("has_tensors", [True, False])
@@ -466,7 +482,10 @@ def test_a_run_that_trained_an_adapter_completes_and_is_not_resumed(has_tensors,
     """The form of an earlier version: the run itself refers to the model, with or without an adapter."""
     folder, loaded = tmp_path / "run", checkpoint.load(base)
     identity = checkpoint.base_identity(loaded.model, base)
-    model = trained(checkpoint.load(base).model) if has_tensors else loaded.model
+    model = checkpoint.load(base).model
+    if has_tensors:
+        attach(model, where="**.attn.*", rank=2)
+        trained(model)
     facts = {"trained": {"sources": ["x"], "complete": True, "trainable": ["adapter"], "file_headers": False}}
     words = {"base": base, "identity": identity, "facts": facts, "tokenizer": FOREIGN, "context_length": 64}
     checkpoint.save_adapter(model, folder, "default" if has_tensors else None, **words)

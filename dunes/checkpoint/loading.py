@@ -129,9 +129,8 @@ def base_folder(folder: Path) -> Path:
     if isinstance(relative, str) and (folder / relative).exists():
         return (folder / relative).resolve()
     remedy = f"name it: dunes chat BASE --adapter {folder}"
-    if "trained" in record:
-        run = folder if (folder / "state").exists() else folder.parent  # beside the run's own model
-        remedy = f"put it back, or name it: dunes train --out {run} --resume --from BASE --override base"
+    if "trained" in record and not (folder / "state").exists():  # beside a run's own model
+        remedy = f"put it back, or name it: dunes train --out {folder.parent} --resume --from BASE --override base"
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{folder}: its base {quote(name)} does not exist; {remedy}")
     revision = peft.get("revision")

@@ -43,22 +43,13 @@ _REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
 
 
 class FolderCompleter(CompletionEngine):
-    """The completer of a model folder, with the training files and test documents for the evaluation.
-
-    `index` replaces that of the folder.
-    """
+    """The completer of a model folder, with the training files and test documents for the evaluation."""
 
     source: Source = "model"
 
-    def __init__(
-        self,
-        folder: Path,
-        any_base: bool = False,
-        loaded: LoadedModel | None = None,
-        index: TextIndex | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None) -> None:
         loaded = loaded or round_for_speed(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
-        index, fitted = index or read_index(folder), read_gate(folder)
+        index, fitted = read_index(folder), read_gate(folder)
         self.folder, self.facts = folder, fitted[1] if fitted else {}
         gate = fitted[0] if fitted and index else None
         self.copies = index is not None and (gate is None or bool(self.facts.get("copies")))
@@ -79,11 +70,6 @@ class FolderCompleter(CompletionEngine):
         """The line by copying alone. Raises Cancelled if `options.cancelled()`."""
         opened = newest(self._open.texts, name, options)
         return _copy_line(self.far(name, options.files), opened, before, after, options, self.shorten)
-
-    @property
-    def models(self) -> list[LoadedModel]:
-        """The models that are asked."""
-        return [self.loaded]
 
     @cached_property
     def training_files(self) -> list[tuple[str, str]]:
@@ -113,47 +99,29 @@ class FolderCompleter(CompletionEngine):
         raise ValueError(f"{self.folder}: its training left no files for a test; pass files to complete")
 
 
-class OpenCompleter(FolderCompleter):
-    """The completer of the open model beside the one of a run."""
-
-    source = "open"
-
-    def __init__(self, run: Path, any_base: bool = False) -> None:
-        super().__init__(run / BESIDE, any_base, index=read_index(run, of_open=True))
-
-
 class PairCompleter(FolderCompleter):
-    """Completes lines with a run's own model, and with an open one where the own is not sure.
+    """Completes lines with a run's own model, and with the `opened` one beside it where the own is not sure.
 
     Other suggestions follow the better one with at most its probabilities. What a folder tells of its model, such
     as its tokenizer, is that of the own.
     """
 
     def __init__(
-        self, folder: Path, opened: OpenCompleter, any_base: bool = False, loaded: LoadedModel | None = None
+        self, opened: FolderCompleter, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None
     ) -> None:
         super().__init__(folder, any_base, loaded)
-        fitted: dict[str, Any] = self.facts.get("pair", {})
-        self.facts, self.opened = {"verdict": "not compared with copying yet", **fitted}, opened
-        self.copies = bool(fitted.get("copies"))
-        assert self.index is not None, "it has a gate"
-        if opened.index is not None:  # one copy in memory
-            opened.index = replace(self.index, files=opened.index.files, ids=opened.index.ids)
+        self.facts, self.opened, self.copies = self.facts.get("pair", {}), opened, False
+        if (index := self.index) and opened.index and opened.index.text == index.text:  # one copy in memory
+            opened.index = replace(opened.index, text=index.text, contexts=index.contexts)
         with damage_reported(folder, "gate", REMEDY):
-            self.pair = Pair.read(fitted, len(self.index.text))
-
-    @property
-    def models(self) -> list[LoadedModel]:
-        return [self.loaded, self.opened.loaded]
+            self.pair = Pair.read(self.facts, len(index.text) if index else 0)
 
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
         copied = self.copied_line(before, after, name, options)
-        if self.copies:
-            return [copied]
-        own = CompletionEngine.alternatives(self, before, after, name, options)
-        best, opened = self.pair.alone(own[0], copied.text), list[Suggestion]()
+        own, opened = CompletionEngine.alternatives(self, before, after, name, options), list[Suggestion]()
+        best = self.pair.alone(own[0], copied.text)
         if best.line < self.pair.sure:
             opened = self.opened.alternatives(before, after, name, options)
             best = self.pair.better(own[0], opened[0], copied.text)
@@ -172,9 +140,8 @@ class PairCompleter(FolderCompleter):
         return super().with_texts(texts), self.opened.with_texts(texts)
 
     def use(self, files: Any) -> None:
-        own, opened = files
-        super().use(own)
-        self.opened.use(opened)
+        super().use(files[0])
+        self.opened.use(files[1])
 
     def index_files(self, files: Sequence[NamedText]) -> None:
         super().index_files(files)
@@ -277,20 +244,21 @@ def find_completer(
     if index is not None:
         line("the model is still in training: copying from the training files alone")
         return CopyCompleter(index)
-    own = partial(FolderCompleter, folder) if opened is None else partial(PairCompleter, folder, opened)
-    completer: FolderCompleter = own(any_base, loaded)
+    made: Callable[..., FolderCompleter] = FolderCompleter if opened is None else partial(PairCompleter, opened)
+    completer = made(folder, any_base, loaded)
     if completer.copies:
         why = completer.facts.get("verdict", "worse than copying") if completer.gate else "it has no gate (yet)"
         line(f"the model does not complete lines ({why}); copying from the training files alone")
     return completer
 
 
-def _open_beside(folder: Path, line: Callable[[str], object], any_base: bool) -> OpenCompleter | None:
+def _open_beside(folder: Path, line: Callable[[str], object], any_base: bool) -> FolderCompleter | None:
     """The completer of the open model beside a run's own, if it completes lines and can be loaded."""
     try:
-        fitted = read_gate(folder / BESIDE)
-        if fitted is not None and not fitted[1].get("copies") and "open" in read_sources(folder):
-            return OpenCompleter(folder, any_base)
+        if (fitted := read_gate(folder / BESIDE)) and not fitted[1].get("copies"):
+            opened = FolderCompleter(folder / BESIDE, any_base)
+            opened.source = "open"
+            return opened
     except (ValueError, OSError) as error:
         line(f"completes without the open model: {' '.join(str(error).split())}")
     return None

@@ -229,11 +229,6 @@ def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
     write_file(run / FOLDER / "gate.json", json.dumps(record, indent=1).encode())
 
 
-def remove_gate(run: Path) -> None:
-    """Complete without a gate from now on."""
-    (run / FOLDER / "gate.json").unlink(missing_ok=True)
-
-
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
     """The gate of a run and its facts; None if the run has no gate. Raises ValueError for a damaged gate.
 

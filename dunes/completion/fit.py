@@ -58,8 +58,8 @@ SHARES = 0.09, 0.06
 """Maximum fractions of the run for places and cursors; a slow model has fewer of both."""
 FITTED = 0.2
 """Minimum part of the time for places that is kept for fitting the gate on them."""
-BYTE_SECONDS = 1.5e-6, 0.9e-6
-"""Seconds per indexed byte, and per byte that is indexed for an open model, too."""
+BYTE_SECONDS = 1.5e-6
+"""Seconds per indexed byte."""
 LEAST = 4
 """Minimum number of cursors per file, if there are that many lines; of more files, only the first are compared."""
 FEWEST = 3
@@ -103,14 +103,9 @@ def prepare_completion(
     return CompletionFiles(index_texts(texts, tokenizer), gate, all_texts, sources, follow_links)
 
 
-def begin_completion(
-    run: Path, files: CompletionFiles, architecture: Architecture, opened: TextIndex | None = None
-) -> str:
-    """Write the index of a run, so that lines can be copied during training. Returns a line for the user.
-
-    `opened` is the index `retokenized` for an open model.
-    """
-    write_index(run, files.index, files.sources, files.follow_links, opened)
+def begin_completion(run: Path, files: CompletionFiles, architecture: Architecture) -> str:
+    """Write the index of a run, so that lines can be copied during training. Returns a line for the user."""
+    write_index(run, files.index, files.sources, files.follow_links)
     folder = shlex.quote(str(run)) + architecture.trust_option
     return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
 
@@ -145,132 +140,94 @@ def finish_completion(
     size: FitSize,
     architecture: Architecture,
     copies: Copies = "auto",
-    beside: FileTokenizer | None = None,
+    beside: bool = False,
 ) -> str:
     """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
 
     The saved model is loaded with the function of `architecture`, which built it in this process. `copies` is the
-    option of `dunes train`. With the tokenizer of an open model `beside`, which `fit_open` has asked, the pair of
-    both is fitted, too. Returns a line for the user.
+    option of `dunes train`. The suggestions of an open model `beside` the run's own are kept with its gate: for
+    the pair of both, which is fitted when this is called for the own model. Returns a line for the user.
     """
-    fitted = _fit(run, files, size, architecture, copies)
-    if fitted is None:
-        return "completion: no text to fit the gate on, so lines are copied, without the model"
-    folder, used = shlex.quote(str(run)), fitted.facts
-    if beside is not None and copies != "only" and (pair := pair_facts(run, fitted, files, copies)):
-        used = fitted.facts["pair"] = pair
-    with phase("indexing the text", fitted.done):
-        write_gate(run, fitted.gate, fitted.facts)
-        index = index_texts(files.all_texts, fitted.files)
-        opened = None if beside is None else index.retokenized(beside)
-        write_index(run, index, files.sources, files.follow_links, opened)
-    again = f"; to use it: dunes train --out {folder} --resume --copies never --override copies"
-    again *= copies == "auto" and bool(used["copies"])
-    measured = f"measure it: dunes eval {folder}{architecture.trust_option} --completion"
-    return f"completion: {fitted.losses}; {used['verdict']}{again}; {measured}"
-
-
-def fit_open(run: Path, files: CompletionFiles, size: FitSize, architecture: Architecture, copies: Copies) -> str:
-    """Fit and write the gate and thresholds of the open model in a folder, with its suggestions at all cursors.
-
-    They are for the closing of the run, for which the model need not be loaded again. Returns a line for the user.
-    """
-    fitted = _fit(run, files, size, architecture, copies)
-    if fitted is None:
-        return "no text to fit its gate on, so it is not used"
-    said = [[*_key(answer, fitted.texts), asdict(answer.suggestions[0])] for answer in fitted.answers]
-    write_gate(run, fitted.gate, fitted.facts | {"answers": said})
-    return f"{fitted.losses}; {fitted.facts['verdict']}"
-
-
-def _key(answer: "Answer", texts: Sequence[NamedText]) -> tuple[str, int, str]:
-    """The name of a cursor's file, its offset, and the rest of its line."""
-    return texts[answer.file][0], answer.cut.offset, answer.cut.rest
-
-
-class Fitted(NamedTuple):
-    """A gate and its facts, the tokenizer of its model, and the `answers` of model and copying in unseen `texts`.
-    `losses` are the losses for the user, and `done` is the fraction of the closing that this takes."""
-
-    gate: Gate
-    facts: dict[str, Any]
-    files: FileTokenizer
-    answers: Sequence["Answer"]
-    texts: Sequence[NamedText]
-    losses: str
-    done: float
-
-
-def _fit(
-    run: Path, files: CompletionFiles, size: FitSize, architecture: Architecture, copies: Copies
-) -> Fitted | None:
-    """Fit gate and thresholds of the model in a folder with one thread; None without texts."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for single tokens, more threads only wait for each other
     try:
-        loaded = round_for_speed(checkpoint.load(run, measure.device(), build=architecture.function))
-        engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
-        copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
-        gated, asked = np.cumsum(size.seconds) / closing_seconds(files, size)
-        with phase("fitting the completion gate", 0.0, gated):
-            fitted, facts = fit_mixture(engine, texts, size.places, size.limits[0])
-        if fitted is None:
-            return None
-        engine.gate, gate = fitted
-        with phase("comparing the model with copying", gated, asked):
-            completers = (copier,) if copies == "only" else (engine, copier)
-            answers = ask_cursors(completers, _unseen_texts(texts), size.cursors, size.limits[1])
+        return _finish(run, files, size, architecture, copies, beside)
     finally:
         torch.set_num_threads(threads)
-    facts["copies"], verdict = choose_copies(copies, paired_shares(answers) if copies != "only" else [])
-    facts |= {"verdict": verdict, "prompt_tokens": engine.prompt_tokens}
-    facts["thresholds"] = fit_thresholds(answers, [a.suggestions[-facts["copies"]] for a in answers])
-    losses = f"{facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies"
-    losses += f" ({plural(len(texts), 'file')})"
-    return Fitted(gate, facts, engine.files, answers, _unseen_texts(texts), losses, asked)
 
 
-def fit_thresholds(answers: Sequence["Answer"], suggestions: Sequence[Suggestion]) -> dict[str, Any]:
-    """The thresholds of these suggestions at the cursors, for each of ACCEPTANCES."""
-    used = [(answer.cut, answer.column, said) for answer, said in zip(answers, suggestions, strict=True)]
+def _finish(
+    run: Path, files: CompletionFiles, size: FitSize, architecture: Architecture, copies: Copies, beside: bool
+) -> str:
+    loaded = round_for_speed(checkpoint.load(run, measure.device(), build=architecture.function))
+    engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
+    copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
+    gated, asked = np.cumsum(size.seconds) / closing_seconds(files, size)
+    with phase("fitting the completion gate", 0.0, gated):
+        fitted, facts = fit_mixture(engine, texts, size.places, size.limits[0])
+    if fitted is None:
+        return "completion: no text to fit the gate on, so lines are copied, without the model"
+    engine.gate, gate = fitted
+    with phase("comparing the model with copying", gated, asked):
+        completers = (copier,) if copies == "only" else (engine, copier)
+        answers = ask_cursors(completers, _unseen_texts(texts), size.cursors, size.limits[1])
+    facts["copies"], facts["verdict"] = choose_copies(copies, paired_shares(answers) if copies != "only" else [])
+    facts |= {"thresholds": fit_thresholds(answers, -facts["copies"]), "prompt_tokens": engine.prompt_tokens}
+    if beside:
+        facts["answers"] = [[a.file, a.cut.offset, a.cut.rest, asdict(a.suggestions[0])] for a in answers]
+    elif copies != "only":
+        facts |= fit_beside(run, answers, len(files.index.text), copies)
+    with phase("indexing the text", asked):
+        write_gate(run, gate, facts)
+        write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)
+    folder, used = shlex.quote(str(run)), facts.get("pair", {"uses": "own"})
+    again = f"; to use it: dunes train --out {folder} --resume --copies never --override copies"
+    again *= copies == "auto" and not beside and used["uses"] == "own" and facts["copies"]
+    return (
+        f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
+        f"({plural(len(texts), 'file')}); {(facts | used)['verdict']}{again}; "
+        f"measure it: dunes eval {folder}{architecture.trust_option} --completion"
+    )
+
+
+def fit_thresholds(answers: Sequence["Answer"], which: int) -> dict[str, Any]:
+    """The thresholds of each answer's suggestion number `which`, for each of ACCEPTANCES."""
+    used = [(answer.cut, answer.column, answer.suggestions[which]) for answer in answers]
     return {"word": [(share, fit_threshold(used, share)) for share in ACCEPTANCES]}
 
 
-def pair_facts(run: Path, fitted: Fitted, files: CompletionFiles, copies: Copies) -> dict[str, Any]:
-    """The pair of own and open model, fitted at the cursors where both were asked, and which of them the run uses.
+def fit_beside(run: Path, answers: Sequence["Answer"], size: int, copies: Copies) -> dict[str, Any]:
+    """Facts of a run with an open model: the pair of both, fitted at the cursors where both were asked, and which
+    of them the run uses.
 
     The open model alone is used if the pair is surely worse, the own alone if the pair has no more lines right at
-    ENOUGH cursors. Empty if the open model completes no lines, or if there are no such cursors.
+    ENOUGH cursors. If copying is surely better, lines are copied. Empty if the open model completes no lines, or
+    if there are no such cursors.
     """
     opened = read_gate(run / BESIDE)
     if opened is None or opened[1].get("copies"):
         return {}
-    said = {(*key,): Suggestion(**suggestion) for *key, suggestion in opened[1].get("answers", ())}
-    both = [(a, said[key]) for a in fitted.answers if (key := _key(a, fitted.texts)) in said]
+    said = {(*place,): Suggestion(**suggestion) for *place, suggestion in opened[1].get("answers", ())}
+    both = [(a, s) for a in answers if (s := said.get((a.file, a.cut.offset, a.cut.rest)))]
     if not both:
         return {}
-    answers, size = [answer for answer, _ in both], len(files.index.text)
     cursors = [Cursor(a.suggestions[0], s, a.suggestions[1].text, a.cut.rest, a.file, size) for a, s in both]
     pair, crossed = fit_pair(cursors)
     best = [each.choose(cursor) for each, cursor in zip(crossed, cursors, strict=True)]
-    rows = [(b, *a.suggestions, s) for b, (a, s) in zip(best, both, strict=True)]
-    against = [
-        [a._replace(suggestions=(r[0], r[n])) for a, r in zip(answers, rows, strict=True)] for n in (1, 3, 2)
-    ]
-    own, alone, copying = map(paired_shares, against)
-    uses = "own" if len(both) >= ENOUGH and model_minus_copying(own).mean <= 0 else "both"
+    answers = [a._replace(suggestions=(b, *a.suggestions, s)) for b, (a, s) in zip(best, both, strict=True)]
+    own, copying, alone = (paired_shares(answers, other) for other in (1, 2, 3))
+    uses = "own" if len(answers) >= ENOUGH and model_minus_copying(own).mean <= 0 else "both"
     uses = "open" if model_minus_copying(alone).high < 0 else uses
     is_copying, text = choose_copies(copies, copying)
-    shares = [np.mean([share.copying for share in shares]) for shares in (own, alone)]
-    verdict = f"own model {shares[0]:.0%}, open model {shares[1]:.0%}, both {text}"
-    if uses == "both":
-        asked = np.mean([pair.alone(c.own, c.copied).line < pair.sure for c in cursors])
-        verdict += f"; the open model is asked at {asked:.0%} of cursors"
-    else:
-        is_copying = uses == "own" and fitted.facts["copies"]
-        verdict += f"; so the {uses} model is used alone" + ", which is worse than copying" * is_copying
-    facts = {"uses": uses, "copies": is_copying, "verdict": verdict, "thresholds": fit_thresholds(answers, best)}
-    return pair.record() | facts
+    right = [np.mean([share.copying for share in shares]) for shares in (own, alone)]
+    verdict = f"own model {right[0]:.0%}, open model {right[1]:.0%}, both {text}"
+    if is_copying and uses != "open":
+        copied = {"verdict": verdict, "thresholds": fit_thresholds(answers, 2), "pair": {"uses": "own"}}
+        return copied | {"copies": True}
+    asked = np.mean([pair.alone(c.own, c.copied).line < pair.sure for c in cursors])
+    asks = f"the open model is asked at {asked:.0%} of cursors"
+    verdict += f"; {asks}" if uses == "both" else f"; the {uses} model is used alone"
+    return {"pair": pair.record() | {"uses": uses, "verdict": verdict, "thresholds": fit_thresholds(answers, 0)}}
 
 
 class Answer(NamedTuple):
@@ -311,9 +268,10 @@ class FileShares(NamedTuple):
     cursors: int
 
 
-def paired_shares(answers: Sequence[Answer]) -> list[FileShares]:
-    """Compare two completers at the same cursors."""
-    right = [[first_line(s.text).rstrip() == answer.cut.rest for s in answer.suggestions] for answer in answers]
+def paired_shares(answers: Sequence[Answer], other: int = 1) -> list[FileShares]:
+    """Compare the first completer and number `other` at the same cursors."""
+    pairs = [(answer.cut.rest, answer.suggestions[0], answer.suggestions[other]) for answer in answers]
+    right = [[first_line(said.text).rstrip() == rest for said in both] for rest, *both in pairs]
     files = [answer.file for answer in answers]
     means = (file_means(side, files).tolist() for side in zip(*right, strict=True))
     counts = Counter(files)
@@ -358,10 +316,9 @@ def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, st
     return True, f"{text}, so lines are copied, without the model"
 
 
-def closing_seconds(files: CompletionFiles, size: FitSize, beside: bool = False) -> float:
-    """Estimated seconds that `finish_completion` takes, with an open model `beside` the run's own or without."""
-    per_byte = sum(BYTE_SECONDS[: 1 + beside])
-    return sum(size.seconds) + per_byte * sum(len(text) for _, text in files.all_texts)
+def closing_seconds(files: CompletionFiles, size: FitSize) -> float:
+    """Estimated seconds that `finish_completion` takes."""
+    return sum(size.seconds) + BYTE_SECONDS * sum(len(text) for _, text in files.all_texts)
 
 
 def fit_mixture(

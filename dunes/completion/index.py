@@ -2,7 +2,7 @@
 
 `index.safetensors` contains the training files as ids and as bytes, with their sorted contexts; `files.json`
 contains their names and offsets. Both are written to RUN/completion in the first seconds of a run. At its end they
-are written again, with the validation files. With an open model beside the run's own, they also have its ids.
+are written again, with the validation files.
 """
 
 import json
@@ -31,8 +31,6 @@ from dunes.text.lines import valid_text
 
 FOLDER, FORMAT = "completion", 1
 REMEDY = "remove this folder to complete without it, or train again"
-OPEN = "open_"
-"""Prefix of the tensors with an open model's ids."""
 
 MOST = 12_000_000
 """Maximum bytes of text in an index; more take longer than ten seconds to sort."""
@@ -135,21 +133,12 @@ def index_texts(
     return TextIndex(indexed, index_ids(ids, len(files.pieces)), bytes(data), contexts)
 
 
-def write_index(
-    run: Path,
-    index: TextIndex,
-    sources: Sequence[str] = (),
-    follow_links: bool = False,
-    opened: TextIndex | None = None,
-) -> None:
-    """Write the index of a run, and the sources of its text; `opened` is the same index `retokenized`."""
+def write_index(run: Path, index: TextIndex, sources: Sequence[str] = (), follow_links: bool = False) -> None:
+    """Write the index of a run, and the sources of its text."""
     tensors = {"ids": index.ids.items, "order": index.ids.order}
     tensors |= {"text": index.contexts.items, "text_order": index.contexts.order}
     files = [[f.name, f.start, f.first_byte] for f in index.files]
     record = {"format": FORMAT, "files": files, "sources": [*sources], "follow_links": follow_links}
-    if opened is not None:
-        tensors |= {OPEN + "ids": opened.ids.items, OPEN + "order": opened.ids.order}
-        record["open"] = [file.start for file in opened.files]
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     data = save({name: np.ascontiguousarray(items) for name, items in tensors.items()})
     write_file(run / FOLDER / "index.safetensors", data)
@@ -162,23 +151,16 @@ def read_sources(run: Path) -> Mapping[str, Any]:
     return read_record(run, "files.json", FORMAT, REMEDY) or {}
 
 
-def read_index(run: Path, of_open: bool = False) -> TextIndex | None:
-    """The index of a run, with `of_open` that of the open model beside its own; None if the run has none.
-
-    Raises ValueError for a damaged index.
-    """
+def read_index(run: Path) -> TextIndex | None:
+    """The index of a run; None if the run has no index. Raises ValueError for a damaged index."""
     find_file(run, f"{FOLDER}/index.safetensors")
-    record = read_record(run, "files.json", FORMAT, REMEDY)
-    if record is None or (of_open and "open" not in record):
+    if (record := read_record(run, "files.json", FORMAT, REMEDY)) is None:
         return None
     with damage_reported(run, "index", REMEDY):
-        tensors, which = load_file(run / FOLDER / "index.safetensors"), OPEN if of_open else ""
-        ids = _context_index(tensors[which + "ids"], tensors[which + "order"], (np.uint16, np.uint32), DEPTH)
+        tensors = load_file(run / FOLDER / "index.safetensors")
+        ids = _context_index(tensors["ids"], tensors["order"], (np.uint16, np.uint32), DEPTH)
         contexts = _context_index(tensors["text"], tensors["text_order"], (np.uint8,), DEPTH_BYTES)
         files = [IndexedFile(str(name), *map(int, places[-2:])) for name, *places in record["files"]]
-        if of_open:
-            pairs = zip(files, record["open"], strict=True)
-            files = [replace(file, start=int(start)) for file, start in pairs]
         bounds = [(f.start, f.first_byte) for f in files] + [(len(ids), len(contexts))]
         if any(a[0] > b[0] or a[1] >= b[1] for a, b in pairwise(bounds)) or bounds[0] != (0, 0):
             raise ValueError("files that overlap")

@@ -26,11 +26,15 @@ OF_OWN = [0, 1, 2, 6, 8, 10]
 ANSWERS = "alone", "own", "open"
 """Suggestions that have a probability: the own one before the open model is asked, and both afterwards."""
 PRIOR = np.array([
-    [[0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]],
-    [[0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]],
-    [[0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0]],
-], float)  # fmt: skip
-"""Coefficients of each answer's line and word (3, 2, FEATURES)."""
+    [[-0.328, 0.683, -0.005, 0.0, 0.0, 0.0, 0.379, 0.0, -0.032, 0.0, 0.438],
+     [-0.503, 0.064, 0.773, 0.0, 0.0, 0.0, -0.175, 0.0, 0.445, 0.0, 0.119]],
+    [[-1.172, 0.41, -0.01, 0.574, 0.037, 1.5, 0.051, -0.045, -0.191, 0.21, 0.261],
+     [-1.329, -0.137, 0.677, 0.037, 0.668, 1.205, -0.374, -0.412, 0.224, 0.009, 0.006]],
+    [[-0.127, 0.165, -0.012, 0.855, -0.061, 0.132, 0.216, 0.419, -0.27, 0.441, 0.281],
+     [-0.376, -0.127, 0.185, 0.224, 0.933, -0.552, -0.739, 0.722, 0.051, 0.537, 0.337]],
+])  # fmt: skip
+"""Coefficients of each answer's line and word (3, 2, FEATURES), of 432 cursors in files of three projects
+(docs/log/completion.md, "An open model beside the own")."""
 STRENGTH = 10.0
 """Penalty on squared differences from PRIOR, in nats per half of a squared difference."""
 SURE = 0.8
@@ -110,10 +114,12 @@ class Pair:
 def features(own: Suggestion, opened: Suggestion | None, copied: str, size: int) -> Array:
     """The values of FEATURES; without the open suggestion, those that depend on it are 0."""
     x = np.zeros(len(FEATURES))
-    x[OF_OWN] = (1, *_odds(own), _line(own) == _shown(copied), _length(own), math.log(max(1, size) / 1e6))
+    line, copy = _line(own.text), _line(copied)
+    x[OF_OWN] = (1, *_odds(own), line == copy, math.log1p(len(line)), math.log(max(1, size) / 1e6))
     if opened is not None:
-        x[3:6] = (*_odds(opened), _line(own) == _line(opened))
-        x[[7, 9]] = _line(opened) == _shown(copied), _length(opened)
+        other = _line(opened.text)
+        x[3:6] = (*_odds(opened), line == other)
+        x[[7, 9]] = other == copy, math.log1p(len(other))
     return x
 
 
@@ -122,16 +128,8 @@ def _odds(suggestion: Suggestion) -> list[float]:
     return [min(CLIPPED, max(-CLIPPED, math.log(p / q))) for p, q in pairs]
 
 
-def _shown(text: str) -> str:
+def _line(text: str) -> str:
     return first_line(text).rstrip()
-
-
-def _line(suggestion: Suggestion) -> str:
-    return _shown(suggestion.text)
-
-
-def _length(suggestion: Suggestion) -> float:
-    return math.log1p(len(_line(suggestion)))
 
 
 def sigmoid(x: Array) -> Array:
@@ -175,7 +173,7 @@ def fit_weights(cursors: Sequence[Cursor], prior: Array = PRIOR, strength: float
 
 def right(suggestion: Suggestion, rest: str) -> tuple[bool, bool]:
     """True if the line is right, and if its first word is."""
-    line = _line(suggestion)
+    line = _line(suggestion.text)
     return line == rest, bool(line) and first_word(line) == first_word(rest)
 
 

@@ -3,11 +3,12 @@
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
@@ -20,23 +21,21 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import base_identity, weights_digest
 from dunes.checkpoint.formats.adapter import adapter_base_of
 from dunes.checkpoint.loading import is_adapter
-from dunes.checkpoint.model_folder import ADAPTER, read_card
+from dunes.checkpoint.model_folder import read_card
 from dunes.checkpoint.trained_text import trained_packages, trained_text
 from dunes.completion.completer import BESIDE
-from dunes.completion.copy_gate import read_gate, remove_gate
+from dunes.completion.copy_gate import read_gate
 from dunes.completion.fit import (
     CompletionFiles,
     FitSize,
     begin_completion,
     closing_seconds,
     finish_completion,
-    fit_open,
     prepare_completion,
 )
 from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus, FillInMiddle, Windows
 from dunes.evaluate.text_loss import Score, evaluate
-from dunes.files import json_file
 from dunes.files.model_file import cards_trusted
 from dunes.inference.text_generator import sample_text
 from dunes.measure import ranks
@@ -98,14 +97,9 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
         raise ValueError(f"{folder}: built by {ready.chosen_parts}; if you trust it, pass --trust-code")
     with display:
         with timings("reading data"):
-            base, corpus, reasons = _load_base(ready, run_options.resume, display), gather(ready), []
+            base, corpus, reasons = _load_base(ready, run_options.resume, display), gather(ready), list[str]()
             if not run_options.resume:  # resumed runs have chosen; older ones have None
-                own = base is not None and is_beside(ready, base)
-                ready, reason = choose_completion(ready, corpus, base.tokenizer if base and not own else None)
-                reasons.append(reason)
-                if base is not None:
-                    ready, more = choose_trainable(ready, base)
-                    reasons += more
+                ready, reasons = choose_trainable(ready, corpus, base)
             base, opened = (None, base) if ready.beside else (base, None)
             corpus = with_test_files(ready, corpus)
         for line in (corpus.report(), *corpus.notes, *reasons):
@@ -114,8 +108,6 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
             ready = ranks.decide(ready)
         if run_options.dry_run:
-            if opened:
-                display.detail(open_memory(opened.model))
             if base is not None:
                 model = base.model.float().to(measure.device())
                 select_trainable(model, ready.trainable, base)
@@ -135,7 +127,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                     with shown_by(display.state), phase("indexing the text"):
                         completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
-                reference, opened = OpenModel.of(ready, opened) if opened else None, None
+                reference = OpenModel.of(ready.base, opened) if opened else None
+                opened = None  # to free its memory
                 run = prepare(ready, folder, tokens, base, completion, reference)
             if base and not run_options.resume:
                 run.seconds_per_token = _report(ready, run.trainer, base, display)
@@ -175,7 +168,7 @@ def _choose_options(
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model that a run refers to: in `place`, `loaded` without its weights, with its `base_identity`."""
+    """The model beside a run's own: in `place`, `loaded` without its weights, with its `base_identity`."""
 
     place: Path
     loaded: LoadedModel
@@ -183,31 +176,18 @@ class OpenModel:
     memory: str
 
     @classmethod
-    def of(cls, config: TrainConfig, base: LoadedModel) -> "OpenModel":
-        """The model of --from, which `base` need not keep in memory any longer."""
-        place, outlined = checkpoint.locate_model(config.base).folder, base.architecture.outline()
-        memory = open_memory(base.model)
-        return cls(place, replace(base, model=outlined), base_identity(base.model, place), memory)
+    def of(cls, name: str, base: LoadedModel) -> "OpenModel":
+        """The model of --from, whose weights need not be kept any longer."""
+        place, outline = checkpoint.locate_model(name).folder, base.architecture.outline()
+        return cls(place, replace(base, model=outline), base_identity(base.model, place), open_memory(base.model))
 
-    @property
-    def prompts(self) -> dict[str, Any]:
-        """The settings in a card that say how its prompts look: as in its training, if that was for lines."""
-        trained = trained_text(self.loaded.card)
-        if not trained.get("complete"):
-            return {"trainable": ("adapter",), "file_headers": False}
-        return {name: trained.get(name) for name in ("trainable", "file_headers", "fim_rate")}
-
-    @cached_property
-    def files(self) -> FileTokenizer:
-        """The tokenizer, which begins files with their paths if that was so in its training."""
-        return FileTokenizer(self.loaded.require_tokenizer(), bool(self.prompts["file_headers"]))
-
-    def save(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Write to a folder a reference to the model."""
-        loaded = self.loaded
-        options: dict[str, Any] = {"tokenizer": loaded.tokenizer, "context_length": loaded.context_length}
-        options |= {"identity": self.identity, "facts": facts, "family": described_family(loaded)}
-        checkpoint.save_adapter(loaded.model, folder, None, self.place, **options)
+    def save(self, folder: Path, config: TrainConfig) -> None:
+        """Write a reference to the model to a folder. Its prompts are not those of the run's own model."""
+        prompts = {"trainable": ("adapter",), "file_headers": False}
+        options: dict[str, Any] = {"tokenizer": self.loaded.tokenizer, "identity": self.identity}
+        options |= {"context_length": self.loaded.context_length, "family": described_family(self.loaded)}
+        options["facts"] = {"trained": asdict(config) | prompts}
+        checkpoint.save_adapter(self.loaded.model, folder, None, self.place, **options)
 
 
 def open_memory(model: Decoder) -> str:
@@ -218,10 +198,8 @@ def open_memory(model: Decoder) -> str:
 
 def _load_base(config: TrainConfig, resumed: bool, display: Display) -> LoadedModel | None:
     """The model of --from, if there is one. A resumed run goes on without an open model that is gone."""
-    if not config.base:
-        return None
     try:
-        return load_base(config)
+        return load_base(config) if config.base else None
     except (ValueError, OSError) as error:
         if not (resumed and config.beside):
             raise
@@ -282,30 +260,41 @@ def memory_with_base(config: TrainConfig, base: LoadedModel, text: int = 0) -> s
     return autosize.memory_advice(config, build, setup=setup, trainable=trained, text=text)
 
 
-def is_beside(config: TrainConfig, base: LoadedModel) -> bool:
+def stays_beside(config: TrainConfig, base: LoadedModel) -> bool:
     """True if a run that completes lines trains a new model beside the base: by default, if dunes neither trained
-    the base for that nor changed it, and if a folder can refer to it."""
-    ours = trained_text(base.card).get("complete") or records(base)
-    if config.trainable or ours:
-        return config.beside
-    with suppress(ValueError):
-        return bool(adapter_base_of(base.architecture.outline(), described_family(base)))
-    return False
+    the base for that nor changed it, and a folder can refer to it. Raises ValueError if it is to, but cannot."""
+    if config.trainable and not config.beside:
+        return False
+    try:
+        if trained_text(base.card).get("complete") or records(base):
+            raise ValueError(f"{config.base}: trained or changed by dunes; omit --trainable own to continue it")
+        adapter_base_of(base.architecture.outline(), described_family(base))
+    except ValueError:
+        if config.beside:
+            raise
+        return False
+    return True
 
 
-def choose_trainable(config: TrainConfig, base: LoadedModel) -> tuple[TrainConfig, list[str]]:
-    """The config with `trainable` chosen, and lines about it.
+def choose_trainable(
+    config: TrainConfig, corpus: Corpus, base: LoadedModel | None
+) -> tuple[TrainConfig, list[str]]:
+    """The config with `complete` and `trainable` chosen, and lines with the reasons; `base` is that of --from.
 
-    Raises ValueError if the base is to be beside a new model, and cannot be referred to.
+    Raises ValueError like `choose_completion` and `stays_beside`, and for a base without a tokenizer.
     """
-    lines, tokenizer = list[str](), base.require_tokenizer()
-    if config.complete and template_from_files(tokenizer.extra_files, tokenizer.config_path.parent):
-        lines.append("a chat model: its template is not used for lines")
-    if not config.complete or not is_beside(config, base):
+    tokenizer = base.require_tokenizer() if base else None
+    beside = base is not None and stays_beside(config, base)
+    config, reason = choose_completion(config, corpus, None if beside else tokenizer)
+    lines = [reason]
+    if base is None or tokenizer is None or not config.complete:
         return config, lines
-    adapter_base_of(base.architecture.outline(), described_family(base))  # raises
-    how = "trains a model of its own, and completes lines with both"
-    return replace(config, trainable=("own",)), [*lines, f"{how} (--trainable all trains the model's weights)"]
+    if template_from_files(tokenizer.extra_files, tokenizer.config_path.parent):
+        lines.append("a chat model: its template is not used for lines")
+    if not beside:
+        return config, lines
+    how = "trains a model of its own, and completes lines with both (--trainable all trains the model's weights)"
+    return replace(config, trainable=("own",)), [*lines, how, open_memory(base.model)]
 
 
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
@@ -456,8 +445,7 @@ class TrainTask:
     def closing_seconds(self, seconds_per_token: float) -> float:
         if self.completion is None:
             return 0.0
-        size = fit_size(self.config, seconds_per_token)
-        return closing_seconds(self.completion, size, self.config.beside)
+        return closing_seconds(self.completion, fit_size(self.config, seconds_per_token))
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
@@ -494,34 +482,23 @@ class TrainTask:
         )
         yield summary
         if self.completion is not None:
-            files, reference = self.completion, self.reference
-            opened = files.index.retokenized(reference.files) if reference else None
-            yield begin_completion(run.folder, files, self.loaded.architecture, opened)
-            if reference and opened and config.copies != "only":
-                yield from self._complete_with_open(run, replace(files, index=opened), reference)
+            yield begin_completion(run.folder, self.completion, self.loaded.architecture)
+            if self.reference and config.copies != "only":
+                yield from self._begin_beside(run.folder / BESIDE, self.completion, self.reference)
 
-    def _complete_with_open(self, run: Run, files: CompletionFiles, reference: OpenModel) -> Iterator[str]:
-        """Refer to the open model and fit its gate, unless an earlier process did; yields a line."""
-        folder = run.folder / BESIDE
+    def _begin_beside(self, folder: Path, files: CompletionFiles, opened: OpenModel) -> Iterator[str]:
+        """Refer to the open model in a folder and fit its gate, unless an earlier process did; yields a line."""
         base = read_card(folder).get("base")
-        if not isinstance(base, dict) or base.get("sha256") != reference.identity["sha256"]:
-            remove_gate(folder)  # of another model
-        recorded = json_file.read_if_present(folder / ADAPTER).get("base_model_name_or_path")
-        if recorded != str(reference.place.resolve()):
-            reference.save(folder, {"trained": asdict(self.config) | reference.prompts})
+        if not isinstance(base, dict) or base.get("sha256") != opened.identity["sha256"]:
+            rmtree(folder, ignore_errors=True)  # of another model
+        opened.save(folder, self.config)
         if read_gate(folder) is None:
-            yield f"from now on with the model, {self._fit(run, files, folder)}"
-
-    def _fit(self, run: Run, files: CompletionFiles, folder: Path) -> str:
-        """Fit the completion of the model in the run's folder, or in the one beside it; returns a line."""
-        config, architecture = self.config, self.loaded.architecture
-        if folder != run.folder and self.reference:
-            architecture = self.reference.loaded.architecture
-            size = fit_size(config, 1.0)  # as much as the limits allow, since its speed is not known
-            return fit_open(folder, files, size, architecture, config.copies)
-        size, beside = fit_size(config, run.seconds_per_token), config.beside and self.reference
-        tokenizer = beside.files if beside else None
-        return finish_completion(folder, files, size, architecture, config.copies, tokenizer)
+            tokenizer = FileTokenizer(opened.loaded.require_tokenizer(), header=False)
+            files = replace(files, index=files.index.retokenized(tokenizer))
+            size = fit_size(self.config, 1.0)  # as much as the limits allow, since its speed is not known
+            architecture, copies = opened.loaded.architecture, self.config.copies
+            said = finish_completion(folder, files, size, architecture, copies, beside=True)
+            yield f"from now on with the model: {said}"
 
     def _parameters(self, model: Decoder) -> str:
         total, trained = tree.count(model), tree.count(model, trainable=True)
@@ -540,7 +517,9 @@ class TrainTask:
         lines = [f"model: {run.folder}"]
         save_changed(loaded, (), run.folder, lambda staged: facts)
         if self.completion is not None and not interrupted:
-            lines.append(self._fit(run, self.completion, run.folder))
+            size = fit_size(self.config, run.seconds_per_token)
+            options = loaded.architecture, self.config.copies
+            lines.append(finish_completion(run.folder, self.completion, size, *options))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         if self.completion and not self.config.base:
             sources = shlex.join(self.config.sources)

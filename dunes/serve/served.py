@@ -52,7 +52,7 @@ UNFITTED = 0.3
 """Minimum probability of a shown suggestion if no threshold was fitted."""
 FILES = (
     *("config.json", "adapter_config.json", "model.safetensors", "adapter_model.safetensors", "dunes.json"),
-    *("completion/gate.json", "completion/index.safetensors", "open/completion/gate.json"),
+    *(f"{place}completion/{name}" for place in ("", "open/") for name in ("gate.json", "index.safetensors")),
 )
 """Files whose times change when a model, its gate or its index is written."""
 
@@ -88,10 +88,9 @@ class LoadedFolder:
         """Why the model does not complete lines; empty if it does."""
         if self.note:
             say(self.note)
-        if isinstance(self.completer, FolderCompleter):
-            for each in self.completer.models:
-                if each is not self.loaded:
-                    take_out_of_file(each.model)
+        other = getattr(self.completer, "opened", self.completer)
+        if isinstance(other, FolderCompleter) and other.loaded is not self.loaded:
+            take_out_of_file(other.loaded.model)
         self.files = FileFinder(self.completer.training_files)
         self.copies = isinstance(self.completer, CopyCompleter) or self.completer.copies
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
