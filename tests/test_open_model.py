@@ -272,10 +272,11 @@ def test_a_resumed_run_goes_on_with_its_open_model_at_another_place(copied):
 def test_another_open_model_is_fitted_anew(copied):
     """Also if it is at the same place."""
     folder, own = copied
-    training_output(config(own, ""), folder, resume=True, override=["base"], asked=["base"])
+    options = {"override": ["base"], "asked": ["base"]}
+    training_output(config(own, ""), folder, resume=True, **options)
     change_weights(own)
     before = read_gate(folder / "open")[1]["loss"]
-    training_output(TrainConfig(), folder, resume=True, asked=[])
+    training_output(config(own, ""), folder, resume=True, **options)
     assert read_gate(folder / "open")[1]["loss"] != before
     assert checkpoint.load(folder / "open")
 
@@ -376,8 +377,8 @@ def test_a_model_that_dunes_trained_is_not_beside_another(run, code, tmp_path):
 
 @pytest.mark.parametrize("verb", ["generate", "inspect", "eval"])
 def test_verbs_work_on_a_reference(verb, run, command):
-    options = {"generate": ["--max-tokens", 2], "eval": ["--limit", 1]}.get(verb, [])
-    status, out, error = command(verb, run / "open", *options)
+    few = ["--max-tokens", 2] if verb == "generate" else []
+    status, out, error = command(verb, run / "open", *few)
     assert status == 0, error
     assert out.strip()
 
