@@ -438,10 +438,12 @@ def test_a_base_that_changed_is_refused_in_one_line_that_names_it(change, copied
 
 
 def test_a_base_that_changed_while_it_was_in_use_is_refused(base, code, tmp_path, monkeypatch):
-    """Its files are those that were loaded, not those when the reference was written."""
-    own, real = shutil.copytree(base, tmp_path / "own"), train_module.prepare_completion
-    monkeypatch.setattr(train_module, "prepare_completion", lambda *a: (real(*a), change_weights(own))[0])
-    refuses("model.safetensors", train, config(own, code), tmp_path / "run", display()[0])
+    """Its files are those when the run began, not those at its end."""
+    own = shutil.copytree(base, tmp_path / "own")
+    changed = finishing(1, lambda *_: change_weights(own) or "changed")
+    monkeypatch.setattr(train_module, "finish_completion", changed)
+    assert train(config(own, code), tmp_path / "run", display()[0]) == 0
+    refuses("model.safetensors", checkpoint.load, tmp_path / "run/open")
 
 
 def test_a_model_without_the_tokens_completes_from_the_text_above(code):
