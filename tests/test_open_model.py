@@ -272,10 +272,11 @@ def test_a_resumed_run_goes_on_with_its_open_model_at_another_place(copied):
 def test_another_open_model_is_fitted_anew(copied):
     """Also if it is at the same place."""
     folder, own = copied
-    training_output(config(own, ""), folder, resume=True, override=["base"], asked=["base"])
+    options = {"override": ["base"], "asked": ["base"]}
+    training_output(config(own, ""), folder, resume=True, **options)
     change_weights(own)
     before = read_gate(folder / "open")[1]["loss"]
-    training_output(TrainConfig(), folder, resume=True, asked=[])
+    training_output(config(own, ""), folder, resume=True, **options)
     assert read_gate(folder / "open")[1]["loss"] != before
     assert checkpoint.load(folder / "open")
 
@@ -376,8 +377,8 @@ def test_a_model_that_dunes_trained_is_not_beside_another(run, code, tmp_path):
 
 @pytest.mark.parametrize("verb", ["generate", "inspect", "eval"])
 def test_verbs_work_on_a_reference(verb, run, command):
-    options = {"generate": ["--max-tokens", 2], "eval": ["--limit", 1]}.get(verb, [])
-    status, out, error = command(verb, run / "open", *options)
+    few = ["--max-tokens", 2] if verb == "generate" else []
+    status, out, error = command(verb, run / "open", *few)
     assert status == 0, error
     assert out.strip()
 
@@ -437,10 +438,12 @@ def test_a_base_that_changed_is_refused_in_one_line_that_names_it(change, copied
 
 
 def test_a_base_that_changed_while_it_was_in_use_is_refused(base, code, tmp_path, monkeypatch):
-    """Its files are those that were loaded, not those when the reference was written."""
-    own, real = shutil.copytree(base, tmp_path / "own"), train_module.prepare_completion
-    monkeypatch.setattr(train_module, "prepare_completion", lambda *a: (real(*a), change_weights(own))[0])
-    refuses("model.safetensors", train, config(own, code), tmp_path / "run", display()[0])
+    """Its files are those when the run began, not those at its end."""
+    own = shutil.copytree(base, tmp_path / "own")
+    changed = finishing(1, lambda *_: change_weights(own) or "changed")
+    monkeypatch.setattr(train_module, "finish_completion", changed)
+    assert train(config(own, code), tmp_path / "run", display()[0]) == 0
+    refuses("model.safetensors", checkpoint.load, tmp_path / "run/open")
 
 
 def test_a_model_without_the_tokens_completes_from_the_text_above(code):
