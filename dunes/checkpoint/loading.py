@@ -23,7 +23,6 @@ from dunes.checkpoint.model_folder import (
     ADAPTER,
     CARD,
     CONFIG,
-    named_folder,
     read_card,
     read_consistently,
     readable_folder,
@@ -119,9 +118,9 @@ def base_folder(folder: Path) -> Path:
 
     Raises ValueError, with a remedy, if none of these exists.
     """
-    readable, folder = readable_folder(folder), named_folder(folder)
-    peft = json_file.read(readable / ADAPTER, json_file.MAX_CONFIG_BYTES)
-    name, record = peft.get("base_model_name_or_path"), read_card(readable)
+    folder = readable_folder(folder)
+    peft = json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES)
+    name, record = peft.get("base_model_name_or_path"), read_card(folder)
     card = record.get("base")
     if isinstance(name, str) and name and Path(name).exists():
         return Path(name)
@@ -148,7 +147,7 @@ def check_memory(source: Source) -> None:
         fits = f"{format_count(free * count / size)} of {format_count(count)} parameters fit"
         halved = "; to halve the bytes: dunes convert MODEL OUT --dtype bfloat16" * (size > 2 * count)
         needed = f"the weights take {format_bytes(size)} of memory, and {format_bytes(free)} are free"
-        raise ValueError(f"{named_folder(source.folder)}: {needed}; {fits}{halved}")
+        raise ValueError(f"{source.folder}: {needed}; {fits}{halved}")
 
 
 def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:

@@ -38,10 +38,10 @@ from dunes.checkpoint.formats.adapter_layout import Factors, Target, join_factor
 from dunes.checkpoint.model_folder import (
     ADAPTER,
     CONFIG,
+    finish_save,
     listed_files,
     read_card,
     read_consistently,
-    saved_folder,
     verified_card,
 )
 from dunes.checkpoint.source import tensors
@@ -170,7 +170,7 @@ def save_adapter(
 
 
 def _refuse_foreign_model(folder: Path) -> None:
-    readable = saved_folder(folder)
+    readable = finish_save(folder)
     if (readable / CONFIG).is_file() and CONFIG not in listed_files(readable, read_card(readable)):
         raise ValueError(f"{folder}: contains a model that was not saved by dunes; save the adapter elsewhere")
 
@@ -318,7 +318,7 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     ValueError if the adapter's base is another model or cannot be compared. Warns if the adapter has no digests of
     its base, for example because PEFT wrote it.
     """
-    folder = saved_folder(Path(folder))
+    folder = finish_save(Path(folder))
     if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
         check_base(BaseWeights(model), record, folder)
     return attach_adapter(model, folder, name, any_base)
