@@ -17,7 +17,7 @@ from dunes.checkpoint import architecture as architectures
 from dunes.checkpoint.architecture import Architecture, Build, has_own_form
 from dunes.checkpoint.base import BaseWeights, changed_file, check_base, read_base_record
 from dunes.checkpoint.folder import LoadedModel, load_decoder, load_tokenizer
-from dunes.checkpoint.formats.adapter import attach_adapter, check_reference, is_reference
+from dunes.checkpoint.formats.adapter import adapter_base_of, attach_adapter, check_settings, is_reference
 from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.model_folder import (
     ADAPTER,
@@ -164,7 +164,7 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
         if not is_reference(card):
             changes += [attach_adapter(model, folder, any_base=any_base)]
         elif not any_base:
-            check_reference(model, folder)
+            check_settings(adapter_base_of(model), card, folder)
     except ValueError as error:
         raise (ValueError(f"{error} (in {base}, {difference})") if difference else error) from None
     if history := source.card.get("changes" if source.own is None else "history"):
