@@ -3,6 +3,7 @@
 For a path that is no model folder, an error message says what it is and names a remedy.
 """
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -167,8 +168,14 @@ def finish_save(folder: Path) -> Path:
     """
     ready = ready_folder(folder)
     if (ready / CARD).is_file() or (ready.is_dir() and not any(ready.iterdir())):
-        with atomic.add_path_to_errors(folder), folder_lock(folder):
-            place_files(folder)
+        try:
+            with folder_lock(folder):
+                place_files(folder)
+        except OSError as error:
+            reason = (
+                f"{os.strerror(error.errno or errno.EIO)}, but a save was interrupted here, which must be finished"
+            )
+            raise OSError(error.errno, reason, str(folder)) from None
     return folder
 
 
