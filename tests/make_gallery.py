@@ -76,7 +76,7 @@ EXPORTS = {
 }
 REFUSED = {
     "int8-activations": "version 0.2.0 dropped: quantize the dense model again with --kind int8",
-    "compact": "version 0.2.0 dropped; dunes convert of version 0.1.0 makes it plain",
+    "compact": "no weights; looked for",
 }
 """Folders of version 0.1.0 that are not read any more, and what the error says. Others that only 0.1.0 wrote are
 read: int4-awq, int4-hqq, int4-gptq-sparse."""

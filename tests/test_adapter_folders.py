@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters import difference, trained
-from conftest import change_json, refuses, refuses_command, run_python
+from conftest import change_json, refuses, refuses_command
 from dunes import checkpoint
 from dunes.augment import attach, base_model, quantize
 from dunes.checkpoint.convert import convert
@@ -204,11 +204,10 @@ DAMAGED = {
     "a kind of module lost": (weights(lambda h: lose(h, "down_proj")), "no tensors for 2 of them"),
     "all lost": (weights(lambda h: h.clear()), "no tensors for 14 of them"),
     "inert": (weights(lambda h: [w.zero_() for k, w in h.items() if "lora_B" in k]), "has no effect"),
-    "another alpha": (words(lora_alpha=8.0), "a different model here"),
     "another base": (other_base, "made for a different base"),
     "another base in bfloat16": (partial(other_base, dtype=torch.bfloat16), "made for a different base"),
-    "a base with other angles": (partial(other_settings, rope_theta=500.0), "a different model here"),
-    "a base with another epsilon": (partial(other_settings, rms_norm_eps=0.01), "a different model here"),
+    "a base with other angles": (partial(other_settings, rope_theta=500.0), "a base of other settings"),
+    "a base with another epsilon": (partial(other_settings, rms_norm_eps=0.01), "a base of other settings"),
 }
 
 
@@ -238,16 +237,10 @@ def test_a_change_on_the_disk_is_seen(made):
     refuses("not the bytes that were written", checkpoint.load, folder)
 
 
-def to_format_1(card):
-    """Turn the card into one of format 1, with a structure digest of that time."""
-    assert card["format"] == 3
-    card |= {"format": 1, "context": card.pop("context_length"), "structure": "5151349a5277137c" * 4}
-
-
-def test_an_adapter_of_format_1_is_refused_in_one_line(made):
+def test_an_adapter_of_a_format_without_the_settings_of_its_base_opens(made):
     folder, _ = made
-    card_of(folder, to_format_1)
-    assert "\n" not in refuses("the version of dunes or torch.*--any-base", checkpoint.load, folder)
+    card_of(folder, lambda card: card["base"].pop("config"))
+    assert checkpoint.load(folder).model
 
 
 def test_hashing_a_large_base_shows_its_progress_on_a_terminal_alone(made, monkeypatch, capsys):
@@ -288,13 +281,6 @@ def test_verbs_take_adapter_folders(made, tmp_path, capsys):
     verbs.export(str(folder), tmp_path / "out")
     assert "merged into" in capsys.readouterr().out
     assert checkpoint.load(tmp_path / "out").architecture.changes == ()
-
-
-@pytest.mark.slow
-def test_the_structure_is_the_same_in_another_process(made):
-    folder, _ = made
-    done = run_python(f"from dunes import checkpoint; checkpoint.load({str(folder)!r})")
-    assert done.returncode == 0, done.stderr
 
 
 def rounded_base(folder, dtype=torch.bfloat16):

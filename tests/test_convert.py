@@ -248,7 +248,7 @@ KILLED = """
         return instead
 
     safetensors_file._bytes, atomic.fsync_path = counted(safetensors_file._bytes), counted(atomic.fsync_path)
-    os.replace, os.rename, os.link = map(counted, (os.replace, os.rename, os.link))
+    os.replace, os.rename = map(counted, (os.replace, os.rename))
     convert(open_source(Path(sys.argv[1])), Path(sys.argv[2]))
     print(left)
 """

@@ -1,6 +1,5 @@
 """Files of model folders that strangers made: read from the folder only, in limits, and as what they are."""
 
-import json
 import os
 import re
 import shutil
@@ -12,8 +11,6 @@ import torch
 from conftest import change_json, display, refuses, toy
 from dunes import checkpoint
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.folder import write_card
-from dunes.checkpoint.model_folder import COMPACT
 from dunes.checkpoint.source import open_source, open_verified_source
 from dunes.checkpoint.trained_text import remember_sources, split_documents, trust_sources
 from dunes.completion.copy_gate import read_gate
@@ -214,22 +211,6 @@ def test_an_unfinished_download_is_named(model):
     (model / "model.safetensors.incomplete").rename(model / "model.safetensors")
     (model / "model.safetensors.aria2").write_bytes(b"\0\1")
     refuses(r"model.safetensors: its download has not ended, by model.safetensors.aria2", open_source, model)
-
-
-@pytest.mark.parametrize("name", [COMPACT, f"{COMPACT}.index.json"])
-@pytest.mark.parametrize("has_card", [True, False])
-def test_the_compact_form_of_an_earlier_version_is_refused_with_its_remedy(name, has_card, model, tmp_path):
-    (model / "model.safetensors").rename(model / name)
-    card = json.loads((model / "dunes.json").read_text())
-    (model / "dunes.json").unlink()
-    if has_card:
-        write_card(model, card)
-    expected = (
-        f"{model}: model.compact.safetensors is in the compact form, which version 0.2.0 dropped; "
-        "dunes convert of version 0.1.0 makes it plain"
-    )
-    assert refusals(model, tmp_path / "out") == [expected] * 2
-    refuses("makes it plain", checkpoint.describe, model)
 
 
 def test_a_long_header_of_tensors_is_not_taken_for_another_format(tmp_path):

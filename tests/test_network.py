@@ -223,7 +223,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     checkpoint.save_weights(other(Rows), tmp_path / "w")
     refuses("gone: no such file", checkpoint.load_weights, Rows(), tmp_path / "gone")
     (tmp_path / "empty").mkdir()
-    refuses("empty is not a model folder: it holds no files", checkpoint.load_weights, Rows(), tmp_path / "empty")
+    refuses("empty: not a model folder", checkpoint.load_weights, Rows(), tmp_path / "empty")
     file = tmp_path / "w" / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

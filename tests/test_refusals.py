@@ -129,19 +129,18 @@ def paths(tmp_path):
     (tmp_path / "config" / "config.json").write_text("{}")
     (tmp_path / "config" / "app.js").write_text("")
     checkpoint.save(random_model("llama"), tmp_path / "many/one", Tokenizer.train("chars", ["a"]), 32)
-    train = f"to train a model on them: dunes train {tmp_path / 'src'} --out RUN"
     return tmp_path, {
-        "src": f"not a model folder: it holds 41 .py files; {train}",
-        "src/0.py": f"a file, not a model folder; to train a model on it: dunes train {tmp_path / 'src/0.py'}",
-        "empty": "it holds no files",
+        "src": "not a model folder; looked for config.json",
+        "src/0.py": "a file, not a model folder",
+        "empty": "not a model folder",
         "run": f"a run without a model yet, still training, or stopped before its first save; continue it: "
         f"dunes train --resume --out {tmp_path / 'run'}",
         "tuned": "dunes finetune --resume",
         "run/state": f"the training state of a run, not a model folder; name the run: {tmp_path / 'run'}",
         "run/state/step-000004": f"name the run: {tmp_path / 'run'}",
-        "weights": "it holds model.safetensors, but no config.json",
-        "config": "no weights; looked for model.safetensors",
-        "many": f"it holds model folders, name one: {tmp_path / 'many/one'}",
+        "weights": "not a model folder; looked for config.json",
+        "config": "no weights; looked for config.json with model.safetensors",
+        "many": f"it holds {tmp_path / 'many/one'}; name one",
         "many/one/config.json": f"a file, not a model folder; name its folder: {tmp_path / 'many/one'}",
         "many/ones": f"no such folder (did you mean {tmp_path / 'many/one'}?)",
     }

@@ -18,7 +18,6 @@ from dunes.augment.quantized import Quantized
 from dunes.checkpoint.model_folder import CARD
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import atomic
-from dunes.units import plural
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes in which a card has digests of a dense base."""
@@ -136,7 +135,7 @@ def file_stamps(base: Path) -> dict[str, list[int]]:
 
 
 def changed_file(base: Path, card: Mapping[str, Any]) -> str | None:
-    """The first file of a base that differs from the `file_stamps` in an adapter's card, and how; "" if none does.
+    """The first file of a base that differs from the `file_stamps` in an adapter's card; "" if none does.
 
     None if the card has no stamps. A file of equal size and time is taken as unchanged.
     """
@@ -145,10 +144,8 @@ def changed_file(base: Path, card: Mapping[str, Any]) -> str | None:
         return None
     actual = file_stamps(base)
     for name in sorted(actual.keys() | recorded.keys()):
-        if (before := recorded.get(name)) != (now := actual.get(name)):
-            sizes = [stamp[0] if isinstance(stamp, list) and stamp else None for stamp in (before, now)]
-            states = ["missing" if size is None else plural(size, "byte") for size in sizes]
-            return f"{name} is {states[1]}, {f'not {states[0]}' if sizes[0] != sizes[1] else 'of another time'}"
+        if recorded.get(name) != actual.get(name):
+            return f"{name} has another size or time than recorded"
     return ""
 
 
@@ -212,14 +209,9 @@ def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
     if any(weights.sha256(dtype) == [record.digests[dtype]] for dtype in comparable):
         return
     if weights.kind != record.kind and not comparable:
-        hint = "open it on that base and save it again, which writes digests in other dtypes, too"
-        if not record.digests:
-            hint = "open it by its folder, with the base as it was"
-        elif weights.quantized:
-            hint = "put it on the base before it is quantized"
         raise ValueError(
             f"{folder}: made for a base in {quote(record.kind)}, which cannot be compared with one in "
-            f"{weights.kind}; {hint}, {ANY_BASE_HINT}"
+            f"{weights.kind}; load the base as it was, neither cast nor quantized since, {ANY_BASE_HINT}"
         )
     raise ValueError(
         f"{folder}: made for a different base: one with SHA-256 {quote(record.sha256[:12])}, not "

@@ -11,7 +11,7 @@ import torch
 
 from dunes.checkpoint import folder
 from dunes.checkpoint.architecture import Architecture
-from dunes.checkpoint.model_folder import CARD, READY, UNFINISHED, named_folder
+from dunes.checkpoint.model_folder import CARD, READY, UNFINISHED, finish_save
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.verify import Verification, verify
 from dunes.checkpoint.weights.lazy_tensor import cast, hf_weights
@@ -125,7 +125,7 @@ def exclusive_folder(out: Path) -> Iterator[None]:
 
 def require_new_folder(source: Path, out: Path) -> None:
     """Raise ValueError unless `out` is a new or empty folder, and neither it nor the source contains the other."""
-    a, b = named_folder(source).resolve(), out.resolve()
+    a, b = source.resolve(), out.resolve()
     if a == b or a in b.parents or b in a.parents:
         raise ValueError(f"{out}: source and result must not contain each other; choose another folder")
     existing = next(p for p in (out, *out.absolute().parents) if p.exists() or p.is_symlink())
@@ -134,10 +134,10 @@ def require_new_folder(source: Path, out: Path) -> None:
     ready = out / READY
     if links := [path for path in (ready, out / UNFINISHED) if path.is_symlink()]:
         raise ValueError(f"{links[0]}: a link, not a folder of ours; remove it, or choose another folder")
-    if (ready / CARD).is_file():
+    if ready.is_dir():
         with folder_lock(out):  # another process may be renaming the files
             # A complete save: remove it if no file was renamed into place yet, else finish it.
-            shutil.rmtree(ready) if _empty(out) and ready.is_dir() else folder.finish_save(out)
+            shutil.rmtree(ready) if _empty(out) and (ready / CARD).is_file() else finish_save(out)
     if out.exists() and (ready.exists() or not _empty(out)):
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
 

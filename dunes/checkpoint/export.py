@@ -21,7 +21,7 @@ from dunes.checkpoint.folder import LoadedModel, inherited, load_decoder, load_t
 from dunes.checkpoint.formats import gguf
 from dunes.checkpoint.formats.adapter import attach_adapter
 from dunes.checkpoint.loading import base_folder, is_adapter
-from dunes.checkpoint.model_folder import named_folder, read_card, readable_folder
+from dunes.checkpoint.model_folder import read_card, readable_folder
 from dunes.checkpoint.source import open_source, open_verified_source
 from dunes.checkpoint.verify import MAX_RATIO, Verification, distance, merge_check, model_logits
 from dunes.checkpoint.weights.lazy_tensor import Weights, in_memory
@@ -189,7 +189,7 @@ def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:
 
 
 def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dtype) -> dict[str, Any]:
-    request = {"adapter": named_folder(folder).name, "dtype": str(dtype).removeprefix("torch.")}
+    request = {"adapter": folder.name, "dtype": str(dtype).removeprefix("torch.")}
     change = {"name": "merge", "version": 1, "request": request, "places": places}
     return {**change, "dequantized": quantized, "new": []}
 

@@ -2,14 +2,11 @@
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import torch
@@ -20,12 +17,12 @@ from dunes.augment import lora
 from dunes.augment.prune import mask_linears, masked_places
 from dunes.checkpoint import architecture as architectures
 from dunes.checkpoint.architecture import Architecture, hf_config_of
-from dunes.checkpoint.model_folder import CARD, CONFIG, FORMAT, UNFINISHED, listed_files, read_card, ready_folder
+from dunes.checkpoint.model_folder import CARD, CONFIG, FORMAT, finish_save, place_files, ready_folder
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
-from dunes.checkpoint.weights.safetensors_file import INDEX, SINGLE, write_tensors
+from dunes.checkpoint.weights.safetensors_file import write_tensors
 from dunes.files import atomic
-from dunes.files.atomic import STAGED, folder_lock, staging_folder
+from dunes.files.atomic import folder_lock
 from dunes.models import FAMILIES, written_names
 from dunes.parts import Decoder
 from dunes.progress import advance
@@ -90,8 +87,8 @@ def save(
     architecture=...)` and load it with `load_network`.
 
     The save is atomic: files are written into a temporary folder, which is renamed to `.ready` when all files are
-    on disk; then the files are renamed into place one by one. If this is interrupted, the model is read from
-    `.ready`, and the next save finishes the renaming. `check` is called with the temporary folder; it may raise,
+    on disk; then the files are renamed into place one by one. If this is interrupted, the next load or save
+    finishes the renaming. `check` is called with the temporary folder; it may raise,
     and its result is added to the card. Raises ValueError if no family describes the model and `architecture` is
     None, for a tokenizer with more ids than the embedding has rows, and for a context length below 1.
     """
@@ -195,10 +192,10 @@ def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
 def _publish(staged: Path, ready: Path) -> None:
     """Rename the temporary folder to `.ready`, and then its files into place."""
     with folder_lock(ready.parent):
-        _move(ready.parent)  # finishes another save that was interrupted meanwhile
+        place_files(ready.parent)  # finishes another save that was interrupted meanwhile
         os.rename(staged, ready)
         atomic.fsync_path(ready.parent)
-        _move(ready.parent)
+        place_files(ready.parent)
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
@@ -210,63 +207,6 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
     }
     card = {"format": FORMAT, "dunes": __version__, **facts, "files": files}
     (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
-
-
-def finish_save(folder: Path) -> None:
-    """Finish a save that was interrupted after its files were written.
-
-    Raises OSError if renaming fails, and ValueError if `.ready` is a link.
-    """
-    if ready_folder(folder).is_dir():
-        with atomic.add_path_to_errors(folder), folder_lock(folder):
-            _move(folder)
-
-
-def _move(folder: Path) -> None:
-    """Put the files of `.ready` into place, then remove `.ready`. The caller has locked the folder.
-
-    Until all files are in place, `.ready` stays complete, and readers read from it.
-    """
-    if not (ready := ready_folder(folder)).is_dir():
-        return
-    _remove_old(folder, ready)
-    with staging_folder(ready) as links:
-        for file in sorted(ready.iterdir(), key=lambda file: file.name == CARD):
-            if file.name == CARD:  # must be on the disk after the files that it lists
-                atomic.fsync_path(folder)
-            _place(file, links / file.name, folder / file.name)
-    atomic.fsync_path(folder)
-    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-    removed = folder / STAGED.format(token_hex(8))
-    os.rename(ready, removed)
-    atomic.fsync_path(folder)
-    shutil.rmtree(removed, ignore_errors=True)
-
-
-def _place(file: Path, link: Path, path: Path) -> None:
-    try:
-        os.link(file, link)
-    except OSError:  # no hard links: `.ready` then loses its files one by one
-        link = file
-    os.replace(link, path)
-
-
-def _remove_old(folder: Path, ready: Path) -> None:
-    """Remove the files of an older save that the new save does not have."""
-    new, old = {f.name for f in ready.iterdir()} | set(listed_files(ready, read_card(ready))), set[str]()
-    if CARD in new:
-        with suppress(ValueError):  # the older card is damaged
-            old = {name for name in listed_files(folder, read_card(folder)) if _is_file_in(folder, name)}
-    if SINGLE in new or (INDEX in new and CARD in new):
-        old |= {INDEX, SINGLE, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
-    elif INDEX in new:  # without a card, shards that were renamed already are unknown
-        old |= {SINGLE}
-    for name in old - new:
-        (folder / name).unlink(missing_ok=True)
-
-
-def _is_file_in(folder: Path, name: str) -> bool:
-    return name != ".." and (folder / name).parent == folder and not (folder / name).is_dir()
 
 
 def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:

@@ -17,13 +17,12 @@ from dunes.checkpoint import architecture as architectures
 from dunes.checkpoint.architecture import Architecture, Build, has_own_form
 from dunes.checkpoint.base import BaseWeights, changed_file, check_base, read_base_record
 from dunes.checkpoint.folder import LoadedModel, load_decoder, load_tokenizer
-from dunes.checkpoint.formats.adapter import attach_adapter, check_reference, is_reference
+from dunes.checkpoint.formats.adapter import adapter_base_of, attach_adapter, check_settings, is_reference
 from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.model_folder import (
     ADAPTER,
     CARD,
     CONFIG,
-    named_folder,
     read_card,
     read_consistently,
     readable_folder,
@@ -119,9 +118,9 @@ def base_folder(folder: Path) -> Path:
 
     Raises ValueError, with a remedy, if none of these exists.
     """
-    readable, folder = readable_folder(folder), named_folder(folder)
-    peft = json_file.read(readable / ADAPTER, json_file.MAX_CONFIG_BYTES)
-    name, record = peft.get("base_model_name_or_path"), read_card(readable)
+    folder = readable_folder(folder)
+    peft = json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES)
+    name, record = peft.get("base_model_name_or_path"), read_card(folder)
     card = record.get("base")
     if isinstance(name, str) and name and Path(name).exists():
         return Path(name)
@@ -148,7 +147,7 @@ def check_memory(source: Source) -> None:
         fits = f"{format_count(free * count / size)} of {format_count(count)} parameters fit"
         halved = "; to halve the bytes: dunes convert MODEL OUT --dtype bfloat16" * (size > 2 * count)
         needed = f"the weights take {format_bytes(size)} of memory, and {format_bytes(free)} are free"
-        raise ValueError(f"{named_folder(source.folder)}: {needed}; {fits}{halved}")
+        raise ValueError(f"{source.folder}: {needed}; {fits}{halved}")
 
 
 def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
@@ -165,7 +164,7 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
         if not is_reference(card):
             changes += [attach_adapter(model, folder, any_base=any_base)]
         elif not any_base:
-            check_reference(model, folder)
+            check_settings(adapter_base_of(model), card, folder)
     except ValueError as error:
         raise (ValueError(f"{error} (in {base}, {difference})") if difference else error) from None
     if history := source.card.get("changes" if source.own is None else "history"):

@@ -3,17 +3,18 @@
 For a path that is no model folder, an error message says what it is and names a remedy.
 """
 
+import errno
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dunes.checkpoint.formats.native import PARAMS
-from dunes.checkpoint.weights.safetensors_file import quote
+from dunes.checkpoint.weights.safetensors_file import INDEX, quote
+from dunes.checkpoint.weights.safetensors_file import SINGLE as WEIGHTS
 from dunes.files import atomic, json_file
 from dunes.files.atomic import folder_lock
 from dunes.files.model_file import find_file, listed_file
@@ -24,28 +25,15 @@ CARD = "dunes.json"
 FORMAT = 3
 MAX_CHANGES = 500
 """Maximum number of changes that a card may list, since repeating each change visits all modules."""
-MAX_RETRIES = 10
-"""After this many reads disturbed by concurrent saves, a folder is locked and read once more."""
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 """File names of unsharded weights; an index of shards has such a name with the suffix .index.json."""
-COMPACT = "model.compact.safetensors"
-"""File name of pruned weights, as stored by versions before 0.2.0."""
 ADAPTER = "adapter_config.json"
 UNFINISHED = ".unfinished"
 """Subfolder with the finished parts of a change that is in progress."""
 READY = ".ready"
-"""Subfolder of a complete save whose files are being renamed into place (`folder.py`)."""
-TEXT_SUFFIXES = {".txt", ".md", ".rst", ".html", ".json", ".jsonl", ".parquet"}
-WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pth", ".pt", ".ckpt"}
-MOST = 2000
-"""Maximum number of files that are listed to describe a folder."""
+"""Subfolder of a complete save whose files are being renamed into place."""
 T = TypeVar("T")
-
-
-def named_folder(folder: Path) -> Path:
-    """The folder as a user names it: for a `.ready` subfolder its parent, otherwise the folder itself."""
-    return folder.parent if folder.name == READY else folder
 
 
 def ready_folder(folder: Path) -> Path:
@@ -68,7 +56,8 @@ def explain(path: Path) -> str:
     if not os.path.lexists(path):
         return no_such_folder(path)
     if not path.is_dir():
-        return f"{path}: a file, not a model folder; {_remedy_of_file(path)}"
+        remedy = f"name its folder: {path.parent}" if is_model_folder(path.parent) else "name a model folder"
+        return f"{path}: a file, not a model folder; {remedy}"
     if (path / ADAPTER).is_file():
         base = quote(json_file.read(path / ADAPTER, json_file.MAX_CONFIG_BYTES).get("base_model_name_or_path"))
         return f"{path}: an adapter of {base}, not a whole model; merge it first: dunes augment merge {path} OUT"
@@ -84,15 +73,14 @@ def explain(path: Path) -> str:
         )
     if (path / UNFINISHED).is_dir():
         return f"{path}: an unfinished model; remove it, or run the dunes augment command that began it again"
-    if any((path / name).exists() for name in (COMPACT, f"{COMPACT}.index.json")):
-        return (
-            f"{path}: {COMPACT} is in the compact form, which version 0.2.0 dropped; dunes convert of version "
-            "0.1.0 makes it plain"
-        )
-    if (path / CONFIG).is_file():
-        names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
-        return f"{path}: no weights; looked for {names}, and consolidated.* with {PARAMS}; {_contents(path)}"
-    return f"{path / CONFIG}: no such file; {path} is not a model folder: {_contents(path)}"
+    inside = sorted(
+        f for f in (*path.glob("*"), *path.glob("snapshots/*")) if f.suffix == SUFFIX or is_model_folder(f)
+    )
+    if inside:
+        return f"{path}: not a model folder; it holds {', '.join(map(str, inside[:3]))}; name one"
+    names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
+    missing = "no weights" if (path / CONFIG).is_file() else "not a model folder"
+    return f"{path}: {missing}; looked for {CONFIG} with {names}, and consolidated.* with {PARAMS}"
 
 
 def no_such_folder(path: Path | str) -> str:
@@ -108,49 +96,6 @@ def _is_run(folder: Path) -> bool:
     state, files = folder / "state", ("plan.json", "tokenizer.json")
     known = any((state / name).is_file() for name in files) or any(state.glob("step-[0-9]*"))
     return known or (state.is_dir() and not any(state.iterdir()))
-
-
-def _remedy_of_file(path: Path) -> str:
-    if is_model_folder(path.parent):
-        return f"name its folder: {path.parent}"
-    if path.suffix in WEIGHT_SUFFIXES:
-        return f"put it into a folder with its {CONFIG}, and name that folder"
-    return f"to train a model on it: dunes train {path} --out RUN" if _is_text(path) else "name a model folder"
-
-
-def _contents(folder: Path) -> str:
-    """Summary of a folder's files, with the next step for a user."""
-    below = [f for f in (*folder.glob("*"), *folder.glob("snapshots/*")) if f.is_dir() and is_model_folder(f)]
-    if below:
-        more = f" and {len(below) - 3} more" if len(below) > 3 else ""
-        return f"it holds model folders, name one: {', '.join(map(str, sorted(below)[:3]))}{more}"
-    files = [*islice(_files(folder), MOST)]
-    if ggufs := [f for f in files if f.suffix == SUFFIX]:
-        return f"it holds a GGUF file, name that: {ggufs[0]}"
-    if weights := [f for f in files if f.suffix in WEIGHT_SUFFIXES]:
-        missing = CONFIG if not (folder / CONFIG).is_file() else SINGLE[0]
-        return f"it holds {weights[0].relative_to(folder)}, but no {missing}; get the whole model folder"
-    if not files:
-        return "it holds no files"
-    counts = Counter(f.suffix or f.name for f in files).most_common(2)
-    listed = " and ".join(plural(n, f"{suffix} file") for suffix, n in counts)
-    remedy = f"; to train a model on them: dunes train {folder} --out RUN" if any(map(_is_text, files)) else ""
-    return f"it holds {listed}{remedy}"
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """Files below a folder, except in folders of version control and dependencies."""
-    from dunes.data.files import DEPENDENCIES, NEVER  # late: the room imports much
-
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted({*folders} - NEVER - DEPENDENCIES)
-        yield from (Path(parent, name) for name in sorted(names))
-
-
-def _is_text(path: Path) -> bool:
-    from dunes.data.files import CODE_SUFFIXES
-
-    return path.suffix.lower() in CODE_SUFFIXES | TEXT_SUFFIXES
 
 
 def read_card(folder: Path) -> dict[str, Any]:
@@ -207,52 +152,75 @@ def _file_error(folder: Path, name: str, reason: str) -> ValueError:
 
 
 def readable_folder(folder: Path) -> Path:
-    """The `saved_folder` of a model, adapter, network or GGUF file.
+    """The folder of a model, adapter or network, or the GGUF file, after `finish_save`.
 
     For any other path, raises ValueError with the text of `explain`.
     """
     if not (folder.suffix == SUFFIX and folder.is_file()) and not is_model_folder(folder):
         raise ValueError(explain(folder))
-    return saved_folder(folder)
+    return finish_save(folder)
 
 
-def saved_folder(folder: Path) -> Path:
-    """The folder to read from: its complete `.ready` subfolder after an interrupted save, else the folder itself.
+def finish_save(folder: Path) -> Path:
+    """Finish a save that was interrupted after its files were written, or wait for one in progress.
 
-    Waits for a save in progress. No file is changed; the next save into the folder finishes the interrupted one.
-    Raises ValueError if `.ready` is a link, or incomplete, as after a crash on a file system without hard links.
+    Returns the folder. Raises OSError if renaming fails, and ValueError if `.ready` is a link.
     """
     ready = ready_folder(folder)
-    if not (ready / CARD).is_file():
-        return folder
-    with atomic.add_path_to_errors(folder), folder_lock(folder):
-        if not (ready / CARD).is_file():
-            return folder
-        missing = listed_files(ready, read_card(ready)).keys() - {*os.listdir(ready)}
-    if missing:
-        name = min(missing)[:80]
-        raise ValueError(
-            f"{ready}: has no {name!a}; move what is in it to {folder}, which ends an interrupted save"
-        )
-    return ready
+    if (ready / CARD).is_file() or (ready.is_dir() and not any(ready.iterdir())):
+        try:
+            with folder_lock(folder):
+                place_files(folder)
+        except OSError as error:
+            reason = (
+                f"{os.strerror(error.errno or errno.EIO)}, but a save was interrupted here, which must be finished"
+            )
+            raise OSError(error.errno, reason, str(folder)) from None
+    return folder
+
+
+def place_files(folder: Path) -> None:
+    """Put the files of `.ready` into place, the card last, then remove it. The caller has locked the folder."""
+    if not (ready := ready_folder(folder)).is_dir():
+        return
+    _remove_old(folder, ready)
+    for file in sorted(ready.iterdir(), key=lambda file: file.name == CARD):
+        if file.name == CARD:  # must be on the disk after the files that it lists
+            atomic.fsync_path(folder)
+        os.replace(file, folder / file.name)
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    ready.rmdir()
+    atomic.fsync_path(folder)
+
+
+def _remove_old(folder: Path, ready: Path) -> None:
+    """Remove the files of an older save that the new save does not have."""
+    new, old = {f.name for f in ready.iterdir()} | {*listed_files(ready, read_card(ready))}, set[str]()
+    if CARD in new:
+        with suppress(ValueError):  # the older card is damaged
+            old = {name for name in listed_files(folder, read_card(folder)) if _is_file_in(folder, name)}
+    if new & {WEIGHTS, INDEX}:
+        old |= {INDEX, WEIGHTS, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
+    for name in old - new:
+        (folder / name).unlink(missing_ok=True)
+
+
+def _is_file_in(folder: Path, name: str) -> bool:
+    return name != ".." and (folder / name).parent == folder and not (folder / name).is_dir()
 
 
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:
-    """The result of `read(folder)`, repeated if another thread or process saved into the folder meanwhile."""
-    for _ in range(MAX_RETRIES):
-        saved_folder(folder)
-        before = _save_stamp(folder)
-        try:
-            result = read(folder)
-        except (ValueError, FileNotFoundError):
-            if _save_stamp(folder) == before:
-                raise
-        else:
-            if _save_stamp(folder) == before:
-                return result
+    """The result of `read(folder)`, read again if another thread or process saved into the folder meanwhile."""
+    before = _save_stamp(finish_save(folder))
+    try:
+        result = read(folder)
+        if _save_stamp(folder) == before:
+            return result
+    except (ValueError, FileNotFoundError):
+        if _save_stamp(folder) == before:
+            raise
     with folder_lock(folder):
-        saved_folder(folder)
-        return read(folder)
+        return read(finish_save(folder))
 
 
 def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:

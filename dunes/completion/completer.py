@@ -13,7 +13,7 @@ import numpy as np
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.loading import round_for_speed
-from dunes.checkpoint.model_folder import ADAPTER, CONFIG, read_card, saved_folder
+from dunes.checkpoint.model_folder import ADAPTER, CONFIG, finish_save, read_card
 from dunes.checkpoint.trained_text import require_own_sources, split_documents, trained_text
 from dunes.completion import Cancelled, Source, Suggestion
 from dunes.completion.copy_gate import read_gate
@@ -225,7 +225,7 @@ def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[st
 
 def index_in_training(folder: Path) -> TextIndex | None:
     """The index of a run that has no model yet; None for other folders."""
-    has_model = any((saved_folder(folder) / name).exists() for name in (CONFIG, ADAPTER))
+    has_model = any((finish_save(folder) / name).exists() for name in (CONFIG, ADAPTER))
     return None if has_model else read_index(folder)
 
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import hf_config_of
 from dunes.checkpoint.base import (
     ANY_BASE_HINT,
-    BaseRecord,
     BaseWeights,
     base_identity,
     check_base,
@@ -38,10 +36,10 @@ from dunes.checkpoint.formats.adapter_layout import Factors, Target, join_factor
 from dunes.checkpoint.model_folder import (
     ADAPTER,
     CONFIG,
+    finish_save,
     listed_files,
     read_card,
     read_consistently,
-    saved_folder,
     verified_card,
 )
 from dunes.checkpoint.source import tensors
@@ -50,10 +48,9 @@ from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import json_file
 from dunes.files.model_file import find_file
-from dunes.models import weight_names
+from dunes.models import FAMILIES, weight_names
 from dunes.models.names import for_heads
 from dunes.text import Tokenizer
-from dunes.tree.summary import module_rows
 from dunes.units import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -66,13 +63,13 @@ NO_ADAPTER = LoraConfig(1, 1.0)
 class AdapterBase:
     """The base of a model's adapters: its linear layers and embeddings, and PEFT's targets by weight names.
 
-    `plain` is the model without adapters, with quantized layers replaced by linear layers on the meta device.
+    `settings` is the config.json of the model without adapters, with quantized layers replaced by linear layers.
     """
 
     family: str
     modules: Mapping[str, nn.Module]
     targets: Mapping[str, Target]
-    plain: nn.Module
+    settings: Mapping[str, Any]
 
 
 def adapter_base_of(model: nn.Module, family: str | None = None) -> AdapterBase:
@@ -90,9 +87,10 @@ def adapter_base_of(model: nn.Module, family: str | None = None) -> AdapterBase:
             f"the base of these adapters has no Hugging Face config: {config}; save the whole model, "
             "as dunes finetune --method full and lora-experts do"
         )
+    settings = json.loads(json.dumps(FAMILIES[config.family].to_hf(config.config)))  # as a card has them
     family = family or config.family
     names = for_heads(weight_names(family), config.config.heads)
-    return AdapterBase(family, modules, peft_targets(names, modules), plain)
+    return AdapterBase(family, modules, peft_targets(names, modules), settings)
 
 
 def _dense_module(module: nn.Module) -> nn.Module:
@@ -101,18 +99,6 @@ def _dense_module(module: nn.Module) -> nn.Module:
         return module
     with torch.device("meta"):
         return nn.Linear(module.in_features, module.out_features, module.bias is not None)
-
-
-def structure_digest(base: AdapterBase, change: Change) -> str:
-    """SHA-256 of the structure of the dense base with only this adapter; weights and dtypes are ignored.
-
-    The digest differs for adapters of equal shapes but different alpha, and for bases with different rotary
-    settings. Dtypes are ignored since they may change during training.
-    """
-    model = lora.base_model(base.plain)
-    if change.places:
-        lora.shape(model, replace(change, request={**change.request, "adapter": lora.NAME}))
-    return sha256("\n".join(repr(tuple(row)) for row in module_rows(model)).encode()).hexdigest()
 
 
 def save_adapter(
@@ -148,12 +134,10 @@ def save_adapter(
     config["base_model_name_or_path"], recorded_base = _locate_base(base, folder)
     config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
     weights = in_memory({PREFIX + k: w for k, w in _peft_keys(factors, adapter_base)})
-    change = _loading_change(factors, PeftConfig.parse(folder / ADAPTER, config), name or lora.NAME, adapter_base)
     card = {
         "adapter": name,
         "family": adapter_base.family,
-        "base": {**(identity or base_identity(model)), **recorded_base},
-        "structure": structure_digest(adapter_base, change),
+        "base": {**(identity or base_identity(model)), **recorded_base, "config": adapter_base.settings},
         "changes": [],
         **({} if context_length is None else {"context_length": context_length}),
         **(facts or {}),
@@ -170,7 +154,7 @@ def save_adapter(
 
 
 def _refuse_foreign_model(folder: Path) -> None:
-    readable = saved_folder(folder)
+    readable = finish_save(folder)
     if (readable / CONFIG).is_file() and CONFIG not in listed_files(readable, read_card(readable)):
         raise ValueError(f"{folder}: contains a model that was not saved by dunes; save the adapter elsewhere")
 
@@ -201,14 +185,6 @@ def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dic
         return None if base is None else str(base), {}
     absolute = Path(base).resolve()
     return str(absolute), {"folder": os.path.relpath(absolute, folder.resolve())}
-
-
-def _loading_change(
-    factors: Iterable[tuple[Target, Factors]], peft: "PeftConfig", name: str, base: AdapterBase
-) -> Change:
-    """The LoRA change that loading the written files will make."""
-    scaled = ((t, replace(f, scale=peft.of(t)[1])) for t, f in factors)
-    return peft.change({m: part for t, f in scaled for m, part in split_factors(t, f, base.modules).items()}, name)
 
 
 def _factors(adapter: Adapter) -> Factors:
@@ -318,7 +294,7 @@ def load_adapter(model: nn.Module, folder: Path | str, name: str = lora.NAME, an
     ValueError if the adapter's base is another model or cannot be compared. Warns if the adapter has no digests of
     its base, for example because PEFT wrote it.
     """
-    folder = saved_folder(Path(folder))
+    folder = finish_save(Path(folder))
     if not any_base and (record := read_base_record(verified_card(folder), folder)) is not None:
         check_base(BaseWeights(model), record, folder)
     return attach_adapter(model, folder, name, any_base)
@@ -333,7 +309,7 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
     _check_effect(folder, factors, base)
     change = peft.change(factors, name)
     if not any_base:
-        _check_structure(base, change, card, folder)
+        check_settings(base, card, folder)
     lora.shape(model, change)
     _copy_factors(model, factors, name)
     return change
@@ -342,12 +318,6 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
 def is_reference(card: Mapping[str, Any]) -> bool:
     """True for the card of a mere reference to a base, which `save_adapter` writes without a name."""
     return "adapter" in card and card["adapter"] is None
-
-
-def check_reference(model: nn.Module, folder: Path) -> None:
-    """Raise ValueError if the model has another structure than the base that the folder refers to."""
-    change = PeftConfig.read(folder / ADAPTER).change({}, lora.NAME)
-    _check_structure(adapter_base_of(model), change, read_card(folder), folder)
 
 
 @dataclass(frozen=True)
@@ -458,16 +428,16 @@ def _matches(pattern: str, path: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", path) is not None
 
 
-def _check_structure(base: AdapterBase, change: Change, card: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if the card was written for a base with adapter of another structure."""
-    expected = card.get("structure")
-    if expected is None and BaseRecord.read(card, folder) is None:
-        return
-    if expected != (actual := structure_digest(base, change)):
+def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> None:
+    """Raise ValueError if the card records another config.json of the base; older cards record none."""
+    entry = card.get("base")
+    recorded = entry.get("config", base.settings) if isinstance(entry, dict) else base.settings
+    before, now = (recorded if isinstance(recorded, dict) else {}), base.settings
+    if differing := [key for key in (*before, *now) if before.get(key) != now.get(key)]:
+        key = differing[0]
         raise ValueError(
-            f"{folder}: base and adapter form a different model here: its structure digest is {actual[:12]}, not "
-            f"{quote(expected)[:14]}: a setting of the base, the rank or alpha differs, or the version of "
-            f"dunes or torch; load the original base, {ANY_BASE_HINT}"
+            f"{folder}: made for a base of other settings: {quote(key)} was {quote(before.get(key))}, not "
+            f"{quote(now.get(key))}; load the original base, {ANY_BASE_HINT}"
         )
 
 
