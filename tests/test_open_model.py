@@ -33,7 +33,7 @@ from dunes.completion.engine import CompletionEngine
 from dunes.completion.fit import Answer, FitSize, fit_beside
 from dunes.completion.index import read_index
 from dunes.completion.keystrokes import CutPoint
-from dunes.completion.pair import PRIOR, Pair
+from dunes.completion.pair import Pair
 from dunes.completion.search import CompleteOptions
 from dunes.data import collect_corpus
 from dunes.evaluate import completion as evaluation
@@ -46,6 +46,7 @@ from dunes.serve.served import LoadedFolder, ServedModel
 from dunes.text import Tokenizer
 from real_models import smollm2
 from small_models import random_model
+from test_pair import log_odds
 from test_runs import stop
 
 IDS = torch.arange(12)[None]
@@ -175,7 +176,7 @@ def test_a_sure_own_line_saves_the_open_model(run, monkeypatch):
     completer.pair = replace(completer.pair, sure=1.1)
     with pytest.raises(AssertionError, match="asked"):
         completer.complete(*PLACE)
-    completer.pair = Pair(1, PRIOR, 0.5)
+    completer.pair = Pair(1, log_odds(), 0.5)
     monkeypatch.setattr(completer.opened, "alternatives", lambda *_: [said("open line", 0.9, "open")])
     monkeypatch.setattr(CompletionEngine, "alternatives", lambda *_: [said("own line", 0.1)])
     best = completer.complete(*PLACE)

@@ -26,9 +26,17 @@ def said(text, p, source="model"):
     return Suggestion(text, p, p, source=source)
 
 
+def log_odds():
+    """Coefficients for which the calibrated probabilities are those of the suggestions."""
+    weights = np.zeros_like(PRIOR)
+    for answer, (line, word) in enumerate(((1, 2), (1, 2), (3, 4))):
+        weights[answer, 0, line] = weights[answer, 1, word] = 1
+    return weights
+
+
 @pytest.mark.parametrize("ours", [0.2, 0.9, 1.0, 0.0])
 def test_the_better_is_shown_with_its_probability(ours):
-    pair = Pair(1000, PRIOR)
+    pair = Pair(1000, log_odds())
     best = pair.better(said("a", ours), said("b", 0.5, "open"), "")
     assert best.text == ("a" if ours > 0.5 else "b")
     assert best.source == ("model" if ours > 0.5 else "open")
