@@ -57,7 +57,7 @@ def test_more_minutes_a_faster_machine_and_more_text_make_a_larger_model():
 def test_rates_measured_beside_other_programs_change_no_plan(monkeypatch, half):
     """Size, steps and options are those of the idle machine; only the expected speed differs."""
     monkeypatch.setattr(autosize, "SIZES", [100_000, 200_000, 400_000])
-    monkeypatch.setattr(autosize, "memory_advice", lambda config: "")
+    monkeypatch.setattr(autosize, "memory_advice", lambda config, text: "")
     plans = []
     for times in (1.0, half, None):
         rate = lambda typical, times=times: measure.Rate(typical * (times or 1), typical, times is not None)

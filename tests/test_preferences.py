@@ -295,19 +295,15 @@ REFUSED = {
     ),
     "two prompts": (
         {"instruction": "Hi", "prompt": "Ho", "chosen": "b", "rejected": "c"},
-        "instruction and prompt: two prompts",
-    ),
-    "an input of a text": (
-        {"prompt": "Hi", "input": "x", "chosen": "b", "rejected": "c"},
-        "input: expected no such field beside prompt",
+        "instruction and prompt: two different prompts",
     ),
     "a history of messages": (
         {"prompt": [USER], "history": [["a", "b"]], "chosen": "b", "rejected": "c"},
-        "history: expected no such field beside prompt",
+        "history: expected in prompt",
     ),
     "an input and conversations": (
         {"instruction": "Hi", "input": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        "prompt: expected a message that chosen and rejected begin with, found 'Hi",
+        r"prompt: chosen and rejected do not begin with it: 'Hi\\n\\nx",
     ),
     "other prompts": (
         {"chosen": [USER, GOOD], "rejected": [USER | {"content": "Ho"}, BAD]},
@@ -315,7 +311,7 @@ REFUSED = {
     ),
     "another prompt": (
         {"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        "prompt: expected a message",
+        "prompt: chosen and rejected do not begin with it",
     ),
     "a question at the end": (
         {"prompt": "x", "chosen": [GOOD, USER], "rejected": "b"},

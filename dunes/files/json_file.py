@@ -20,6 +20,9 @@ MAX_CONFIG_BYTES = 8 << 20
 _ERRORS = {"error", "errors", "message", "detail"}
 _BESIDE_ERRORS = {"code", "status", "status_code", "statusCode", "success", "title", "type"}
 """Other keys in the JSON error messages that servers send instead of a file."""
+MAX_ITEMS = 2_000_000
+"""Maximum number of commas and opening brackets in a JSON file. Each may begin a Python object, which takes about
+twenty times as much memory as its text."""
 
 
 def read(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
@@ -36,8 +39,10 @@ def read_if_present(path: Path) -> dict[str, Any]:
     return read(path, MAX_CONFIG_BYTES) if lexists(path) else {}
 
 
-def parse(text: bytes, path: Path) -> dict[str, Any]:
+def parse(text: bytes, path: Path, most: int = MAX_ITEMS) -> dict[str, Any]:
     """The object in the bytes of a JSON file; `path` is for error messages. Raises ValueError like `read`."""
+    if (items := sum(map(text.count, (b",", b"[", b"{")))) > most:
+        raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {most:,}")
     try:
         content = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
