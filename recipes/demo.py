@@ -24,7 +24,7 @@ from dunes.runs.train_config import TrainConfig
 from dunes.text.lines import split_lines
 
 RUNS = Path(__file__).parent.parent / "runs"
-SHOWN, SCORED = 10, 200
+SHOWN, SCORED = 10, 100
 """Cursors that are shown, and that are counted."""
 OPEN = "smollm2"
 

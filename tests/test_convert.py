@@ -310,7 +310,7 @@ def test_a_result_that_another_process_finished_meanwhile_stays(hf, tmp_path, mo
 
 
 def test_a_save_whose_files_another_process_renames_is_not_removed(hf, tmp_path, monkeypatch):
-    out, move, threads = tmp_path / "out", folder._move, []
+    out, move, threads = tmp_path / "out", folder.place_files, []
 
     def slow(path):
         if (path / ".ready").is_dir() and not threads:
@@ -320,7 +320,7 @@ def test_a_save_whose_files_another_process_renames_is_not_removed(hf, tmp_path,
             threads[0].join(0.5)
         move(path)
 
-    monkeypatch.setattr(folder, "_move", slow)
+    monkeypatch.setattr(folder, "place_files", slow)
     convert(open_source(hf), out)
     threads[0].join()
     assert same(bits(hf), bits(out))
