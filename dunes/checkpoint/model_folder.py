@@ -188,6 +188,7 @@ def place_files(folder: Path) -> None:
         if file.name == CARD:  # must be on the disk after the files that it lists
             atomic.fsync_path(folder)
         os.replace(file, folder / file.name)
+    atomic.fsync_path(folder)
     shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
     ready.rmdir()
     atomic.fsync_path(folder)
