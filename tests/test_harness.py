@@ -209,7 +209,7 @@ def test_mistakes_are_told_in_one_line(lm_eval, tasks, code, tmp_path):
     assert "--limit is 0" in refused(folder, ["dunes_choices"], **here, limit=0)
     assert "--task-folder" in refused(folder, ["dunes_choices"], task_folder=tmp_path / "none")
     assert "--out" in refused(folder, ["dunes_choices"], **here, out=tmp_path / "none" / "full.json")
-    assert "config.json: no such file" in refused(tmp_path, ["dunes_choices"], **here)
+    assert "not a model folder" in refused(tmp_path, ["dunes_choices"], **here)
 
     def changed(name, documents=None, **words):
         write_task(tasks, "changed", TASKS[name] | {"task": "changed"} | words, documents or DOCUMENTS[name])
