@@ -79,9 +79,6 @@ ANSWERED = 3
 ANSWER_TOKENS = 160
 """Maximum number of tokens of an answer."""
 
-VAL_BATCH = 16
-"""Batch size of validation."""
-
 BUDGET = 0.05
 """Each measurement of the base model (validation, forgetting, answers) takes at most about this fraction of a
 time-limited run. The finetuned model is measured on the same tokens."""
@@ -459,11 +456,16 @@ class FinetuneTask:
             targets = np.cumsum([e.targets(context) for e in examples])
             examples = examples[: int(np.searchsorted(targets, min(limit, self.before.limits[0]))) + 1]
         if self.reference is not None:
-            pairs = PairBatches(examples, context, VAL_BATCH // 2, reference=self.reference[1]).one_epoch()
+            pairs = PairBatches(examples, context, self._rows, reference=self.reference[1]).one_epoch()
             return score_pairs(self.loaded.model, pairs, choose_loss(self.config), autocast_dtype(self.config))
         chosen = [replace(e, rejected=None) for e in examples] if self.config.is_dpo else examples
-        batches = Batches(chosen, context, VAL_BATCH)
+        batches = Batches(chosen, context, self._rows)
         return score_batches(self.loaded, batches.one_epoch(), autocast_dtype(self.config))
+
+    @property
+    def _rows(self) -> int:
+        """Examples or pairs of a validation batch: those of a micro-batch of each rank, whose memory is known to fit."""
+        return micro_batch(self.config) * ranks.count()
 
     def sample(self) -> str:
         return "\n".join(f"{question(r.turns)}\n>>> {self._answer(r)}" for r in self.data.val_records[:1])
