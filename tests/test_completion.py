@@ -213,7 +213,7 @@ def test_a_cancelled_request_leaves_an_engine_that_answers(width):
 
 def search_at(engine, prompt, copies, options=DEFAULTS):
     """The search at a cursor."""
-    mixture = engine._mixture_of(options.width)
+    mixture = engine._mixture_of(options.width or engine.width)
     search = LineSearch(mixture, prompt, options, engine.loaded.context_length - len(prompt))
     mixture.begin(copies, engine.gate, prompt, search.limit, options.cancelled)
     return search
@@ -1316,6 +1316,17 @@ def test_the_sources_of_a_line_are_found_once_also_where_tokens_join_lines():
         engine.complete(before + typed, options=CompleteOptions(width=1))
         found.add(id(engine._mixture_of(1).copies.sources))
     assert len(found) == 1
+
+
+def test_a_large_model_has_one_beam_unless_asked_for_more(monkeypatch):
+    texts, cut = [("a.py", CODE)], CUTS[2]
+    small, asked = engine_of(texts), CompleteOptions(alternatives=3)
+    monkeypatch.setattr(completion_engine, "GREEDY_FROM", 1)
+    large = engine_of(texts)
+    assert (small.width, large.width) == (3, 1)
+    assert close(large.complete(*cut), small.complete(*cut, options=CompleteOptions(width=1)))
+    assert close(large.complete(*cut, options=CompleteOptions(width=3)), small.complete(*cut))
+    assert len(large.alternatives(*cut, asked)) == 1
 
 
 def test_a_prompt_has_at_most_its_budget_and_moves_by_half_of_it(monkeypatch):

@@ -8,7 +8,7 @@ only about one id has to be evaluated.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -22,7 +22,7 @@ from dunes.completion.copy_gate import scored_places
 from dunes.completion.copy_mixture import Mixture, RememberedLogits
 from dunes.completion.index import TextIndex, index_texts
 from dunes.completion.names import Place, newest
-from dunes.completion.search import DEFAULTS, LIMIT, Beam, CompleteOptions, LineSearch
+from dunes.completion.search import DEFAULTS, LIMIT, WIDTH, Beam, CompleteOptions, LineSearch
 from dunes.completion.text import (
     BELOW,
     FileTokenizer,
@@ -42,10 +42,13 @@ from dunes.tree import count
 
 SUFFIX = 0.25
 """Fraction of the context length available to the text behind the cursor."""
-PROMPT_WORK = 1.4e11
-"""Parameters of a model times tokens of its prompt; one thread takes one to three seconds for such a prompt."""
+PROMPT_WORK = 7e10
+"""Parameters of a model times tokens of its prompt. Twice as much takes a thread half a second more, and has no
+more right lines (docs/log/completion.md, "Beams and budgets of a large model")."""
 SHORTEST = 256
 """Minimum budget of a prompt in tokens, however large the model is."""
+GREEDY_FROM = 30_000_000
+"""Number of parameters from which on one beam has more right lines per second than several."""
 LIKELY = 4
 """Number of alternatives shown per token."""
 MERGED = 3
@@ -84,6 +87,7 @@ class CompletionEngine:
     ) -> None:
         self.loaded, self.index, self.gate = loaded, index, gate
         self.prompt_tokens = prompt_tokens or choose_budget(loaded.model)
+        self.width = 1 if count(loaded.model) >= GREEDY_FROM else WIDTH
         self.files = FileTokenizer(loaded.require_tokenizer(), header)
         encode = lambda line: self.files.line(line.decode(errors="ignore"))
         self._vocabulary = Vocabulary(self.files.pieces, encode)
@@ -178,7 +182,9 @@ class CompletionEngine:
         # Without text below the line, the continuation is taken as unknown.
         below = self.files.encode_continuation(after) if after[len(first_line(after)) :].strip() else []
         prompt = self._prompt([*text.ids[: text.last], *line], below, text.starts[0]) or [self.files.tokenizer.eos]
-        mixture = self._mixture_of(options.width)
+        width = options.width or self.width
+        options = replace(options, width=width, alternatives=min(width, options.alternatives))
+        mixture = self._mixture_of(width)
         room = self.loaded.context_length - len(prompt)
         search = LineSearch(mixture, prompt, options, room)
         copies = Copies(self.sources(above, below, name, options.files), typed, len(prompt))

@@ -18,7 +18,7 @@ from dunes.text.lines import split_lines
 LIMIT = 48
 """Maximum tokens of a line."""
 WIDTH = 3
-"""Number of beams."""
+"""Maximum number of beams where no number is given."""
 BEAMED = 5
 """Number of tokens after which beam search ends and beams continue by greedy decoding."""
 LEAD = 1.5
@@ -31,14 +31,14 @@ LIKELY = -1.9
 
 @dataclass(frozen=True)
 class CompleteOptions:
-    """Numbers of `lines`, of beams (`width`; 1: greedy), and of suggestions (`alternatives`, at most `width`).
+    """Numbers of `lines`, of beams (`width`; 1: greedy; None: by the model), and of suggestions (`alternatives`).
 
     A suggestion ends before a string in `stop`, and after at most `max_tokens` tokens. `cancelled` is called
     between two forwards. `files` are (name, text) pairs to copy from in this request only.
     """
 
     lines: int = 1
-    width: int = WIDTH
+    width: int | None = None
     alternatives: int = 1
     max_tokens: int | None = None
     stop: Sequence[str] = ()
@@ -46,10 +46,11 @@ class CompleteOptions:
     files: Sequence[NamedText] = ()
 
     def __post_init__(self) -> None:
-        least = min(self.lines, self.width, self.alternatives, 1 if self.max_tokens is None else self.max_tokens)
-        if least < 1 or self.alternatives > self.width:
+        width = WIDTH if self.width is None else self.width
+        least = min(self.lines, width, self.alternatives, 1 if self.max_tokens is None else self.max_tokens)
+        if least < 1 or self.alternatives > width:
             raise ValueError(
-                f"lines is {self.lines}, width {self.width}, alternatives {self.alternatives} and max_tokens "
+                f"lines is {self.lines}, width {width}, alternatives {self.alternatives} and max_tokens "
                 f"{self.max_tokens}; all must be at least 1, and alternatives at most width"
             )
         if "" in self.stop:
@@ -100,9 +101,9 @@ class LineSearch:
         """The most probable beams up to the end of the lines, with log-probabilities given the typed text."""
         count = self.options.alternatives
         beams = [Beam()]
-        if self.options.width > 1:
+        if (width := self.options.width or WIDTH) > 1:
             most, after = min(self.limit, BEAMED), self.mixture.after
-            beams = beam_search(after, self.prompt, self.options.width, most, self.ends, self._is_decided)
+            beams = beam_search(after, self.prompt, width, most, self.ends, self._is_decided)
         if beams and not self.ends(beams[0]) and self._is_hopeless(beams):  # a user may accept the first word
             beams.sort(key=self._word_logprob, reverse=True)
             best = [self._decode(beam) for beam in beams[:count]]

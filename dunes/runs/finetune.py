@@ -464,7 +464,7 @@ class FinetuneTask:
 
     @property
     def _rows(self) -> int:
-        """Examples or pairs of a validation batch: those of a micro-batch of each rank, whose memory is known to fit."""
+        """Examples or pairs of a validation batch: a micro-batch of each rank, whose memory is known to fit."""
         return micro_batch(self.config) * ranks.count()
 
     def sample(self) -> str:
