@@ -184,7 +184,7 @@ class NearbyEngine(CompletionEngine):
         ids = [*before.ids[: before.last], *line]
         is_same = whole.ids[: len(ids)] == ids
         rest = whole.ids[len(ids) :] if is_same else files.line(typed.decode(errors="ignore") + cut.rest)
-        prompt = self._prompt(ids, [], 0)
+        prompt = self._prompt(ids, [], 0) or [self.files.tokenizer.eos]
         return prompt, [*prompt, *rest], Copies(self.sources(above, (), name), typed, len(prompt))
 
 
