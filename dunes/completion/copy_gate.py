@@ -229,6 +229,11 @@ def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
     write_file(run / FOLDER / "gate.json", json.dumps(record, indent=1).encode())
 
 
+def remove_gate(run: Path) -> None:
+    """Remove the gate of a run, if it has one."""
+    (run / FOLDER / "gate.json").unlink(missing_ok=True)
+
+
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
     """The gate of a run and its facts; None if the run has no gate. Raises ValueError for a damaged gate.
 
@@ -247,7 +252,7 @@ def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
         gate.load_state_dict(tensors)
         if not all(p.isfinite().all() for p in gate.parameters()):
             raise ValueError("it has infinite numbers or NaN")
-        thresholds = [*facts.get("thresholds", {}).values(), *facts.get("pair", {}).get("thresholds", {}).values()]
+        thresholds = facts.get("thresholds", {}).values()
         if not all(math.isfinite(x) for pairs in thresholds for share, value in pairs for x in (share, value)):
             raise ValueError("thresholds that are not finite")
         if type(budget := facts.get("prompt_tokens", 1)) is not int or budget < 1:

@@ -22,7 +22,7 @@ from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.architecture import import_build
 from dunes.completion.copy_gate import PLACE_BYTES
-from dunes.completion.fit import SHARES, FitSize
+from dunes.completion.fit import FitSize
 from dunes.completion.index import MOST as INDEXED
 from dunes.flags import Dtype
 from dunes.measure import ranks
@@ -197,8 +197,7 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
     model = meta_model(config)
     rate = 1 / seconds_per_token(model, config, machine)
     size_of_step = config.batch * config.context_length
-    fits = config.beside * sum(SHARES) * config.seconds  # of the open model's gate, before the first step
-    steps = config.steps or max(1.0, config.seconds - OVERHEAD_SECONDS - fits) * rate / size_of_step
+    steps = config.steps or max(1.0, config.seconds - OVERHEAD_SECONDS) * rate / size_of_step
     tokens = steps * config.batch * config.context_length
     unique = unique_tokens(config, size)
     parameters, active = tree.count(model), active_parameters(model)
@@ -397,13 +396,15 @@ def estimate_memory(
     parts = process_memory(build or architecture_for(config, vocabulary(config)).build, shape, **trained)
     if config.complete:  # on the saved model, which is loaded again, after the last step
         steps = sum(parts.get(purpose, 0) for purpose in ("gradients", "activations", "temporaries"))
-        indexed = min(text, INDEXED)
-        fit = parts.get("parameters", 0) + max(
-            2 * FitSize.of(config.seconds).places * PLACE_BYTES, INDEXING * indexed
-        )
-        parts["index of the text"] = INDEX * indexed
-        parts["fitting the completion gate"] = max(0.0, fit - steps)
+        parts["index of the text"], fit = fit_memory(FitSize.of(config.seconds).places, text)
+        parts["fitting the completion gate"] = max(0.0, parts.get("parameters", 0) + fit - steps)
     return parts
+
+
+def fit_memory(places: int, text: int) -> tuple[float, float]:
+    """Bytes of the index of `text` bytes, and of fitting the completion gate on these places."""
+    indexed = min(text, INDEXED)
+    return INDEX * indexed, max(2 * places * PLACE_BYTES, INDEXING * indexed)
 
 
 def describe_machine(machine: Machine) -> str:
