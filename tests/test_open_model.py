@@ -68,7 +68,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_fits():
-    size = FitSize(40, 8, (math.inf, math.inf), (0.1, 0.1))
+    size = FitSize(16, 2, (math.inf, math.inf), (0.1, 0.1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FitSize, "of", lambda *_: size)
         patch.setattr("dunes.completion.copy_gate.STEPS", (20, 20))
@@ -233,8 +233,13 @@ def test_a_base_that_is_refused_or_interrupted_changes_nothing(kind, error, copi
 PHASES = ["prepare_completion", "finish_completion", "write_config", "write_index", "write_gate"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143), MemoryError()], ids=repr)
-@pytest.mark.parametrize("phase", ["measured_token", *PHASES])
+@pytest.mark.parametrize(
+    ("phase", "error"),
+    [
+        *((phase, KeyboardInterrupt()) for phase in ("measured_token", *PHASES)),
+        *((phase, error) for phase in PHASES[1:3] for error in (SystemExit(143), MemoryError())),
+    ],
+)
 def test_what_ends_a_run_leaves_what_is_ready(phase, error, base, code, tmp_path, monkeypatch):
     """A second call of what writes the index is the one at the end."""
     folder, (shown, out) = tmp_path / "run", display()

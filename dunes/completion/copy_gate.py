@@ -55,6 +55,8 @@ FEWEST = 8
 them; at other positions, the gate was 0.17 nats worse (docs/log/completion.md, "Completion of lines: probabilities
 given what is typed, a gate of whole files")."""
 FORMAT = 2
+GATE = f"{FOLDER}/gate.json"
+"""The file of a run that is written last: without it, lines are copied."""
 UNNAMED = (
     *("near ids prob", "near ids share", "near ids match", "near ids length", "near ids places"),
     *("far ids prob", "far ids share", "far ids match", "far ids length", "far ids places"),
@@ -227,11 +229,6 @@ def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
     record = {"format": FORMAT, "inputs": gate.INPUTS, **facts}
     write_file(run / FOLDER / "gate.safetensors", save(gate.state_dict()))
     write_file(run / FOLDER / "gate.json", json.dumps(record, indent=1).encode())
-
-
-def remove_gate(run: Path) -> None:
-    """Remove the gate of a run, if it has one."""
-    (run / FOLDER / "gate.json").unlink(missing_ok=True)
 
 
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:

@@ -61,6 +61,7 @@ ARITHMETIC, PASSES = 0.79, 24.1
 INDEX, INDEXING = 18, 60
 """Bytes of memory per byte of indexed text: of the index, and beside it while the text is indexed again."""
 
+FIT = "fitting the completion gate"
 WHY = "; a larger model would be undertrained, a smaller one has less capacity"
 
 SIZES = [round(300_000 * 1.2**i) for i in range(45)]
@@ -396,15 +397,16 @@ def estimate_memory(
     parts = process_memory(build or architecture_for(config, vocabulary(config)).build, shape, **trained)
     if config.complete:  # on the saved model, which is loaded again, after the last step
         steps = sum(parts.get(purpose, 0) for purpose in ("gradients", "activations", "temporaries"))
-        parts["index of the text"], fit = fit_memory(FitSize.of(config.seconds).places, text)
-        parts["fitting the completion gate"] = max(0.0, parts.get("parameters", 0) + fit - steps)
+        parts |= fit_memory(FitSize.of(config.seconds).places, text)
+        fit = parts.get("parameters", 0) + parts[FIT]
+        parts[FIT] = max(0.0, fit - steps)
     return parts
 
 
-def fit_memory(places: int, text: int) -> tuple[float, float]:
-    """Bytes of the index of `text` bytes, and of fitting the completion gate on these places."""
+def fit_memory(places: int, text: int) -> dict[str, float]:
+    """Bytes of the index of `text` bytes, and of fitting the completion gate on these places, by purpose."""
     indexed = min(text, INDEXED)
-    return INDEX * indexed, max(2 * places * PLACE_BYTES, INDEXING * indexed)
+    return {"index of the text": INDEX * indexed, FIT: max(2 * places * PLACE_BYTES, INDEXING * indexed)}
 
 
 def describe_machine(machine: Machine) -> str:

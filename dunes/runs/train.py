@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
@@ -23,7 +23,7 @@ from dunes.checkpoint.formats.adapter import adapter_base_of, is_reference
 from dunes.checkpoint.loading import base_folder, is_adapter, round_for_speed
 from dunes.checkpoint.model_folder import read_card
 from dunes.checkpoint.trained_text import trained_packages, trained_text
-from dunes.completion.copy_gate import read_gate, remove_gate
+from dunes.completion.copy_gate import read_gate
 from dunes.completion.fit import (
     ALONE,
     BYTE_SECONDS,
@@ -117,7 +117,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             display.detail(line)
         if base and place and not ready.trains:
             reference = Reference(replace(ready, split=corpus.split), folder, base, place, corpus.packages)
-            return reference.fit(corpus, display, run_options, timings)
+            return reference.run(corpus, display, run_options, timings)
         with timings("choosing the size"):
             ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
             ready = ranks.decide(ready)
@@ -401,7 +401,7 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
 class Reference:
     """A run that trains nothing: its folder refers to `base`, which is in `place`, and has copies and a gate.
 
-    `packages` are those whose code is in the text. Raises ValueError for a base that cannot be referred to, or that
+    `packages` are those whose code is in the text. Raises ValueError for a base that cannot be referred to or that
     cannot write lines, and with several ranks.
     """
 
@@ -413,9 +413,7 @@ class Reference:
 
     def __post_init__(self) -> None:
         if ranks.count() > 1:
-            raise ValueError(
-                "--trainable none: trains nothing; start it without torchrun, or with --trainable all"
-            )
+            raise ValueError("--trainable none: trains nothing; start it without torchrun, or name what to train")
         if only_completes(self.config, self.base) and not self.base.require_tokenizer().writes_lines:
             raise ValueError(f"{self.place}: {NO_LINES}")
 
@@ -424,16 +422,15 @@ class Reference:
         return base_identity(self.base.model, self.place)
 
     @property
-    def trained(self) -> dict[str, Any]:
-        """The card's record of the text; prompts have no headers, as the base has not seen them."""
-        return asdict(self.config) | {"file_headers": False, "packages": sorted(self.packages)}
+    def card(self) -> dict[str, Any]:
+        """The card's entries on the text; prompts have no headers, as the base has not seen them."""
+        return {"trained": asdict(self.config) | {"file_headers": False, "packages": sorted(self.packages)}}
 
     @property
     def fitted(self) -> Mapping[str, Any]:
         """The record of the base in the folder's card, if the gate is fitted; else empty."""
         card = read_card(self.folder)
-        base = card.get("base") if is_reference(card) and read_gate(self.folder) else None
-        return base if isinstance(base, dict) else {}
+        return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
     def is_finished(self, options: RunOptions) -> bool:
         """True if these weights were fitted, and no other option changes. If they have moved, the run follows."""
@@ -446,71 +443,57 @@ class Reference:
 
     def save(self) -> None:
         """Write the reference and the run's config."""
-        options: dict[str, Any] = {"tokenizer": self.base.tokenizer, "context_length": self.base.context_length}
-        options |= {"identity": self.identity, "family": described_family(self.base)}
-        outline, facts = self.base.architecture.outline(), {"trained": self.trained}
-        checkpoint.save_adapter(outline, self.folder, None, self.place, facts=facts, **options)
+        base = self.base
+        words: dict[str, Any] = {"tokenizer": base.tokenizer, "context_length": base.context_length}
+        words |= {"identity": self.identity, "facts": self.card, "family": described_family(base)}
+        checkpoint.save_adapter(base.architecture.outline(), self.folder, None, self.place, **words)
         write_config(self.config, self.folder)
 
-    def save_without_gate(self) -> None:
-        """The same, without the gate of an earlier fit: until the new one is written, lines are copied."""
-        remove_gate(self.folder)
-        self.save()
+    def fit(self, corpus: Corpus, display: Display, options: RunOptions) -> str:
+        """Index the text, fit the gate, and save; returns a line for the user. A dry run says what this takes."""
+        config, folder, size = self.config, self.folder, corpus.size
+        assert self.identity, "taken before the weights are rounded"
+        stored = parameter_bytes(self.base.model)
+        loaded = round_for_speed(replace(self.base, card={"adapter": None, **self.card}))
+        used = parameter_bytes(loaded.model.to(measure.device()))
+        amount = FitSize.of(config.seconds, measured_token(loaded), ALONE)
+        parts = {"parameters": float(stored + used * (used != stored)), "Python and torch": PROCESS}
+        memory = describe_memory(parts | autosize.fit_memory(amount.places, size))
+        seconds = format_seconds(round(sum(amount.seconds) + 2 * BYTE_SECONDS * size))
+        display.detail(f"takes about {seconds}, of {config.length}; {memory}")
+        if options.dry_run:
+            return ""
+        with run_lock(folder), out_of_memory(folder, lambda: f"out of memory; {memory}"):
+            if not options.resume:
+                start_run(config, folder, loaded.require_tokenizer())
+            with shown_by(display.state), phase("indexing the text"):
+                reader = FileTokenizer(loaded.require_tokenizer(), header=False)
+                files = prepare_completion(corpus, reader, display, config.sources, config.follow_links)
+            if not self.fitted:
+                display.detail(begin_completion(folder, files, loaded.architecture))
+            with display.own_bar("fitting"):
+                return finish_completion(folder, files, amount, loaded, config.copies, self.save)
 
-    def fit(self, corpus: Corpus, display: Display, options: RunOptions, timings: Timings) -> int:
-        """Index the text, fit the gate, and save; a dry run only says what this takes. Returns the exit status."""
-        with self._stoppable(display), one_thread():
-            assert self.identity, "taken before the weights are rounded"
-            loaded = round_for_speed(replace(self.base, card={"adapter": None, "trained": self.trained}))
-            loaded.model.to(measure.device())
-            size, text = FitSize.of(self.config.seconds, measured_token(loaded), ALONE), corpus.size
-            memory = memory_of_fit(loaded.model, size, text)
-            seconds = format_seconds(round(sum(size.seconds) + 2 * BYTE_SECONDS * text))
-            display.detail(f"takes about {seconds}, of {self.config.length}; {memory}")
-            if options.dry_run:
-                return 0
-            with run_lock(self.folder), out_of_memory(self.folder, lambda: f"out of memory; {memory}"):
-                said = self._fit(corpus, loaded, size, display, options.resume)
-        folder, seconds = shlex.quote(str(self.folder)), format_seconds(round(timings.elapsed))
-        display.line(f"{said}\ndone after {seconds}; the model stays in {self.place}, and {folder} refers to it")
-        display.line(f"try: dunes complete {folder} FILE:LINE:COLUMN   in your editor: dunes serve {folder}")
-        return 0
-
-    def _fit(self, corpus: Corpus, loaded: LoadedModel, size: FitSize, display: Display, resumed: bool) -> str:
-        config, tokenizer = self.config, loaded.require_tokenizer()
-        if not resumed:
-            start_run(config, self.folder, tokenizer)
-        with shown_by(display.state), phase("indexing the text"):
-            reader = FileTokenizer(tokenizer, header=False)
-            files = prepare_completion(corpus, reader, display, config.sources, config.follow_links)
-        if not self.fitted:
-            display.detail(begin_completion(self.folder, files, loaded.architecture))
-        with display.own_bar("fitting"):
-            return finish_completion(self.folder, files, size, loaded, config.copies, self.save_without_gate)
-
-    @contextmanager
-    def _stoppable(self, display: Display) -> Iterator[None]:
-        """Inside the `with` block, say what is left when a signal ends the process."""
+    def run(self, corpus: Corpus, display: Display, options: RunOptions, timings: Timings) -> int:
+        """`fit`, and say what came of it, also when a signal ends the process; returns the exit status."""
+        folder = shlex.quote(str(self.folder))
         try:
-            yield
+            with one_thread():
+                said = self.fit(corpus, display, options)
         except (KeyboardInterrupt, SystemExit):
-            folder, is_run = shlex.quote(str(self.folder)), read_config(self.folder, TrainConfig)
+            is_run = read_config(self.folder, TrainConfig) is not None
             left = f"resume with: dunes train --out {folder} --resume" if is_run else "nothing was written"
             display.line(f"stopped: {f'{folder} has what it had' if self.fitted else left}")
             raise
+        if said:
+            took = format_seconds(round(timings.elapsed))
+            display.line(f"{said}\ndone after {took}: {folder} refers to {self.place}, which must stay")
+            display.line(f"try: dunes complete {folder} FILE:LINE:COLUMN   in your editor: dunes serve {folder}")
+        return 0
 
 
-def memory_of_fit(model: Decoder, size: FitSize, text: int) -> str:
-    """A sentence with the estimated memory of a run that trains nothing, on `text` bytes."""
-    index, gate = autosize.fit_memory(size.places, text)
-    weights = float(sum(p.nbytes for p in model.parameters()))
-    parts = {
-        "Python and torch": PROCESS,
-        "parameters": weights,
-        "index of the text": index,
-        "fitting the gate": gate,
-    }
-    return describe_memory(parts)
+def parameter_bytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
 
 
 def measured_token(loaded: LoadedModel) -> float:
