@@ -39,6 +39,8 @@ from dunes.parts import Decoder
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, format_count
 
+OTHER_BASE = "put it back, or name one: dunes train --out {} --resume --from BASE --override base"
+"""The remedy for a run that only refers to a base, if that is gone or changed."""
 ROUNDED_FROM = 30_000_000
 """Number of parameters from which on the model of a run with a base is rounded to bfloat16."""
 
@@ -127,7 +129,7 @@ def base_folder(folder: Path) -> Path:
     relative = card.get("folder") if isinstance(card, dict) else None
     if isinstance(relative, str) and (folder / relative).exists():
         return (folder / relative).resolve()
-    remedy = _other_base(folder) if is_reference(record) else f"name it: dunes chat BASE --adapter {folder}"
+    remedy = OTHER_BASE.format(folder) if is_reference(record) else f"name it: dunes chat BASE --adapter {folder}"
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{folder}: its base {quote(name)} does not exist; {remedy}")
     revision = peft.get("revision")
@@ -135,11 +137,6 @@ def base_folder(folder: Path) -> Path:
         return locate_model(name, revision if isinstance(revision, str) and revision else None).folder
     except ValueError as error:
         raise ValueError(f"{folder}: its base cannot be found: {error}; or {remedy}") from None
-
-
-def _other_base(folder: Path) -> str:
-    """The remedy for a run that only refers to a base, if that is gone or changed."""
-    return f"put it back, or name one: dunes train --out {folder} --resume --from BASE --override base"
 
 
 def check_memory(source: Source) -> None:
@@ -169,7 +166,7 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
         elif not any_base:
             check_settings(adapter_base_of(model), card, folder)
     except ValueError as error:
-        remedy = f"; {_other_base(folder)}" if is_reference(card) else ""
+        remedy = f"; {OTHER_BASE.format(folder)}" if is_reference(card) else ""
         raise (ValueError(f"{error} (in {base}, {difference}){remedy}") if difference else error) from None
     if history := source.card.get("changes" if source.own is None else "history"):
         card["history"] = history  # changes that the base's weights include

@@ -55,8 +55,6 @@ FEWEST = 8
 them; at other positions, the gate was 0.17 nats worse (docs/log/completion.md, "Completion of lines: probabilities
 given what is typed, a gate of whole files")."""
 FORMAT = 2
-GATE = f"{FOLDER}/gate.json"
-"""The file of a run that is written last: without it, lines are copied."""
 UNNAMED = (
     *("near ids prob", "near ids share", "near ids match", "near ids length", "near ids places"),
     *("far ids prob", "far ids share", "far ids match", "far ids length", "far ids places"),

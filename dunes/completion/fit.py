@@ -18,9 +18,9 @@ import torch
 from dunes.checkpoint import Architecture, LoadedModel
 from dunes.completion import LineCompleter, Suggestion
 from dunes.completion.completer import CopyCompleter
-from dunes.completion.copy_gate import GATE, Places, best_factor, fit_gate, places_of, within, write_gate
+from dunes.completion.copy_gate import Places, best_factor, fit_gate, places_of, within, write_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
-from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts, write_index
+from dunes.completion.index import FOLDER, TextIndex, first_documents, index_texts, named_texts, write_index
 from dunes.completion.keystrokes import CutPoint, column_in_word, cut_points, file_lines, fit_threshold
 from dunes.completion.text import FileTokenizer, first_line
 from dunes.data import Corpus
@@ -149,9 +149,8 @@ def finish_completion(
 ) -> str:
     """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
 
-    `loaded` is the model as the run will load it, and `copies` the option of `dunes train`. `save` is called after
-    the gate of an earlier fit is removed: until the new one is written, lines are copied. Returns a line for the
-    user.
+    `loaded` is the model as the run will load it, and `copies` the option of `dunes train`. `save` is called when
+    that of an earlier fit is gone: until the new one is written, lines are copied. Returns a line for the user.
     """
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
@@ -159,7 +158,7 @@ def finish_completion(
     with phase("fitting the completion gate", 0.0, gated):
         fitted, facts = fit_mixture(engine, texts, size.places, size.limits[0])
     if fitted is None:
-        (run / GATE).unlink(missing_ok=True)
+        (run / FOLDER / "gate.json").unlink(missing_ok=True)
         save()
         return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
@@ -172,7 +171,7 @@ def finish_completion(
     facts["prompt_tokens"] = engine.prompt_tokens
     with phase("indexing the text", asked):
         index = index_texts(files.all_texts, engine.files)
-        (run / GATE).unlink(missing_ok=True)
+        (run / FOLDER / "gate.json").unlink(missing_ok=True)
         save()
         write_index(run, index, files.sources, files.follow_links)
         write_gate(run, gate, facts)

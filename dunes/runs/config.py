@@ -140,11 +140,6 @@ class RunConfig(Optimization, Hardware):
         return ""
 
     @property
-    def trains(self) -> bool:
-        """False if the run makes no step."""
-        return True
-
-    @property
     def counted(self) -> str:
         """The unit of a step's count, by which its loss is divided."""
         return "tokens"

@@ -95,10 +95,8 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
             pass
     if options.dry_run and (earlier := read_config(folder, type(config))) is not None:
         state = checkpoint.latest_state(folder, display.line)
-        progress = f"last saved state: step {int(state.name[5:])}" if state else "nothing saved yet"
-        progress = progress if earlier.trains else "trains nothing"
-        goes_on = options.resume and earlier.trains
-        continuation = f"; --resume continues from there up to {config.length}" if goes_on else ""
+        progress = f"last saved state: step {int(state.name[5:])}" if state else "no training state"
+        continuation = f"; --resume continues from there up to {config.length}" if options.resume and state else ""
         display.line(f"the run in {folder}: {earlier.about}; {progress}{continuation}")
         if config.missing:
             return None

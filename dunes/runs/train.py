@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from dunes.completion.fit import (
     begin_completion,
     closing_seconds,
     finish_completion,
-    one_thread,
     prepare_completion,
 )
 from dunes.completion.text import FileTokenizer
@@ -46,11 +44,11 @@ from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
 from dunes.progress import Display, phase, shown_by
 from dunes.runs import autosize
-from dunes.runs.augment import described_family, records, resolve_new, save_changed
+from dunes.runs.augment import described_family, records, resolve_new, save_changed, size_of
 from dunes.runs.config import RunOptions, adamw_rate
 from dunes.runs.corpus import NO_LINES, Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.loop import begin_run, execute_run, out_of_memory, report_step
-from dunes.runs.memory import MEASURED_TOKENS, PROCESS, TrainSetup, describe_memory
+from dunes.runs.memory import PROCESS, TrainSetup, describe_memory
 from dunes.runs.run import (
     SAMPLE_SHARE,
     Run,
@@ -102,12 +100,10 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
         raise ValueError(f"{folder}: built by {ready.chosen_parts}; if you trust it, pass --trust-code")
     with display:
         with timings("reading data"):
-            place, reasons = base_place(ready, folder, run_options), list[str]()
-            base = load_base(place) if place else None
-            if base and place and not ready.trains:
+            (base, place), reasons = find_base(ready, folder, run_options), list[str]()
+            if base and not ready.trains:
                 packages = trained_packages(read_card(folder))
-                if Reference(ready, folder, base, place, packages).is_finished(run_options):
-                    display.line(f"{folder}: finished; it completes lines with the model in {place}")
+                if Reference(ready, folder, base, place, packages).is_finished(run_options, display):
                     return 0
             corpus = gather(ready)
             if not run_options.resume:  # resumed runs have chosen; older ones have None
@@ -115,7 +111,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             corpus = with_test_files(ready, corpus)
         for line in (corpus.report(), *corpus.notes, *reasons):
             display.detail(line)
-        if base and place and not ready.trains:
+        if base and not ready.trains:
             reference = Reference(replace(ready, split=corpus.split), folder, base, place, corpus.packages)
             return reference.run(corpus, display, run_options, timings)
         with timings("choosing the size"):
@@ -178,19 +174,19 @@ def _choose_options(
     return chosen
 
 
-def base_place(config: TrainConfig, folder: Path, options: RunOptions) -> Path | None:
-    """The folder or file of the model of --from; that to which a resumed run refers may have moved with it."""
-    refers = options.resume and "base" not in options.override and is_reference(read_card(folder))
-    if refers and not config.trains:
-        return base_folder(folder)
-    return checkpoint.locate_model(config.base).folder if config.base else None
+def find_base(config: TrainConfig, folder: Path, options: RunOptions) -> tuple[LoadedModel | None, Path]:
+    """The model of --from, if there is one, and its place: that to which a resumed run refers may have moved too.
 
-
-def load_base(place: Path) -> LoadedModel:
-    """Load the model of --from. Raises ValueError for an adapter, and for a folder that cannot be loaded."""
+    Raises ValueError for an adapter, and for a folder that cannot be loaded.
+    """
+    if not config.base:
+        return None, folder
+    refers = options.resume and not config.trains and "base" not in options.override
+    place = base_folder(folder) if refers and is_reference(read_card(folder)) else None
+    place = place or checkpoint.locate_model(config.base).folder
     if is_adapter(place):
         raise ValueError(f"{place}: an adapter, not a model; merge it first: dunes augment merge {place} OUT")
-    return checkpoint.load_with_tokenizer(place)
+    return checkpoint.load_with_tokenizer(place), place
 
 
 def _choose_with_base(
@@ -274,10 +270,8 @@ def choose_trainable(
         lines.append("a chat model: its template is not used for lines")
     if not alone or not chosen.complete:
         return chosen, lines
-    lines.append(
-        "trains nothing: lines are completed with this model, copies and a gate (--trainable all trains it)"
-    )
-    return replace(config, complete=True, trainable=NONE), lines
+    how = "trains nothing: lines are completed with this model, copies and a gate (--trainable all trains it)"
+    return replace(config, complete=True, trainable=NONE), [*lines, how]
 
 
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
@@ -432,13 +426,14 @@ class Reference:
         card = read_card(self.folder)
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
-    def is_finished(self, options: RunOptions) -> bool:
+    def is_finished(self, options: RunOptions, display: Display) -> bool:
         """True if these weights were fitted, and no other option changes. If they have moved, the run follows."""
         fitted, changed = self.fitted, {*options.override}
         if changed - {"base"} or fitted.get("sha256") != self.identity["sha256"]:
             return False
         if (changed or fitted.get("files") != self.identity["files"]) and not options.dry_run:
             self.save()
+        display.line(f"{self.folder}: finished; it completes lines with the model in {self.place}")
         return True
 
     def save(self) -> None:
@@ -453,14 +448,14 @@ class Reference:
         """Index the text, fit the gate, and save; returns a line for the user. A dry run says what this takes."""
         config, folder, size = self.config, self.folder, corpus.size
         assert self.identity, "taken before the weights are rounded"
-        stored = parameter_bytes(self.base.model)
+        stored = size_of(self.base)
         loaded = round_for_speed(replace(self.base, card={"adapter": None, **self.card}))
-        used = parameter_bytes(loaded.model.to(measure.device()))
-        amount = FitSize.of(config.seconds, measured_token(loaded), ALONE)
-        parts = {"parameters": float(stored + used * (used != stored)), "Python and torch": PROCESS}
+        loaded.model.to(measure.device())
+        amount = FitSize.of(config.seconds, 1.0, ALONE)  # as much as the limits allow, as its speed is not known
+        parts = {"parameters": float(sum({stored, size_of(loaded)})), "Python and torch": PROCESS}
         memory = describe_memory(parts | autosize.fit_memory(amount.places, size))
         seconds = format_seconds(round(sum(amount.seconds) + 2 * BYTE_SECONDS * size))
-        display.detail(f"takes about {seconds}, of {config.length}; {memory}")
+        display.detail(f"takes at most about {seconds}, of {config.length}; {memory}")
         if options.dry_run:
             return ""
         with run_lock(folder), out_of_memory(folder, lambda: f"out of memory; {memory}"):
@@ -478,8 +473,7 @@ class Reference:
         """`fit`, and say what came of it, also when a signal ends the process; returns the exit status."""
         folder = shlex.quote(str(self.folder))
         try:
-            with one_thread():
-                said = self.fit(corpus, display, options)
+            said = self.fit(corpus, display, options)
         except (KeyboardInterrupt, SystemExit):
             is_run = read_config(self.folder, TrainConfig) is not None
             left = f"resume with: dunes train --out {folder} --resume" if is_run else "nothing was written"
@@ -490,22 +484,6 @@ class Reference:
             display.line(f"{said}\ndone after {took}: {folder} refers to {self.place}, which must stay")
             display.line(f"try: dunes complete {folder} FILE:LINE:COLUMN   in your editor: dunes serve {folder}")
         return 0
-
-
-def parameter_bytes(model: nn.Module) -> int:
-    return sum(p.nbytes for p in model.parameters())
-
-
-def measured_token(loaded: LoadedModel) -> float:
-    """Measured seconds per token of a text that the model evaluates."""
-    width = min(MEASURED_TOKENS // 4, loaded.context_length)
-    ids = torch.randint(loaded.require_tokenizer().vocab, (1, width), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        for _ in range(2):  # the first loads the code
-            start = perf_counter()
-            loaded.model(ids.to(measure.device()))
-            measure.synchronize(measure.device())
-    return (perf_counter() - start) / width
 
 
 @dataclass(frozen=True)

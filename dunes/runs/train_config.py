@@ -158,7 +158,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(f"--weight-decay is {self.weight_decay}; it must be a number from 0 on")
         if self.trainable in (("own",), ("adapter",)):
             raise ValueError(
-                f"--trainable {self.trainable[0]} is gone, as it brought nothing; train again without it"
+                f"--trainable {self.trainable[0]} is gone: it brought nothing; train again without it"
             )
         if not self.trains and self.complete is False:
             raise ValueError("--trainable none is for the completion of lines, which is off; omit it")
@@ -183,6 +183,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def trains(self) -> bool:
+        """False if the run only completes lines, with `base`."""
         return self.trainable != NONE
 
     @property

@@ -84,10 +84,8 @@ class LoadedFolder:
             self.batch = Batch(chat.loaded, step_source(chat.loaded.model), names, names.get(name))
         self.loaded = chat.loaded if chat else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
-        if isinstance(engine, CopyCompleter):
-            self.completer: CopyCompleter | FolderCompleter = engine
-        else:
-            self.completer = find_completer(folder, notes.append, False, self.loaded)
+        copier = engine if isinstance(engine, CopyCompleter) else None
+        self.completer = copier or find_completer(folder, notes.append, False, self.loaded)
         self.note = " ".join(notes)
         """Why the model does not complete lines; empty if it does."""
         if self.note:
