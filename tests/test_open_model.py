@@ -271,6 +271,20 @@ def test_what_ends_a_run_leaves_what_is_ready(phase, error, base, code, tmp_path
     assert type(find_completer(folder, raising(AssertionError))) is FolderCompleter
 
 
+@pytest.mark.parametrize("phase", ["write_index", "write_gate"])
+def test_what_ends_while_another_base_is_written_leaves_copies(phase, copied, monkeypatch):
+    """Not the gate of the earlier base with the new one, or with an index of its ids."""
+    folder, _ = copied
+    other = write_base(folder.parent / "other", tokenizer=metaspace_tokenizer())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"dunes.completion.fit.{phase}", raising(KeyboardInterrupt()))
+        train(config(other, ""), folder, display()[0], **OVER)
+    assert find_completer(folder, print).complete(*PLACE).source == "copies"
+    assert "done after" in training_output(TrainConfig(), folder, **AGAIN)
+    assert type(find_completer(folder, raising(AssertionError))) is FolderCompleter
+    assert torch.equal(logits(folder), logits(other))
+
+
 def test_a_server_follows_from_copies_to_the_model(base, code, tmp_path, monkeypatch):
     states, folder, real = [], tmp_path / "run", train_module.finish_completion
     look = lambda: states.append(LoadedFolder(folder, "run", (), lambda line: None))
