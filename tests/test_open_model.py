@@ -276,9 +276,10 @@ def test_what_ends_while_another_base_is_written_leaves_copies(phase, copied, mo
     """Not the gate of the earlier base with the new one, or with an index of its ids."""
     folder, _ = copied
     other = write_base(folder.parent / "other", tokenizer=metaspace_tokenizer())
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(f"dunes.completion.fit.{phase}", raising(KeyboardInterrupt()))
-        train(config(other, ""), folder, display()[0], **OVER)
+        with pytest.raises(KeyboardInterrupt):
+            train(config(other, ""), folder, display()[0], **OVER)
     assert find_completer(folder, print).complete(*PLACE).source == "copies"
     assert "done after" in training_output(TrainConfig(), folder, **AGAIN)
     assert type(find_completer(folder, raising(AssertionError))) is FolderCompleter
@@ -321,6 +322,7 @@ def test_only_models_that_are_used_are_rounded_for_speed(base, code, tmp_path, m
     monkeypatch.setattr(train_module, "finish_completion", noted)
     train(config(base, code), tmp_path / "run", display()[0])
     assert fitted == [{torch.bfloat16}]
+    assert json.loads((tmp_path / "run/dunes.json").read_text())["base"]["kind"] == "torch.float32"
     assert dtypes(LoadedFolder(tmp_path / "run", "run", (), print).completer.loaded.model) == {torch.bfloat16}
     assert dtypes(FolderCompleter(base).loaded.model) == {torch.float32}
     assert command("augment", "merge", tmp_path / "run", tmp_path / "out")[0] == 0
