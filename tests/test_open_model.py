@@ -444,7 +444,8 @@ def test_prose_is_not_completed(base, tmp_path):
         (tmp_path / f"text/{number}.txt").write_text("A walk by the sea. " * 400)
     asked = config(base, tmp_path / "text", trainable=NONE, copies="auto")
     refuses("--trainable none", train, asked, tmp_path / "run", display()[0])
-    refuses("completion", config, base, "x", trainable=NONE, complete=False)
+    off = config(base, tmp_path / "text", trainable=NONE, copies="auto", complete=False)
+    refuses("off, as asked", train, off, tmp_path / "run", display()[0])
 
 
 def test_a_model_that_dunes_trained_is_not_referred_to(run, code, tmp_path):

@@ -398,8 +398,7 @@ def estimate_memory(
     if config.complete:  # on the saved model, which is loaded again, after the last step
         steps = sum(parts.get(purpose, 0) for purpose in ("gradients", "activations", "temporaries"))
         parts |= fit_memory(FitSize.of(config.seconds).places, text)
-        fit = parts.get("parameters", 0) + parts[FIT]
-        parts[FIT] = max(0.0, fit - steps)
+        parts[FIT] = max(0.0, parts[FIT] + parts.get("parameters", 0) - steps)
     return parts
 
 

@@ -438,10 +438,9 @@ class Reference:
 
     def save(self) -> None:
         """Write the reference and the run's config."""
-        base = self.base
-        words: dict[str, Any] = {"tokenizer": base.tokenizer, "context_length": base.context_length}
-        words |= {"identity": self.identity, "facts": self.card, "family": described_family(base)}
-        checkpoint.save_adapter(base.architecture.outline(), self.folder, None, self.place, **words)
+        words: dict[str, Any] = {"tokenizer": self.base.tokenizer, "context_length": self.base.context_length}
+        words |= {"identity": self.identity, "facts": self.card, "family": described_family(self.base)}
+        checkpoint.save_adapter(self.base.architecture.outline(), self.folder, None, self.place, **words)
         write_config(self.config, self.folder)
 
     def fit(self, corpus: Corpus, display: Display, options: RunOptions) -> str:

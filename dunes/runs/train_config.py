@@ -160,8 +160,6 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(
                 f"--trainable {self.trainable[0]} is gone: it brought nothing; train again without it"
             )
-        if not self.trains and self.complete is False:
-            raise ValueError("--trainable none is for the completion of lines, which is off; omit it")
         if not self.trains:
             self.refuse_unused(OF_TRAINING, "nothing is trained; omit it, or pass --trainable all")
         if self.complete is False:

@@ -68,9 +68,9 @@ class LoadedFolder:
         self.batch: Batch | None = None
         chat, notes = None, list[str]()
         load = partial(load_chat_engine, str(folder), adapters, measure.device())
-        engine = model_or_copies(folder, notes.append, load)
-        if not isinstance(engine, CopyCompleter):
-            chats = engine.models
+        found = model_or_copies(folder, notes.append, load)
+        if not isinstance(found, CopyCompleter):
+            chats = found.models
             base = NONE if name in chats else name
             self.chats = {base if key == NONE else key: chat for key, chat in chats.items()}
             chat = self.chats[name]
@@ -84,7 +84,7 @@ class LoadedFolder:
             self.batch = Batch(chat.loaded, step_source(chat.loaded.model), names, names.get(name))
         self.loaded = chat.loaded if chat else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
-        copier = engine if isinstance(engine, CopyCompleter) else None
+        copier = found if isinstance(found, CopyCompleter) else None
         self.completer = copier or find_completer(folder, notes.append, False, self.loaded)
         self.note = " ".join(notes)
         """Why the model does not complete lines; empty if it does."""
