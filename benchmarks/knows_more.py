@@ -3,10 +3,10 @@
     python benchmarks/knows_more.py OUT FOLDER:SUFFIX... --model MODEL [--base RUN] [--arms copying open ...]
 
 Of each folder, files are held out before anything sees them, at most 12 and at most a quarter. All arms
-complete the same 12 cursors inside lines of each, from the text above alone. `open` is the model by itself;
-`adapted` is the run of `dunes train --from MODEL`, `gated` that run without its adapter; `base` trains the base
-on, and `scratch` trains a new model. A run has one thread, and its minutes are processor time, so that other
-work on the machine does not change the comparison. Answers are kept in OUT/NAME/ARM.json; arms with answers are
+complete the same 12 cursors inside lines of each, from the text above alone. `open` is the model by itself,
+`gated` the run of `dunes train --from MODEL`; `base` trains the base on, and `scratch` trains a new model. A run
+has one thread, and its minutes are processor time, so that other work on the machine does not change the
+comparison. Answers are kept in OUT/NAME/ARM.json; arms with answers are
 not asked again. Figures are means over all cursors; intervals (95 %) of paired differences resample files.
 """
 
@@ -34,7 +34,7 @@ import torch
 import tyro
 from completion import source_files
 
-Arm = Literal["copying", "scratch", "base", "open", "gated", "adapted"]
+Arm = Literal["copying", "scratch", "base", "open", "gated"]
 FILES, CURSORS, SHARE = 12, 12, 4
 """Held-out files at most, cursors in each, and the part of the files that is held out at most."""
 LINES = 20
@@ -65,7 +65,7 @@ def split(folder: Path, suffix: str, out: Path) -> None:
 def trained(out: Path, arm: str, minutes: float, options: Sequence[str]) -> Path:
     """The run of an arm, which is trained unless it has ended."""
     run = out / arm
-    if not (run / "completion" / "gate.json").exists() or not (run / "loss.png").exists():
+    if not (run / "completion" / "gate.json").exists():
         command = ["train", str(out / "train"), f"--minutes={minutes}", f"--out={run}", "--threads=1", *options]
         subprocess.run([sys.executable, "-c", CLOCK, *command], check=True)
     return run
@@ -78,19 +78,12 @@ def completer(arm: Arm, out: Path, model: str, base: str, minutes: float) -> Lin
         return CopyNearest.of_files([(p.relative_to(out / "train").as_posix(), p.read_text()) for p in files])
     if arm == "open":
         return CompletionEngine(checkpoint.load_with_tokenizer(checkpoint.locate_model(model).folder))
-    if arm in ("scratch", "base"):
-        return FolderCompleter(trained(out, arm, minutes, [f"--from={base}"] * (arm == "base")))
-    run = trained(out, "adapted", minutes, [f"--from={model}"])
-    if arm == "adapted":
-        return FolderCompleter(run)
-    return FolderCompleter(run, loaded=checkpoint.load_with_tokenizer(checkpoint.locate_model(model).folder))
+    options = {"scratch": [], "base": [f"--from={base}"], "gated": [f"--from={model}"]}
+    return FolderCompleter(trained(out, arm, minutes, options[arm]))
 
 
 def answer(completer: LineCompleter, out: Path) -> list[dict[str, object]]:
-    """A row for each cursor: file, rest of the line, the suggestion, if it is right, processor time (ms).
-
-    `benchmarks/pair_fit.py` reads the rows of two models.
-    """
+    """A row for each cursor: file, rest of the line, the suggestion, if it is right, processor time (ms)."""
     rows = []
     for path in sorted(p for p in (out / "test").rglob("*") if p.is_file()):
         name, text = path.relative_to(out / "test").as_posix(), path.read_text()
@@ -109,7 +102,7 @@ def main(
     folders: tyro.conf.Positional[tuple[str, ...]],
     model: str,
     base: str = "",
-    arms: tuple[Arm, ...] = ("copying", "scratch", "open", "gated", "adapted"),
+    arms: tuple[Arm, ...] = ("copying", "scratch", "open", "gated"),
     minutes: float = 6.0,
 ) -> None:
     """Compare the arms on folders.

@@ -1,9 +1,10 @@
-"""Demo: train for three minutes on Python's standard library, then complete lines of files left out.
+"""Demo: learn Python's standard library in at most three minutes, then complete lines of files left out.
 
 python recipes/demo.py [MINUTES]
 
-A published model completes lines beside the new one, if it can be downloaded (93 MB). It has probably read the
-standard library, so that its share of right lines is higher here than in a project that it has not seen.
+Lines are completed with a published model, copies and a gate, if it can be downloaded (93 MB); otherwise a new
+model is trained. The published one has probably read the standard library, so that its share of right lines is
+higher here than in a project that it has not seen.
 """
 
 import math
@@ -51,7 +52,7 @@ def find_base() -> str:
     try:
         checkpoint.locate_model(OPEN)
     except (ValueError, OSError) as error:
-        print(f"without a published model, only with a new one: {error}")
+        print(f"trains a new model, without a published one: {error}")
         return ""
     return OPEN
 
@@ -81,8 +82,9 @@ def main(minutes: float = 3.0) -> int:
         for texts in (said, copied)
     ]
     print(f"\nof {len(places)} such lines {shares[0]:.0%} are right, and by copying alone {shares[1]:.0%}")
-    print(f"loss curve: {run}/loss.png   samples: {run}/samples.md")
-    print(f"model (Hugging Face format): {run}\n\nNext, train on your own code, and complete its lines:")
+    if not base:
+        print(f"loss curve: {run}/loss.png   samples: {run}/samples.md\nmodel (Hugging Face format): {run}")
+    print("\nNext, train on your own code, and complete its lines:")
     of_base = f" --from {base}" if base else ""
     print(f"  .venv/bin/dunes train ~/code/project{of_base} --out runs/project --minutes 15")
     print("  .venv/bin/dunes complete runs/project ~/code/project/main.py:12:9")

@@ -536,27 +536,3 @@ def test_a_models_forms_are_raced_with_their_losses(tmp_path):
     assert all(rates["decode"] > 0 < rates["prefill"] for rates in row["1 threads"].values())
     assert row["1 threads"]["llama.cpp q4_0"]["settings"].keys() == {"repacked", "as stored"}
     assert all(abs(loss - row["loss"]["transformers bfloat16"]) < 0.2 for loss in row["loss"].values())
-
-
-def test_coefficients_of_a_pair_are_fitted_on_other_projects(tmp_path, capsys):
-    """The own model is right where it says so, the open one nowhere."""
-    for project in ("a", "b", "c"):
-        (tmp_path / project / "train").mkdir(parents=True)
-        (tmp_path / project / "train/x.py").write_text("x = 1\n" * 99)
-        rows = [{"file": f"{n % 8}.py", "offset": n, "rest": "yes", "sure": n % 3 / 2} for n in range(48)]
-        said = {
-            "scratch": lambda row: {
-                "text": "yes" if row["sure"] else "no",
-                "word": row["sure"],
-                "line": row["sure"],
-            },
-            "gated": lambda row: {"text": "never", "word": 0.9, "line": 0.9},
-            "copying": lambda row: {"text": "", "word": 0.1, "line": 0.1},
-        }
-        for arm, answer in said.items():
-            (tmp_path / project / f"{arm}.json").write_text(json.dumps([row | answer(row) for row in rows]))
-    importlib.import_module("pair_fit").main(tuple(tmp_path / name for name in "abc"))
-    printed = capsys.readouterr().out
-    shares = next(line for line in printed.splitlines() if line.startswith("all")).split()[2:8]
-    assert shares[:4] == ["66.7", "0.0", "33.3", "66.7"]
-    assert torch.tensor(json.loads(printed.splitlines()[-1])).shape == (3, 2, 11)

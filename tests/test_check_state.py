@@ -382,4 +382,4 @@ def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, ru
 def test_a_dry_run_into_a_run_that_never_saved_says_so(run):
     shutil.rmtree(checkpoint.latest_state(run))
     shutil.rmtree(checkpoint.latest_state(run), ignore_errors=True)
-    assert "nothing saved yet" in dry(TrainConfig(), run, resume=True)
+    assert "no training state" in dry(TrainConfig(), run, resume=True)

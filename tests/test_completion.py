@@ -739,12 +739,13 @@ def test_the_gate_of_the_thresholds_has_not_seen_their_texts():
 
 @pytest.mark.parametrize("minutes", [0.5, 3, 6, 15, 60, 600])
 @pytest.mark.parametrize("per_token", [1e-7, 2e-5, 1e-4, 1e-3, 6e-3, 1.0])
-def test_the_fit_takes_at_most_15_percent_of_the_run(minutes, per_token):
-    size = FitSize.of(60 * minutes, per_token)
+@pytest.mark.parametrize(("shares", "most"), [(completion_fit.SHARES, 0.15), (completion_fit.ALONE, 0.5)])
+def test_the_fit_takes_at_most_its_share_of_the_run(minutes, per_token, shares, most):
+    size = FitSize.of(60 * minutes, per_token, shares)
     per_place = completion_fit.SECONDS[0] + completion_fit.TOKENS[0] * per_token
     collected = min(size.places, size.limits[0] / per_place)
-    assert size.limits[0] + size.limits[1] + completion_fit.FIT_SECONDS * collected <= 0.15 * 60 * minutes + 1e-6
-    assert sum(size.seconds) <= 0.15 * 60 * minutes + 1e-6
+    assert size.limits[0] + size.limits[1] + completion_fit.FIT_SECONDS * collected <= most * 60 * minutes + 1e-6
+    assert sum(size.seconds) <= most * 60 * minutes + 1e-6
     assert size.places >= 500
     assert size.cursors >= 64
 

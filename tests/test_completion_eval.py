@@ -380,7 +380,7 @@ def engine(monkeypatch, tmp_path):
             return 2.0 * len(text)
 
     texts = {name: (tmp_path / "sources" / name).read_text() for name in ("a.py", "b.py", "c.py")}
-    monkeypatch.setattr(report, "find_completer", lambda folder, line, any_base=False: Engine(texts))
+    monkeypatch.setattr(report, "FolderCompleter", lambda folder, any_base=False: Engine(texts))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -439,7 +439,7 @@ def test_the_verb_refuses_in_one_line(engine, arguments, options, message):
 
 
 def test_files_that_the_training_read_are_left_out_and_it_is_said_where_they_are_not_known(engine, capsys):
-    model = report.find_completer("model", print)
+    model = report.FolderCompleter("model")
     type(model).known = {content_digest([(engine / "sources" / "b.py").read_text() + "\n"])}
     verbs.evaluate("model", completion=True, lines=1)
     printed = capsys.readouterr().out

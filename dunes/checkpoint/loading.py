@@ -39,6 +39,8 @@ from dunes.parts import Decoder
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, format_count
 
+OTHER_BASE = "put it back, or name one: dunes train --out {} --resume --from BASE --override base"
+"""The remedy for a run that only refers to a base, if that is gone or changed."""
 ROUNDED_FROM = 30_000_000
 """Number of parameters from which on the model of a run with a base is rounded to bfloat16."""
 
@@ -127,9 +129,7 @@ def base_folder(folder: Path) -> Path:
     relative = card.get("folder") if isinstance(card, dict) else None
     if isinstance(relative, str) and (folder / relative).exists():
         return (folder / relative).resolve()
-    remedy = f"name it: dunes chat BASE --adapter {folder}"
-    if "trained" in record and not (folder / "state").exists():  # beside a run's own model
-        remedy = f"put it back, or name it: dunes train --out {folder.parent} --resume --from BASE --override base"
+    remedy = OTHER_BASE.format(folder) if is_reference(record) else f"name it: dunes chat BASE --adapter {folder}"
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{folder}: its base {quote(name)} does not exist; {remedy}")
     revision = peft.get("revision")
@@ -154,19 +154,20 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
     card, base = verified_card(folder), base_folder(folder)
     difference = changed_file(base, card)
     is_same = difference == "" and not any(_changes(card))
-    source = open_verified_source(base, max_bytes=0 if is_same else LARGE)
-    tokenizer = load_tokenizer(source, tokenizer_folder(folder))
-    context_length = context_length_of(card, folder, source.expected, source.context_length)
-    check_memory(source)
-    model = load_decoder(source)
     try:
+        source = open_verified_source(base, max_bytes=0 if is_same else LARGE)
+        tokenizer = load_tokenizer(source, tokenizer_folder(folder))
+        context_length = context_length_of(card, folder, source.expected, source.context_length)
+        check_memory(source)
+        model = load_decoder(source)
         changes = prepare_base(model, [*others] if is_same else [folder, *others], any_base)
         if not is_reference(card):
             changes += [attach_adapter(model, folder, any_base=any_base)]
         elif not any_base:
             check_settings(adapter_base_of(model), card, folder)
     except ValueError as error:
-        raise (ValueError(f"{error} (in {base}, {difference})") if difference else error) from None
+        remedy = f"; {OTHER_BASE.format(folder)}" if is_reference(card) else ""
+        raise (ValueError(f"{error} (in {base}, {difference}){remedy}") if difference else error) from None
     if history := source.card.get("changes" if source.own is None else "history"):
         card["history"] = history  # changes that the base's weights include
     architecture = replace(source.architecture, changes=(*source.architecture.changes, *changes))

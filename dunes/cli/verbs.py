@@ -214,7 +214,7 @@ def complete(
         place: Cursor position as FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one);
             without it the text before the cursor is read from standard input.
         json: Print a JSON object: the text, the probabilities that its first word and all of it are right, and its
-            source (model, open or copies).
+            source (model or copies).
     """
     from dataclasses import asdict
     from json import dumps

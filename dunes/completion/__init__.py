@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 __all__ = ["Cancelled", "LineCompleter", "Source", "Suggestion"]
-Source = Literal["model", "open", "copies"]
-"""The source of a suggestion: the folder's model, an open model beside it, or copying alone."""
+Source = Literal["model", "copies"]
+"""The source of a suggestion: the model, or copying alone."""
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,27 @@
-"""The completers of a model folder, of a run with an open model beside its own, and by copying (the baseline)."""
+"""The completers of a model folder, and by copying: for runs without a usable model, and as a baseline."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.formats.adapter import is_reference
 from dunes.checkpoint.loading import round_for_speed
 from dunes.checkpoint.model_folder import ADAPTER, CONFIG, finish_save, read_card
 from dunes.checkpoint.trained_text import require_own_sources, split_documents, trained_text
-from dunes.completion import Cancelled, Source, Suggestion
+from dunes.completion import Cancelled, Suggestion
 from dunes.completion.copy_gate import read_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
-from dunes.completion.index import REMEDY, TextIndex, damage_reported, read_index, read_sources
+from dunes.completion.index import TextIndex, read_index, read_sources
 from dunes.completion.keystrokes import ACCEPTANCE
 from dunes.completion.names import Place, newest
-from dunes.completion.pair import Pair
 from dunes.completion.search import DEFAULTS, LIMIT, CompleteOptions
 from dunes.completion.text import first_line, line_start, near_text, without_overlap
 from dunes.data import Document, header_name
@@ -37,15 +37,12 @@ LONGEST = 128
 """Maximum length of a match before the cursor, in bytes."""
 FILTERED = 4
 """Number of copies of the index, each without some files, that are cached while a run has no model."""
-BESIDE = "open"
-"""The folder in a run that refers to the open model beside the run's own."""
 _REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
+T = TypeVar("T")
 
 
 class FolderCompleter(CompletionEngine):
     """The completer of a model folder, with the training files and test documents for the evaluation."""
-
-    source: Source = "model"
 
     def __init__(self, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None) -> None:
         loaded = loaded or round_for_speed(checkpoint.load_with_tokenizer(folder, measure.device(), any_base))
@@ -61,15 +58,10 @@ class FolderCompleter(CompletionEngine):
     ) -> list[Suggestion]:
         """The most probable suggestions. Only the copied line is returned if no gate was fitted, or if the model
         was worse than copying on validation lines. Raises Cancelled if `options.cancelled()`."""
-        if self.copies:
-            return [self.copied_line(before, after, name, options)]
-        suggestions = super().alternatives(before, after, name, options)
-        return [replace(suggestion, source=self.source) for suggestion in suggestions]
-
-    def copied_line(self, before: str, after: str, name: str, options: CompleteOptions) -> Suggestion:
-        """The line by copying alone. Raises Cancelled if `options.cancelled()`."""
-        opened = newest(self._open.texts, name, options)
-        return _copy_line(self.far(name, options.files), opened, before, after, options, self.shorten)
+        if not self.copies:
+            return super().alternatives(before, after, name, options)
+        opened, far = newest(self._open.texts, name, options), self.far(name, options.files)
+        return [_copy_line(far, opened, before, after, options, self.shorten)]
 
     @cached_property
     def training_files(self) -> list[tuple[str, str]]:
@@ -97,55 +89,6 @@ class FolderCompleter(CompletionEngine):
         if documents := split_documents(self.loaded.card).test:
             return documents
         raise ValueError(f"{self.folder}: its training left no files for a test; pass files to complete")
-
-
-class PairCompleter(FolderCompleter):
-    """Completes lines with a run's own model, and with the `opened` one beside it where the own is not sure.
-
-    Other suggestions follow the better one with at most its probabilities. What a folder tells of its model, such
-    as its tokenizer, is that of the own.
-    """
-
-    def __init__(
-        self, opened: FolderCompleter, folder: Path, any_base: bool = False, loaded: LoadedModel | None = None
-    ) -> None:
-        super().__init__(folder, any_base, loaded)
-        self.facts, self.opened, self.copies = self.facts.get("pair", {}), opened, False
-        if (index := self.index) and opened.index and opened.index.text == index.text:  # one copy in memory
-            opened.index = replace(opened.index, text=index.text, contexts=index.contexts)
-        with damage_reported(folder, "gate", REMEDY):
-            self.pair = Pair.read(self.facts, len(index.text) if index else 0)
-
-    def alternatives(
-        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
-    ) -> list[Suggestion]:
-        copied = self.copied_line(before, after, name, options)
-        own, opened = CompletionEngine.alternatives(self, before, after, name, options), list[Suggestion]()
-        best = self.pair.alone(own[0], copied.text)
-        if best.line < self.pair.sure:
-            opened = self.opened.alternatives(before, after, name, options)
-            best = self.pair.better(own[0], opened[0], copied.text)
-        others = sorted((s for s in (*own, *opened) if s.text not in ("", best.text)), key=lambda s: -s.line)
-        capped = {s.text: replace(s, line=min(s.line, best.line), word=min(s.word, best.word)) for s in others}
-        return [best, *capped.values()][: options.alternatives]
-
-    def explain(
-        self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
-    ) -> list[dict[str, Any]]:
-        if self.complete(before, after, name, options).source == "open":
-            return self.opened.explain(before, after, name, options)
-        return super().explain(before, after, name, options)
-
-    def with_texts(self, texts: Mapping[str, str | None]) -> Any:
-        return super().with_texts(texts), self.opened.with_texts(texts)
-
-    def use(self, files: Any) -> None:
-        super().use(files[0])
-        self.opened.use(files[1])
-
-    def index_files(self, files: Sequence[NamedText]) -> None:
-        super().index_files(files)
-        self.opened.index_files(files)
 
 
 class CopyCompleter:
@@ -223,45 +166,36 @@ def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[st
     return (), False
 
 
-def index_in_training(folder: Path) -> TextIndex | None:
-    """The index of a run that has no model yet; None for other folders."""
-    has_model = any((finish_save(folder) / name).exists() for name in (CONFIG, ADAPTER))
-    return None if has_model else read_index(folder)
+def model_or_copies(folder: Path, line: Callable[[str], object], load: Callable[[], T]) -> T | CopyCompleter:
+    """The result of `load()`; a completer that copies for a run that has no model yet, or whose base is unusable.
+
+    `line` is then called with the reason.
+    """
+    has_model, why = any((finish_save(folder) / name).exists() for name in (CONFIG, ADAPTER)), ""
+    try:
+        if has_model or (index := read_index(folder)) is None:
+            return load()
+        why = "the model is still in training"
+    except (ValueError, OSError) as error:
+        if not (has_model and is_reference(read_card(folder)) and (index := read_index(folder))):
+            raise
+        why = " ".join(str(error).split())
+    line(f"{why}; copying from the training files alone")
+    return CopyCompleter(index)
 
 
 def find_completer(
     folder: Path, line: Callable[[str], object], any_base: bool = False, loaded: LoadedModel | None = None
 ) -> FolderCompleter | CopyCompleter:
-    """The completer of a model folder, or of a run that has no model yet.
+    """The completer of a model folder, or of a run as in `model_or_copies`.
 
-    `line` is called with a note if the completer only copies, and if the open model beside a run cannot be used.
+    `line` is called with a note if the completer only copies.
     """
-    index, fitted = index_in_training(folder), read_gate(folder)
-    uses = fitted[1].get("pair", {}).get("uses", "both") if fitted and index is None else "open"
-    opened = _open_beside(folder, line, any_base) if uses != "own" else None
-    if opened is not None and uses == "open":
-        return opened
-    if index is not None:
-        line("the model is still in training: copying from the training files alone")
-        return CopyCompleter(index)
-    made: Callable[..., FolderCompleter] = FolderCompleter if opened is None else partial(PairCompleter, opened)
-    completer = made(folder, any_base, loaded)
-    if completer.copies:
+    completer = model_or_copies(folder, line, lambda: FolderCompleter(folder, any_base, loaded))
+    if isinstance(completer, FolderCompleter) and completer.copies:
         why = completer.facts.get("verdict", "worse than copying") if completer.gate else "it has no gate (yet)"
         line(f"the model does not complete lines ({why}); copying from the training files alone")
     return completer
-
-
-def _open_beside(folder: Path, line: Callable[[str], object], any_base: bool) -> FolderCompleter | None:
-    """The completer of the open model beside a run's own, if it completes lines and can be loaded."""
-    try:
-        if (fitted := read_gate(folder / BESIDE)) and not fitted[1].get("copies"):
-            opened = FolderCompleter(folder / BESIDE, any_base)
-            opened.source = "open"
-            return opened
-    except (ValueError, OSError) as error:
-        line(f"completes without the open model: {' '.join(str(error).split())}")
-    return None
 
 
 class CopyNearest:

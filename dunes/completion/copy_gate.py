@@ -247,7 +247,7 @@ def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
         gate.load_state_dict(tensors)
         if not all(p.isfinite().all() for p in gate.parameters()):
             raise ValueError("it has infinite numbers or NaN")
-        thresholds = [*facts.get("thresholds", {}).values(), *facts.get("pair", {}).get("thresholds", {}).values()]
+        thresholds = facts.get("thresholds", {}).values()
         if not all(math.isfinite(x) for pairs in thresholds for share, value in pairs for x in (share, value)):
             raise ValueError("thresholds that are not finite")
         if type(budget := facts.get("prompt_tokens", 1)) is not int or budget < 1:

@@ -6,32 +6,22 @@ Confidence intervals are over files, since cursors in one file are alike, and on
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from dunes import checkpoint, measure
-from dunes.checkpoint import Architecture
-from dunes.checkpoint.loading import round_for_speed
+from dunes.checkpoint import Architecture, LoadedModel
 from dunes.completion import LineCompleter, Suggestion
-from dunes.completion.completer import BESIDE, CopyCompleter
-from dunes.completion.copy_gate import (
-    Places,
-    best_factor,
-    fit_gate,
-    places_of,
-    read_gate,
-    within,
-    write_gate,
-)
+from dunes.completion.completer import CopyCompleter
+from dunes.completion.copy_gate import Places, best_factor, fit_gate, places_of, within, write_gate
 from dunes.completion.engine import CompletionEngine, knows_paths
-from dunes.completion.index import TextIndex, first_documents, index_texts, named_texts, write_index
+from dunes.completion.index import FOLDER, TextIndex, first_documents, index_texts, named_texts, write_index
 from dunes.completion.keystrokes import CutPoint, column_in_word, cut_points, file_lines, fit_threshold
-from dunes.completion.pair import ENOUGH, Cursor, fit_pair
 from dunes.completion.text import FileTokenizer, first_line
 from dunes.data import Corpus
 from dunes.data.document import NamedText
@@ -56,6 +46,8 @@ TOKENS = 10, 250
 """Tokens of validation that take as long as the model does at a place and at a cursor."""
 SHARES = 0.09, 0.06
 """Maximum fractions of the run for places and cursors; a slow model has fewer of both."""
+ALONE = 0.15, 0.35
+"""SHARES of a run that trains nothing."""
 FITTED = 0.2
 """Minimum part of the time for places that is kept for fitting the gate on them."""
 BYTE_SECONDS = 1.5e-6
@@ -121,113 +113,75 @@ class FitSize:
     seconds: tuple[float, ...]
 
     @classmethod
-    def of(cls, seconds: float, per_token: float = 0.0) -> "FitSize":
+    def of(cls, seconds: float, per_token: float = 0.0, shares: tuple[float, float] = SHARES) -> "FitSize":
         """The size for a run of `seconds`, of a model that validates a token in `per_token` seconds of one thread.
 
-        Without `per_token`, there is no limit, so that the size alone decides what is fitted on.
+        Places and cursors take at most the fractions `shares` of the run. Without `per_token`, there is no limit,
+        so that the size alone decides what is fitted on.
         """
         places, cursors = (int(min(most, max(least, rate * seconds))) for rate, least, most in (PLACES, CURSORS))
-        most = tuple(share * seconds if per_token else math.inf for share in SHARES)
+        most = tuple(share * seconds if per_token else math.inf for share in shares)
         place, cursor = (fixed + tokens * per_token for fixed, tokens in zip(SECONDS, TOKENS, strict=True))
         estimates = places * (place + FIT_SECONDS), cursors * cursor
         collecting = min(1 - FITTED, place / (place + FIT_SECONDS))
         return cls(places, cursors, (collecting * most[0], most[1]), tuple(map(min, estimates, most)))
 
 
-def finish_completion(
-    run: Path,
-    files: CompletionFiles,
-    size: FitSize,
-    architecture: Architecture,
-    copies: Copies = "auto",
-    beside: bool = False,
-) -> str:
-    """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
-
-    The saved model is loaded with the function of `architecture`, which built it in this process. `copies` is the
-    option of `dunes train`. The suggestions of an open model `beside` the run's own are kept with its gate: for
-    the pair of both, which is fitted when this is called for the own model. Returns a line for the user.
-    """
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside the `with` block, torch has one thread: for single tokens, more only wait for each other."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # for single tokens, more threads only wait for each other
+    torch.set_num_threads(1)
     try:
-        return _finish(run, files, size, architecture, copies, beside)
+        yield
     finally:
         torch.set_num_threads(threads)
 
 
-def _finish(
-    run: Path, files: CompletionFiles, size: FitSize, architecture: Architecture, copies: Copies, beside: bool
+@one_thread()
+def finish_completion(
+    run: Path,
+    files: CompletionFiles,
+    size: FitSize,
+    loaded: LoadedModel,
+    copies: Copies = "auto",
+    save: Callable[[], object] = lambda: None,
 ) -> str:
-    loaded = round_for_speed(checkpoint.load(run, measure.device(), build=architecture.function))
+    """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
+
+    `loaded` is the model as the run will load it, and `copies` the option of `dunes train`. `save` is called when
+    that of an earlier fit is gone: until the new one is written, lines are copied. Returns a line for the user.
+    """
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
     gated, asked = np.cumsum(size.seconds) / closing_seconds(files, size)
     with phase("fitting the completion gate", 0.0, gated):
         fitted, facts = fit_mixture(engine, texts, size.places, size.limits[0])
     if fitted is None:
+        (run / FOLDER / "gate.json").unlink(missing_ok=True)
+        save()
         return "completion: no text to fit the gate on, so lines are copied, without the model"
     engine.gate, gate = fitted
     with phase("comparing the model with copying", gated, asked):
         completers = (copier,) if copies == "only" else (engine, copier)
         answers = ask_cursors(completers, _unseen_texts(texts), size.cursors, size.limits[1])
     facts["copies"], facts["verdict"] = choose_copies(copies, paired_shares(answers) if copies != "only" else [])
-    facts |= {"thresholds": fit_thresholds(answers, -facts["copies"]), "prompt_tokens": engine.prompt_tokens}
-    if beside:
-        facts["answers"] = [[a.file, a.cut.offset, a.cut.rest, asdict(a.suggestions[0])] for a in answers]
-    elif copies != "only":
-        facts |= fit_beside(run, answers, len(files.index.text), copies)
+    used = [(answer.cut, answer.column, answer.suggestions[-facts["copies"]]) for answer in answers]
+    facts["thresholds"] = {"word": [(share, fit_threshold(used, share)) for share in ACCEPTANCES]}
+    facts["prompt_tokens"] = engine.prompt_tokens
     with phase("indexing the text", asked):
+        index = index_texts(files.all_texts, engine.files)
+        (run / FOLDER / "gate.json").unlink(missing_ok=True)
+        save()
+        write_index(run, index, files.sources, files.follow_links)
         write_gate(run, gate, facts)
-        write_index(run, index_texts(files.all_texts, engine.files), files.sources, files.follow_links)
-    folder, used = shlex.quote(str(run)), facts.get("pair", {"uses": "own"})
-    again = f"; to use it: dunes train --out {folder} --resume --copies never --override copies"
-    again *= copies == "auto" and not beside and used["uses"] == "own" and facts["copies"]
+    folder, is_copying = shlex.quote(str(run)), copies == "auto" and facts["copies"]
+    again = f"; to use it: dunes train --out {folder} --resume --copies never --override copies" * is_copying
     return (
         f"completion: {facts['loss']:.3f} nats/token by the model, {facts['mixed_loss']:.3f} with copies "
-        f"({plural(len(texts), 'file')}); {(facts | used)['verdict']}{again}; "
-        f"measure it: dunes eval {folder}{architecture.trust_option} --completion"
+        f"({plural(len(texts), 'file')}); {facts['verdict']}{again}; "
+        f"measure it: dunes eval {folder}{loaded.architecture.trust_option} --completion"
     )
-
-
-def fit_thresholds(answers: Sequence["Answer"], which: int) -> dict[str, Any]:
-    """The thresholds of each answer's suggestion number `which`, for each of ACCEPTANCES."""
-    used = [(answer.cut, answer.column, answer.suggestions[which]) for answer in answers]
-    return {"word": [(share, fit_threshold(used, share)) for share in ACCEPTANCES]}
-
-
-def fit_beside(run: Path, answers: Sequence["Answer"], size: int, copies: Copies) -> dict[str, Any]:
-    """Facts of a run with an open model: the pair of both, fitted at the cursors where both were asked, and which
-    of them the run uses.
-
-    The open model alone is used if the pair is surely worse, the own alone if the pair has no more lines right at
-    ENOUGH cursors. If copying is surely better, lines are copied. Empty if the open model completes no lines, or
-    if there are no such cursors.
-    """
-    opened = read_gate(run / BESIDE)
-    if opened is None or opened[1].get("copies"):
-        return {}
-    said = {(*place,): Suggestion(**suggestion) for *place, suggestion in opened[1].get("answers", ())}
-    both = [(a, s) for a in answers if (s := said.get((a.file, a.cut.offset, a.cut.rest)))]
-    if not both:
-        return {}
-    cursors = [Cursor(a.suggestions[0], s, a.suggestions[1].text, a.cut.rest, a.file, size) for a, s in both]
-    pair, crossed = fit_pair(cursors)
-    best = [each.choose(cursor) for each, cursor in zip(crossed, cursors, strict=True)]
-    answers = [a._replace(suggestions=(b, *a.suggestions, s)) for b, (a, s) in zip(best, both, strict=True)]
-    own, copying, alone = (paired_shares(answers, other) for other in (1, 2, 3))
-    uses = "own" if len(answers) >= ENOUGH and model_minus_copying(own).mean <= 0 else "both"
-    uses = "open" if model_minus_copying(alone).high < 0 else uses
-    is_copying, text = choose_copies(copies, copying)
-    right = [np.mean([share.copying for share in shares]) for shares in (own, alone)]
-    verdict = f"own model {right[0]:.0%}, open model {right[1]:.0%}, both {text}"
-    if is_copying and uses != "open":
-        copied = {"verdict": verdict, "thresholds": fit_thresholds(answers, 2), "pair": {"uses": "own"}}
-        return copied | {"copies": True}
-    asked = np.mean([pair.alone(c.own, c.copied).line < pair.sure for c in cursors])
-    asks = f"the open model is asked at {asked:.0%} of cursors"
-    verdict += f"; {asks}" if uses == "both" else f"; the {uses} model is used alone"
-    return {"pair": pair.record() | {"uses": uses, "verdict": verdict, "thresholds": fit_thresholds(answers, 0)}}
 
 
 class Answer(NamedTuple):
@@ -268,10 +222,9 @@ class FileShares(NamedTuple):
     cursors: int
 
 
-def paired_shares(answers: Sequence[Answer], other: int = 1) -> list[FileShares]:
-    """Compare the first completer and number `other` at the same cursors."""
-    pairs = [(answer.cut.rest, answer.suggestions[0], answer.suggestions[other]) for answer in answers]
-    right = [[first_line(said.text).rstrip() == rest for said in both] for rest, *both in pairs]
+def paired_shares(answers: Sequence[Answer]) -> list[FileShares]:
+    """Compare two completers at the same cursors."""
+    right = [[first_line(s.text).rstrip() == answer.cut.rest for s in answer.suggestions] for answer in answers]
     files = [answer.file for answer in answers]
     means = (file_means(side, files).tolist() for side in zip(*right, strict=True))
     counts = Counter(files)

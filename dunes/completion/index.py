@@ -8,7 +8,7 @@ are written again, with the validation files.
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -71,10 +71,6 @@ class TextIndex:
         contexts = self.contexts.without([(a.first_byte, b.first_byte) for a, b in places])
         return TextSource(self.text, contexts, ids)
 
-    def retokenized(self, files: FileTokenizer) -> "TextIndex":
-        """The index of the same files as ids of another tokenizer; both share the bytes and their contexts."""
-        return replace(index_texts(self.texts(), files, self.contexts), text=self.text)
-
     def texts(self) -> list[tuple[str, str]]:
         """The name and the text of each file."""
         bounds = pairwise([*(file.first_byte for file in self.files), len(self.text)])
@@ -117,19 +113,15 @@ def _byte_range(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
         offset += len(data)
 
 
-def index_texts(
-    texts: Sequence[tuple[str, str]], files: FileTokenizer, contexts: ContextIndex | None = None
-) -> TextIndex:
-    """The index of files, given as (path, text); `contexts` are those of their bytes, if they are known."""
+def index_texts(texts: Sequence[tuple[str, str]], files: FileTokenizer) -> TextIndex:
+    """The index of files, given as (path, text)."""
     indexed, ids, data = list[IndexedFile](), list[int](), bytearray()
     for name, text in each(texts, end=0.15):
         indexed.append(IndexedFile(name, len(ids), len(data)))
         text = valid_text(text)
         ids += [*files.tokenize(text, valid_text(name)).ids, files.tokenizer.eos]
         data += text.encode() + b"\0"
-    if contexts is None:
-        items = np.frombuffer(data, np.uint8)
-        contexts = ContextIndex(items, depth=DEPTH_BYTES, progress=advance(1, 0.15, 0.85))
+    contexts = ContextIndex(np.frombuffer(data, np.uint8), depth=DEPTH_BYTES, progress=advance(1, 0.15, 0.85))
     return TextIndex(indexed, index_ids(ids, len(files.pieces)), bytes(data), contexts)
 
 

@@ -216,11 +216,11 @@ class FimForm(NamedTuple):
 def fim_form(loaded: LoadedModel) -> FimForm | None:
     """The fill-in-the-middle format of a model; None if it was not trained on such text.
 
-    The card of a model trained with dunes records this; for other models, also under an adapter, the tokenizer's
-    sentinels decide.
+    The card of a model trained with dunes records this; for other models, to which a run may refer, the
+    tokenizer's sentinels decide.
     """
     trained, tokenizer = trained_text(loaded.card), loaded.require_tokenizer()
-    if "adapter" in trained.get("trainable", ()):
+    if "none" in trained.get("trainable", ()):
         trained = {}
     if trained and not (trained.get("complete") and trained.get("fim_rate")):
         return None

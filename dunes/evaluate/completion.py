@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dunes.completion import LineCompleter
-from dunes.completion.completer import CopyCompleter, CopyNearest, FolderCompleter, find_completer
+from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.fit import Interval, file_means, interval
 from dunes.completion.keystrokes import (
     CutPoint,
@@ -264,9 +264,7 @@ def evaluate_completion(
     for flag, value in {"--cuts": options.cuts, "--lines": options.lines, "--limit": files}.items():
         if value is not None and value < 1:
             raise ValueError(f"{flag} is {value}; it must be at least 1")
-    engine = find_completer(folder, lambda line: None, any_base)
-    if isinstance(engine, CopyCompleter):
-        engine = FolderCompleter(folder)  # raises
+    engine = FolderCompleter(folder, any_base)
     corpus = collect_corpus(sources, **corpus_options) if sources else None
     documents = corpus.valid + corpus.train if corpus else engine.test_documents()
     documents = sorted(documents, key=lambda document: (document.split_hash, document.name))

@@ -115,7 +115,7 @@ def _changed(
                 require_separate(loaded, calibration, validation or ())
             request["ids"] = calibration_ids(loaded, calibration, tokens)
     with phase("measuring", 0.05, 0.1):
-        size, before = _size(loaded), model_logits(loaded.model, loaded.context_length)
+        size, before = size_of(loaded), model_logits(loaded.model, loaded.context_length)
         if not before.isfinite().all():
             raise ValueError(f"{folder}: its logits are not finite; dunes inspect --values lists such weights")
     with phase("hashing", 0.1, 0.15):
@@ -138,7 +138,7 @@ def _changed(
         lines = [
             *([CHANGES[name].describe(change)] if hasattr(CHANGES[name], "describe") else []),
             f"{name} at {plural(len(change.places), 'place')}: {format_bytes(size)} of tensors to "
-            f"{format_bytes(_size(loaded))}",
+            f"{format_bytes(size_of(loaded))}",
             f"logits moved by {effect['logits_moved']:.1e} (relative norm); {agreed}the written folder is equal",
             f"written as {describe_form(loaded)}",
         ]
@@ -244,7 +244,7 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
     with phase("measuring", 0.5, WRITING):
         after = model_logits(loaded.model, loaded.context_length)
     line = (
-        f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(_size(loaded))} of tensors with "
+        f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(size_of(loaded))} of tensors with "
         "the SHA-256 of before; the written folder is equal"
     )
     check = lambda staged: (line, _check(staged, out, loaded, after, {"undone": name}))
@@ -312,5 +312,5 @@ def described_family(base: LoadedModel) -> str | None:
     return None if described.function is not None or described.changes else described.family
 
 
-def _size(loaded: LoadedModel) -> int:
+def size_of(loaded: LoadedModel) -> int:
     return sum(t.nbytes for t in loaded.model.state_dict().values())

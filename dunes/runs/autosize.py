@@ -22,7 +22,7 @@ from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.architecture import import_build
 from dunes.completion.copy_gate import PLACE_BYTES
-from dunes.completion.fit import SHARES, FitSize
+from dunes.completion.fit import FitSize
 from dunes.completion.index import MOST as INDEXED
 from dunes.flags import Dtype
 from dunes.measure import ranks
@@ -61,6 +61,7 @@ ARITHMETIC, PASSES = 0.79, 24.1
 INDEX, INDEXING = 18, 60
 """Bytes of memory per byte of indexed text: of the index, and beside it while the text is indexed again."""
 
+FIT = "fitting the completion gate"
 WHY = "; a larger model would be undertrained, a smaller one has less capacity"
 
 SIZES = [round(300_000 * 1.2**i) for i in range(45)]
@@ -197,8 +198,7 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
     model = meta_model(config)
     rate = 1 / seconds_per_token(model, config, machine)
     size_of_step = config.batch * config.context_length
-    fits = config.beside * sum(SHARES) * config.seconds  # of the open model's gate, before the first step
-    steps = config.steps or max(1.0, config.seconds - OVERHEAD_SECONDS - fits) * rate / size_of_step
+    steps = config.steps or max(1.0, config.seconds - OVERHEAD_SECONDS) * rate / size_of_step
     tokens = steps * config.batch * config.context_length
     unique = unique_tokens(config, size)
     parameters, active = tree.count(model), active_parameters(model)
@@ -397,13 +397,15 @@ def estimate_memory(
     parts = process_memory(build or architecture_for(config, vocabulary(config)).build, shape, **trained)
     if config.complete:  # on the saved model, which is loaded again, after the last step
         steps = sum(parts.get(purpose, 0) for purpose in ("gradients", "activations", "temporaries"))
-        indexed = min(text, INDEXED)
-        fit = parts.get("parameters", 0) + max(
-            2 * FitSize.of(config.seconds).places * PLACE_BYTES, INDEXING * indexed
-        )
-        parts["index of the text"] = INDEX * indexed
-        parts["fitting the completion gate"] = max(0.0, fit - steps)
+        parts |= fit_memory(FitSize.of(config.seconds).places, text)
+        parts[FIT] = max(0.0, parts[FIT] + parts.get("parameters", 0) - steps)
     return parts
+
+
+def fit_memory(places: int, text: int) -> dict[str, float]:
+    """Bytes of the index of `text` bytes, and of fitting the completion gate on these places, by purpose."""
+    indexed = min(text, INDEXED)
+    return {"index of the text": INDEX * indexed, FIT: max(2 * places * PLACE_BYTES, INDEXING * indexed)}
 
 
 def describe_machine(machine: Machine) -> str:

@@ -25,7 +25,7 @@ from dunes.data.batches import Side, join_texts, tail_start
 from dunes.data.fim import sentinels
 from dunes.data.sources import without_files
 from dunes.progress import Display, shown_by
-from dunes.runs.train_config import TrainConfig
+from dunes.runs.train_config import OF_COMPLETION, TrainConfig
 from dunes.text import Tokenizer
 from dunes.units import format_bytes, plural
 
@@ -36,6 +36,7 @@ FEWEST, LONG = 5, 4_000  # with fewer validation files, tails of files of LONG b
 ENOUGH_CODE, LEAST_CODE = 50_000, 0.05
 """Runs complete lines if so many bytes, and so large a part of the text without documentation, are source code, as
 in a project with much documentation. Otherwise, more than half of all text must be code."""
+NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
 """With fewer bytes of validation text, the user is warned: the validation loss is uncertain by some percent."""
 
@@ -90,19 +91,26 @@ def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
     return hold_out_test(corpus, split_version=config.split_version) if hold_out else corpus
 
 
-def choose_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[TrainConfig, str]:
+def choose_completion(
+    config: TrainConfig, corpus: Corpus, base: Tokenizer | None, trains: bool = True
+) -> tuple[TrainConfig, str]:
     """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of --from.
 
     If `base` lacks the fill-in-the-middle tokens, `fim_rate` becomes 0, and files get no headers. Raises
-    ValueError if completion is chosen and `base` lacks them although --fim-rate is set, or if an option of
-    completion is set and completion is not chosen.
+    ValueError if completion is asked for and `base` cannot write lines, if it is chosen and `base` lacks these
+    tokens although --fim-rate is set, or if an option of completion is set and completion is not chosen.
     """
     asked = config.complete is not None
     chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)
+    if chosen and base is not None and not base.writes_lines:
+        chosen, reason = False, NO_LINES
+        if asked:
+            raise ValueError(f"--complete: {reason}; omit it")
     if not chosen:
-        config.refuse_unused(f"completion is off ({reason}); pass --complete, or omit it")
+        config.refuse_unused(OF_COMPLETION, f"completion is off ({reason}); pass --complete, or omit it")
         return replace(config, complete=False), f"completion of lines: off, {reason}"
-    how = f"{config.fim_rate:.0%} of windows are cut into prefix, suffix and middle"
+    windows = f"{config.fim_rate:.0%} of windows are cut into prefix, suffix and middle"
+    how = windows if trains else "from the text above and below"
     if base is not None and (missing := missing_sentinels(base)):
         if config.fim_rate and "fim_rate" in config.changed():
             sentinels(base)  # raises

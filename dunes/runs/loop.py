@@ -95,8 +95,8 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
             pass
     if options.dry_run and (earlier := read_config(folder, type(config))) is not None:
         state = checkpoint.latest_state(folder, display.line)
-        progress = f"last saved state: step {int(state.name[5:])}" if state else "nothing saved yet"
-        continuation = f"; --resume continues from there up to {config.length}" if options.resume else ""
+        progress = f"last saved state: step {int(state.name[5:])}" if state else "no training state"
+        continuation = f"; --resume continues from there up to {config.length}" if options.resume and state else ""
         display.line(f"the run in {folder}: {earlier.about}; {progress}{continuation}")
         if config.missing:
             return None
@@ -155,7 +155,8 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
                 start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
         run.timings.seconds.update(timings.seconds)
         board_folder = run.folder if options.tensorboard and ranks.is_first() else None
-        with _out_of_memory(run), TensorBoard(board_folder, NonFatal(display)) as board:
+        place = lambda: f"out of memory after step {run.trainer.number}; {run.task.memory_advice()}"
+        with out_of_memory(run.folder, place), TensorBoard(board_folder, NonFatal(display)) as board:
             with shown_by(display.state):
                 for line in run.task.begin(run):
                     display.detail(line)
@@ -168,15 +169,14 @@ def execute_run(run: Run, display: Display, options: RunOptions, timings: Timing
 
 
 @contextmanager
-def _out_of_memory(run: Run) -> Iterator[None]:
-    """Inside the `with` block, turn lack of memory into a ValueError with the memory that the run needs."""
+def out_of_memory(folder: Path, describe: Callable[[], str]) -> Iterator[None]:
+    """Inside the `with` block, turn lack of memory into a ValueError that describes what the run needs."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not measure.out_of_memory(error):
             raise
-        place = f"out of memory after step {run.trainer.number}"
-        raise ValueError(f"{place}; {run.task.memory_advice()}; {run.folder} has what was ready") from None
+        raise ValueError(f"{describe()}; {folder} has what was ready") from None
 
 
 @contextmanager

@@ -5,10 +5,9 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import torch
@@ -19,13 +18,14 @@ from dunes import checkpoint, measure, tree
 from dunes.augment.adapted import sides
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base import base_identity, weights_digest
-from dunes.checkpoint.formats.adapter import adapter_base_of
-from dunes.checkpoint.loading import is_adapter
+from dunes.checkpoint.formats.adapter import adapter_base_of, is_reference
+from dunes.checkpoint.loading import base_folder, is_adapter, round_for_speed
 from dunes.checkpoint.model_folder import read_card
 from dunes.checkpoint.trained_text import trained_packages, trained_text
-from dunes.completion.completer import BESIDE
 from dunes.completion.copy_gate import read_gate
 from dunes.completion.fit import (
+    ALONE,
+    BYTE_SECONDS,
     CompletionFiles,
     FitSize,
     begin_completion,
@@ -44,11 +44,11 @@ from dunes.ops.float32_products import repeat_choice
 from dunes.parts import Block, Decoder
 from dunes.progress import Display, phase, shown_by
 from dunes.runs import autosize
-from dunes.runs.augment import described_family, records, resolve_new, save_changed
+from dunes.runs.augment import described_family, records, resolve_new, save_changed, size_of
 from dunes.runs.config import RunOptions, adamw_rate
-from dunes.runs.corpus import Tokens, choose_completion, gather, tokenize, with_test_files
-from dunes.runs.loop import begin_run, execute_run, report_step
-from dunes.runs.memory import TrainSetup
+from dunes.runs.corpus import NO_LINES, Tokens, choose_completion, gather, tokenize, with_test_files
+from dunes.runs.loop import begin_run, execute_run, out_of_memory, report_step
+from dunes.runs.memory import PROCESS, TrainSetup, describe_memory
 from dunes.runs.run import (
     SAMPLE_SHARE,
     Run,
@@ -57,18 +57,21 @@ from dunes.runs.run import (
     card_facts,
     check_tokens,
     new_run,
+    read_config,
     run_lock,
     selects,
     set_trainable,
+    start_run,
     trainable_state,
+    write_config,
 )
-from dunes.runs.train_config import MIXTURES, TrainConfig
+from dunes.runs.train_config import MIXTURES, NONE, TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.chat_template import template_from_files
 from dunes.train import Trainer, adamw, muon, scale_rates
 from dunes.train.loss import next_token_loss
 from dunes.tree.summary import module_rows
-from dunes.units import format_bytes, format_count
+from dunes.units import format_count, format_seconds
 
 TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, as the estimate of its duration must not depend on the machine."""
@@ -97,13 +100,20 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
         raise ValueError(f"{folder}: built by {ready.chosen_parts}; if you trust it, pass --trust-code")
     with display:
         with timings("reading data"):
-            base, corpus, reasons = _load_base(ready, run_options.resume, display), gather(ready), list[str]()
+            (base, place), reasons = find_base(ready, folder, run_options), list[str]()
+            if base and not ready.trains:
+                packages = trained_packages(read_card(folder))
+                if Reference(ready, folder, base, place, packages).is_finished(run_options, display):
+                    return 0
+            corpus = gather(ready)
             if not run_options.resume:  # resumed runs have chosen; older ones have None
                 ready, reasons = choose_trainable(ready, corpus, base)
-            base, opened = (None, base) if ready.beside else (base, None)
             corpus = with_test_files(ready, corpus)
         for line in (corpus.report(), *corpus.notes, *reasons):
             display.detail(line)
+        if base and not ready.trains:
+            reference = Reference(replace(ready, split=corpus.split), folder, base, place, corpus.packages)
+            return reference.run(corpus, display, run_options, timings)
         with timings("choosing the size"):
             ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
             ready = ranks.decide(ready)
@@ -127,9 +137,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                     with shown_by(display.state), phase("indexing the text"):
                         completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
             with timings("building the model"):
-                reference = OpenModel.of(ready.base, opened) if opened else None
-                opened = None  # to free its memory
-                run = prepare(ready, folder, tokens, base, completion, reference)
+                run = prepare(ready, folder, tokens, base, completion)
             if base and not run_options.resume:
                 run.seconds_per_token = _report(ready, run.trainer, base, display)
                 display.detail(score_base(run))
@@ -166,52 +174,19 @@ def _choose_options(
     return chosen
 
 
-@dataclass(frozen=True)
-class OpenModel:
-    """The model beside a run's own: in `place`, `loaded` without its weights, with its `base_identity`."""
+def find_base(config: TrainConfig, folder: Path, options: RunOptions) -> tuple[LoadedModel | None, Path]:
+    """The model of --from, if there is one, and its place: that to which a resumed run refers may have moved too.
 
-    place: Path
-    loaded: LoadedModel
-    identity: Mapping[str, Any]
-    memory: str
-
-    @classmethod
-    def of(cls, name: str, base: LoadedModel) -> "OpenModel":
-        """The model of --from, whose weights need not be kept any longer."""
-        place, outline = checkpoint.locate_model(name).folder, base.architecture.outline()
-        return cls(place, replace(base, model=outline), base_identity(base.model, place), open_memory(base.model))
-
-    def save(self, folder: Path, config: TrainConfig) -> None:
-        """Write a reference to the model to a folder. Its prompts are not those of the run's own model."""
-        prompts = {"trainable": ("adapter",), "file_headers": False}
-        options: dict[str, Any] = {"tokenizer": self.loaded.tokenizer, "identity": self.identity}
-        options |= {"context_length": self.loaded.context_length, "family": described_family(self.loaded)}
-        options["facts"] = {"trained": asdict(config) | prompts}
-        checkpoint.save_adapter(self.loaded.model, folder, None, self.place, **options)
-
-
-def open_memory(model: Decoder) -> str:
-    """A sentence with the memory that a model beside a run's own needs."""
-    size = format_bytes(sum(p.nbytes for p in model.parameters()))
-    return f"the open model needs {size} while its gate is fitted, and to complete lines"
-
-
-def _load_base(config: TrainConfig, resumed: bool, display: Display) -> LoadedModel | None:
-    """The model of --from, if there is one. A resumed run goes on without an open model that is gone."""
-    try:
-        return load_base(config) if config.base else None
-    except (ValueError, OSError) as error:
-        if not (resumed and config.beside):
-            raise
-        display.line(f"warning: goes on without the open model: {' '.join(str(error).split())}")
-        return None
-
-
-def load_base(config: TrainConfig) -> LoadedModel:
-    """Load the model of --from. Raises ValueError for an adapter, and for a folder that cannot be loaded."""
-    if is_adapter(folder := checkpoint.locate_model(config.base).folder):
-        raise ValueError(f"{folder}: an adapter, not a model; merge it first: dunes augment merge {folder} OUT")
-    return checkpoint.load_with_tokenizer(folder)
+    Raises ValueError for an adapter, and for a folder that cannot be loaded.
+    """
+    if not config.base:
+        return None, folder
+    refers = options.resume and not config.trains and "base" not in options.override
+    place = base_folder(folder) if refers and is_reference(read_card(folder)) else None
+    place = place or checkpoint.locate_model(config.base).folder
+    if is_adapter(place):
+        raise ValueError(f"{place}: an adapter, not a model; merge it first: dunes augment merge {place} OUT")
+    return checkpoint.load_with_tokenizer(place), place
 
 
 def _choose_with_base(
@@ -260,17 +235,18 @@ def memory_with_base(config: TrainConfig, base: LoadedModel, text: int = 0) -> s
     return autosize.memory_advice(config, build, setup=setup, trainable=trained, text=text)
 
 
-def stays_beside(config: TrainConfig, base: LoadedModel) -> bool:
-    """True if a run that completes lines trains a new model beside the base: by default, if dunes neither trained
-    the base for that nor changed it, and a folder can refer to it. Raises ValueError if it is to, but cannot."""
-    if config.trainable and not config.beside:
+def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
+    """True if a run that completes lines trains nothing, but refers to the base: by default, if dunes neither
+    trained the base for that nor changed it, and a folder can refer to it. Raises ValueError if it is to, but
+    cannot."""
+    if config.trainable and config.trains:
         return False
     try:
         if trained_text(base.card).get("complete") or records(base):
-            raise ValueError(f"{config.base}: trained or changed by dunes; omit --trainable own to continue it")
+            raise ValueError(f"{config.base}: trained or changed by dunes; omit --trainable none to train it on")
         adapter_base_of(base.architecture.outline(), described_family(base))
     except ValueError:
-        if config.beside:
+        if not config.trains:
             raise
         return False
     return True
@@ -281,20 +257,21 @@ def choose_trainable(
 ) -> tuple[TrainConfig, list[str]]:
     """The config with `complete` and `trainable` chosen, and lines with the reasons; `base` is that of --from.
 
-    Raises ValueError like `choose_completion` and `stays_beside`, and for a base without a tokenizer.
+    Raises ValueError like `choose_completion` and `only_completes`, and for a base without a tokenizer.
     """
     tokenizer = base.require_tokenizer() if base else None
-    beside = base is not None and stays_beside(config, base)
-    config, reason = choose_completion(config, corpus, None if beside else tokenizer)
+    alone = base is not None and only_completes(config, base)
+    plain = replace(config, trainable=()) if alone else config
+    chosen, reason = choose_completion(plain, corpus, tokenizer, not alone)
     lines = [reason]
-    if base is None or tokenizer is None or not config.complete:
-        return config, lines
-    if template_from_files(tokenizer.extra_files, tokenizer.config_path.parent):
+    if not chosen.complete and not config.trains:
+        raise ValueError(f"--trainable none: {reason}; omit it")
+    if tokenizer and chosen.complete and template_from_files(tokenizer.extra_files, tokenizer.config_path.parent):
         lines.append("a chat model: its template is not used for lines")
-    if not beside:
-        return config, lines
-    how = "trains a model of its own, and completes lines with both (--trainable all trains the model's weights)"
-    return replace(config, trainable=("own",)), [*lines, how, open_memory(base.model)]
+    if not alone or not chosen.complete:
+        return chosen, lines
+    how = "trains nothing: lines are completed with this model, copies and a gate (--trainable all trains it)"
+    return replace(config, complete=True, trainable=NONE), [*lines, how]
 
 
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
@@ -360,12 +337,8 @@ def prepare(
     tokens: Tokens,
     base: LoadedModel | None = None,
     completion: CompletionFiles | None = None,
-    reference: OpenModel | None = None,
 ) -> Run:
-    """A run at step 0 for a complete config, with a new model or with the model of `base`.
-
-    `reference` is the model beside a new one.
-    """
+    """A run at step 0 for a complete config, with a new model or with the model of `base`."""
     assert config.threads, "chosen before"
     torch.set_num_threads(config.threads)
     repeat_choice(config.float32_products)
@@ -392,7 +365,7 @@ def prepare(
     probabilities = [p.p for p in dropouts(model)]
     if config.dropout is not None:
         set_dropout(model, [config.dropout] * len(probabilities))
-    task = TrainTask(config, tokens, loaded, probabilities, completion, outline, reference)
+    task = TrainTask(config, tokens, loaded, probabilities, completion, outline)
     return new_run(folder, config, task, optimizer)
 
 
@@ -419,11 +392,105 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """A run that trains nothing: its folder refers to `base`, which is in `place`, and has copies and a gate.
+
+    `packages` are those whose code is in the text. Raises ValueError for a base that cannot be referred to or that
+    cannot write lines, and with several ranks.
+    """
+
+    config: TrainConfig
+    folder: Path
+    base: LoadedModel
+    place: Path
+    packages: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if ranks.count() > 1:
+            raise ValueError("--trainable none: trains nothing; start it without torchrun, or name what to train")
+        if only_completes(self.config, self.base) and not self.base.require_tokenizer().writes_lines:
+            raise ValueError(f"{self.place}: {NO_LINES}")
+
+    @cached_property
+    def identity(self) -> Mapping[str, Any]:
+        return base_identity(self.base.model, self.place)
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The card's entries on the text; prompts have no headers, as the base has not seen them."""
+        return {"trained": asdict(self.config) | {"file_headers": False, "packages": sorted(self.packages)}}
+
+    @property
+    def fitted(self) -> Mapping[str, Any]:
+        """The record of the base in the folder's card, if the gate is fitted; else empty."""
+        card = read_card(self.folder)
+        return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
+
+    def is_finished(self, options: RunOptions, display: Display) -> bool:
+        """True if these weights were fitted, and no other option changes. If they have moved, the run follows."""
+        fitted, changed = self.fitted, {*options.override}
+        if changed - {"base"} or fitted.get("sha256") != self.identity["sha256"]:
+            return False
+        if (changed or fitted.get("files") != self.identity["files"]) and not options.dry_run:
+            self.save()
+        display.line(f"{self.folder}: finished; it completes lines with the model in {self.place}")
+        return True
+
+    def save(self) -> None:
+        """Write the reference and the run's config."""
+        words: dict[str, Any] = {"tokenizer": self.base.tokenizer, "context_length": self.base.context_length}
+        words |= {"identity": self.identity, "facts": self.card, "family": described_family(self.base)}
+        checkpoint.save_adapter(self.base.architecture.outline(), self.folder, None, self.place, **words)
+        write_config(self.config, self.folder)
+
+    def fit(self, corpus: Corpus, display: Display, options: RunOptions) -> str:
+        """Index the text, fit the gate, and save; returns a line for the user. A dry run says what this takes."""
+        config, folder, size = self.config, self.folder, corpus.size
+        assert self.identity, "taken before the weights are rounded"
+        stored = size_of(self.base)
+        loaded = round_for_speed(replace(self.base, card={"adapter": None, **self.card}))
+        loaded.model.to(measure.device())
+        amount = FitSize.of(config.seconds, 1.0, ALONE)  # as much as the limits allow, as its speed is not known
+        parts = {"parameters": float(sum({stored, size_of(loaded)})), "Python and torch": PROCESS}
+        memory = describe_memory(parts | autosize.fit_memory(amount.places, size))
+        seconds = format_seconds(round(sum(amount.seconds) + 2 * BYTE_SECONDS * size))
+        display.detail(f"takes at most about {seconds}, of {config.length}; {memory}")
+        if options.dry_run:
+            return ""
+        with run_lock(folder), out_of_memory(folder, lambda: f"out of memory; {memory}"):
+            if not options.resume:
+                start_run(config, folder, loaded.require_tokenizer())
+            with shown_by(display.state), phase("indexing the text"):
+                reader = FileTokenizer(loaded.require_tokenizer(), header=False)
+                files = prepare_completion(corpus, reader, display, config.sources, config.follow_links)
+            if not self.fitted:
+                display.detail(begin_completion(folder, files, loaded.architecture))
+            with display.own_bar("fitting"):
+                return finish_completion(folder, files, amount, loaded, config.copies, self.save)
+
+    def run(self, corpus: Corpus, display: Display, options: RunOptions, timings: Timings) -> int:
+        """`fit`, and say what came of it, also when a signal ends the process; returns the exit status."""
+        folder = shlex.quote(str(self.folder))
+        try:
+            said = self.fit(corpus, display, options)
+        except (KeyboardInterrupt, SystemExit):
+            is_run = read_config(self.folder, TrainConfig) is not None
+            left = f"resume with: dunes train --out {folder} --resume" if is_run else "nothing was written"
+            display.line(f"stopped: {f'{folder} has what it had' if self.fitted else left}")
+            raise
+        if said:
+            took = format_seconds(round(timings.elapsed))
+            display.line(f"{said}\ndone after {took}: {folder} refers to {self.place}, which must stay")
+            display.line(f"try: dunes complete {folder} FILE:LINE:COLUMN   in your editor: dunes serve {folder}")
+        return 0
+
+
+@dataclass(frozen=True)
 class TrainTask:
     """The task of a training run: next-token prediction on text.
 
     `dropout` are the dropout probabilities before training. With several ranks, `outline` is the unsharded model
-    without weight values. `reference` is the model beside a new one.
+    without weight values.
     """
 
     config: TrainConfig
@@ -432,7 +499,6 @@ class TrainTask:
     dropout: Sequence[float]
     completion: CompletionFiles | None = None
     outline: Decoder | None = None
-    reference: OpenModel | None = None
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -467,10 +533,9 @@ class TrainTask:
         return sample_text(self._windowed, self.config.seed, seconds=seconds)
 
     def memory_advice(self) -> str:
-        if self.config.base and not self.config.beside:
+        if self.config.base:
             return memory_with_base(self.config, self.loaded)
-        advice = autosize.memory_advice(self.config)
-        return f"{advice}; {self.reference.memory}" if self.reference else advice
+        return autosize.memory_advice(self.config)
 
     def begin(self, run: Run) -> Iterator[str]:
         config = self.config
@@ -483,22 +548,6 @@ class TrainTask:
         yield summary
         if self.completion is not None:
             yield begin_completion(run.folder, self.completion, self.loaded.architecture)
-            if self.reference and config.copies != "only":
-                yield from self._begin_beside(run.folder / BESIDE, self.completion, self.reference)
-
-    def _begin_beside(self, folder: Path, files: CompletionFiles, opened: OpenModel) -> Iterator[str]:
-        """Refer to the open model in a folder and fit its gate, unless an earlier process did; yields a line."""
-        base = read_card(folder).get("base")
-        if not isinstance(base, dict) or base.get("sha256") != opened.identity["sha256"]:
-            rmtree(folder, ignore_errors=True)  # of another model
-        opened.save(folder, self.config)
-        if read_gate(folder) is None:
-            tokenizer = FileTokenizer(opened.loaded.require_tokenizer(), header=False)
-            files = replace(files, index=files.index.retokenized(tokenizer))
-            size = fit_size(self.config, 1.0)  # as much as the limits allow, since its speed is not known
-            architecture, copies = opened.loaded.architecture, self.config.copies
-            said = finish_completion(folder, files, size, architecture, copies, beside=True)
-            yield f"from now on with the model: {said}"
 
     def _parameters(self, model: Decoder) -> str:
         total, trained = tree.count(model), tree.count(model, trainable=True)
@@ -518,8 +567,8 @@ class TrainTask:
         save_changed(loaded, (), run.folder, lambda staged: facts)
         if self.completion is not None and not interrupted:
             size = fit_size(self.config, run.seconds_per_token)
-            options = loaded.architecture, self.config.copies
-            lines.append(finish_completion(run.folder, self.completion, size, *options))
+            saved = checkpoint.load(run.folder, measure.device(), build=loaded.architecture.function)
+            lines.append(finish_completion(run.folder, self.completion, size, saved, self.config.copies))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         if self.completion and not self.config.base:
             sources = shlex.join(self.config.sources)

@@ -24,6 +24,15 @@ EXPERTS, MAX_EXPERTS = 8, 4096  # by default; at most
 Tokenization = Literal["bpe", "bytes", "chars"]
 
 EXPERT_OPTIONS = ("experts", "experts_per_token", "shared_experts", "balancing")
+NONE = ("none",)
+"""`trainable` of a run that trains nothing."""
+OF_COMPLETION = "fim_rate", "copies"
+"""Options that only completion uses."""
+OF_TRAINING = (
+    *("separate_documents", "fim_rate", "dropout", "weight_decay", "steps", "batch", "context_length", "lr"),
+    *("lr_factors", "optimizer", "compile", "dtype", "seed"),
+)
+"""Options that a run that trains nothing leaves unused."""
 Balancing = Literal["loss", "bias"]
 
 
@@ -47,10 +56,10 @@ class ModelShape:
     base: Annotated[str, flag("MODEL", "a new model", name="from")] = ""
     """Continue the training of this model: a folder of any format, a name on the Hub, or smollm2."""
     trainable: Annotated[
-        tuple[str, ...], flag("own|all|new|GLOB", "all; with --complete and a model from others, own")
+        tuple[str, ...], flag("none|all|new|GLOB", "all; with --complete and a model from others, none")
     ] = ()
-    """With --from, what to train: own, a new model that completes lines with this one beside it, to which the run
-    refers; all parameters; new ones from the last change; or globs of names."""
+    """With --from, what to train: none (lines are completed with this model, copies and a gate), all parameters,
+    new ones from the last change, or globs of names."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
@@ -147,39 +156,38 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"--weight-decay is {self.weight_decay}; it must be a number from 0 on")
-        if self.trainable == ("adapter",):
-            remedy = "start anew --from the same model, or use dunes finetune --method lora"
-            raise ValueError(f"--trainable adapter is gone, as adapters did not complete lines better; {remedy}")
-        if self.beside and self.complete is False:
-            raise ValueError("--trainable own is for the completion of lines, which is off; omit it")
+        if self.trainable in (("own",), ("adapter",)):
+            raise ValueError(
+                f"--trainable {self.trainable[0]} is gone: it brought nothing; train again without it"
+            )
+        if not self.trains:
+            self.refuse_unused(OF_TRAINING, "nothing is trained; omit it, or pass --trainable all")
         if self.complete is False:
-            self.refuse_unused("--no-complete leaves it unused; omit one of them")
+            self.refuse_unused(OF_COMPLETION, "--no-complete leaves it unused; omit one of them")
         names = (*EXPERT_OPTIONS, "family", "parts", "size", "tokenizer", "vocab_size")
         shape = [name for name in names if name in self.changed()]
         if self.parts and (others := [n for n in (*EXPERT_OPTIONS, "family") if n in self.changed()]):
             raise ValueError(
                 f"--parts describes the whole model, and so does --{option(others[0])}; omit one of them"
             )
-        if self.base and shape and not self.beside:
-            remedy = "omit it, or train a new model beside the other: --trainable own"
-            raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; {remedy}")
+        if self.base and shape:
+            raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; omit it")
 
-    def refuse_unused(self, reason: str) -> None:
-        """Raise ValueError with this reason if an option is set that only completion uses."""
-        for name in ("fim_rate", "copies"):
+    def refuse_unused(self, names: Collection[str], reason: str) -> None:
+        """Raise ValueError with this reason if one of these options is set."""
+        for name in names:
             if name in self.changed():
                 raise ValueError(f"--{option(name)} is {getattr(self, name)}, but {reason}")
 
     @property
-    def beside(self) -> bool:
-        """True if the run trains a new model, and completes lines with `base` beside it."""
-        return bool(self.base) and self.trainable == ("own",)
+    def trains(self) -> bool:
+        """False if the run only completes lines, with `base`."""
+        return self.trainable != NONE
 
     @property
     def origin(self) -> str:
         """The base, or the family or parts of a new model, as text."""
-        new = " ".join(self.parts) or self.family
-        return f"{new} beside {self.base}" if self.beside else self.base or new
+        return self.base or " ".join(self.parts) or self.family
 
     @property
     def shape(self) -> tuple[int, int] | None:

@@ -128,7 +128,7 @@ class Answer:
     line: float | None = None
     """Probability of the entire completed line; None if the answer is not a line completion."""
     source: str = ""
-    """Source of a completed line: model, open or copies."""
+    """Source of a completed line: model or copies."""
     explained: dict[str, Any] = field(default_factory=dict)
 
 

@@ -27,7 +27,7 @@ from dunes.completion.completer import (
     CopyCompleter,
     FolderCompleter,
     find_completer,
-    index_in_training,
+    model_or_copies,
     name_in_sources,
 )
 from dunes.completion.search import WIDTH, CompleteOptions
@@ -52,7 +52,7 @@ UNFITTED = 0.3
 """Minimum probability of a shown suggestion if no threshold was fitted."""
 FILES = (
     *("config.json", "adapter_config.json", "model.safetensors", "adapter_model.safetensors", "dunes.json"),
-    *(f"{place}completion/{name}" for place in ("", "open/") for name in ("gate.json", "index.safetensors")),
+    *("completion/gate.json", "completion/index.safetensors"),
 )
 """Files whose times change when a model, its gate or its index is written."""
 
@@ -66,9 +66,11 @@ class LoadedFolder:
     def __init__(self, folder: Path, name: str, adapters: Sequence[Path], say: Callable[[str], object]) -> None:
         self.stamp, self.chats = model_stamp(folder), dict[str, ChatModel]()
         self.batch: Batch | None = None
-        chat = None
-        if index_in_training(folder) is None:
-            chats = load_chat_engine(str(folder), adapters, measure.device()).models
+        chat, notes = None, list[str]()
+        load = partial(load_chat_engine, str(folder), adapters, measure.device())
+        found = model_or_copies(folder, notes.append, load)
+        if not isinstance(found, CopyCompleter):
+            chats = found.models
             base = NONE if name in chats else name
             self.chats = {base if key == NONE else key: chat for key, chat in chats.items()}
             chat = self.chats[name]
@@ -82,15 +84,12 @@ class LoadedFolder:
             self.batch = Batch(chat.loaded, step_source(chat.loaded.model), names, names.get(name))
         self.loaded = chat.loaded if chat else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
-        notes: list[str] = []
-        self.completer = find_completer(folder, notes.append, False, self.loaded)
+        copier = found if isinstance(found, CopyCompleter) else None
+        self.completer = copier or find_completer(folder, notes.append, False, self.loaded)
         self.note = " ".join(notes)
         """Why the model does not complete lines; empty if it does."""
         if self.note:
             say(self.note)
-        other = getattr(self.completer, "opened", self.completer)
-        if isinstance(other, FolderCompleter) and other.loaded is not self.loaded:
-            take_out_of_file(other.loaded.model)
         self.files = FileFinder(self.completer.training_files)
         self.copies = isinstance(self.completer, CopyCompleter) or self.completer.copies
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
@@ -275,9 +274,9 @@ class ServedModel:
         return self.current.batch is not None and self.current.batch.is_full
 
     def require_batch(self) -> Batch:
-        """The batch that generates texts. Raises Refused while the model is in training."""
+        """The batch that generates texts. Raises Refused if there is no model, as during training."""
         if self.current.batch is None:
-            raise Refused(503, "the model is in training; it completes lines by copying", retry=30)
+            raise Refused(503, self.current.note, retry=30)
         return self.current.batch
 
     def with_prompt(self, request: TextRequest) -> TextRequest:

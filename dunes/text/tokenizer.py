@@ -341,6 +341,11 @@ class Tokenizer:
         return "".join(map(stream.step, ids)) + stream.utf8.decode(b"", final=True)
 
     @cached_property
+    def writes_lines(self) -> bool:
+        """False if the ids of a text lack its spaces or line ends, as those of whole words mostly do."""
+        return {*b" \n"} <= {*b"".join(map(self.bytes_of, self.encode_continuation("a b\nc")))}
+
+    @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id; empty for special tokens and unused ids."""
         return [*map(self.bytes_of, range(self.vocab))]
