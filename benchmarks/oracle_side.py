@@ -162,8 +162,9 @@ def computed(folder: Path) -> Record:
     return {"prompt": ids, "greedy": tokens, "first": logits[0, -1, :4].tolist(), "logits": digest(logits.numpy())}
 
 
-def commands(prefix: str, side: Side) -> Record:
-    return {name: side.run(name) for name in side.commands if name.startswith(prefix)}
+def commands(scenario: str, side: Side) -> Record:
+    """The commands of the table whose names begin with these words."""
+    return {name: side.run(name) for name in side.commands if f"{name}-".startswith(f"{scenario}-")}
 
 
 def help_texts(side: Side) -> Record:
@@ -338,7 +339,7 @@ def main(results: str, names: str, options: str) -> None:
     for name in names.split():
         start = sum(os.times()[:4])
         try:
-            record = SCENARIOS.get(name, partial(commands, f"{name}-"))(side) or {"failed": "no such scenario"}
+            record = SCENARIOS.get(name, partial(commands, name))(side) or {"failed": "no such scenario"}
         except Exception as error:
             record = {"failed": f"{type(error).__name__}: {error}"[:2000], "traceback": format_exc()}
         Path(results, f"{name}.json").write_text(json.dumps(record))
