@@ -2,13 +2,16 @@
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from conftest import refuses
 from dunes import checkpoint
@@ -40,6 +43,41 @@ def test_two_commits_are_run_in_turn_and_compared_round_by_round():
 def test_what_is_no_commit_is_refused():
     commits = importlib.import_module("commits")
     refuses("no-such-commit: no commit of", commits.measure_commits, ("no-such-commit", "HEAD"), "train", "20k", 1)
+
+
+def test_differences_of_checkouts_have_their_place(monkeypatch, tmp_path):
+    oracle = importlib.import_module("oracle")
+    monkeypatch.setenv("ORACLE_CHECKOUT", "/here")
+    for side, loss in (("old", 1.0), ("new", 2.0)):
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "card.json").write_text(f'{{"loss": {loss},\n"seconds": {loss}, "of": "/here/x"}}')
+        save_file({"a": torch.ones(2), "b": torch.tensor([loss])}, tmp_path / side / "m.safetensors")
+    old, new = (oracle.described(tmp_path / side) for side in ("old", "new"))
+    assert old["card.json"] == ['{"loss": 1.0,', '"seconds": _, "of": "CHECKOUT/x"}']
+    places = [place for place, *_ in oracle.differences(old, new)]
+    assert places == ["/card.json/0", "/m.safetensors/tensors/b", "/m.safetensors/sha256"]
+    assert [*oracle.differences([1, 2, 3], [1, 5])] == [("/1", 2, 5)]
+    assert [*oracle.differences({"a": [1]}, {"a": [1, 0], "b": 1})] == [
+        ("/a/1", "(end)", 0),
+        ("/b", "(absent)", 1),
+    ]
+
+
+@pytest.mark.slow
+def test_two_checkouts_are_compared(tmp_path, capsys):
+    oracle, here = importlib.import_module("oracle"), FOLDER.parent
+    shutil.copytree(here / "dunes", tmp_path / "changed" / "dunes")
+    with (tmp_path / "changed" / "dunes" / "__init__.py").open("a") as file:
+        file.write("__version__ = 'another'\n")
+    compare = partial(oracle.main, here, out=tmp_path / "out")
+    assert compare(here, scenarios=("templates",)) == 0
+    assert compare(tmp_path / "changed", scenarios=("templates", "verbs-version", "unknown")) == 1
+    found = json.loads((tmp_path / "out" / "differences.json").read_text())
+    assert found["templates"] == []
+    ((place, *values),) = found["verbs-version"]
+    assert place == "verbs-version/verbs-version/out/0"
+    assert ["another" in value for value in values] == [False, True]
+    assert "FAILED no such scenario" in capsys.readouterr().out
 
 
 @pytest.mark.slow
