@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dunes import checkpoint, tree
+from dunes import checkpoint
 from dunes.checkpoint import folder as folders
 from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.inspect import describe_folder
@@ -21,7 +21,7 @@ from dunes.checkpoint.source import open_source
 from dunes.checkpoint.state_dict_diff import SHOWN, Difference, summarize
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, MappedFile, cast, in_memory, renamed
 from dunes.files import json_file
-from dunes.models import FAMILIES, build_on_meta, weight_counts
+from dunes.models import FAMILIES, build_on_meta
 from dunes.models.names import to_theirs
 from dunes.text import Tokenizer
 from dunes.units import format_bytes
@@ -806,50 +806,13 @@ def test_bad_configs_take_little_memory(made, tmp_path):
     read_all(folder, CONFIG, cases | FILES, tmp_path)
 
 
-BY_LAYER = ("gemma2", "gemma3_text", "smollm3", "gpt_oss", "qwen3_next")
-"""Families with settings for each layer."""
-
-
-@pytest.mark.parametrize("family", BY_LAYER)
-def test_settings_for_millions_of_layers_are_refused_at_once(family, made):
-    folder = made(family, depth=4)  # of two layers, a smollm3 is a llama
+def test_a_config_with_more_blocks_than_tensors_is_refused_before_they_are_built(made):
+    folder = made("llama")
     change_config(folder, num_hidden_layers=10_000_000)
-    assert "num_hidden_layers is 10000000; it must be a whole number from 1 to 65536" in refusal(folder)
-
-
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*BY_LAYER}))
-def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, made):
-    folder = made(family)
-    change_config(folder, num_hidden_layers=10_000_000, n_layer=10_000_000)
     message = refusal(folder)
-    said = r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files have (\S+);"
-    numbers, size, there = map(float, re.search(said, message).groups())
-    assert size == pytest.approx(2 * numbers, rel=0.01)
-    assert there == pytest.approx(weight_counts(family, small(family)[1])[0], rel=0.01)
-    assert numbers > 1e11
+    assert "the config describes 10,000,000 blocks, the files have 20 tensors" in message
     with pytest.raises(ValueError, match=re.escape(message)):
         next(line for line in describe_folder(open_source(folder)) if line.startswith("parameters"))
-
-
-def test_narrow_blocks_are_counted_too(made):
-    """A million of them would have few parameters, and take half an hour to make."""
-    folder = made("llama")
-    narrow = {"hidden_size": 2, "head_dim": 2, "num_attention_heads": 1, "num_key_value_heads": 1}
-    change_config(folder, **narrow, intermediate_size=1, num_hidden_layers=20_000)
-    assert "the config describes 20,000 blocks" in refusal(folder)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weight_counts_equal_the_built_model(family):
-    _, config = small(family)
-    for changes in ({"depth": 1}, {"depth": 5}, {"depth": 3, "experts": 11}):
-        if "experts" in changes and not hasattr(config, "experts"):
-            continue
-        other = type(config)(**vars(config) | changes)
-        model = build_on_meta(family, other)
-        assert weight_counts(family, other) == (tree.count(model), len(list(model.parameters())))
-    width = "hidden" if hasattr(config, "hidden") else "state_dim"
-    assert weight_counts(family, type(config)(**vars(config) | {"depth": 10**9, width: 2**24}))[0] > 10**18
 
 
 @pytest.mark.parametrize("family", FAMILIES)
