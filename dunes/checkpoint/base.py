@@ -97,14 +97,7 @@ def weights_identity(model: nn.Module) -> dict[str, str]:
 
 
 def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
-    """The first block or other child whose weights differ from an earlier `weights_identity`, or None.
-
-    An identity of an older format has a single digest; a difference from it is reported as "some part".
-    """
-    if "sha256" in identity:
-        weights = BaseWeights(model, adapters=True)
-        same = identity == {"kind": weights.kind, "sha256": weights.sha256(None)[0]}
-        return None if same else "some part"
+    """The first block or other child whose weights differ from an earlier `weights_identity`, or None."""
     parts = weights_identity(model)
     differing = {part for part in parts.keys() | identity.keys() if parts.get(part) != identity.get(part)}
     return next(

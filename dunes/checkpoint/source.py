@@ -269,7 +269,7 @@ def _open_gguf(path: Path) -> Source:
 
 def _open_native(folder: Path) -> Source:
     params = json_file.read(folder / native.PARAMS, json_file.MAX_CONFIG_BYTES)
-    shards, renaming = _without_prefix(_consolidated(folder))
+    shards = _consolidated(folder)
     heads = [s["output.weight"].shape for s in shards if "output.weight" in s]
     rows = heads or [s[native.EMBEDDING].shape for s in shards if native.EMBEDDING in s]
     if not rows or any(len(shape) != 2 for shape in rows):
@@ -279,22 +279,12 @@ def _open_native(folder: Path) -> Source:
         tied = bool(params.get("tied_embeddings")) or not heads
         vocab = rows[0][0] if replicated else sum(shape[0] for shape in rows)
         hf_config, notes = native.to_hf_config(params, vocab, tied)
-    unnamed = Source(folder, "native", hf_config, shards[0], [], native.IGNORED_NAMES, (*notes, *renaming))
+    unnamed = Source(folder, "native", hf_config, shards[0], [], native.IGNORED_NAMES, tuple(notes))
     unnamed._check_depth(sum(map(len, shards)))
     names = native.weight_names(hf_config)
     expected = in_memory(build_on_meta(unnamed.family, unnamed.config).state_dict())
     shapes = {key: tensor.shape for key, tensor in hf_weights(names, expected).items()}
     return replace(unnamed, files=native.join_shards(shards, shapes), names=names)
-
-
-def _without_prefix(shards: list[dict[str, LazyTensor]]) -> tuple[list[dict[str, LazyTensor]], list[str]]:
-    """The tensors of native files, with the common prefix of their names removed, and a note on that prefix."""
-    names = [name for shard in shards for name in shard]
-    leading = next((n.removesuffix(native.EMBEDDING) for n in names if n.endswith(native.EMBEDDING)), "")
-    if not leading.endswith(".") or not all(name.startswith(leading) for name in names):
-        return shards, []
-    plain = [{name.removeprefix(leading): tensor for name, tensor in s.items()} for s in shards]
-    return plain, [f"tensors are read without {leading!a} in their names"]
 
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
