@@ -425,12 +425,10 @@ def test_a_card_with_one_digest_is_compared_in_its_dtype_or_refused(dtype, saved
     checkpoint.load_adapter(other, folder, any_base=True)
 
 
-@pytest.mark.parametrize("lost", ["digests", "kind", "sha256", "config"])
-@pytest.mark.parametrize("value", [None, 7, [], {"float32": 1}])
-def test_a_damaged_card_proves_nothing(lost, value, saved):
+@pytest.mark.parametrize("change", [{"digests": 7}, {"digests": {}, "sha256": 7}, {"config": 7}])
+def test_a_damaged_card_proves_nothing(change, saved):
     ours, folder = saved
-
-    card_of(folder, lambda card: card["base"].update({lost: value}))
+    card_of(folder, lambda card: card["base"].update(change))
     refuses("--any-base", checkpoint.load_adapter, ours, folder)
     checkpoint.load_adapter(ours, folder, any_base=True)
 

@@ -157,20 +157,16 @@ class BaseRecord:
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
         """The record in a card; None if it has no digests of the base. Raises ValueError for a damaged card."""
         base = card.get("base") or {}
-        entries: dict[str, Any] = base if isinstance(base, dict) else {"kind": None}
-        if not entries.keys() & {"kind", "sha256", "digests"}:
-            return None
-        digests = entries.get("digests", {})
-        values = digests.values() if isinstance(digests, dict) else [None]
-        texts = (entries.get("kind"), entries.get("sha256"), *values)
-        if not all(isinstance(text, str) for text in texts):
+        try:
+            if not base.keys() & {"kind", "sha256", "digests"}:
+                return None
+            stored = base.get("digests", {})
+            digests = {dtype: str(stored[name]) for name, dtype in DTYPES.items() if name in stored}
+            return cls(str(base["kind"]), str(base["sha256"]), digests)
+        except (AttributeError, KeyError, TypeError):
             raise ValueError(
                 f"{folder / CARD}: its entry for the base is damaged; download the folder again, {ANY_BASE_HINT}"
-            )
-        kind, digest = entries["kind"], entries["sha256"]
-        # Older cards have one digest, in the base's own dtype.
-        exact = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
-        return cls(kind, digest, exact | {d: digests[name] for name, d in DTYPES.items() if name in digests})
+            ) from None
 
     def is_of(self, weights: BaseWeights) -> bool:
         """True if the adapter was trained on exactly these weights."""

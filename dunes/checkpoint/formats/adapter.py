@@ -332,11 +332,7 @@ class PeftConfig:
     @classmethod
     def read(cls, path: Path) -> "PeftConfig":
         """The settings in a file. Raises ValueError for methods other than LoRA and for unsupported settings."""
-        return cls.parse(path, json_file.read(path, json_file.MAX_CONFIG_BYTES))
-
-    @classmethod
-    def parse(cls, path: Path, config: Mapping[str, Any]) -> "PeftConfig":
-        """The settings in a file's content. Raises ValueError in the same cases as `read`."""
+        config = json_file.read(path, json_file.MAX_CONFIG_BYTES)
         try:
             _refuse_unsupported(config)
             options = Lora(
