@@ -127,19 +127,10 @@ def file_stamps(base: Path) -> dict[str, list[int]]:
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
-def changed_file(base: Path, card: Mapping[str, Any]) -> str | None:
-    """The first file of a base that differs from the `file_stamps` in an adapter's card; "" if none does.
-
-    None if the card has no stamps. A file of equal size and time is taken as unchanged.
-    """
-    recorded = entry.get("files") if isinstance(entry := card.get("base"), dict) else None
-    if not isinstance(recorded, dict):
-        return None
-    actual = file_stamps(base)
-    for name in sorted(actual.keys() | recorded.keys()):
-        if recorded.get(name) != actual.get(name):
-            return f"{name} has another size or time than recorded"
-    return ""
+def is_unchanged(base: Path, card: Mapping[str, Any]) -> bool:
+    """True if a base has exactly the `file_stamps` in an adapter's card."""
+    entry = card.get("base")
+    return isinstance(entry, dict) and entry.get("files") == file_stamps(base)
 
 
 @dataclass(frozen=True)
