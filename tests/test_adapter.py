@@ -309,12 +309,6 @@ def put(name, *shape):
     return weights(lambda h: h.update({name: torch.ones(shape)}))
 
 
-def zero(held):
-    for key in held:
-        if "lora_B" in key:
-            held[key].zero_()
-
-
 REFUSED = {
     "another method": (words(peft_type="LOHA"), "peft_type is 'LOHA'"),
     "a base of its own": (words(init_lora_weights="pissa"), "also changes the base"),
@@ -327,7 +321,6 @@ REFUSED = {
     "no dropout": (words(lora_dropout="a"), "adapter_config.json: .*'a'"),
     "no patterns": (words(rank_pattern=[1]), "adapter_config.json: "),
     "no number for a pattern": (words(alpha_pattern={"q_proj": None}), "alpha_pattern of 'q_proj' is None"),
-    "a slow pattern": (words(rank_pattern={"(a*)*b": 2}), "too complex"),
     "half a rank": (words(r=2.5), "r is 2.5"),
     "text for a rank": (words(r="2"), "r is '2'"),
     "no rank": (words(r=-1), "r is -1"),
@@ -344,7 +337,6 @@ REFUSED = {
     "half of it": (weights(lambda h: h.pop(Q + "B.weight")), "has A; expected A and B"),
     "another base's shape": (put(Q + "A.weight", 2, 31), r"A is \(2, 31\), expected \(2, 32\)"),
     "not finite": (weights(lambda h: h[Q + "A.weight"].fill_(float("nan"))), "not finite"),
-    "nothing learnt": (weights(zero), "has no effect"),
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "no weights: neither"),
     "a damaged config": (lambda f: (f / "adapter_config.json").write_text("{"), "not JSON"),
 }
@@ -358,14 +350,6 @@ def test_what_cannot_be_right_is_refused_and_the_model_left_alone(case, saved):
     change(folder)
     refuses(said, checkpoint.load_adapter, ours, folder)
     assert not any(isinstance(m, Adapted) for m in ours.modules())
-
-
-def test_an_untrained_dora_changes_nothing_either(saved, tmp_path):
-    ours, _ = saved
-    attach(ours, dora=True, rank=2)
-    checkpoint.save_adapter(ours, tmp_path / "b")
-    detach(ours)
-    refuses("has no effect", checkpoint.load_adapter, ours, tmp_path / "b")
 
 
 def test_the_card_tells_other_weights_and_damage(saved):
@@ -441,12 +425,10 @@ def test_a_card_with_one_digest_is_compared_in_its_dtype_or_refused(dtype, saved
     checkpoint.load_adapter(other, folder, any_base=True)
 
 
-@pytest.mark.parametrize("lost", ["digests", "kind", "sha256", "config"])
-@pytest.mark.parametrize("value", [None, 7, [], {"float32": 1}])
-def test_a_damaged_card_proves_nothing(lost, value, saved):
+@pytest.mark.parametrize("change", [{"digests": 7}, {"digests": {}, "sha256": 7}, {"config": 7}])
+def test_a_damaged_card_proves_nothing(change, saved):
     ours, folder = saved
-
-    card_of(folder, lambda card: card["base"].update({lost: value}))
+    card_of(folder, lambda card: card["base"].update(change))
     refuses("--any-base", checkpoint.load_adapter, ours, folder)
     checkpoint.load_adapter(ours, folder, any_base=True)
 

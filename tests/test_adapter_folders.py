@@ -203,7 +203,6 @@ DAMAGED = {
     "one lost": (weights(lambda h: lose(h, "layers.1.self_attn.v_proj")), "no tensors for 1 of them.*1.*v_proj"),
     "a kind of module lost": (weights(lambda h: lose(h, "down_proj")), "no tensors for 2 of them"),
     "all lost": (weights(lambda h: h.clear()), "no tensors for 14 of them"),
-    "inert": (weights(lambda h: [w.zero_() for k, w in h.items() if "lora_B" in k]), "has no effect"),
     "another base": (other_base, "made for a different base"),
     "another base in bfloat16": (partial(other_base, dtype=torch.bfloat16), "made for a different base"),
     "a base with other angles": (partial(other_settings, rope_theta=500.0), "a base of other settings"),

@@ -96,16 +96,6 @@ def test_native_files_convert_bit_for_bit(kind, dtype, tmp_path):
     assert torch.equal(again(ids).logits, hf(ids).logits)
 
 
-def test_native_files_of_a_wrapped_model_are_read_and_told(tmp_path):
-    theirs("llama", tmp_path / "hf", torch.float32)
-    tensors = write_native(tmp_path / "hf", tmp_path / "native")
-    save_file({f"module.{k}": v for k, v in tensors.items()}, tmp_path / "native" / "consolidated.safetensors")
-    opens = open_source(tmp_path / "native")
-    assert "tensors are read without 'module.' in their names" in opens.assumed
-    convert(opens, tmp_path / "back")
-    assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
-
-
 SPLIT_ON_COLUMNS = ("wo.weight", "w2.weight")
 
 

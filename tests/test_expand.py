@@ -15,7 +15,7 @@ from conftest import display, refuses
 from dunes import checkpoint, tree
 from dunes.augment import Change, apply_change, expand, quantize, repeat_structure, undo_change
 from dunes.checkpoint import Architecture
-from dunes.checkpoint.base import changed_part, weights_digest, weights_identity
+from dunes.checkpoint.base import changed_part, weights_identity
 from dunes.checkpoint.export import export
 from dunes.cli import augment_verb as commands
 from dunes.models import FAMILIES
@@ -337,20 +337,6 @@ def test_what_was_trained_is_named(child):
     model.norm.weight.data += child == "norm"
     next(model.get_submodule(child).parameters()).data.mul_(2)
     assert changed_part(model, identity) == child
-
-
-def test_a_record_with_one_digest_of_all_weights_is_still_undone(folders, tmp_path):
-    """Its form before 2026-11-23."""
-    loaded, base = checkpoint.load(folders / "pro"), checkpoint.load(folders / "base").model
-    (record,) = loaded.card["changes"]
-    old = record | {"before": {"kind": "torch.bfloat16", "sha256": weights_digest(base)}}
-    for name in ("pro", "trained"):
-        checkpoint.save(loaded.model, tmp_path / name, TOKENIZER, 64, {"changes": [old]})
-        loaded.model.norm.weight.data += 1
-    undo_folder(tmp_path / "pro", tmp_path / "base", "expand")
-    assert stored(tmp_path / "base") == stored(folders / "base")
-    with pytest.raises(ValueError, match="some part of the model from before it was trained"):
-        undo_folder(tmp_path / "trained", tmp_path / "no", "expand")
 
 
 LAYERS = ("llama", "gpt2", "smollm3", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "mamba2")

@@ -290,39 +290,6 @@ def test_a_model_type_that_is_none(kind):
     refuses(r"config\.json: model_type", family_of, {"model_type": kind})
 
 
-@pytest.mark.parametrize(
-    ("kind", "nearest"),
-    [
-        ("gemma3", r"gemma3_text \(without images\)"),
-        ("gemma", "gemma2"),
-        ("qwen2_moe", "qwen3_moe"),
-        ("qwen2_5_vl", "qwen2"),
-        ("deepseek_v2", "deepseek_v3"),
-        ("qwen3_5_moe", "qwen3_next"),
-        ("olmo3", "olmo2"),
-        ("phi", "phi3"),
-        ("starcoder2", "mistral"),
-        ("glm4", "llama"),
-        ("gpt_bigcode", "gpt2"),
-        ("smolm3", "smollm3"),  # by its spelling
-        ("Mixtral", "mixtral"),
-        ("mamba", "mamba2"),
-    ],
-)
-def test_a_model_type_that_is_none_names_the_nearest(kind, nearest):
-    line = refuses(f"; the nearest is {nearest}: name it in the config only if", family_of, {"model_type": kind})
-    assert len(line) < 400
-
-
-def test_a_config_of_the_package_of_mamba_is_refused_by_its_name():
-    refuses("of the package mamba_ssm: take", family_of, {"d_model": 768, "n_layer": 24, "ssm_cfg": {}})
-
-
-@pytest.mark.parametrize("kind", ["gptj", "gpt_neox_japanese", "t5", "falcon", "llama" * 100])
-def test_a_model_type_far_from_all_names_none(kind):
-    assert "nearest" not in refuses("is not one of", family_of, {"model_type": kind})
-
-
 def test_gpt2_without_its_prefix_and_masks_that_are_no_weights():
     family = FAMILIES["gpt2"]
     keys = {n.theirs.replace("{i}", "3"): (8, 24) for n in family.NAMES}

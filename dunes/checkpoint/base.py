@@ -97,14 +97,7 @@ def weights_identity(model: nn.Module) -> dict[str, str]:
 
 
 def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
-    """The first block or other child whose weights differ from an earlier `weights_identity`, or None.
-
-    An identity of an older format has a single digest; a difference from it is reported as "some part".
-    """
-    if "sha256" in identity:
-        weights = BaseWeights(model, adapters=True)
-        same = identity == {"kind": weights.kind, "sha256": weights.sha256(None)[0]}
-        return None if same else "some part"
+    """The first block or other child whose weights differ from an earlier `weights_identity`, or None."""
     parts = weights_identity(model)
     differing = {part for part in parts.keys() | identity.keys() if parts.get(part) != identity.get(part)}
     return next(
@@ -134,19 +127,10 @@ def file_stamps(base: Path) -> dict[str, list[int]]:
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
-def changed_file(base: Path, card: Mapping[str, Any]) -> str | None:
-    """The first file of a base that differs from the `file_stamps` in an adapter's card; "" if none does.
-
-    None if the card has no stamps. A file of equal size and time is taken as unchanged.
-    """
-    recorded = entry.get("files") if isinstance(entry := card.get("base"), dict) else None
-    if not isinstance(recorded, dict):
-        return None
-    actual = file_stamps(base)
-    for name in sorted(actual.keys() | recorded.keys()):
-        if recorded.get(name) != actual.get(name):
-            return f"{name} has another size or time than recorded"
-    return ""
+def is_unchanged(base: Path, card: Mapping[str, Any]) -> bool:
+    """True if a base has exactly the `file_stamps` in an adapter's card."""
+    entry = card.get("base")
+    return isinstance(entry, dict) and entry.get("files") == file_stamps(base)
 
 
 @dataclass(frozen=True)
@@ -164,20 +148,16 @@ class BaseRecord:
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
         """The record in a card; None if it has no digests of the base. Raises ValueError for a damaged card."""
         base = card.get("base") or {}
-        entries: dict[str, Any] = base if isinstance(base, dict) else {"kind": None}
-        if not entries.keys() & {"kind", "sha256", "digests"}:
-            return None
-        digests = entries.get("digests", {})
-        values = digests.values() if isinstance(digests, dict) else [None]
-        texts = (entries.get("kind"), entries.get("sha256"), *values)
-        if not all(isinstance(text, str) for text in texts):
+        try:
+            if not base.keys() & {"kind", "sha256", "digests"}:
+                return None
+            stored = base.get("digests", {})
+            digests = {dtype: str(stored[name]) for name, dtype in DTYPES.items() if name in stored}
+            return cls(str(base["kind"]), str(base["sha256"]), digests)
+        except (AttributeError, KeyError, TypeError):
             raise ValueError(
                 f"{folder / CARD}: its entry for the base is damaged; download the folder again, {ANY_BASE_HINT}"
-            )
-        kind, digest = entries["kind"], entries["sha256"]
-        # Older cards have one digest, in the base's own dtype.
-        exact = {dtype: digest for dtype in DTYPES.values() if str(dtype) == kind}
-        return cls(kind, digest, exact | {d: digests[name] for name, d in DTYPES.items() if name in digests})
+            ) from None
 
     def is_of(self, weights: BaseWeights) -> bool:
         """True if the adapter was trained on exactly these weights."""

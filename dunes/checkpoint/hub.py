@@ -1,22 +1,19 @@
 """Locate a model by its path or name; one on the Hugging Face Hub is a folder for one commit in the Hub's cache.
 
 A branch is resolved to its commit. huggingface_hub caches the list of files in that commit, downloads missing
-files, and needs no network for cached files. This module selects the files to download: weights in one format
-only, and never code. huggingface_hub compares only sizes, so this module hashes downloaded files, or with `verify`
-all files. It compares the digests (SHA-256 for large files, git's SHA-1 for others) with the files' names in the
-cache.
+files and compares their sizes, and needs no network for cached files; `hf cache verify` compares digests. This
+module selects the files to download: weights in one format only, and never code.
 
-Sources: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
-snapshots of links to them, refs), https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
+Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
+snapshots of links to them, refs)
 """
 
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha1
 from pathlib import Path
 
 from dunes.checkpoint.model_folder import explain, no_such_folder
@@ -31,7 +28,6 @@ PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 NAME = re.compile(f"{PART}/{PART}", re.ASCII)
 REVISION = re.compile(r"\w(?:[\w./+-]{0,254}\w)?", re.ASCII)
 COMMIT = re.compile("[0-9a-f]{40}")
-DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 SIGN_IN = "set HF_TOKEN to a token that may read it, or run: hf auth login"
 
 BESIDE = (
@@ -58,14 +54,13 @@ class ModelLocation:
     origin: dict[str, str]
 
 
-def locate_model(model: str | Path, revision: str | None = None, verify: bool = False) -> ModelLocation:
+def locate_model(model: str | Path, revision: str | None = None) -> ModelLocation:
     """The folder of a model: a local one, or a cached copy of a packaged model (`smollm2`), or of `org/name` or
     `org/name@revision` from the Hub, also written `hf:org/name`.
 
-    A local folder or GGUF file takes precedence. A revision is a branch, a tag or a commit, by default `main`. The
-    digests of downloaded files are checked; with `verify`, of all files. Raises ValueError, on one line, if
-    no such folder or repository exists, if access is denied, if the repository has no weights, if the Hub cannot
-    be reached and the model is not cached, or if a digest is wrong. Raises OSError if the disk is full.
+    A local folder or GGUF file takes precedence. A revision is a branch, a tag or a commit, by default `main`.
+    Raises ValueError, on one line, if no such folder or repository exists, if access is denied, if the repository
+    has no weights, or if the Hub cannot be reached and the model is not cached; OSError if the disk is full.
     """
     path = Path(model)
     if path.is_dir() and revision:
@@ -76,7 +71,7 @@ def locate_model(model: str | Path, revision: str | None = None, verify: bool = 
         raise ValueError(explain(path))
     if packaged := MODELS.get(str(model)) if revision is None else None:
         return ModelLocation(fetch_model(str(model)), {"package": packaged.requirement})
-    return _copy(*_parse(str(model).removeprefix("hf:"), revision), verify)
+    return _copy(*_parse(str(model).removeprefix("hf:"), revision))
 
 
 def _parse(model: str, revision: str | None) -> tuple[str, str]:
@@ -95,7 +90,7 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
     return name, requested
 
 
-def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
+def _copy(name: str, revision: str) -> ModelLocation:
     """Download the files of a revision that are not cached; returns the location of the cached copy."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the package is imported
     if not sys.stderr.isatty():
@@ -112,9 +107,6 @@ def _copy(name: str, revision: str, verify: bool) -> ModelLocation:
             snapshot_download(name, revision=commit, allow_patterns=missing)
         except Exception as error:  # httpx, JSON, ...
             raise _failure(error, name, revision) from None
-        _verify(folder, missing, discard=True)
-    if verify:
-        _verify(folder, files)
     ref = store / "refs" / revision
     if revision != commit and _read_ref(ref) != commit:
         with suppress(OSError):  # the cache may be read-only
@@ -175,29 +167,6 @@ def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
         f"{name}: no weights in a supported format (model*.safetensors, consolidated*.safetensors, "
         f"consolidated.*.pth or pytorch_model*.bin) among its {plural(len(files), 'file')}; name another model"
     )
-
-
-def _verify(folder: Path, files: Iterable[str], discard: bool = False) -> None:
-    """Raise ValueError, naming the file, if a file's digest differs from its name in the cache.
-
-    With `discard` the file is deleted, so that it is downloaded again.
-    """
-    links = [folder / file for file in files if (folder / file).is_symlink()]
-    with atomic.progress("hashing", sum(path.stat().st_size for path in links)) as advance:
-        for path in links:
-            blob = Path(os.readlink(path)).name  # the blob may be a link, too
-            if DIGEST.fullmatch(blob) and _digest(path, len(blob), advance) != blob:
-                if discard:
-                    path.resolve().unlink()
-                remedy = "it was removed; try again" if discard else f"delete {path.resolve()} and try again"
-                raise ValueError(f"{path}: not the file that the Hub holds, whose digest is {blob}; {remedy}")
-
-
-def _digest(path: Path, length: int, advance: Callable[[int], object]) -> str:
-    """Hex digest of a file: SHA-256 for a `length` of 64, otherwise git's blob hash (SHA-1)."""
-    if length == 64:
-        return atomic.digest(path, advance)
-    return atomic.digest(path, advance, sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False))
 
 
 def _failure(error: Exception, name: str, revision: str) -> ValueError:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.options import Lora
-from dunes.checkpoint.base import BaseRecord, changed_file
+from dunes.checkpoint.base import BaseRecord, is_unchanged
 from dunes.checkpoint.folder import check_vocabulary, load_decoder, load_tokenizer
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, is_reference
 from dunes.checkpoint.loading import base_folder, check_memory, load, prepare_base, tokenizer_folder
@@ -194,8 +194,8 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
         check_memory(source)
         lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
         check = "done when the adapter is loaded, or with --values"
-        if (difference := changed_file(source.folder, card)) is not None:
-            check = f"{difference}; {check}" if difference else "its files have the recorded sizes and times"
+        if is_unchanged(source.folder, card):
+            check = "its files have the recorded sizes and times"
         if values:
             load(folder)  # hashes only what has another size or time than recorded
             prepare_base(load_decoder(source), [folder])

@@ -15,7 +15,7 @@ from dunes.augment import Change, make_change
 from dunes.augment.adapted import sides
 from dunes.checkpoint import architecture as architectures
 from dunes.checkpoint.architecture import Architecture, Build, has_own_form
-from dunes.checkpoint.base import BaseWeights, changed_file, check_base, read_base_record
+from dunes.checkpoint.base import BaseWeights, check_base, is_unchanged, read_base_record
 from dunes.checkpoint.folder import LoadedModel, load_decoder, load_tokenizer
 from dunes.checkpoint.formats.adapter import adapter_base_of, attach_adapter, check_settings, is_reference
 from dunes.checkpoint.hub import NAME, locate_model
@@ -152,8 +152,7 @@ def check_memory(source: Source) -> None:
 
 def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
     card, base = verified_card(folder), base_folder(folder)
-    difference = changed_file(base, card)
-    is_same = difference == "" and not any(_changes(card))
+    is_same = is_unchanged(base, card) and not any(_changes(card))
     try:
         source = open_verified_source(base, max_bytes=0 if is_same else LARGE)
         tokenizer = load_tokenizer(source, tokenizer_folder(folder))
@@ -167,7 +166,7 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
             check_settings(adapter_base_of(model), card, folder)
     except ValueError as error:
         remedy = f"; {OTHER_BASE.format(folder)}" if is_reference(card) else ""
-        raise (ValueError(f"{error} (in {base}, {difference}){remedy}") if difference else error) from None
+        raise (error if is_same else ValueError(f"{error} (in {base}){remedy}")) from None
     if history := source.card.get("changes" if source.own is None else "history"):
         card["history"] = history  # changes that the base's weights include
     architecture = replace(source.architecture, changes=(*source.architecture.changes, *changes))

@@ -3,7 +3,6 @@
 For a path that is no model folder, an error message says what it is and names a remedy.
 """
 
-import errno
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -23,8 +22,6 @@ from dunes.units import plural
 
 CARD = "dunes.json"
 FORMAT = 3
-MAX_CHANGES = 500
-"""Maximum number of changes that a card may list, since repeating each change visits all modules."""
 CONFIG = "config.json"
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 """File names of unsharded weights; an index of shards has such a name with the suffix .index.json."""
@@ -56,20 +53,13 @@ def explain(path: Path) -> str:
     if not os.path.lexists(path):
         return no_such_folder(path)
     if not path.is_dir():
-        remedy = f"name its folder: {path.parent}" if is_model_folder(path.parent) else "name a model folder"
-        return f"{path}: a file, not a model folder; {remedy}"
+        return f"{path}: a file, not a model folder; name a model folder"
     if (path / ADAPTER).is_file():
-        base = quote(json_file.read(path / ADAPTER, json_file.MAX_CONFIG_BYTES).get("base_model_name_or_path"))
-        return f"{path}: an adapter of {base}, not a whole model; merge it first: dunes augment merge {path} OUT"
-    runs = [run for run in (path.parent, path.parent.parent) if _is_run(run)]
-    if runs := [run for run in runs if (run / "state").resolve() in (path.resolve(), path.resolve().parent)]:
-        return f"{path}: the training state of a run, not a model folder; name the run: {runs[0]}"
+        return f"{path}: an adapter, not a whole model; merge it first: dunes augment merge {path} OUT"
     if _is_run(path):
-        plan = path / "state" / "plan.json"
-        verb = "finetune" if plan.is_file() and "method" in json_file.read(plan) else "train"
         return (
-            f"{path}: a run without a model yet, still training, or stopped before its first save; continue it: "
-            f"dunes {verb} --resume --out {path}"
+            f"{path}: a run without a model yet, still training, or stopped before its first save; continue it "
+            f"with --resume --out {path}"
         )
     if (path / UNFINISHED).is_dir():
         return f"{path}: an unfinished model; remove it, or run the dunes augment command that began it again"
@@ -106,12 +96,8 @@ def read_card(folder: Path) -> dict[str, Any]:
     for key in ("changes", "history"):
         if not isinstance(changes := card.get(key, []), list) or not all(isinstance(c, dict) for c in changes):
             raise ValueError(f"{folder / CARD}: {key!r} must be a list of objects; download the file again")
-        if len(changes) > MAX_CHANGES:
-            raise ValueError(f"{folder / CARD}: lists {len(changes):,} changes; the limit is {MAX_CHANGES:,}")
     if type(number := card.get("format", FORMAT)) is not int or number > FORMAT:
         raise ValueError(f"{folder / CARD}: of format {quote(number)}, this version reads {FORMAT}; update dunes")
-    if card.get("format") == 1 and "context" in card:  # the name in format 1
-        card["context_length"] = card.pop("context")
     return card
 
 
@@ -168,14 +154,8 @@ def finish_save(folder: Path) -> Path:
     """
     ready = ready_folder(folder)
     if (ready / CARD).is_file() or (ready.is_dir() and not any(ready.iterdir())):
-        try:
-            with folder_lock(folder):
-                place_files(folder)
-        except OSError as error:
-            reason = (
-                f"{os.strerror(error.errno or errno.EIO)}, but a save was interrupted here, which must be finished"
-            )
-            raise OSError(error.errno, reason, str(folder)) from None
+        with folder_lock(folder):
+            place_files(folder)
     return folder
 
 

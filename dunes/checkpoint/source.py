@@ -3,11 +3,10 @@
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import atomic, json_file
 from dunes.files.model_file import find_file, listed_file, require_inside, unfinished_downloads
-from dunes.models import FAMILIES, build_on_meta, family_of, weight_counts, weight_names
+from dunes.models import FAMILIES, build_on_meta, family_of, weight_names
 from dunes.models.names import Names, for_heads, match_indices, substitute
 from dunes.parts import Decoder
 from dunes.text.gguf_file import SUFFIX
@@ -29,9 +28,6 @@ from dunes.units import plural
 
 POSITIONS = "embed.place.weight"
 """Name of learned position embeddings."""
-MAX_TENSORS = 200_000
-"""Maximum number of tensors in a model, since creating each takes time; 384 experts in 60 blocks have 70,000
-tensors."""
 
 
 @dataclass(frozen=True)
@@ -93,40 +89,24 @@ class Source:
 
     def outline(self) -> Decoder:
         """The model on the meta device; if a function builds the model, on the device that the function uses."""
-        if self.own is None:
+        with _naming_errors(self.folder / (CONFIG if self.own is None else CARD)):
             return self.architecture.outline()
-        with _naming_errors(self.folder / CARD):
-            return self.own.outline()
 
     @cached_property
     def expected(self) -> dict[str, LazyTensor]:
         """The tensors, without values, that a model with this config has, by the model's names.
 
-        Raises ValueError, before the model is built, if the files have far fewer parameters than the config.
+        Raises ValueError, before the model is built, if the config has more blocks than the files have tensors.
         """
         if self.architecture.function is None:
-            self._check_size(self.files.values())
+            self._check_depth(len(self.files))
         return in_memory(self.outline().state_dict(), self.format)
 
-    def _check_size(self, files: Iterable[LazyTensor]) -> None:
-        """Raise ValueError if these files have far fewer parameters than the config describes."""
-        sizes = [prod(tensor.shape) for tensor in files]
-        stored, slack = sum(sizes), 1 << 20
-        try:
-            parameters, tensors = weight_counts(self.family, self.config)
-        except RuntimeError:  # the bytes of a tensor exceed 64 bits
-            described, actual = f"a matrix of more than {1 << 63:.2e} bytes", f"{stored:.2e} parameters"
-        else:
-            if parameters > 2 * stored + slack:
-                described = f"{parameters:.2e} parameters ({2 * parameters:.2e} bytes in bfloat16)"
-                actual = f"{stored:.2e}"
-            elif self.config.depth > len(sizes) + 100 or tensors > MAX_TENSORS:
-                described = f"{self.config.depth:,} blocks and {tensors:,} tensors"
-                actual = f"{len(sizes):,} ({MAX_TENSORS:,} is the limit)"
-            else:
-                return
-        reason = f"the config describes {described}, the files have {actual}"
-        raise ValueError(f"{self.folder}: {reason}; one of them belongs to another model")
+    def _check_depth(self, tensors: int) -> None:
+        """Raise ValueError if the config has more blocks than the files have tensors, which take long to build."""
+        if (depth := self.config.depth) > tensors:
+            described = f"the config describes {depth:,} blocks, the files have {plural(tensors, 'tensor')}"
+            raise ValueError(f"{self.folder}: {described}; one of them belongs to another model")
 
     @property
     def assumed(self) -> tuple[str, ...]:
@@ -170,7 +150,7 @@ def _naming_errors(path: Path) -> Iterator[None]:
         yield
     except KeyError as key:
         raise ValueError(f"{path}: {key} is missing") from None
-    except (ValueError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
         reason = " ".join(str(error).split()).removeprefix(f"{CONFIG}: ")
         raise ValueError(f"{path}: {reason if len(reason) < 400 else reason[:400] + '...'}") from None
 
@@ -283,13 +263,13 @@ def _open_gguf(path: Path) -> Source:
         files = gguf.tensors(path)
         hf_config = gguf.hf_config(path, files)
     unnamed = Source(path, "GGUF", hf_config, files, [], (gguf.FREQUENCIES,))
-    unnamed._check_size(files.values())
+    unnamed._check_depth(len(files))
     return replace(unnamed, names=gguf.weight_names(unnamed.architecture))
 
 
 def _open_native(folder: Path) -> Source:
     params = json_file.read(folder / native.PARAMS, json_file.MAX_CONFIG_BYTES)
-    shards, renaming = _without_prefix(_consolidated(folder))
+    shards = _consolidated(folder)
     heads = [s["output.weight"].shape for s in shards if "output.weight" in s]
     rows = heads or [s[native.EMBEDDING].shape for s in shards if native.EMBEDDING in s]
     if not rows or any(len(shape) != 2 for shape in rows):
@@ -299,22 +279,12 @@ def _open_native(folder: Path) -> Source:
         tied = bool(params.get("tied_embeddings")) or not heads
         vocab = rows[0][0] if replicated else sum(shape[0] for shape in rows)
         hf_config, notes = native.to_hf_config(params, vocab, tied)
-    unnamed = Source(folder, "native", hf_config, shards[0], [], native.IGNORED_NAMES, (*notes, *renaming))
-    unnamed._check_size(w for s in shards for w in s.values())
+    unnamed = Source(folder, "native", hf_config, shards[0], [], native.IGNORED_NAMES, tuple(notes))
+    unnamed._check_depth(sum(map(len, shards)))
     names = native.weight_names(hf_config)
     expected = in_memory(build_on_meta(unnamed.family, unnamed.config).state_dict())
     shapes = {key: tensor.shape for key, tensor in hf_weights(names, expected).items()}
     return replace(unnamed, files=native.join_shards(shards, shapes), names=names)
-
-
-def _without_prefix(shards: list[dict[str, LazyTensor]]) -> tuple[list[dict[str, LazyTensor]], list[str]]:
-    """The tensors of native files, with the common prefix of their names removed, and a note on that prefix."""
-    names = [name for shard in shards for name in shard]
-    leading = next((n.removesuffix(native.EMBEDDING) for n in names if n.endswith(native.EMBEDDING)), "")
-    if not leading.endswith(".") or not all(name.startswith(leading) for name in names):
-        return shards, []
-    plain = [{name.removeprefix(leading): tensor for name, tensor in s.items()} for s in shards]
-    return plain, [f"tensors are read without {leading!a} in their names"]
 
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:

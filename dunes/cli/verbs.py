@@ -359,7 +359,7 @@ def inspect(
     from dunes.checkpoint.loading import is_adapter
     from dunes.checkpoint.model_folder import readable_folder
 
-    folder = checkpoint.locate_model(model, verify=True).folder
+    folder = checkpoint.locate_model(model).folder
     if is_adapter(folder):
         if layers or example:
             raise ValueError(f"{folder}: an adapter has no table of layers; inspect its base with --layers")
@@ -492,7 +492,7 @@ def _export(function: str, model: str, out: Path, *options: Any) -> None:
     from dunes import checkpoint
 
     write = resolve_name(f"dunes.checkpoint.{function}")
-    print(f"{out}: {write(checkpoint.locate_model(model, verify=True).folder, out, *options)}")
+    print(f"{out}: {write(checkpoint.locate_model(model).folder, out, *options)}")
 
 
 def _exports_network(model: str, to: str, dtype: str | None, example: tuple[int, ...]) -> bool:
@@ -524,7 +524,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes.checkpoint.source import open_verified_source
     from dunes.progress import Display, shown_by
 
-    location = checkpoint.locate_model(model, verify=True)
+    location = checkpoint.locate_model(model)
     torch_dtype = None if dtype is None else getattr(torch, dtype)
     if not is_plain(location.folder) and names is None:
         print("\n".join(export(location.folder, out, dtype=torch_dtype).lines()))

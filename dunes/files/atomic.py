@@ -140,11 +140,9 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def digest(
-    path: Path, advance: Callable[[int], object] = lambda size: None, hasher: "hashlib._Hash | None" = None
-) -> str:
-    """Hex digest of a file, by SHA-256 or `hasher`; `advance` is called with the size of each part read."""
-    hasher = hasher or hashlib.sha256()
+def digest(path: Path, advance: Callable[[int], object] = lambda size: None) -> str:
+    """The SHA-256 of a file in hex; `advance` is called with the size of each part read."""
+    hasher = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):
             hasher.update(part)

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from os.path import lexists
@@ -17,9 +18,6 @@ MAX_BYTES = 64 << 20
 """Size limit of a JSON file in bytes; the index of a published model of 90,000 tensors has nine megabytes."""
 MAX_CONFIG_BYTES = 8 << 20
 """Size limit of a config file in bytes; most config files have about a kilobyte."""
-_ERRORS = {"error", "errors", "message", "detail"}
-_BESIDE_ERRORS = {"code", "status", "status_code", "statusCode", "success", "title", "type"}
-"""Other keys in the JSON error messages that servers send instead of a file."""
 MAX_ITEMS = 2_000_000
 """Maximum number of commas and opening brackets in a JSON file. Each may begin a Python object, which takes about
 twenty times as much memory as its text."""
@@ -39,10 +37,10 @@ def read_if_present(path: Path) -> dict[str, Any]:
     return read(path, MAX_CONFIG_BYTES) if lexists(path) else {}
 
 
-def parse(text: bytes, path: Path, most: int = MAX_ITEMS) -> dict[str, Any]:
+def parse(text: bytes, path: Path) -> dict[str, Any]:
     """The object in the bytes of a JSON file; `path` is for error messages. Raises ValueError like `read`."""
-    if (items := sum(map(text.count, (b",", b"[", b"{")))) > most:
-        raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {most:,}")
+    if (items := sum(map(text.count, (b",", b"[", b"{")))) > MAX_ITEMS:
+        raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {MAX_ITEMS:,}")
     try:
         content = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
@@ -53,8 +51,6 @@ def parse(text: bytes, path: Path, most: int = MAX_ITEMS) -> dict[str, Any]:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected an object, found {type(content).__name__}")
-    if _ERRORS & content.keys() and content.keys() <= _ERRORS | _BESIDE_ERRORS:
-        raise ValueError(f"{path}: an error that a server sent, {ascii(text[:80])[1:]}; fetch the file again")
     return content
 
 
@@ -62,8 +58,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a dict from key-value pairs, as a hook for `json.loads`. Raises ValueError for a duplicate key."""
     content = dict(pairs)
     if len(content) < len(pairs):
-        keys: set[str] = set()
-        duplicate = next(k for k, _ in pairs if k in keys or keys.add(k))  # type: ignore[func-returns-value]
+        duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {duplicate[:80]!r} occurs twice")
     return content
 

@@ -1,6 +1,6 @@
 """Find and open the files of an untrusted model folder, and permit running code that its card names.
 
-Each file must be a regular file in that folder, have a limited size, and begin with bytes that match its name.
+Each file must be a regular file in that folder, have a limited size, and be the file itself, not a placeholder.
 """
 
 import os
@@ -24,20 +24,6 @@ _STAND_INS = (
 )
 """Placeholders for files that were not fetched: pattern of the first bytes, name, and remedy."""
 _PAGE = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype|html|\?xml)\b", re.IGNORECASE)
-_FORMATS = {
-    b"PK\3\4": "a zip archive",
-    b"\x80\2": "a pickle",
-    b"\x1f\x8b": "gzip data",
-    b"\x28\xb5\x2f\xfd": "zstd data",
-    b"\xfd7zXZ": "xz data",
-    b"BZh": "bzip2 data",
-    b"GGUF": "a GGUF file",
-    b"PAR1": "a parquet file",
-}
-_OWN = {".gguf": (b"GGUF",), ".safetensors": (), ".json": (), ".model": (), ".jinja": ()}
-"""Magic numbers in `_FORMATS` that files with these suffixes may have; with other suffixes, `_TORCH` applies."""
-_TORCH = (b"PK\3\4", b"\x80\2")
-_BINARY = (".safetensors", ".gguf", ".bin", ".pth", ".pt")
 UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".download", ".aria2")
 """Suffixes of unfinished downloads."""
 _trusted = ContextVar("trusted", default=False)
@@ -126,11 +112,19 @@ def open_file(path: Path) -> BinaryIO:
         raise ValueError(f"{path}: cannot be opened: {error.strerror}") from None
 
 
-def require_content(path: Path, file: BinaryIO, suffix: str = "") -> None:
-    """Raise ValueError if the first bytes of an open file do not match `suffix`, by default the path's suffix."""
+def require_content(path: Path, file: BinaryIO) -> None:
+    """Raise ValueError if the first bytes are those of a placeholder, a web page or an unfinished download.
+
+    Any other content is refused by the reader of the file's format.
+    """
     head = file.read(HEAD)
     file.seek(0)
-    if reason := stand_in(head) or _other_content(suffix or path.suffix, head):
+    reason = stand_in(head)
+    if not head.strip(b"\0"):
+        reason = f"{'begins with zeros' if head else 'empty'}, like an unfinished download; {_AGAIN}"
+    elif _PAGE.match(head):
+        reason = f"a web page, perhaps an error message; {_AGAIN}"
+    if reason:
         raise ValueError(f"{path}: {reason}")
 
 
@@ -138,27 +132,6 @@ def stand_in(head: bytes) -> str:
     """Message with a remedy if a file with these first bytes is only a placeholder; otherwise empty."""
     matches = ((name, remedy) for start, name, remedy in _STAND_INS if re.match(start, head))
     return next((f"{name}, not the file itself; {remedy}" for name, remedy in matches), "")
-
-
-def _other_content(suffix: str, head: bytes) -> str:
-    """Message with a remedy if a file's first bytes do not match its suffix; otherwise empty."""
-    if not head.strip(b"\0"):
-        return f"{'begins with zeros' if head else 'empty'}, like an unfinished download; {_AGAIN}"
-    if _PAGE.match(head):
-        return f"a web page, perhaps an error message; {_AGAIN}"
-    if suffix == ".safetensors" and head[8:9] == b"{":  # the first eight bytes are a number
-        return ""
-    formats = {magic: name for magic, name in _FORMATS.items() if magic not in _OWN.get(suffix, _TORCH)}
-    if magic := next(filter(head.startswith, formats), None):
-        return f"{formats[magic]}, unlike its name; unpack it, or {_AGAIN}"
-    text = head.decode("utf-8", "ignore")
-    if (
-        suffix in _BINARY
-        and text.replace("\n", " ").replace("\r", " ").isprintable()
-        and not head.startswith(b"GGUF")
-    ):
-        return f"text that begins with {text[:60]!a}, such as a server's error; {_AGAIN}"
-    return ""
 
 
 def unfinished_downloads(folder: Path) -> str:

@@ -95,7 +95,7 @@ def _other_parts(path: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
 
 def _read_part(path: Path) -> Header:
     with open_file(path) as file:
-        require_content(path, file, SUFFIX)  # a staged file has another name
+        require_content(path, file)
         try:
             return _Reader(file, path.stat().st_size).header()
         except ValueError as error:

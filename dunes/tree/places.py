@@ -116,8 +116,6 @@ def find(model: nn.Module, where: Where = "**", kind: Kind = anything) -> list[P
     """
     selected = [p for p in places(model) if matches(where, p.name) and kind(p.module)]
     if not selected:
-        if not any(True for _ in places(model)):
-            raise ValueError(f"this {type(model).__name__} has no modules inside; put it into an nn.Sequential")
         names = ", ".join(p.name for p in places(model) if kind(p.module)) or "none"
         raise ValueError(f"{where!r} selects nothing; the places of that kind are: {names[:300]}")
     return selected
@@ -207,10 +205,7 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
     """
     parameters = {name: p for name, p in model.named_parameters() if matches(where, name)}
     if not parameters:
-        first = {id(p): name for name, p in model.named_parameters()}
-        all_names = model.named_parameters(remove_duplicate=False)
-        tied = next((f"; {n} is {first[id(p)]}" for n, p in all_names if matches(where, n)), "")
-        raise ValueError(f"{where!r} selects no parameter{tied}")
+        raise ValueError(f"{where!r} selects no parameter")
     for parameter in parameters.values():
         parameter.requires_grad_(False)
     return [*parameters]
@@ -249,7 +244,7 @@ def move(
 
     Only floating-point tensors get the dtype. Parameters stay the same objects, so that ties and optimizers stay
     valid; gradients move with them. Raises ValueError if nothing is selected, for a dtype that is not
-    floating-point, to or from the meta device, and for parameters without a shape yet.
+    floating-point, and for parameters without a shape yet.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
@@ -258,11 +253,6 @@ def move(
     selected = {name: tensor for name, tensor in tensors if matches(where, name)}
     if not selected:
         raise ValueError(f"{where!r} selects no parameter and no buffer")
-    on_meta = [name for name, tensor in selected.items() if tensor.is_meta]
-    if device is not None and (on_meta or torch.device(device).type == "meta"):
-        raise ValueError(
-            f"{(on_meta or [*selected])[0]}: nothing moves from or to the meta device; load its values"
-        )
     gradients = [t.grad for t in selected.values() if t.is_leaf and t.grad is not None]
     selected_by_id = {id(t): t for t in (*selected.values(), *gradients)}
     copies: dict[int, Tensor] = {}

@@ -19,7 +19,7 @@ from dunes.checkpoint.verify import EXACT, prompts
 from dunes.extra import extra
 from dunes.files import atomic
 from dunes.ops.kernels import one_line
-from dunes.parts import MoE, vocabulary_size
+from dunes.parts import vocabulary_size
 from dunes.units import format_bytes
 
 SUFFIX, LARGEST = ".onnx", 2**31 - 2**20  # the limit of protocol buffers
@@ -40,11 +40,9 @@ def export_onnx(loaded: LoadedModel, out: Path) -> str:
     """Write `out`, which maps `ids` (B, T) to `logits` (B, T, V) in float32; returns a line on the file.
 
     The model itself is converted to float32, and its quantized layers become dense. Raises ValueError if `out`
-    exists, if the extra packages are missing, for mixtures of experts, sliding windows and models of more than
-    2 GB, if torch cannot export the model, and if onnxruntime computes other logits; then nothing is written.
+    exists, if the extra packages are missing, for sliding windows and models of more than 2 GB, if torch cannot
+    export the model, and if onnxruntime computes other logits; then nothing is written.
     """
-    if any(isinstance(module, MoE) for module in loaded.model.modules()):
-        raise ValueError("--to onnx: a mixture of experts, whose calls depend on the tokens, cannot be exported")
     if any(getattr(module, "window", None) is not None for module in loaded.model.modules()):
         raise ValueError("--to onnx: a sliding window, whose mask depends on the length, cannot be exported")
     dequantize(loaded.model)

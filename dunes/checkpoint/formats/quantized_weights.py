@@ -47,7 +47,6 @@ from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.models.mixtral import MAX_EXPERTS
 
 STATE = ".quant_state.bitsandbytes__"
-MAX_STATE = 1 << 16
 NAME = "compressed-tensors"
 FORMAT, INT_FORMAT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 PACKED = "weight_packed"
@@ -104,12 +103,9 @@ def _blocks(files: Weights) -> dict[str, LazyTensor]:
 
 def _read_state(tensor: LazyTensor) -> dict[str, Any]:
     try:
-        if tensor.dtype != torch.uint8 or tensor.nbytes > MAX_STATE:
-            raise ValueError
         state = json.loads(bytes(tensor.read().flatten().tolist()))
         rows, columns = state["shape"]
-        sizes = [rows, columns, state["blocksize"], state.get("nested_blocksize", 1)]
-        if not all(type(size) is int and size > 0 for size in sizes):
+        if min(rows, columns, state["blocksize"], state.get("nested_blocksize", 1)) < 1:
             raise ValueError
         state["dtype"], state["offset"] = float_dtype(state["dtype"]), float(state.get("nested_offset", 0.0))
     except (ValueError, KeyError, TypeError, RecursionError):
