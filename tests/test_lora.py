@@ -25,7 +25,7 @@ from dunes.augment import (
     unmerge,
 )
 from dunes.augment.adapted import Adapter, LoraConfig, dense
-from dunes.augment.changes import decide_change
+from dunes.augment.changes import decide_change, repeat_structure
 from dunes.models import mixtral
 from dunes.ops import low_rank
 from dunes.parts import Checkpointed
@@ -392,9 +392,9 @@ def test_both_orders_of_quantizing_and_adapting_are_one(kind):
 
 BAD = {
     "no place": ({"where": "blocks.*.attention.q"}, "selects nothing"),
-    "no rank": ({"rank": 0}, r"blocks.0.attn.q: rank 0; expected 1 to 32"),
-    "too great a rank": ({"ranks": {"**.k": 33}}, r"blocks.0.attn.k: rank 33; expected 1 to 32"),
-    "no scale": ({"alpha": float("nan")}, "alpha nan; expected a positive number"),
+    "no rank": ({"rank": 0}, "blocks.0.attn.q: rank 0"),
+    "too great a rank": ({"ranks": {"**.k": 33}}, "blocks.0.attn.k: rank 33"),
+    "no scale": ({"alpha": float("nan")}, "alpha nan"),
     "a name with a dot": ({"adapter": "a.b"}, "adapter name 'a.b'"),
     "a name that is taken": ({"adapter": "keys"}, "adapter name 'keys'"),
     "no dropout": ({"dropout": 1.0}, "dropout is 1.0"),
@@ -415,7 +415,7 @@ def test_more_refusals():
     model = build()
     note = attach(model, where="**.q", rank=2)
     refuses("already has an adapter 'default'", attach, model, where="**.q", rank=2)
-    refuses(r"blocks.0.attn.q: this model has no such place", lora.shape, nn.Sequential(nn.Linear(2, 2)), note)
+    refuses("is damaged: .*blocks.0.attn.q", repeat_structure, nn.Sequential(nn.Linear(2, 2)), note)
     refuses("kept no modules", unmerge, model, merge(model))
     refuses("its adapters are: none", merge, model)
     attach(model, where="**.q", rank=2, adapter="a")

@@ -48,8 +48,6 @@ class Change:
         """Convert a JSON object to a change: the inverse of `record`. Raises ValueError for a damaged record."""
         try:
             name, version, request, places = (record[key] for key in ("name", "version", "request", "places"))
-            if isinstance(places, list):  # quantization before format 3
-                places = {place: {} for place in places}
             new, before = tuple(record.get("new", ())), record.get("before", {})
             valid = isinstance(name, str) and type(version) is int and all(map(_is_object, (request, places)))
             words = [*new, *before.values()]

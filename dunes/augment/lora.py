@@ -69,8 +69,6 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
 def check(model: nn.Module, change: Change) -> None:
     """Raise ValueError that names the place and a remedy if the change cannot be made to this model."""
     request = change.request
-    if request["init"] not in ("lora", "pissa"):
-        raise ValueError(f"init is {request['init']!r}; expected 'lora' or 'pissa'")
     tied = isinstance(model, Decoder) and model.head is None
     for place, module in check_places(model, change):
         if not is_embedding(module):
@@ -89,24 +87,21 @@ def check(model: nn.Module, change: Change) -> None:
 def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]]:
     """The places of the change with their modules.
 
-    Raises ValueError for an invalid adapter name, dropout, dtype, rank or alpha, and for a missing place.
+    Raises ValueError for an invalid adapter name, dropout, dtype, rank or alpha.
     """
-    request = change.request
-    name, dropout = request["adapter"], request["dropout"]
+    name, dropout = change.request["adapter"], change.request["dropout"]
     if not re.fullmatch(r"\w+", name) or hasattr(nn.ModuleDict, name):
         raise ValueError(f"adapter name {name!r}; expected letters, digits and _, and no method of ModuleDict")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout!r}; it must be from 0 to below 1")
-    float_dtype(request["dtype"])
     modules = modules_at(model, change.places)
     for place, settings in change.places.items():
-        if (module := modules.get(place)) is None:
-            raise ValueError(f"{place}: this model has no such place; was the change made to another model?")
-        rank, alpha, largest = settings["rank"], settings["alpha"], min(sides(module))
-        if type(rank) is not int or not 1 <= rank <= largest:
-            raise ValueError(f"{place}: rank {rank!r}; expected 1 to {largest}, the smaller side of its matrix")
-        if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha <= 0:
-            raise ValueError(f"{place}: alpha {alpha!r}; expected a positive number")
+        module, rank, alpha = modules[place], settings["rank"], settings["alpha"]
+        if not 1 <= rank <= min(sides(module)) or not 0 < alpha < math.inf:
+            raise ValueError(
+                f"{place}: rank {rank}, alpha {alpha}; expected 1 to {min(sides(module))}, the shorter side, "
+                "and a positive number"
+            )
         if isinstance(module, Adapted) and name in module.adapters:
             raise ValueError(
                 f"{place}: it already has an adapter {name!r}; start from the model without it, or merge it first "
