@@ -427,20 +427,6 @@ def _target_index(targets: Tensor) -> Tensor:
     return torch.sort(~has_target, stable=True).indices[: count + -count % PAD_MULTIPLE]
 
 
-def document_losses(logits: Tensor, targets: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy and number of targets of each document, both (documents,).
-
-    `logits` are (B, T, V); documents come in batch order. Without `positions`, each row is one document.
-    """
-    if positions is None:
-        positions = torch.arange(targets.shape[1], device=targets.device)
-    positions, has_target, number = positions.expand_as(targets), targets != IGNORE, torch.zeros_like(targets)
-    starts, number[positions >= 0] = torch.unique(document_starts(positions), return_inverse=True)
-    losses = F.cross_entropy(logits[has_target].float(), targets[has_target], reduction="none")
-    sums = losses.new_zeros(len(starts)).index_add(0, number[has_target], losses)
-    return sums, number[has_target].bincount(minlength=len(starts))
-
-
 def vocabulary_size(model: nn.Module) -> int | None:
     """Number of ids in the token embedding of a decoder, which may be compiled or wrapped; None if unknown."""
     inner = next((m for m in model.modules() if isinstance(m, Decoder)), None)

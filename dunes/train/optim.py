@@ -1,7 +1,7 @@
 """Functions that build an optimizer for a model, with its parameter groups. All are `torch.optim.Optimizer`s.
 
 Weight decay applies to matrices, not to vectors (norms, biases). Frozen parameters are left out. The functions
-raise ValueError if no parameter is trainable, and for negative rates.
+raise ValueError if no parameter is trainable, and for rates that are negative or not finite.
 
 A rule is a function of tensors that computes an update, so that a compiled step can contain it. Its arguments are
 a parameter, the gradient, the state, and the parameter group, whose "lr" may be a tensor. It returns the new
@@ -37,16 +37,19 @@ def adamw(
     model: nn.Module, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), decay: float = 0.1
 ) -> Optimizer:
     """AdamW. https://arxiv.org/abs/1711.05101"""
+    _check("adamw", lr=lr, decay=decay)
     return torch.optim.AdamW(_decayed(_trainable(model).values(), decay), lr, betas, fused=_fusable(model))
 
 
 def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0, decay: float = 0.0) -> Optimizer:
     """Stochastic gradient descent with momentum."""
+    _check("sgd", lr=lr, momentum=momentum, decay=decay)
     return torch.optim.SGD(_trainable(model).values(), lr, momentum, weight_decay=decay, fused=_fusable(model))
 
 
 def rmsprop(model: nn.Module, lr: float = 1e-3, smoothing: float = 0.99, momentum: float = 0.0) -> Optimizer:
     """RMSprop: divides the gradient by the root of a running mean of its square."""
+    _check("rmsprop", lr=lr, momentum=momentum)
     return torch.optim.RMSprop(_trainable(model).values(), lr, smoothing, momentum=momentum)
 
 

@@ -30,17 +30,16 @@ class Record:
 class Schedule:
     """Schedule of a factor on the learning rate at each step (0, 1, 2, ...), and of the end of the run.
 
-    The factor rises linearly for `warmup` steps to 1, and at the end decays linearly to `lowest`.
+    The factor rises linearly for `warmup` steps to 1, and at the end decays linearly to 0.
     """
 
     warmup: int = 0
-    lowest: float = 0.0
     records: list[Record] = field(default_factory=list)
 
     @classmethod
-    def steps(cls, total: int, warmup: int = 0, decay: float = 0.5, lowest: float = 0.0) -> "Schedule":
+    def steps(cls, total: int, warmup: int = 0, decay: float = 0.5) -> "Schedule":
         """A schedule of `total` steps; the factor decays during the last fraction `decay` of them."""
-        return cls(warmup, lowest, [Record(total - round(total * decay), total)])
+        return cls(warmup, [Record(total - round(total * decay), total)])
 
     def lr_scale(self, step: int) -> float:
         """The factor on the learning rate at this step."""
@@ -54,7 +53,7 @@ class Schedule:
         last = active[-1]
         height = self._decayed(last.begin, active[:-1])
         remaining = max(0.0, (last.end - step) / max(1, last.end - last.begin))
-        return self.lowest + (height - self.lowest) * remaining
+        return height * remaining
 
     def is_over(self, step: int) -> bool:
         """True if the run ends after `step` steps."""
