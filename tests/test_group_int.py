@@ -252,8 +252,8 @@ def test_changes_of_several_kinds_follow_each_other():
     [
         ({"kind": "nf4", "method": "gptq"}, "kind nf4 has no method 'gptq'; expected rtn"),
         ({"kind": "int8", "method": "hqq"}, "kind int8 has no method 'hqq'; expected rtn, gptq"),
-        ({"kind": "int8", "group": 64}, "kind int8 has no choice of group"),
-        ({"kind": "int4", "double": True}, "double only with nf4"),
+        ({"kind": "int8", "group": 64}, "group or symmetric does not go with"),
+        ({"kind": "int4", "double": True}, "double does not go with"),
         ({"kind": "int4", "group": -1}, "group is -1; expected"),
         ({"kind": "int4", "method": "gptq"}, "method is 'gptq'; calibration text goes with"),
         ({"kind": "int4", "method": "rtn", "ids": IDS}, "method is 'rtn'; calibration text goes with"),

@@ -325,7 +325,7 @@ def test_the_verb_writes_the_same_text_and_says_how_many_tokens_a_forward_gave(f
 
 def test_the_verb_refuses_a_draft_with_another_tokenizer_before_it_writes(folders, capsys):
     refuses(
-        r"^the draft's vocabulary is not the model's: only the .* has '.*' as \d+;",
+        "^the draft.s vocabulary is not the model.s",
         verbs.generate,
         str(folders / "big"),
         SamplingOptions(),

@@ -111,14 +111,13 @@ def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str
     """
     request: dict[str, Any] = {"kind": options.kind, "double": options.double}
     by_group = {*BY_GROUP} & {*kinds}
-    if options.double and "nf4" not in kinds:
-        raise ValueError(
-            f"kind is {options.kind!r}, double True; expected {', '.join(METHODS)}, and double only with nf4"
-        )
-    if options.act_order is False and method != "gptq":
-        raise ValueError(f"method {method} has no act_order; it goes with gptq")
-    if not by_group and (options.group is not None or options.symmetric):
-        raise ValueError(f"kind {options.kind} has no choice of group or symmetry; these go with int4 and int3")
+    unused = {
+        "double": options.double and "nf4" not in kinds,
+        "act_order": options.act_order is False and method != "gptq",
+        "group or symmetric": not by_group and (options.group is not None or options.symmetric),
+    }
+    if names := [name for name, is_unused in unused.items() if is_unused]:
+        raise ValueError(f"{names[0]} does not go with kind {options.kind} and method {method}")
     if by_group:
         request |= {"group": GROUP if options.group is None else options.group, "symmetric": options.symmetric}
         if request["group"] < 0:

@@ -147,8 +147,6 @@ class ValueResidualAttention(Attention):
         q, k, v = super().heads(x, ctx)
         if self.mix is None:
             ctx.carried["values"] = v
-        elif "values" not in ctx.carried:
-            raise ValueError("values of a first layer are missing; build one with first=True")
         else:
             v = torch.lerp(v, ctx.carried["values"], self.mix.to(v.dtype))
         return q, k, v

@@ -116,14 +116,10 @@ class SkipBlock(Block):
         self.register_parameter("skip", None if source is None else nn.Parameter(torch.zeros(())))
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
-        """(B, T, dim) -> (B, T, dim). Raises ValueError if the source did not run before."""
+        """(B, T, dim) -> (B, T, dim). Raises KeyError if the source did not run before."""
         ctx = ctx or ForwardContext.of(x)
         if self.skip is not None:
-            if (key := f"input {self.source}") not in ctx.carried:
-                raise ValueError(
-                    f"block {layer} adds the input of block {self.source}, which did not run before it"
-                )
-            x = x + self.skip.to(x.dtype) * ctx.carried[key]
+            x = x + self.skip.to(x.dtype) * ctx.carried[f"input {self.source}"]
         ctx.carried[f"input {layer}"] = x
         return super().forward(x, ctx, layer)
 
