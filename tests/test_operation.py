@@ -332,7 +332,7 @@ def test_definitions_that_cannot_be_right_are_refused():
     refuses("give fake=", faulty, lambda_exp(), lambda grad, kept: grad)
     refuses("has no backward", faulty(lambda_exp(), None, compiled="reference"), leaf(2))
     refuses("give reference=", quick, plain_exp, [leaf(2)])
-    refuses("2 inputs for 1 parameters", quick, exp, [leaf(2), leaf(2)])
+    refuses("zip", quick, exp, [leaf(2), leaf(2)])
     refuses("the inputs have no tensor", quick, plain_exp, [2.0], reference=plain_exp)
 
 
