@@ -75,11 +75,12 @@ EXPORTS = {
     "hf": "nf4 --to hf",
 }
 REFUSED = {
-    "int8-activations": "version 0.2.0 dropped: quantize the dense model again with --kind int8",
+    "int8-activations": "quantize the dense model again",
+    "int4-hqq": "quantize the dense model again",
     "compact": "no weights; looked for",
 }
 """Folders of version 0.1.0 that are not read any more, and what the error says. Others that only 0.1.0 wrote are
-read: int4-awq, int4-hqq, int4-gptq-sparse."""
+read: int4-awq, int4-gptq-sparse."""
 STATES = ("killed", "full", "lora", "network-trained")
 """Runs that keep their training states."""
 IDS = (3, 40, 41, 90, 7, 100, 55, 200, 31, 64, 9, 12)

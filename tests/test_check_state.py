@@ -179,7 +179,6 @@ WRONG_STATES = {
     "text for a step": (setting("number", "12"), "it belongs to step '12'"),
     "an endless step": (setting("number", "1e400"), "it belongs to step inf"),
     "a step below none": (setting("number", -1), "it belongs to step -1"),
-    "text for bad": (setting("bad", "0"), "number and bad (12, '0')"),
     "elapsed": (setting("elapsed", "1e400"), "elapsed is inf"),
     "elapsed text": (setting("elapsed", "3"), "elapsed is '3'"),
     "elapsed below": (setting("elapsed", -3.0), "elapsed is -3.0"),

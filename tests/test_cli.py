@@ -171,7 +171,6 @@ def test_errors_of_a_verb_parsed_alone_name_the_options_of_others(monkeypatch, c
         (["generate", "nowhere"], "nowhere: no such folder"),
         (["generate", "nowhere", "--max-tokens", "-1"], "--max-tokens is -1; it must be at least 1"),
         (["complete", "nowhere", "file"], "expected FILE:LINE:COLUMN"),
-        (["complete", "nowhere", ".:1:1"], ".: not a file; expected FILE:LINE:COLUMN"),
         (["eval", "nowhere"], "nowhere: no such folder"),
         (["bench", "compare", "a.jsonl", "b.jsonl"], "no such file"),
     ],

@@ -10,12 +10,9 @@ from adapters import IDS, build, difference
 from conftest import refuses
 from dunes import checkpoint
 from dunes.augment.quantized import Quantized, unpack
-from dunes.checkpoint import Architecture
 from dunes.checkpoint.formats.packed import export_packed
 from dunes.cli.verbs import export
-from dunes.models import llama
 from dunes.runs.augment import augment_folder
-from test_group_int import of_before
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 
@@ -29,11 +26,6 @@ REQUESTS = [
 
 
 def quantized(tmp_path, family="llama", **request):
-    if "method" in request:
-        model, config = build(family), llama.Config.from_size(50, 32, 2, 32)
-        architecture = Architecture(family, config, (of_before(model, **request),))
-        checkpoint.save(model, tmp_path / "small", None, 32, architecture=architecture)
-        return tmp_path / "small"
     checkpoint.save(build(family), tmp_path / "dense", None, 32)
     augment_folder(tmp_path / "dense", tmp_path / "small", "quantize", **request)
     return tmp_path / "small"
@@ -172,11 +164,6 @@ def test_transformers_opens_it(tmp_path, request_):
     [
         ("llama", {"kind": "nf4"}, "is NF4"),
         ("llama", {"kind": "int3"}, "has int8 and int4 with whole zero points"),
-        (
-            "llama",
-            {"kind": "int4", "method": "hqq"},
-            "real_zero=True.; .* has int8 and int4 with whole zero points",
-        ),
         ("llama", {"kind": "int4", "group": 24}, "32 inputs are no multiple of 24"),
         ("gpt2", {"kind": "int4"}, "gpt2 stores this matrix in another layout"),
     ],

@@ -191,19 +191,6 @@ def test_what_the_compiler_refuses_runs_plainly(no_inductor):
     assert_same(run("plain", loss=loss), ours)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "per_call", "message"),
-    [
-        ((torch.zeros(3, 2).index_fill(0, torch.tensor(1), math.nan),), 1, "row 1 of tensor 0 has a number that"),
-        ((torch.zeros(3), torch.zeros(4)), 1, r"tensors of \[3, 4\] rows"),
-        ((torch.zeros(3),), 0, "steps_per_call is 0; expected at least 1"),
-    ],
-)
-def test_rows_that_cannot_be_trained_on_are_refused(tensors, per_call, message):
-    trainer = Trainer(build(), train.sgd(build()), cross_entropy)
-    refuses(message, next, fast_run(trainer, tensors, [torch.arange(2)], per_call))
-
-
 def test_small_products_of_bfloat16_are_done_in_float32():
     def products(x, small, large):
         return torch.addmm(small[0], x, small), x @ small, x @ large

@@ -3,7 +3,6 @@
 import copy
 import gc
 import struct
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from torch import nn
 from adapters import IDS, build, difference
 from conftest import refuses
 from dunes import checkpoint
-from dunes.augment import apply_change, dequantize, quantize, repeat_structure
-from dunes.augment.changes import decide_change
+from dunes.augment import apply_change, dequantize, quantize
 from dunes.augment.quantization import describe
 from dunes.augment.quantized import PACKED, Grid, GroupInt, Steps, pack, packed_bytes, unpack
 from dunes.checkpoint import Architecture
@@ -26,10 +24,7 @@ from dunes.runs.augment import augment_folder
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 
 GRIDS = [
-    Grid(bits, group, symmetric, real)
-    for bits in (4, 3)
-    for group in (32, 64, 128, 0)
-    for symmetric, real in ((False, False), (True, False), (False, True))
+    Grid(bits, group, symmetric) for bits in (4, 3) for group in (32, 64, 128, 0) for symmetric in (False, True)
 ]
 
 
@@ -38,28 +33,9 @@ def noise(*sides, seed=0):
 
 
 def filled(weight, grid):
-    """A layer with this weight; real zero points lie between two codes."""
-    layer, steps = GroupInt(nn.Linear(weight.shape[1], weight.shape[0]), grid), grid.fit_weight(weight)
-    layer.fill(weight, between_codes(steps) if grid.real_zero else steps)
+    layer = GroupInt(nn.Linear(weight.shape[1], weight.shape[0]), grid)
+    layer.fill(weight)
     return layer
-
-
-def between_codes(steps):
-    """Steps with zero points that are no codes, as they are stored."""
-    return steps._replace(zero=(steps.zero + 0.3).half().float())
-
-
-def of_before(model, kind, method, **request):
-    """Quantize the model, and record a method that is no more: hqq solved for real zero points."""
-    change = decide_change(model, "quantize", kind=kind, **request)
-    change = replace(change, request={**change.request, "method": method})
-    weights = {name: model.get_submodule(name).weight.detach() for name in change.places}
-    repeat_structure(model, change)
-    for name, weight in weights.items():
-        layer = model.get_submodule(name)
-        steps = layer.grid.fit_weight(weight)
-        layer.fill(weight, between_codes(steps) if method == "hqq" else steps)
-    return change
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 16, 51, 64, 129])
@@ -89,11 +65,10 @@ def test_values_are_the_nearest_of_the_grid(grid, sides):
     assert (error <= 0.5001 * wide[0].abs())[inside].all(), "Q1"
     outside = torch.stack([(weight - end).abs() for end in ends]).amin(0)
     assert (error - outside).abs()[~inside].le(1e-6).all()
-    if grid.symmetric or not grid.real_zero:
-        assert not layer.dense()[weight == 0].any(), "Q1: zero stays zero"
-        assert torch.equal(filled(layer.dense(), grid).codes, layer.codes), "Q3"
-        assert torch.equal(filled(layer.dense(), grid).dense(), layer.dense())
-    if not grid.symmetric and not grid.real_zero:
+    assert not layer.dense()[weight == 0].any(), "Q1: zero stays zero"
+    assert torch.equal(filled(layer.dense(), grid).codes, layer.codes), "Q3"
+    assert torch.equal(filled(layer.dense(), grid).dense(), layer.dense())
+    if not grid.symmetric:
         assert (error <= 0.62 * wide[0]).all(), "zero points and scales are rounded"
     again = GroupInt(nn.Linear(*reversed(sides)), grid)
     again.fill(layer.dense(), layer.steps())
@@ -121,15 +96,6 @@ def test_a_compiled_step_multiplies_equal_codes(grid, inputs):
     for y, want in ((stepped.code_products(x), expected), (stepped.code_products(x[:, :1]), expected[:, :1])):
         assert (y is not None) == (inputs % grid.width(inputs) == 0 and grid.width(inputs) % 2 == 0)
         assert y is None or difference(y, want) <= 2e-6 * want.abs().max(), "Q6"
-
-
-@pytest.mark.parametrize(("bits", "rows"), [(4, 1), (4, 3), (3, 9)])
-def test_a_layer_with_real_zero_points_is_exported(bits, rows):
-    layer, x = filled(noise(12, 128), Grid(bits, 32, real_zero=True)), noise(1, rows, 128, seed=1)
-    with torch.no_grad():
-        y = torch.export.export(layer.for_step().eval(), (x,)).module()(x)
-    expected = F.linear(x, layer.dense(), layer.bias)
-    assert difference(y, expected) <= 2e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -212,10 +178,10 @@ def test_zeros_and_extreme_numbers(grid, dtype):
 
 
 def bytes_of(linear, bits, group, zero):
-    """Bytes of a linear layer: codes, scales in two bytes, zero points (none, packed, or in two bytes)."""
+    """Bytes of a linear layer: codes, scales in two bytes, zero points (none, or packed)."""
     rows, inputs = linear.weight.shape
     groups = -(-inputs // (group or inputs))
-    zeros = {"none": 0, "packed": -(-groups * bits // 8), "real": 2 * groups}[zero]
+    zeros = {"none": 0, "packed": -(-groups * bits // 8)}[zero]
     return rows * (-(-inputs * bits // 8) + 2 * groups + zeros)
 
 
@@ -225,9 +191,6 @@ def bytes_of(linear, bits, group, zero):
         ({"kind": "int4"}, "packed"),
         ({"kind": "int4", "symmetric": True, "group": 32}, "none"),
         ({"kind": "int3", "group": 0}, "packed"),
-        ({"kind": "int3", "method": "hqq", "group": 24}, "real"),
-        ({"kind": "int4", "method": "hqq"}, "real"),
-        ({"kind": "int4", "method": "awq", "group": 32}, "packed"),
     ],
 )
 def test_a_file_is_loaded_bit_for_bit_and_has_the_predicted_bytes(tmp_path, request_, zero):
@@ -236,10 +199,9 @@ def test_a_file_is_loaded_bit_for_bit_and_has_the_predicted_bytes(tmp_path, requ
     dense = sum(p.nbytes for p in model.parameters()) - sum(m.weight.nbytes for m in linears)
     bits, group = int(request_["kind"][3:]), request_.get("group", 64)
     expected = dense + sum(bytes_of(m, bits, group, zero) for m in linears)
-    change = of_before(model, **request_) if "method" in request_ else quantize(model, **request_)
+    change = quantize(model, **request_)
     assert change.version == 3
-    assert all(model.get_submodule(name).grid.real_zero == (zero == "real") for name in change.places)
-    assert describe(change).endswith(f"by {request_['method'].upper()}" if "method" in request_ else "to nearest")
+    assert describe(change).endswith("to nearest")
     checkpoint.save(model, tmp_path / "m", None, 32, architecture=Architecture("llama", config, (change,)))
     data = (tmp_path / "m" / "model.safetensors").read_bytes()
     assert len(data) - 8 - struct.unpack("<Q", data[:8])[0] == expected, "Q5"
@@ -290,8 +252,8 @@ def test_changes_of_several_kinds_follow_each_other():
     [
         ({"kind": "nf4", "method": "gptq"}, "kind nf4 has no method 'gptq'; expected rtn"),
         ({"kind": "int8", "method": "hqq"}, "kind int8 has no method 'hqq'; expected rtn, gptq"),
-        ({"kind": "int8", "group": 64}, "kind int8 has no choice of group"),
-        ({"kind": "int4", "double": True}, "double only with nf4"),
+        ({"kind": "int8", "group": 64}, "group or symmetric does not go with"),
+        ({"kind": "int4", "double": True}, "double does not go with"),
         ({"kind": "int4", "group": -1}, "group is -1; expected"),
         ({"kind": "int4", "method": "gptq"}, "method is 'gptq'; calibration text goes with"),
         ({"kind": "int4", "method": "rtn", "ids": IDS}, "method is 'rtn'; calibration text goes with"),

@@ -3,7 +3,6 @@
 import functools
 import math
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from conftest import refuses
-from dunes import checkpoint, train
-from dunes.train import Schedule, Trainer, next_token
+from dunes import train
+from dunes.train import Trainer
 
 BATCHES = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)) for i in range(12)]
 
@@ -172,22 +171,6 @@ def test_rates_are_resumed_as_they_were_left():
     list(resumed.run(BATCHES[5:9]))
     assert rates(resumed.optimizer) == [0.01]
     assert torch.equal(weights(straight.model), weights(resumed.model))
-
-
-@pytest.mark.parametrize("make", ["adamw", "muon"])
-def test_a_state_whose_rates_are_scaled_goes_on_at_those_of_the_optimizer(make):
-    """The state was written when lr_scale stayed in the groups: after 4 of 8 steps, with the weights after 8."""
-    state = checkpoint.load_state(Path(__file__).parent / "scaled_rates" / "step-000004")[make]
-    model = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 2, bias=False), nn.Linear(2, 5))
-    model.load_state_dict(state["weights"])
-    optimizer = train.adamw(model, 0.05) if make == "adamw" else train.muon(model, products=torch.bfloat16)
-    own = rates(optimizer)
-    trainer = Trainer(model, optimizer, next_token, lr_scale=Schedule.steps(8, warmup=1, decay=1.0).lr_scale)
-    trainer.load_state_dict(state["trainer"])
-    assert rates(optimizer) == own
-    ids = torch.arange(24).view(4, 6) ** 2 % 5
-    assert [step.number for step in trainer.run([ids] * 4)] == [5, 6, 7, 8]
-    assert all(torch.allclose(t, state["end"][name], atol=1e-6) for name, t in model.state_dict().items())
 
 
 class Scaled(nn.Module):

@@ -22,10 +22,9 @@ from dunes.augment import (
     merge,
     quantize,
     set_adapter,
-    unmerge,
 )
 from dunes.augment.adapted import Adapter, LoraConfig, dense
-from dunes.augment.changes import decide_change
+from dunes.augment.changes import decide_change, repeat_structure
 from dunes.models import mixtral
 from dunes.ops import low_rank
 from dunes.parts import Checkpointed
@@ -53,18 +52,17 @@ def test_it_begins_as_nothing_and_can_be_folded_in_and_taken_out(family, kind):
     trained(model)
     changed = model(IDS)
     assert difference(changed, before) > 0.1
-    merged = merge(model, keep=True)
+    again = deepcopy(model)
+    merged = merge(model)
     print(f"{family} {kind}: merged {difference(model(IDS), changed):.1e}, {max(merged.errors.values()):.1e}")
     assert difference(model(IDS), changed) < 1e-5 * max(1, changed.abs().max()), "L3"
     assert merged.errors.keys() == note.places.keys()
     assert max(merged.errors.values()) < 1e-5
     assert list(model.state_dict()) == names
     assert checkpoint.hf_config_of(model, 32).family == family
-    unmerge(model, merged)
-    assert torch.equal(model(IDS), changed), "L4"
-    assert sorted(detach(model)) == sorted(note.places)
-    assert all(torch.equal(w, model.state_dict()[k]) for k, w in weights.items()), "L4"
-    assert torch.equal(model(IDS), before)
+    assert sorted(detach(again)) == sorted(note.places)
+    assert all(torch.equal(w, again.state_dict()[k]) for k, w in weights.items()), "L4"
+    assert torch.equal(again(IDS), before)
 
 
 def dora_by_the_book(adapter, weight):
@@ -256,27 +254,6 @@ def test_a_float32_adapter_on_a_bfloat16_base(kind, autocast):
     assert (logits() - after).float().norm() < 0.05 * after.float().norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.no_grad()
-def test_a_merge_is_taken_back_exactly_by_what_was_kept_and_by_subtraction_only_in_float32(dtype):
-    model = build().to(dtype)
-    weights = deepcopy(model.state_dict())
-    attach(model, rank=4)
-    trained(model)
-    merged = merge(model, keep=True)
-    lost = 0.0
-    for place, outer in merged.kept.items():
-        a, b = outer["default"].factors()
-        change = (outer["default"].config.scale * (b @ a)).to(dtype)
-        lost = max(lost, difference(model.get_submodule(place).weight - change, outer.base.weight))
-    unmerge(model, merged)
-    detach(model)
-    print(f"{dtype}: by subtraction off by {lost:.1e}")
-    assert all(torch.equal(w, model.state_dict()[k]) for k, w in weights.items()), "L4"
-    assert (lost <= 1e-6) is (dtype == torch.float32), "L4: bfloat16 loses"
-    assert lost > 0
-
-
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 @torch.no_grad()
 def test_a_merge_into_a_quantized_base_leaves_dense_weights_and_says_what_it_lost(kind):
@@ -392,9 +369,9 @@ def test_both_orders_of_quantizing_and_adapting_are_one(kind):
 
 BAD = {
     "no place": ({"where": "blocks.*.attention.q"}, "selects nothing"),
-    "no rank": ({"rank": 0}, r"blocks.0.attn.q: rank 0; expected 1 to 32"),
-    "too great a rank": ({"ranks": {"**.k": 33}}, r"blocks.0.attn.k: rank 33; expected 1 to 32"),
-    "no scale": ({"alpha": float("nan")}, "alpha nan; expected a positive number"),
+    "no rank": ({"rank": 0}, "blocks.0.attn.q: rank 0"),
+    "too great a rank": ({"ranks": {"**.k": 33}}, "blocks.0.attn.k: rank 33"),
+    "no scale": ({"alpha": float("nan")}, "alpha nan"),
     "a name with a dot": ({"adapter": "a.b"}, "adapter name 'a.b'"),
     "a name that is taken": ({"adapter": "keys"}, "adapter name 'keys'"),
     "no dropout": ({"dropout": 1.0}, "dropout is 1.0"),
@@ -415,8 +392,8 @@ def test_more_refusals():
     model = build()
     note = attach(model, where="**.q", rank=2)
     refuses("already has an adapter 'default'", attach, model, where="**.q", rank=2)
-    refuses(r"blocks.0.attn.q: this model has no such place", lora.shape, nn.Sequential(nn.Linear(2, 2)), note)
-    refuses("kept no modules", unmerge, model, merge(model))
+    refuses("is damaged: .*blocks.0.attn.q", repeat_structure, nn.Sequential(nn.Linear(2, 2)), note)
+    merge(model)
     refuses("its adapters are: none", merge, model)
     attach(model, where="**.q", rank=2, adapter="a")
     attach(model, where="**.k", rank=2, adapter="b")

@@ -131,7 +131,7 @@ def test_an_adapter_that_only_works_on_the_quantized_base_is_found_out(tmp_path,
 def forgotten(model, dtype):
     """A merge that merges nothing."""
     detach(model)
-    return Merged({"nowhere": 0.0}, {}, 1.0)
+    return Merged({"nowhere": 0.0}, 1.0)
 
 
 WRONG = {

@@ -18,7 +18,7 @@ from dunes.data.batches import best_fit, collate
 from dunes.evaluate.text_loss import evaluate
 from dunes.models import FAMILIES
 from dunes.ops.cross_entropy import IGNORE, fused
-from dunes.parts import Cache, Checkpointed, decoder, document_losses
+from dunes.parts import Cache, Checkpointed, decoder
 from dunes.parts.context import ForwardContext, document_starts, supports_packing
 from dunes.parts.decoder import record_auxiliary
 from dunes.parts.moe import load_balance
@@ -349,29 +349,6 @@ def test_real_lengths_fill_their_rows():
     lengths = np.random.default_rng(0).lognormal(5, 0.6, 3000).astype(int).clip(2, 1025)
     made = Batches([example(int(n), seed=i) for i, n in enumerate(lengths)], 1024, 8)
     assert sum(len(e) - 1 for e in made.examples) / (made.rows_per_epoch * made.context_length) > 0.98
-
-
-@pytest.mark.parametrize("in_rows", [True, False])
-@pytest.mark.parametrize("family", FAMILY)
-def test_the_loss_of_each_document_is_its_own(family, in_rows):
-    module = model(family)
-    for ids, targets, positions in packed(packed=in_rows):
-        sums, counts = document_losses(module(ids, positions), targets, positions)
-        pieces = [(row, i) for row, p in enumerate(positions) for i in (p == 0).nonzero()[:, 0].tolist()]
-        assert len(pieces) == len(sums)
-        for (row, start), total, count in zip(pieces, sums, counts, strict=True):
-            end = next((i for i in range(start + 1, ids.shape[1]) if positions[row, i] <= 0), ids.shape[1])
-            piece = slice(start, end)
-            want, wanted, _ = module(ids[None, row, piece], targets=targets[None, row, piece])
-            assert count == wanted
-            assert float(total.detach()) == pytest.approx(float(want.detach()), rel=1e-5)
-        whole, count, _ = module(ids, positions, targets=targets)
-        assert float(sums.sum().detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
-        assert counts.sum() == count
-    ids = torch.randint(VOCAB, (3, 9))
-    by_row, _ = document_losses(module(ids[:, :-1]), ids[:, 1:])
-    want = torch.stack([loss.next_token(module, row[None])[0] for row in ids])
-    assert torch.allclose(by_row, want, rtol=1e-5)
 
 
 # What a step leaves out

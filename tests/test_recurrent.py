@@ -10,7 +10,7 @@ from conftest import refuses
 from dunes.generate import Request, generate, generate_all
 from dunes.generate.packages import check_step
 from dunes.generate.prefix_cache import PrefixCache
-from dunes.generate.speculate import DraftModel, look_up
+from dunes.generate.speculate import look_up
 from dunes.models.of_parts import build
 from dunes.ops.linear_recurrence import CHUNK, chunked, plain, recurrence
 from dunes.parts import Cache, CacheFormat, ForwardContext, RMSNorm, cache_for
@@ -360,11 +360,6 @@ def test_what_a_recurrent_state_rules_out_is_refused_by_name():
     ids = torch.tensor([IDS[:5]])
     refuses("a Cache has no recurrent states; create one with cache_for", model, ids, cache=Cache(1, 10))
     refuses(r"recurrent states \(Mamba2\) cannot be quantized", cache_for, model, 1, 10, format=CacheFormat(8))
-    refuses("Mamba2 has a recurrent state.*leave out lookup and draft", DraftModel, model, 32)
     drafted = [Request(IDS[:5], 3, proposer=look_up)]
     refuses("Mamba2 has a recurrent state", lambda: [*generate_all(model, drafted, context_length=32)])
     refuses("keys and values, and Mamba2 has a recurrent state", check_step, model)
-    refuses(
-        "3 heads are no multiple of 2 groups", Mamba2, 8, 3, head_dim=2, state_dim=2, norm=RMSNorm(6), groups=2
-    )
-    refuses("3 heads are no multiple of 2 key", GatedDeltaNet, 8, 3, 2, key_dim=2, value_dim=2, norm=RMSNorm(2))

@@ -351,16 +351,13 @@ def test_a_sentencepiece_model_that_is_cut_or_changed_is_read_or_refused_but_not
 
 CONFIG = {"pattern": ".", "default_vocab_size": 265, "default_num_special_tokens": 4}
 TEKKENS = [
-    ({"config": {}}, "config.pattern is missing; expected a text"),
-    ({"config": []}, "config is .*; expected an object"),
-    ({"vocab": None}, "vocab is None; expected a list"),
-    ({"vocab": [{"rank": 0, "token_bytes": "AQ=="}] * 300}, "256 bytes in order"),
-    ({"vocab": [{"rank": 0, "token_bytes": "!"}] * 300}, "not a tekken.json"),
+    ({"config": {}}, "not a tokenizer"),
+    ({"vocab": None}, "not a tokenizer"),
+    ({"vocab": [{"rank": 0, "token_bytes": "AQ=="}] * 300}, "ranks do not count"),
+    ({"vocab": [{"rank": 0, "token_bytes": "!"}] * 300}, "not a tokenizer"),
     ({"config": CONFIG | {"pattern": "("}}, "unmatched parenthesis"),
     ({"config": CONFIG | {"default_vocab_size": 9999}}, "9999 ids"),
-    ({"config": CONFIG | {"default_vocab_size": 1e99}}, "config.default_vocab_size is 1e"),
     ({"config": CONFIG | {"default_vocab_size": 266, "default_num_special_tokens": -4}}, "-4 special"),
-    ({"special_tokens": [{"rank": 0, "token_str": ""}]}, "needs a text"),
     ({"special_tokens": [{"rank": 5, "token_str": "x"}]}, "ranks do not count"),
     ({"special_tokens": [{"rank": 0, "token_str": "hello"}]}, "spelled like a special one"),
 ]
@@ -632,14 +629,12 @@ def test_llama_3_files_give_the_ids_of_its_own_code(tmp_path):
 
 BYTES = [bytes([b]) for b in range(256)]
 LLAMA_3 = [
-    (b"IQ== 0\nIg== 2\n", "line 2 is b'Ig== 2'; expected base64 and 1"),
+    (b"IQ== 0\nIg== 2\n", "ranks do not count"),
     (b"IQ== 0\n", "255 of 256 bytes have no token"),
-    (b"IQ== 0\n!! 1\n", "line 2 is"),
-    (b"IQ== 0\n\nIQ== 1\n", "line 2 is b''"),
-    (b"IQ== 0\nIQ== 1 2\n", "line 2 is"),
+    (b"IQ== 0\n!! 1\n", "not a tokenizer"),
+    (b"IQ== 0\n\nIQ== 1\n", "not a tokenizer"),
     (ranked([*BYTES, b"\7"]), "one occurs twice"),
     (ranked([*BYTES, b"<|eot_id|>"]), "spelled like a special one"),
-    (ranked([*BYTES, b"a" * 1025]), "line 257 is"),
 ]
 UNREADABLE = [("tokenizer.model", *case) for case in SENTENCEPIECE + LLAMA_3]
 UNREADABLE += [("tekken.json", json.dumps(small_tekken(**changes)).encode(), said) for changes, said in TEKKENS]

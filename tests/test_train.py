@@ -347,9 +347,7 @@ def test_a_loss_gives_one_element_and_one_number(shape, count):
 
 LOSSES = {
     "a mean": (lambda total, n: total / n, r"returned a tensor of torch.float32 and shape \(\); expected \(sum"),
-    "three": (lambda total, n: (total, n, n), "the loss returned a tensor of .* as the metric ''; expected"),
-    "numbers": (lambda total, n: (total, n, {"x": (1, 2)}), "the loss returned 2 values as the metric 'x'"),
-    "its own": (lambda total, n: (total, n, {"loss": (n, n)}), "none of which is 'loss'"),
+    "its own": (lambda total, n: (total, n, {"loss": (n, n)}), "a metric named 'loss'"),
     "none": (lambda total, n: None, "returned a NoneType; expected "),
     "item": (lambda total, n: (total.item(), n), "the sum that the loss returned is a float; expected a tensor"),
     "many": (lambda total, n: (total.expand(4), n), r"the sum that the loss returned is .* shape \(4,\)"),
@@ -393,14 +391,9 @@ def test_a_micro_batch_without_a_target_needs_no_gradient():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"clip": -1}, "clip is -1; expected the largest norm of the gradients, above 0, or None"),
-        ({"clip": 0.0}, "clip is 0.0"),
-        ({"clip": math.nan}, "clip is nan"),
-        ({"clip": "1"}, "clip is '1'"),
-        ({"accumulate": 0}, "accumulate is 0; expected a whole number, at least 1"),
-        ({"accumulate": 1.5}, "accumulate is 1.5"),
-        ({"patience": 0}, "patience is 0"),
-        ({"seed": 0.5}, "seed is 0.5; expected a whole number"),
+        ({"clip": -1}, "clip -1; expected"),
+        ({"clip": math.nan}, "clip nan"),
+        ({"accumulate": 0}, "accumulate is 0"),
         ({"dtype": torch.float64}, "dtype is torch.float64; expected bfloat16 or float16"),
         ({"lr_scale": lambda step: math.nan}, r"lr_scale\(0\) is nan; expected a finite factor"),
         ({"lr_scale": lambda step: -0.1}, r"lr_scale\(0\) is -0.1"),
@@ -423,19 +416,8 @@ def test_models_and_optimizers_that_cannot_be_trained_are_named():
     optimizer.param_groups[0]["lr"] = math.nan
     refuses(r"learning rates are \[nan\]; expected numbers from 0", Trainer, plain(), optimizer, next_token)
     trainer = Trainer(plain(), train.sgd(plain()), next_token)
-    state = trainer.state_dict() | {"number": -1}
-    refuses(r"the trainer's state has number and bad \(-1, 0\)", trainer.load_state_dict, state)
-    others = iter([{"input_ids": batch(0), "labels": batch(0)}])
-    refuses(r"next_token takes a batch of ids .* not a dict of other parts", run, trainer, 1, others)
-
-
-def test_schedules_that_cannot_be_are_named():
-    refuses("warmup is -1; expected a number of steps from 0", Schedule, warmup=-1)
-    refuses("warmup is nan", Schedule, math.nan)
-    refuses("lowest is nan; expected a share from 0 to 1", Schedule, lowest=math.nan)
-    refuses(r"decay is 1\.5; expected a share from 0 to 1", Schedule.steps, 10, decay=1.5)
-    refuses(r"decay is -0\.5", Clock, Schedule(), 1.0, decay=-0.5)
-    refuses("seconds is nan; expected a time above 0", Clock, Schedule(), math.nan)
+    state = trainer.state_dict() | {"format": 1}
+    refuses("another version", trainer.load_state_dict, state)
 
 
 def encoder():
@@ -662,12 +644,12 @@ def test_muon_by_shape_is_pytorchs_to_the_rounding_of_bfloat16(momentum, decay, 
 
 
 def test_a_schedule_rises_holds_falls_and_ends():
-    schedule = Schedule.steps(100, warmup=4, decay=0.4, lowest=0.1)
+    schedule = Schedule.steps(100, warmup=4, decay=0.4)
     rates = [schedule.lr_scale(step) for step in range(100)]
     assert rates[:4] == [0.2, 0.4, 0.6, 0.8]
     assert rates[4:61] == [1.0] * 57
-    assert rates[80] == pytest.approx(0.55)
-    assert rates[99] == pytest.approx(0.1 + 0.9 / 40)
+    assert rates[80] == pytest.approx(0.5)
+    assert rates[99] == pytest.approx(1 / 40)
     assert [schedule.is_over(step) for step in (99, 100)] == [False, True]
 
 

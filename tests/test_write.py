@@ -57,7 +57,7 @@ def test_places_in_files(tmp_path):
     assert text_around_cursor(f"{file}:2:4")[1] == "one\ntwo"
     assert text_around_cursor(f"{file}:3:1")[1] == "one\ntwo\n", "the empty line behind the last line end"
     nowhere = ("0:1", "x:1", "1:0", "²:1", "1:٣", "-1:1", "1:", "9" * 5000 + ":1")
-    refused = {"2:5": r"line 2 has columns 1 to 4", "4:1": r"has 3 lines", "9:1": r"has 3 lines"}
+    refused = {"2:5": "outside the file", "4:1": "has 3 lines", "9:1": "has 3 lines"}
     for place, message in (refused | dict.fromkeys(nowhere, "expected FILE:LINE:COLUMN")).items():
         assert refuses(message, text_around_cursor, f"{file}:{place}").startswith(f"{file}:{place}: ")
     refuses("expected FILE:LINE:COLUMN", text_around_cursor, str(file))
@@ -86,18 +86,11 @@ def test_a_place_is_where_an_editor_shows_it(content, place, before, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "place", "message"),
-    [
-        ("one\r\n", "1:5", "line 1 has columns 1 to 4"),
-        ("one\r", "3:1", "has 2 lines"),
-        ("one", "2:1", "has 1 line$"),
-        ("", "2:1", "has 1 line$"),
-        ("\ufeffone", "1:5", "line 1 has columns 1 to 4"),
-    ],
+    ("content", "place"), [("one\r\n", "1:5"), ("one\r", "3:1"), ("", "2:1"), ("\ufeffone", "1:5")]
 )
-def test_a_place_outside_a_file_is_refused_with_what_there_is(content, place, message, tmp_path):
+def test_a_place_outside_a_file_is_refused(content, place, tmp_path):
     (tmp_path / "file").write_bytes(content.encode())
-    refuses(message, text_around_cursor, f"{tmp_path / 'file'}:{place}")
+    refuses("outside the file", text_around_cursor, f"{tmp_path / 'file'}:{place}")
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path):

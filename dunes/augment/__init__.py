@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         merge,
         row_adapters,
         set_adapter,
-        unmerge,
     )
     from dunes.augment.quantization import dequantize
 else:
@@ -45,7 +44,7 @@ else:
 __all__ = [
     "CHANGES", "Adapted", "Adapter", "Change", "Merged", "adapter_active", "apply_change", "attach", "base_model",
     "dequantize", "detach", "make_change", "merge", "quantize", "repeat_structure", "row_adapters", "set_adapter",
-    "undo_change", "unmerge",
+    "undo_change",
 ]  # fmt: skip
 
 

@@ -48,14 +48,12 @@ class Change:
         """Convert a JSON object to a change: the inverse of `record`. Raises ValueError for a damaged record."""
         try:
             name, version, request, places = (record[key] for key in ("name", "version", "request", "places"))
-            if isinstance(places, list):  # quantization before format 3
-                places = {place: {} for place in places}
             new, before = tuple(record.get("new", ())), record.get("before", {})
-            valid = isinstance(name, str) and type(version) is int and all(map(_is_object, (request, places)))
-            words = [*new, *before.values()]
+            objects = all(isinstance(value, dict) for value in (request, places, *places.values()))
+            valid = objects and isinstance(name, str) and type(version) is int
         except (KeyError, TypeError, AttributeError):
             valid = False
-        if not valid or not all(map(_is_object, places.values())) or not all(isinstance(w, str) for w in words):
+        if not valid:
             raise ValueError("the record of a change is damaged; expected name, version, request and places")
         return cls(name, version, request, places, new, before)
 
@@ -105,7 +103,3 @@ def generator(*key: Any) -> torch.Generator:
     """A random generator whose seed depends only on the key: usually a seed, names and places."""
     digest = sha256(" ".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)

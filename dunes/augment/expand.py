@@ -42,10 +42,9 @@ def decide(model: nn.Module, options: Expand) -> Change:
     if name := order_matters(model):
         raise ValueError(f"{name} computes with what an earlier block did; new blocks would come between them")
     for place in [p for p in tree.places(model) if re.match(r"blocks\.\d+\.", p.name)]:
-        if isinstance(tree.innermost(place.module), Quantized):
-            raise ValueError(f"{place.name}: quantized; expand the dense model, and quantize the result")
-        if tree.innermost(place.module) is not place.module:
-            raise ValueError(f"{place.name}: it has adapters: {how_to_make_dense(place.module)}")
+        base = tree.innermost(place.module)
+        if isinstance(base, Quantized) or base is not place.module:
+            raise ValueError(f"{place.name} is quantized or has adapters: {how_to_make_dense(place.module)}")
     sources = sorted(after) or list(range(depth))
     if sources[0] < 0 or sources[-1] >= depth:
         raise ValueError(f"after is {', '.join(map(str, after))}; this model's blocks are 0 to {depth - 1}")
@@ -72,18 +71,14 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Insert a copy of the preceding block at each place. Raises ValueError for a place out of range."""
+    """Insert a copy of the preceding block at each place."""
     blocks = _decoder(model).blocks
     for index in each(_indices(change), end=COPIED):
-        if not 0 < index <= len(blocks):
-            raise ValueError(f"blocks.{index}: the model has only {plural(len(blocks), 'block')} to stand behind")
         tree.insert(model, "blocks", index, block := deepcopy(blocks[index - 1]))
         unmask_linears(block)  # zeroed output projections must be trainable
 
 
 def _indices(change: Change) -> list[int]:
-    if invalid := [place for place in change.places if not re.fullmatch(r"blocks\.\d{1,9}", place)]:
-        raise ValueError(f"{invalid[0][:80]}: not a block; expected places like blocks.3")
     return sorted(int(place.removeprefix("blocks.")) for place in change.places)
 
 
@@ -132,6 +127,4 @@ def _logits(model: Decoder) -> list[Tensor]:
 
 def undo(model: nn.Module, change: Change) -> None:
     """Remove the new blocks. This restores the model bit for bit, unless the original blocks were trained."""
-    if (last := _indices(change)[-1]) >= len(blocks := _decoder(model).blocks):
-        raise ValueError(f"blocks.{last}: the model has only {plural(len(blocks), 'block')}; was it expanded?")
     tree.remove(model, {*change.places})

@@ -69,8 +69,6 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
 def check(model: nn.Module, change: Change) -> None:
     """Raise ValueError that names the place and a remedy if the change cannot be made to this model."""
     request = change.request
-    if request["init"] not in ("lora", "pissa"):
-        raise ValueError(f"init is {request['init']!r}; expected 'lora' or 'pissa'")
     tied = isinstance(model, Decoder) and model.head is None
     for place, module in check_places(model, change):
         if not is_embedding(module):
@@ -89,24 +87,21 @@ def check(model: nn.Module, change: Change) -> None:
 def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]]:
     """The places of the change with their modules.
 
-    Raises ValueError for an invalid adapter name, dropout, dtype, rank or alpha, and for a missing place.
+    Raises ValueError for an invalid adapter name, dropout, dtype, rank or alpha.
     """
-    request = change.request
-    name, dropout = request["adapter"], request["dropout"]
+    name, dropout = change.request["adapter"], change.request["dropout"]
     if not re.fullmatch(r"\w+", name) or hasattr(nn.ModuleDict, name):
         raise ValueError(f"adapter name {name!r}; expected letters, digits and _, and no method of ModuleDict")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout!r}; it must be from 0 to below 1")
-    float_dtype(request["dtype"])
     modules = modules_at(model, change.places)
     for place, settings in change.places.items():
-        if (module := modules.get(place)) is None:
-            raise ValueError(f"{place}: this model has no such place; was the change made to another model?")
-        rank, alpha, largest = settings["rank"], settings["alpha"], min(sides(module))
-        if type(rank) is not int or not 1 <= rank <= largest:
-            raise ValueError(f"{place}: rank {rank!r}; expected 1 to {largest}, the smaller side of its matrix")
-        if type(alpha) not in (int, float) or not math.isfinite(alpha) or alpha <= 0:
-            raise ValueError(f"{place}: alpha {alpha!r}; expected a positive number")
+        module, rank, alpha = modules[place], settings["rank"], settings["alpha"]
+        if not 1 <= rank <= min(sides(module)) or not 0 < alpha < math.inf:
+            raise ValueError(
+                f"{place}: rank {rank}, alpha {alpha}; expected 1 to {min(sides(module))}, the shorter side, "
+                "and a positive number"
+            )
         if isinstance(module, Adapted) and name in module.adapters:
             raise ValueError(
                 f"{place}: it already has an adapter {name!r}; start from the model without it, or merge it first "
@@ -271,7 +266,7 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 class Merged(NamedTuple):
-    """The result of a merge: rounding `errors` and, with `keep=True`, the replaced modules `kept`, by module name.
+    """The result of a merge: rounding `errors` by module name.
 
     An error is the norm of the rounding error divided by the norm of the update. It is about 1e-7 in float32, and
     0.1 or more in bfloat16, where an update that is small compared with the weights is mostly rounded away.
@@ -279,19 +274,16 @@ class Merged(NamedTuple):
     """
 
     errors: dict[str, float]
-    kept: dict[str, nn.Module]
     share: float
 
 
 @torch.no_grad()
-def merge(
-    model: nn.Module, adapter: str | None = None, keep: bool = False, dtype: torch.dtype | None = None
-) -> Merged:
+def merge(model: nn.Module, adapter: str | None = None, dtype: torch.dtype | None = None) -> Merged:
     """Merge the adapter (by default the only one) into the base weights and remove the adapter wrappers.
 
-    A quantized base becomes dense. With `keep`, the replaced modules also stay in memory, for `unmerge`. `dtype`
-    is the dtype of the merged matrices, by default the base's. Raises ValueError for a mixture of LoRA experts,
-    and if a module to be merged has other adapters too, because these were trained for the unmerged base.
+    A quantized base becomes dense. `dtype` is the dtype of the merged matrices, by default the base's. Raises
+    ValueError for a mixture of LoRA experts, and if a module to be merged has other adapters too, because these
+    were trained for the unmerged base.
     """
     selected = adapted_modules(model, adapter)
     for place, outer in selected.items():
@@ -304,23 +296,14 @@ def merge(
             raise ValueError(f"{place}: adapters {', '.join(outer.adapters)}; detach all but the one to merge")
     if adapter is None and len(names := {n for m in selected.values() for n in m.adapters}) > 1:
         raise ValueError(f"adapters {', '.join(sorted(names))} are at different places; name the one to merge")
-    merged = {place: _merge_place(outer, keep, dtype) for place, outer in selected.items()}
+    merged = {place: _merge_place(outer, dtype) for place, outer in selected.items()}
     put_modules(model, {place: module for place, (*_, module) in merged.items()})
     errors = {place: error for place, (error, *_) in merged.items()}
     changed, update = (sum(sums[i] for _, sums, _ in merged.values()) for i in (0, 1))
-    return Merged(errors, dict(selected) if keep else {}, changed / update if update else 1.0)
+    return Merged(errors, changed / update if update else 1.0)
 
 
-def unmerge(model: nn.Module, merged: Merged) -> None:
-    """Undo a merge: put back the replaced modules. Raises ValueError if the merge was made without `keep=True`."""
-    if not merged.kept:
-        raise ValueError("this merge kept no modules; merge with keep=True, or load the base again")
-    put_modules(model, merged.kept)
-
-
-def _merge_place(
-    outer: Adapted, keep: bool, dtype: torch.dtype | None
-) -> tuple[float, tuple[float, float], nn.Module]:
+def _merge_place(outer: Adapted, dtype: torch.dtype | None) -> tuple[float, tuple[float, float], nn.Module]:
     """The relative rounding error of the merged weight, the products of update and change, and the merged module.
 
     The products are (change, update) and (update, update). The change is between the rounded weights before and
@@ -334,11 +317,11 @@ def _merge_place(
     square = update.square().sum().item()
     error = rounding.norm().item() / square**0.5 if square else 0.0
     change = weight.double() - base.to(weight.dtype).double()  # without the rounding of the base alone
-    return error, ((change * update).sum().item(), square), _plain(outer.base, weight, keep).train(outer.training)
+    return error, ((change * update).sum().item(), square), _plain(outer.base, weight).train(outer.training)
 
 
-def _plain(base: nn.Module, weight: Tensor, keep: bool) -> nn.Module:
-    if isinstance(base, nn.Linear | nn.Embedding) and not keep and base.weight.dtype == weight.dtype:
+def _plain(base: nn.Module, weight: Tensor) -> nn.Module:
+    if isinstance(base, nn.Linear | nn.Embedding) and base.weight.dtype == weight.dtype:
         base.weight.copy_(weight)
         return base
     parameter = nn.Parameter(weight, any(p.requires_grad for p in base.parameters()))

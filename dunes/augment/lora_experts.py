@@ -10,7 +10,7 @@ https://arxiv.org/abs/2309.05444, MixLoRA https://arxiv.org/abs/2404.15159
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from dunes import tree
 from dunes.augment import lora
 from dunes.augment.adapted import Adapter, LoraConfig, is_embedding
 from dunes.augment.change import Change, generator
-from dunes.augment.options import LoraExperts, Router
+from dunes.augment.options import LoraExperts
 from dunes.parts import MLP, Attention, GatedMLP, MoE
 from dunes.parts.layers import at_least_float32
 from dunes.parts.moe import choose_experts, load_balance
@@ -184,11 +184,9 @@ def decide(model: nn.Module, options: LoraExperts) -> Change:
 def check(model: nn.Module, change: Change) -> None:
     """Raise ValueError that names the place and a remedy if the change cannot be made to this model."""
     experts, top_k, balance = (change.request[key] for key in ("experts", "top_k", "balance"))
-    if type(experts) is not int or experts < 1:
-        raise ValueError(f"experts is {experts!r}; expected 1 or more")
-    if type(top_k) is not int or not 1 <= top_k <= experts:
+    if not 1 <= top_k <= experts:
         raise ValueError(f"top_k is {top_k!r}; expected 1 to {experts}, the number of experts")
-    if type(balance) not in (int, float) or not 0 <= balance < math.inf:
+    if not 0 <= balance < math.inf:
         raise ValueError(f"balance is {balance!r}; expected a number of at least 0")
     mixtures = tuple(f"{p.name}.experts." for p in tree.places(model) if isinstance(p.module, MoE))
     for place, module in lora.check_places(model, change):
@@ -198,9 +196,7 @@ def check(model: nn.Module, change: Change) -> None:
             raise ValueError(
                 f"{place}: an expert of a mixture, whose padding is not known; set balance=0, or exclude it"
             )
-    if (router := _router(change)) not in get_args(Router):
-        raise ValueError(f"router is {router!r}; expected {', '.join(get_args(Router))}")
-    if router == "mlp":
+    if change.request["router"] == "mlp":
         _check_mlps(router_groups(model, change))
 
 
@@ -214,10 +210,6 @@ def _check_mlps(groups: Mapping[nn.Module, Sequence[str]]) -> None:
             raise ValueError(f"{places[0]}: router is 'mlp'; select the other linear layers of this MLP, too")
 
 
-def _router(change: Change) -> str:
-    return str(change.request.get("router", "linear"))  # older records have no router
-
-
 def router_groups(model: nn.Module, change: Change) -> dict[nn.Module, list[str]]:
     """The places of the change, grouped by router.
 
@@ -225,7 +217,7 @@ def router_groups(model: nn.Module, change: Change) -> dict[nn.Module, list[str]
     """
     groups: dict[nn.Module, list[str]] = {}
     for place in [p for p in tree.places(model) if p.name in change.places]:
-        shares = _router(change) != "linear" and type(place.parent) in SHARING
+        shares = change.request["router"] != "linear" and type(place.parent) in SHARING
         groups.setdefault(place.parent if shares else place.module, []).append(place.name)
     return groups
 
@@ -249,7 +241,7 @@ def shape(model: nn.Module, change: Change) -> None:
 
 def _adapter_class(change: Change, place: tree.Place) -> Callable[..., Adapter]:
     """The adapter class for this module; for expert adapters, a `partial` with the routing arguments filled in."""
-    in_mlp = _router(change) == "mlp"
+    in_mlp = change.request["router"] == "mlp"
     if change.request["experts"] == 1 or (in_mlp and type(place.parent) not in MLPS):
         return Adapter
     cls = OutputExperts if place.key == "down" else HiddenExperts

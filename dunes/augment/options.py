@@ -5,7 +5,7 @@ Importing this module does not import torch. `NotOffered` fields have no flag an
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -45,7 +45,10 @@ def targets(default: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a change. The command prints `NEXT` after the change; {out} becomes the output folder."""
+    """The options of a change. The command prints `NEXT` after the change; {out} becomes the output folder.
+
+    Raises ValueError for a value that is none of an option's choices.
+    """
 
     NEXT: ClassVar[str] = TRAIN
     TEXT: ClassVar[str] = ""
@@ -57,6 +60,11 @@ class Options:
 
     READERS: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Maps an option's name to those of its values that need calibration text. If empty, text is always needed."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in (choices := get_args(hint)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {', '.join(choices)}")
 
     @property
     def reads_text(self) -> bool:

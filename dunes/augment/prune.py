@@ -8,7 +8,7 @@ weights are stored as dense matrices. This module is registered in the table `CH
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from dunes.augment.adapted import how_to_make_dense, keeps_zeros, linear_of
 from dunes.augment.calibrate import Gram, assign_weight, calibrate_blocks, calibration_tokens, require_text
 from dunes.augment.change import Change, Part, modules_at, part_name
 from dunes.augment.gptq import Hessian, hessian, sweep
-from dunes.augment.options import Prune, Pruning
+from dunes.augment.options import Prune
 from dunes.progress import each
 from dunes.units import plural
 
@@ -54,8 +54,6 @@ def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Chang
 
 def _check_options(options: Prune, pattern: "Pattern | None", has_text: bool) -> None:
     method, multiple = options.method, 1 if pattern is None else pattern.group
-    if method not in get_args(Pruning):
-        raise ValueError(f"method is {method[:80]!r}; expected {', '.join(get_args(Pruning))}")
     if has_text != options.reads_text:
         raise ValueError(f"method {method} {'takes no' if has_text else 'needs'} calibration text")
     if options.block < 1 or options.block % multiple:
@@ -171,11 +169,11 @@ class MaskedLinear(nn.Linear):
 def mask_linears(model: nn.Module, places: Collection[str]) -> None:
     """Replace the dense linear layers at these places (also inside wrappers) by `MaskedLinear`.
 
-    Raises ValueError, before anything is changed, for a place without a dense linear layer.
+    Raises ValueError for a place without a dense linear layer, whose zeros would be trained.
     """
     linears = {p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), nn.Linear)}
-    if missing := sorted({*places} - linears):
-        raise ValueError(f"{missing[0][:200]}: this model has no such dense linear layer")
+    if missing := {*places} - linears:
+        raise ValueError(f"{min(missing)[:200]}: this model has no such dense linear layer")
     _convert_linears(model, places, MaskedLinear)
 
 

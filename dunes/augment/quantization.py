@@ -111,14 +111,13 @@ def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str
     """
     request: dict[str, Any] = {"kind": options.kind, "double": options.double}
     by_group = {*BY_GROUP} & {*kinds}
-    if options.double and "nf4" not in kinds:
-        raise ValueError(
-            f"kind is {options.kind!r}, double True; expected {', '.join(METHODS)}, and double only with nf4"
-        )
-    if options.act_order is False and method != "gptq":
-        raise ValueError(f"method {method} has no act_order; it goes with gptq")
-    if not by_group and (options.group is not None or options.symmetric):
-        raise ValueError(f"kind {options.kind} has no choice of group or symmetry; these go with int4 and int3")
+    unused = {
+        "double": options.double and "nf4" not in kinds,
+        "act_order": options.act_order is False and method != "gptq",
+        "group or symmetric": not by_group and (options.group is not None or options.symmetric),
+    }
+    if names := [name for name, is_unused in unused.items() if is_unused]:
+        raise ValueError(f"{names[0]} does not go with kind {options.kind} and method {method}")
     if by_group:
         request |= {"group": GROUP if options.group is None else options.group, "symmetric": options.symmetric}
         if request["group"] < 0:
@@ -164,7 +163,7 @@ def grid_at(change: Change, place: str) -> Grid | None:
     request, kind = change.request, change.places[place].get("kind", change.request["kind"])
     if kind in ("nf4", "int8"):
         return Grid(8, symmetric=True) if kind == "int8" else None
-    return Grid(BITS[kind], request["group"], request["symmetric"], real_zero=request["method"] == "hqq")
+    return Grid(BITS[kind], request["group"], request["symmetric"])
 
 
 def describe(change: Change) -> str:
@@ -183,18 +182,10 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Replace the linear layers (also inside wrappers) by quantized layers whose values are not set yet.
-
-    Raises ValueError, before anything is changed, if the change does not fit the model.
-    """
-    if change.request.get("activations"):
-        raise ValueError(
-            "its layers round their inputs to int8 (--activations), which version 0.2.0 dropped: quantize the "
-            "dense model again with --kind int8"
-        )
+    """Replace the linear layers (also inside wrappers) by quantized layers whose values are not set yet."""
+    if change.request.get("activations") or change.request.get("method") == "hqq":
+        raise ValueError("quantized in a form of version 0.1.0; quantize the dense model again")
     linears = {p.name: tree.innermost(p.module) for p in tree.places(model)}
-    if missing := sorted(name for name in change.places if not isinstance(linears.get(name), nn.Linear)):
-        raise ValueError(f"{missing[0]}: this model has no such dense linear layer; was it quantized already?")
     layers = {id(linears[name]): _layer(linears[name], change, name) for name in change.places}
     tree.replace(model, {*change.places}, lambda base: layers[id(base)], reach="inner")
 
@@ -224,8 +215,6 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
     if method not in SOLVERS:
         yield from map(Part, each(parts.values()))
         return
-    if ids is None and method in CALIBRATED:
-        raise ValueError(f"method {method} needs calibration text")
     grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
     for steps, short in SOLVERS[method].solve(model, ids, grids, change.request):
         part = parts.pop(part_name(next(iter(steps))))

@@ -50,9 +50,8 @@ class Grid:
 
     `group` is the number of inputs in a group; 0 makes a group of a complete row. The last group of a row may be
     shorter. If `symmetric`, the zero point is the middle code, and the weight of largest magnitude gets code 0; so
-    scales may be negative (as in llama.cpp's Q4_0, which uses all codes). Otherwise zero is represented exactly,
-    except with `real_zero`, where zero points are real numbers. With 8 bits it is the grid of `Int8`: symmetric,
-    by row, with float32 scales.
+    scales may be negative (as in llama.cpp's Q4_0, which uses all codes). Otherwise zero is represented exactly.
+    With 8 bits it is the grid of `Int8`: symmetric, by row, with float32 scales.
 
     Scales of groups are truncated to bfloat16 before codes are computed, which loses almost no accuracy.
     """
@@ -60,7 +59,6 @@ class Grid:
     bits: int
     group: int = 0
     symmetric: bool = False
-    real_zero: bool = False
 
     @property
     def highest(self) -> int:
@@ -89,8 +87,7 @@ class Grid:
     def codes(self, columns: Tensor, steps: Steps) -> Tensor:
         """The codes (..., C), as floating-point numbers, of columns (..., C) for the given steps (..., 1)."""
         codes = columns / torch.where(steps.scale.abs() < TINY, TINY, steps.scale)
-        codes = (codes + steps.zero).round() if self.real_zero else codes.round() + steps.zero
-        return codes.clamp(-self.highest if self.bits == 8 else 0, self.highest)
+        return (codes.round() + steps.zero).clamp(-self.highest if self.bits == 8 else 0, self.highest)
 
     def round(self, columns: Tensor, steps: Steps) -> Tensor:
         """Round columns (..., C) to the grid with the given steps (..., 1)."""
@@ -388,9 +385,8 @@ class GroupInt(Quantized):
     One byte has two 4-bit codes; three bytes have eight 3-bit codes. Each row is packed separately, lowest bit
     first (with 4 bits, the bytes equal compressed-tensors' `pack-quantized`).
 
-    `codes` is (O, bytes of a row) uint8, and `scale` is (O, G) bfloat16. `zero` is packed like `codes`; it is
-    (O, G) float16 if zero points are real numbers, and None if all zero points are the middle code. Layers from
-    `for_step` have unpacked zero points.
+    `codes` is (O, bytes of a row) uint8, and `scale` is (O, G) bfloat16. `zero` is packed like `codes`, and None
+    if all zero points are the middle code. Layers from `for_step` have unpacked zero points.
     """
 
     codes: Tensor
@@ -400,12 +396,11 @@ class GroupInt(Quantized):
     def __init__(self, base: nn.Linear, grid: Grid) -> None:
         rows, inputs = base.out_features, base.in_features
         groups = -(-inputs // grid.width(inputs))
-        packed_zero = None if grid.symmetric else ((rows, packed_bytes(groups, grid.bits)), torch.uint8)
         super().__init__(
             base,
             codes=((rows, packed_bytes(inputs, grid.bits)), torch.uint8),
             scale=((rows, groups), torch.bfloat16),
-            zero=((rows, groups), torch.float16) if grid.real_zero else packed_zero,
+            zero=None if grid.symmetric else ((rows, packed_bytes(groups, grid.bits)), torch.uint8),
         )
         self.grid = grid
 
@@ -415,7 +410,7 @@ class GroupInt(Quantized):
         self.codes.copy_(pack(self.grid.weight_codes(weight, steps), self.grid.bits))
         self.scale.copy_(steps.scale)
         if self.zero is not None:
-            self.zero.copy_(steps.zero if self.grid.real_zero else pack(steps.zero, self.grid.bits))
+            self.zero.copy_(pack(steps.zero, self.grid.bits))
 
     def product(self, x: Tensor) -> Tensor:
         if self.codes.is_inference() or not int_linear.fits_int4(
@@ -465,7 +460,7 @@ class GroupInt(Quantized):
         return row_sums(x, (self.codes, scale, zero), inputs, sums)
 
     def for_step(self) -> Quantized:
-        if not self._has_pairs() or (self.grid.bits == 4 and (self.zero is None or self.grid.real_zero)):
+        if not self._has_pairs() or (self.grid.bits == 4 and self.zero is None):
             return self
         with torch.device(self.codes.device):
             layer = GroupInt(nn.Linear(self.in_features, self.out_features, False), replace(self.grid, bits=4))
@@ -473,8 +468,7 @@ class GroupInt(Quantized):
         if self.grid.bits == 3:
             middle = 4 if self.zero is None else 0  # the middle code is 4 in 3 bits, 8 in 4 bits
             layer.codes = pack(unpack(self.codes, 3, self.in_features) + middle, 4)
-        layer.zero = self.zero
-        if self.zero is not None and not self.grid.real_zero:  # unpacking takes a tenth of a product's time
+        if self.zero is not None:  # unpacking takes a tenth of a product's time
             layer.zero = unpack(self.zero, self.grid.bits, len(self.scale[0]))
         return layer.train(self.training)
 
@@ -488,7 +482,7 @@ class GroupInt(Quantized):
 
     def dense(self) -> Tensor:
         # code - zero is exact in bfloat16, and so is its product with the scale but for the final rounding.
-        exact = self.dtype == torch.bfloat16 and not self.grid.real_zero
+        exact = self.dtype == torch.bfloat16
         eager = self.codes.device.type == "cpu" and not torch.compiler.is_compiling()
         if eager and exact and self.grid.bits == 4 and self._has_pairs():
             return self._dense_by_pairs()

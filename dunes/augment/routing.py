@@ -36,11 +36,9 @@ def decide(model: nn.Module, options: Routing) -> Change:
         if bias_rate and moe.bias_rate:
             raise ValueError(f"{place.name}: already has a selection bias that is trained")
         linears = [m for m in moe.experts[0].modules() if tree.linear(m)]
-        if shared and not isinstance(moe.experts[0], MLP | GatedMLP):
-            kind = type(moe.experts[0]).__name__
-            raise ValueError(f"{place.name}: its experts are {kind}; expected MLP or GatedMLP, to be copied")
-        if shared and not all(type(m) is nn.Linear for m in linears):
-            raise ValueError(f"{place.name}: its experts are adapted or quantized; add shared experts before that")
+        is_plain = isinstance(moe.experts[0], MLP | GatedMLP) and all(type(m) is nn.Linear for m in linears)
+        if shared and not is_plain:
+            raise ValueError(f"{place.name}: its experts are no plain MLPs; add shared ones before other changes")
         first = len(moe.shared or ())
         places[place.name] = {"shared": [*range(first, first + shared)]}
     new = tuple(f"{name}.shared.{i}.**" for name, decided in places.items() for i in decided["shared"])

@@ -21,7 +21,7 @@ from dunes import tree
 from dunes.augment.adapted import how_to_make_dense
 from dunes.augment.change import Change, generator, modules_at, put_modules
 from dunes.augment.options import Upcycle
-from dunes.models.mixtral import MAX_EXPERTS, mixture
+from dunes.models.mixtral import mixture
 from dunes.parts import MLP, GatedMLP, MoE
 from dunes.progress import each
 
@@ -42,15 +42,11 @@ def decide(model: nn.Module, options: Upcycle) -> Change:
     """
     request, granularity, drop = options.request(), options.granularity, options.drop
     require_experts(options.experts, options.top_k)
-    if granularity < 1:
-        raise ValueError(f"granularity is {granularity}; expected 1 or more pieces")
-    for name, value in (("experts", options.experts), ("top_k", options.top_k)):
-        if value % granularity:
-            nearest = max(granularity, round(value / granularity) * granularity)
-            raise ValueError(
-                f"{name} is {value}, granularity {granularity}; expected a multiple, like {nearest}, since a "
-                "token needs every piece of an MLP"
-            )
+    if granularity < 1 or options.experts % granularity or options.top_k % granularity:
+        raise ValueError(
+            f"experts is {options.experts}, top_k {options.top_k}; expected multiples of granularity "
+            f"({granularity}), since a token needs every piece of an MLP"
+        )
     if not 0 <= drop < 1:
         raise ValueError(f"drop is {drop}; expected a fraction from 0 to below 1")
     places = {
@@ -71,10 +67,9 @@ def describe(change: Change) -> str:
 def shape(model: nn.Module, change: Change) -> None:
     """Replace the MLPs by mixtures. Raises ValueError, before any change, if the record does not fit the model."""
     request, mlps = change.request, find_mlps(model, {*change.places})
-    experts, top_k, balance = request["experts"], request["top_k"], request["balance"]
-    require_experts(experts, top_k)
-    widths = {place: [change.places[place]["width"]] * experts for place in mlps}
-    put_modules(model, {place: new_mixture(mlps[place], widths[place], top_k, balance) for place in mlps})
+    widths = {place: [change.places[place]["width"]] * request["experts"] for place in mlps}
+    settings = request["top_k"], request["balance"]
+    put_modules(model, {place: new_mixture(mlps[place], widths[place], *settings) for place in mlps})
 
 
 @torch.no_grad()
@@ -134,29 +129,16 @@ def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
 
 
 def require_experts(experts: int, top_k: int) -> None:
-    """Raise ValueError unless 2 <= `top_k` <= `experts` <= MAX_EXPERTS."""
-    if not 2 <= experts <= MAX_EXPERTS:
-        raise ValueError(f"experts to choose from: {experts}; expected 2 to {MAX_EXPERTS}")
+    """Raise ValueError unless 2 <= `top_k` <= `experts`, as a router learns nothing from a single expert."""
     if not 2 <= top_k <= experts:
-        raise ValueError(
-            f"top_k is {top_k}; expected 2 to {experts}, the number of experts that a token can choose from: "
-            "the weight of a single expert is always 1, from which a router learns nothing"
-        )
+        raise ValueError(f"top_k is {top_k} of {experts} experts to choose from; expected 2 to that number")
 
 
 def require_division(place: str, hidden: int, pieces: int, name: str) -> int:
-    """The number of hidden neurons in each piece.
-
-    If `pieces` does not divide `hidden`, raises ValueError with the nearest divisors.
-    """
-    if hidden % pieces == 0:
-        return hidden // pieces
-    fitting = [n for n in range(2, hidden + 1) if hidden % n == 0]
-    nearest = sorted(sorted(fitting, key=lambda n: abs(n - pieces))[:3])
-    raise ValueError(
-        f"{place}: {name} is {pieces}, which does not divide its {hidden} hidden neurons; "
-        f"{' or '.join(map(str, nearest))} would"
-    )
+    """The number of hidden neurons in each piece. Raises ValueError if `pieces` does not divide `hidden`."""
+    if hidden % pieces:
+        raise ValueError(f"{place}: {name} is {pieces}, which does not divide its {hidden} hidden neurons")
+    return hidden // pieces
 
 
 def new_mlp(like: Any, hidden: int) -> Any:

@@ -179,7 +179,7 @@ def _merge_active(model: Decoder, dtype: torch.dtype) -> Merged:
     adapters = {name for m in model.modules() if isinstance(m, Adapted) for name in m.adapters}
     for name in adapters - {active}:
         augment.detach(model, name)
-    return Merged({}, {}, 1.0) if active is None else augment.merge(model, dtype=dtype)
+    return Merged({}, 1.0) if active is None else augment.merge(model, dtype=dtype)
 
 
 def _changes(folder: Path, card: Mapping[str, Any]) -> list[Any]:

@@ -42,8 +42,7 @@ class PrefixCache:
 
     `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
     all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row, or one
-    token of each of several rows. `format` quantizes keys and values. Raises ValueError if both a format and a
-    step are given.
+    token of each of several rows. `format` quantizes keys and values; no step is used then.
     """
 
     def __init__(
@@ -54,8 +53,6 @@ class PrefixCache:
         step: CompiledStep | None = None,
         format: CacheFormat | None = None,
     ) -> None:
-        if step is not None and format is not None:
-            raise ValueError("a compiled step reads whole keys and values; pass a step or a format of the cache")
         share_cores()
         self.model, self.activate = model, activate or (lambda names: nullcontext())
         self.cache: Cache | None = None

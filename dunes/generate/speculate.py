@@ -57,7 +57,6 @@ class DraftModel:
     """
 
     def __init__(self, model: nn.Module, context_length: int, count: int = 4) -> None:
-        check_rewinds(model)
         self.context_length, self.count, self.cache = context_length, count, PrefixCache(model)
 
     def __call__(self, ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
@@ -99,8 +98,6 @@ def _correct(p: Tensor, q: Tensor, proposed: int) -> Tensor:
 
     The proposed id gets probability `min(1, p / q)`; the rest is shared in proportion to `max(p - q, 0)`.
     """
-    if len(p) != len(q):
-        raise ValueError(f"a draft has {len(q)} ids, the model {len(p)}; use one with the same vocabulary")
     acceptance = (p[proposed] / q[proposed]).clamp(max=1)
     residual = (p - q).clamp(min=0)
     mixed = residual * ((1 - acceptance) / residual.sum().clamp(min=1e-30))

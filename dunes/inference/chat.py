@@ -26,7 +26,6 @@ from dunes.files.atomic import write_file
 from dunes.files.model_file import cards_trusted
 from dunes.generate import Sampler
 from dunes.generate.packages import step_source
-from dunes.generate.sampling import greedy
 from dunes.inference.text_generator import TextGenerator
 from dunes.parts import CacheFormat
 from dunes.text import Tokenizer
@@ -278,12 +277,8 @@ class Chat:
     def retry(self) -> Generator[str, None, None]:
         """Stream another answer to the last message; if the new answer is empty, the earlier answer stays.
 
-        Raises ValueError if the conversation has no message, or for greedy decoding.
+        Raises ValueError if the conversation has no message.
         """
-        if self.sample.choose is greedy:
-            raise ValueError(
-                "/retry: at temperature 0 the answer is always the same; start with --temperature 0.7"
-            )
         before, pending = self.talk, self.pending
         text = pending or self.undo()
         shorter = self.talk

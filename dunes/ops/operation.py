@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from dunes.ops.kernels import Kernels
-from dunes.units import plural
 
 Autocast = Literal["low", "float32"]
 """The dtype to which inputs are cast under autocast: autocast's own dtype ("low") or float32."""
@@ -64,9 +63,6 @@ class Operation:
             bound.apply_defaults()
             args = bound.args
         first = args[self.tensors[0]]
-        if not isinstance(first, Tensor):
-            parameter = self.parameters[self.tensors[0]]
-            raise ValueError(f"{self.name}: {parameter!r} is a {type(first).__name__}; expected a tensor")
         device = first.device.type
         if autocast_enabled(first):
             with torch.autocast(device, enabled=False):
@@ -123,23 +119,19 @@ class Operation:
     def gradients(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Call the backward. Returns one item for each argument of the forward: its gradient or None.
 
-        Raises ValueError unless the backward returns a tensor or None for each tensor argument.
+        Raises ValueError unless the backward returns a value for each tensor argument.
         """
         assert self.backward is not None
         assert self.saved is not None
         result = self.backward(*self.saved.restore(ctx, grads))
         result = result if isinstance(result, tuple) else (result,)
         if len(result) != len(self.tensors):
-            names = ", ".join(self.parameters[i] for i in self.tensors)
             raise ValueError(
-                f"{self.name}: the backward returns {plural(len(result), 'gradient')} for "
-                f"{plural(len(self.tensors), 'tensor')} ({names}); return one for each, None where there is none"
+                f"{self.name}: the backward returns {len(result)} gradients for {len(self.tensors)} tensors; "
+                "return one for each, None where there is none"
             )
         gradients: list[Tensor | None] = [None] * len(self.parameters)
         for i, gradient in zip(self.tensors, result, strict=True):
-            if not isinstance(gradient, Tensor | None):
-                cls, name = type(gradient).__name__, self.parameters[i]
-                raise ValueError(f"{self.name}: the backward's gradient for {name!r} is a {cls}, not a tensor")
             gradients[i] = gradient
         return tuple(gradients)
 

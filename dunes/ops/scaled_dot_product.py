@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dunes.ops.operation import once_differentiable
-from dunes.units import plural
 
 QUERY_BLOCK = 64
 """Queries per block in `varlen_attention`. Longer blocks compute more masked scores; shorter ones need more calls.
@@ -195,10 +194,7 @@ def query_blocks(document_starts: Tensor, dtype: torch.dtype, window: int | None
     `document_starts` (N,) int64 is the index at which each token's document starts. Raises ValueError unless N is
     a multiple of QUERY_BLOCK.
     """
-    if len(document_starts) % QUERY_BLOCK:
-        raise ValueError(
-            f"{plural(len(document_starts), 'token')} in a row; pad them to a multiple of {QUERY_BLOCK}"
-        )
+    assert len(document_starts) % QUERY_BLOCK == 0, f"pad rows to a multiple of {QUERY_BLOCK} tokens"
     token = torch.arange(len(document_starts), device=document_starts.device)
     first_key = document_starts if window is None else torch.maximum(document_starts, token - window + 1)
     ends = token[::QUERY_BLOCK] + QUERY_BLOCK

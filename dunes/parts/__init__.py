@@ -7,7 +7,7 @@ returns a `Cache`, `RollingCache` or `QuantizedCache`.
 from dunes.parts.attention import Attention
 from dunes.parts.cache import Cache, RollingCache
 from dunes.parts.context import ForwardContext
-from dunes.parts.decoder import Block, Checkpointed, Decoder, cache_for, document_losses, vocabulary_size
+from dunes.parts.decoder import Block, Checkpointed, Decoder, cache_for, vocabulary_size
 from dunes.parts.layers import MLP, Embedding, GatedMLP, RMSNorm, squared_relu
 from dunes.parts.moe import MoE
 from dunes.parts.position import Rotary
@@ -30,7 +30,6 @@ __all__ = [
     "RollingCache",
     "Rotary",
     "cache_for",
-    "document_losses",
     "squared_relu",
     "vocabulary_size",
 ]

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from dunes.parts.context import ForwardContext, fitted
 from dunes.parts.position import Position
-from dunes.units import plural
 
 
 class Attention(nn.Module):
@@ -26,8 +25,7 @@ class Attention(nn.Module):
 
     Scores are multiplied by `scale` (default: head_dim ** -0.5). `softcap` bounds them by softcap * tanh(scores /
     softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). With `sinks`, each head learns the score of one
-    more key, whose value is 0, as in gpt-oss (https://arxiv.org/abs/2508.10925). Raises ValueError if `heads` is
-    no multiple of `kv_heads`.
+    more key, whose value is 0, as in gpt-oss (https://arxiv.org/abs/2508.10925).
     """
 
     depends_on_order: ClassVar[bool] = False
@@ -56,8 +54,6 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads, head_dim = kv_heads or heads, head_dim or dim // heads
-        if heads % kv_heads:
-            raise ValueError(f"{plural(heads, 'head')} are no multiple of {kv_heads} key/value heads")
         if window is not None and window < 1:
             raise ValueError(f"window is {window}; it must be at least 1, the token itself")
         for name, part in (("q_norm", q_norm), ("k_norm", k_norm), ("position", position)):
@@ -151,8 +147,6 @@ class ValueResidualAttention(Attention):
         q, k, v = super().heads(x, ctx)
         if self.mix is None:
             ctx.carried["values"] = v
-        elif "values" not in ctx.carried:
-            raise ValueError("values of a first layer are missing; build one with first=True")
         else:
             v = torch.lerp(v, ctx.carried["values"], self.mix.to(v.dtype))
         return q, k, v
@@ -178,15 +172,13 @@ class DifferentialAttention(Attention):
 
     Each of the H / 2 differences has values of two heads and is normed. `layer` is the number of the block, by
     which the factor starts between 0.2 and 0.8. https://arxiv.org/abs/2410.05258, with the layout of transformers'
-    DiffLlama. Raises ValueError for an odd number of key/value heads.
+    DiffLlama. The number of key/value heads is even.
     """
 
     initial_values = MappingProxyType({"factors": 0.1})
 
     def __init__(self, dim: int, heads: int, kv_heads: int | None = None, *, layer: int, **options: Any) -> None:
         super().__init__(dim, heads, kv_heads, **options)
-        if (kv_heads or heads) % 2:
-            raise ValueError(f"{plural(kv_heads or heads, 'key/value head')}; differential attention needs pairs")
         self.initial = 0.8 - 0.6 * math.exp(-0.3 * layer)
         self.factors = nn.Parameter(torch.full((4, self.head_dim), 0.1))  # q1, k1, q2, k2
         self.eps = 1e-5

@@ -116,14 +116,10 @@ class SkipBlock(Block):
         self.register_parameter("skip", None if source is None else nn.Parameter(torch.zeros(())))
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
-        """(B, T, dim) -> (B, T, dim). Raises ValueError if the source did not run before."""
+        """(B, T, dim) -> (B, T, dim). Raises KeyError if the source did not run before."""
         ctx = ctx or ForwardContext.of(x)
         if self.skip is not None:
-            if (key := f"input {self.source}") not in ctx.carried:
-                raise ValueError(
-                    f"block {layer} adds the input of block {self.source}, which did not run before it"
-                )
-            x = x + self.skip.to(x.dtype) * ctx.carried[key]
+            x = x + self.skip.to(x.dtype) * ctx.carried[f"input {self.source}"]
         ctx.carried[f"input {layer}"] = x
         return super().forward(x, ctx, layer)
 
@@ -425,20 +421,6 @@ def _target_index(targets: Tensor) -> Tensor:
     has_target = targets != IGNORE
     count = int(has_target.sum())
     return torch.sort(~has_target, stable=True).indices[: count + -count % PAD_MULTIPLE]
-
-
-def document_losses(logits: Tensor, targets: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy and number of targets of each document, both (documents,).
-
-    `logits` are (B, T, V); documents come in batch order. Without `positions`, each row is one document.
-    """
-    if positions is None:
-        positions = torch.arange(targets.shape[1], device=targets.device)
-    positions, has_target, number = positions.expand_as(targets), targets != IGNORE, torch.zeros_like(targets)
-    starts, number[positions >= 0] = torch.unique(document_starts(positions), return_inverse=True)
-    losses = F.cross_entropy(logits[has_target].float(), targets[has_target], reduction="none")
-    sums = losses.new_zeros(len(starts)).index_add(0, number[has_target], losses)
-    return sums, number[has_target].bincount(minlength=len(starts))
 
 
 def vocabulary_size(model: nn.Module) -> int | None:

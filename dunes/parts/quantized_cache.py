@@ -50,11 +50,6 @@ class CacheFormat:
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"a cache of {self.bits} bits; expected {', '.join(map(str, BITS))}")
-        if self.group < 1 or self.residual < 0:
-            raise ValueError(
-                f"a cache with groups of {self.group} and the last {self.residual} tokens whole; "
-                "expected at least 1 and 0"
-            )
 
     @property
     def ring(self) -> int:

@@ -14,7 +14,6 @@ from dunes.ops.linear_recurrence import CHUNK, recurrence
 from dunes.ops.operation import without_autocast
 from dunes.parts.context import ForwardContext
 from dunes.parts.layers import at_least_float32
-from dunes.units import plural
 
 LEAST_DECAY = -30.0
 """Smallest logarithm of a decay, which is 1e-13: sums of much smaller ones would lose those of other tokens."""
@@ -143,8 +142,6 @@ class GatedDeltaNet(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.key_heads = heads, key_heads or heads
-        if heads % self.key_heads:
-            raise ValueError(f"{plural(heads, 'head')} are no multiple of {self.key_heads} key heads")
         self.key_dim, self.value_dim, self.norm = key_dim, value_dim, norm
         self.project = nn.Linear(dim, 2 * (self.key_heads * key_dim + heads * value_dim), bias=False)
         self.rates = nn.Linear(dim, 2 * heads, bias=False)
@@ -214,8 +211,6 @@ class Mamba2(nn.Module):
         limits: tuple[float, float] = (0.0, math.inf),
     ) -> None:
         super().__init__()
-        if heads % groups:
-            raise ValueError(f"{plural(heads, 'head')} are no multiple of {groups} groups")
         self.heads, self.head_dim, self.state_dim, self.groups = heads, head_dim, state_dim, groups
         inner, self.norm, self.limits = heads * head_dim, norm, limits
         self.project = nn.Linear(dim, 2 * (inner + groups * state_dim) + heads, bias)

@@ -9,7 +9,6 @@ from time import monotonic
 from typing import Any
 
 from dunes import checkpoint, measure
-from dunes.checkpoint.loading import is_adapter
 from dunes.serve.fields import Refused
 from dunes.serve.follow import Follower
 from dunes.serve.requests import Answer, LineRequest, Named
@@ -33,8 +32,6 @@ class Running:
     ) -> None:
         if adapters and len(folders) > 1:
             raise ValueError("--adapter goes with a single model; name one")
-        if invalid := [path for path in adapters if not is_adapter(path)]:
-            raise ValueError(f"{invalid[0]}: not an adapter's folder")
         measure.keep_freed_memory()
         names = [folder.resolve().name for folder in folders]
         if duplicates := [name for i, name in enumerate(names) if name in names[:i]]:

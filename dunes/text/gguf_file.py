@@ -298,7 +298,9 @@ _T = TypeVar("_T")
 def value(fields: Mapping[str, Any], name: str, value_type: type[_T], default: _T | None = None) -> _T:
     """The value of `tokenizer.NAME`, or the default. Raises ValueError if it is missing or of another type."""
     key = f"tokenizer.{name}"
-    return library.item(fields if default is None else {key: default, **fields}, key, value_type)
+    if type(given := fields.get(key, default)) is not value_type:
+        raise ValueError(f"{key} is {library.abbreviate(given)}; expected {value_type.__name__}")
+    return given
 
 
 def _texts(fields: Mapping[str, Any], name: str) -> list[str]:
@@ -306,14 +308,8 @@ def _texts(fields: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _check_length(name: str, numbers: "np.ndarray[Any, Any]", tokens: Sequence[str], kinds: str) -> None:
-    if numbers.dtype.kind not in kinds:
-        raise ValueError(
-            f"tokenizer.{name} is of {numbers.dtype}; expected {'integers' if kinds == 'iu' else 'numbers'}"
-        )
-    if len(numbers) != len(tokens):
-        raise ValueError(
-            f"tokenizer.{name} has {plural(len(numbers), 'entry', 'entries')}, tokenizer.ggml.tokens {len(tokens)}"
-        )
+    if numbers.dtype.kind not in kinds or len(numbers) != len(tokens):
+        raise ValueError(f"tokenizer.{name} has {len(numbers)} {numbers.dtype}; expected a number of each token")
 
 
 def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -> int | None:

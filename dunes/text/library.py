@@ -28,19 +28,6 @@ def abbreviate(value: Any) -> str:
     return ascii(value)[:60]
 
 
-def item(container: Any, key: str, value_type: type[_T], place: str = "") -> _T:
-    """The value of a key of a file. Raises ValueError that names `place` and key if it is missing or mistyped."""
-    if not isinstance(container, Mapping):
-        raise ValueError(f"{place.rstrip('.') or 'the file'} is {abbreviate(container)}; expected an object")
-    if type(value := container.get(key)) is value_type:
-        return value
-    state = f"is {abbreviate(value)}" if key in container else "is missing"
-    raise ValueError(f"{place}{key} {state}; expected {_NOUNS.get(value_type, 'a list of numbers')}")
-
-
-_NOUNS = {str: "a text", int: "a number", bool: "true or false", dict: "an object", list: "a list"}
-
-
 def regex(pattern: str, place: str) -> Regex:
     """A compiled pattern; `place` names its origin. Raises ValueError for an invalid pattern."""
     return call(f"{place} {abbreviate(pattern)}", lambda: Regex(pattern))

@@ -48,20 +48,15 @@ def text_around_cursor(place: str) -> tuple[Path, str, str]:
     """The file in FILE:LINE:COLUMN, and its text before and after this position.
 
     Line and column are counted from 1, columns in characters (a tab is one). Raises ValueError for another format,
-    a missing file, or a position outside the file.
+    and for a position outside the file; OSError for a file that cannot be read.
     """
     parts = re.fullmatch(r"(.+):([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", place, re.DOTALL)
     if parts is None:
         raise ValueError(f"{place}: expected FILE:LINE:COLUMN, both numbers counted from 1")
     path, line, column = parts[1], int(parts[2]), int(parts[3])
-    if not Path(path).is_file():
-        raise ValueError(f"{path}: not a file; expected FILE:LINE:COLUMN")
     text = decode_text(Path(path).read_bytes(), path)
     lines = split_lines(text)
-    if line > len(lines):
-        raise ValueError(f"{place}: the file has {plural(len(lines), 'line')}")
-    columns = len(lines[line - 1].rstrip("\r\n")) + 1
-    if column > columns:
-        raise ValueError(f"{place}: line {line} has columns 1 to {columns}")
+    if line > len(lines) or column > len(lines[line - 1].rstrip("\r\n")) + 1:
+        raise ValueError(f"{place}: outside the file, which has {plural(len(lines), 'line')}")
     offset = sum(map(len, lines[: line - 1])) + column - 1
     return Path(path), text[:offset], text[offset:]

@@ -18,7 +18,6 @@ import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import decoders, pre_tokenizers
@@ -26,12 +25,6 @@ from tokenizers import decoders, pre_tokenizers
 from dunes.files import json_file
 from dunes.text import library, split_rules
 from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
-from dunes.units import plural
-
-MAX_VOCAB = 1 << 20
-"""Maximum number of tokens."""
-MAX_TOKEN = 1024
-"""Maximum bytes of a token."""
 
 TEKKEN_SPECIAL = [
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -53,11 +46,13 @@ LLAMA3_SPECIAL = (
 def convert_llama3(data: bytes) -> tokenizers.Tokenizer:
     """A tokenizer with the same ids as Llama 3's code.
 
-    If special tokens are requested, a text starts with LLAMA3_BEGIN. Raises ValueError, without the file's name,
-    if the file is invalid or exceeds a limit.
+    If special tokens are requested, a text starts with LLAMA3_BEGIN. Raises an error that does not name the file
+    if the file is invalid.
     """
-    lines = data.split(b"\n", MAX_VOCAB)
-    tokens = [_llama3_token(line, rank) for rank, line in enumerate(lines if lines[-1] else lines[:-1])]
+    tokens = []
+    for rank, line in enumerate(data.splitlines()):
+        token, number = line.split()
+        tokens.append(_spelled(token, int(number), rank))
     if missing := {*BYTE_TO_CHAR.values()} - {*tokens}:
         raise ValueError(f"not a file of ranks: {len(missing)} of 256 bytes have no token")
     special = {token: len(tokens) + i for i, token in enumerate(LLAMA3_SPECIAL)}
@@ -69,72 +64,33 @@ def is_llama3_file(data: bytes) -> bool:
     return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:4096]) is not None
 
 
-def _llama3_token(line: bytes, rank: int) -> str:
-    try:
-        text, number = line.split()
-        raw = base64.b64decode(text, validate=True)
-        valid = int(number) == rank and 0 < len(raw) <= MAX_TOKEN
-    except ValueError:
-        valid = False
-    if not valid:
-        raise ValueError(f"not a file of ranks: line {rank + 1} is {line[:40]!r}; expected base64 and {rank}")
+def _spelled(token: bytes | str, number: int, rank: int) -> str:
+    """The byte-level spelling of a token in base64. Raises ValueError if its `number` is not the rank."""
+    raw = base64.b64decode(token, validate=True)
+    if number != rank or not raw:
+        raise ValueError(f"token {rank} is {raw[:20]!r} of rank {number}; the ranks do not count from 0")
     return "".join(BYTE_TO_CHAR[byte] for byte in raw)
 
 
 def convert_tekken(data: bytes) -> tokenizers.Tokenizer:
     """A tokenizer with the same ids as mistral-common. If special tokens are requested, a text starts with `<s>`.
 
-    Raises ValueError, without the file's name, if the file is invalid or exceeds a limit.
+    Raises an error that does not name the file if the file is invalid.
     """
     content = json_file.parse(data, Path("tekken.json"))
-    config, listed = library.item(content, "config", dict), library.item(content, "vocab", list)
-    pattern = library.item(config, "pattern", str, "config.")
-    size, count = (
-        library.item(config, f"default_{key}", int, "config.") for key in ("vocab_size", "num_special_tokens")
-    )
-    special = _tekken_special(content.get("special_tokens"), count)
-    if not 256 <= size - count <= min(len(listed), MAX_VOCAB):
-        raise ValueError(
-            f"not a tekken.json: {plural(size, 'id')} with {plural(count, 'special one')}, "
-            f"and {plural(len(listed), 'token')} in the list"
-        )
-    tokens = [_tekken_token(token, rank) for rank, token in enumerate(listed[: size - count])]
+    config, listed = content["config"], content["vocab"]
+    size, count = config["default_vocab_size"], config["default_num_special_tokens"]
+    special = TEKKEN_SPECIAL
+    if (entries := content.get("special_tokens")) is not None:
+        special = [entry["token_str"] for entry in entries]
+        if [entry["rank"] for entry in entries] != [*range(len(entries))]:
+            raise ValueError("the special tokens' ranks do not count from 0")
+    if not 256 <= size - count <= len(listed) or len(special) > count:
+        raise ValueError(f"{size} ids with {count} special ones; {len(listed)} and {len(special)} are listed")
+    special = [*special, *(f"<SPECIAL_{i}>" for i in range(len(special), count))]
+    tokens = [_spelled(t["token_bytes"], t["rank"], rank) for rank, t in enumerate(listed[: size - count])]
     begin = "<s>" if "<s>" in special else None
-    return _build(pattern, tokens, {text: i for i, text in enumerate(special)}, len(special), begin)
-
-
-def _tekken_special(listed: Any, count: int) -> list[str]:
-    if not 0 <= count <= MAX_VOCAB:
-        raise ValueError(f"not a tekken.json: {plural(count, 'special token')}")
-    names = TEKKEN_SPECIAL
-    if listed is not None:
-        listed = library.item({"special_tokens": listed}, "special_tokens", list)
-        names = [_special_name(token, i) for i, token in enumerate(listed)]
-    if len(names) > count:
-        raise ValueError(f"not a tekken.json: {plural(len(names), 'special token')} of at most {count}")
-    return [*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))]
-
-
-def _special_name(token: Any, i: int) -> str:
-    place = f"special_tokens[{i}]."
-    name, rank = library.item(token, "token_str", str, place), library.item(token, "rank", int, place)
-    if rank != i:
-        raise ValueError(f"{place}rank is {rank}: the special tokens' ranks do not count from 0")
-    if not name:
-        raise ValueError(f"{place}token_str is ''; each needs a text")
-    return name
-
-
-def _tekken_token(token: Any, rank: int) -> str:
-    place = f"vocab[{rank}]."
-    text, index = library.item(token, "token_bytes", str, place), library.item(token, "rank", int, place)
-    try:
-        raw = base64.b64decode(text, validate=True)
-    except ValueError:
-        raise ValueError(f"{place}token_bytes is {library.abbreviate(text)}: not a tekken.json's base64") from None
-    if index != rank or not 0 < len(raw) <= MAX_TOKEN or (rank < 256 and raw != bytes([rank])):
-        raise ValueError(f"vocab[{rank}] is {raw[:20]!r} of rank {index}; 256 bytes in order are expected first")
-    return "".join(BYTE_TO_CHAR[byte] for byte in raw)
+    return _build(config["pattern"], tokens, {text: i for i, text in enumerate(special)}, count, begin)
 
 
 def _build(

@@ -46,13 +46,10 @@ def token_text(config: dict[str, Any], key: str) -> str | None:
 def _token_id(path: Path, config: dict[str, Any], key: str, token_id: Callable[[str], int | None]) -> int | None:
     if config.get(key) is None:
         return None
-    text = token_text(config, key)
-    if text is None:
-        raise ValueError(f"{path}: {key} is {ascii(config[key])[:80]}; expected a token's text")
     try:
-        return token_id(text)
-    except UnicodeEncodeError:
-        raise ValueError(f"{path}: {key} is {ascii(text)[:80]}; expected a token's text") from None
+        return token_id(token_text(config, key))  # type: ignore[arg-type]  # which the library refuses
+    except (TypeError, UnicodeEncodeError):
+        raise ValueError(f"{path}: {key} is {ascii(config[key])[:80]}; expected a token's text") from None
 
 
 def configured_ids(path: Path, config: Mapping[str, Any], key: str, least: int = 0) -> list[int]:

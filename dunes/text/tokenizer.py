@@ -8,10 +8,8 @@ across spaces, which saves a fifth of the tokens of Python code.
 
 import json
 import re
-import warnings
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -62,9 +60,6 @@ EXTRA_FILES = (
 )  # fmt: skip
 """Names of files with special tokens, stop ids and the chat template."""
 
-MODELS = (gguf_file.SUFFIX, ".safetensors", ".bin", ".pth")
-"""Suffixes of files with a model."""
-_PART = re.compile(r"-\d{5}-of-\d{5}")
 _MODEL_NAME = re.compile(r"tokenizer\.model(\.v\w+)?")
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -148,7 +143,6 @@ class Tokenizer:
         tokenizer = cls(inner, library.call(message, lambda: gguf_file.special_tokens(fields)))
         tokenizer.config_path = path / tokenizer.config_path.name
         tokenizer.split_rule = gguf_file.rule_name(fields)
-        _check_beside(path, fields)
         for stop in tokenizer._special.stops - {tokenizer._special.eos}:
             tokenizer = tokenizer.with_stop(stop)
         if template := library.call(message, lambda: gguf_file.value(fields, "chat_template", str, "")):
@@ -376,26 +370,6 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
     if part["type"] == "Metaspace":
         part["prepend_scheme"] = "never"
     return part | {"add_prefix_space": False} if part["type"] == "ByteLevel" else part
-
-
-def _check_beside(path: Path, fields: Mapping[str, Any]) -> None:
-    """Warn that tokenizer files beside a GGUF file are not read, if its folder has no other model.
-
-    Raises ValueError if a tokenizer.json among them has other tokens.
-    """
-    folder, inner = path.parent, None
-    models = {_PART.sub("", file.name) for file in folder.glob("*.*") if file.suffix in MODELS}
-    names = [name for name in ("tokenizer.json", *EXTRA_FILES) if (folder / name).is_file()]
-    if len(models) > 1 or not names:
-        return
-    with suppress(ValueError, OSError):  # a file that cannot be read is not read anyway
-        if file := find_file(folder, "tokenizer.json"):
-            inner = library.call("", lambda: _parse_json(read_file(file, MAX_BYTES)))
-    if inner is not None:
-        name = f"{folder / 'tokenizer.json'} beside it"
-        library.call(str(path), lambda: gguf_file.check_same_tokens(inner, fields, name))
-    listed = ", ".join(names)
-    warnings.warn(f"{folder}: {listed}: not read, since {path.name} has its own tokenizer", stacklevel=4)
 
 
 def original_files(folder: Path, *first: str) -> Iterator[Path]:

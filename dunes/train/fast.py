@@ -49,10 +49,9 @@ def fast_run(
     If the caller stops early, up to `steps_per_call` - 1 more steps may be done; `trainer.number` counts them.
 
     If any other setting of the optimizer's groups, its state, or a parameter's `requires_grad` changes, the plain
-    loop runs from then on, and `line` is called with the change. Raises ValueError for rows that are not finite,
-    and if such a change happens between the steps of one unit. Also raises the errors of `Trainer.run`.
+    loop runs from then on, and `line` is called with the change. Raises ValueError if such a change happens
+    between the steps of one unit. Also raises the errors of `Trainer.run`.
     """
-    _check_rows(tensors, steps_per_call)
     data, stream = [t.to(trainer.device) for t in tensors], iter(indices)
     gather = lambda index: tuple(t.index_select(0, index.to(t.device)) for t in data)
     seconds, changes = list[float](), list[Key]()
@@ -292,15 +291,3 @@ def _watched(trainer: Trainer) -> Iterator[list[bool]]:
         yield draws
     finally:
         trainer.loss = loss
-
-
-def _check_rows(tensors: Sequence[Tensor], steps_per_call: int) -> None:
-    """Raises ValueError if lengths of tensors differ, numbers are not finite, or `steps_per_call` is below 1."""
-    if len({len(t) for t in tensors}) != 1:
-        raise ValueError(f"tensors of {[len(t) for t in tensors]} rows; expected at least one, all of one length")
-    if steps_per_call < 1:
-        raise ValueError(f"steps_per_call is {steps_per_call}; expected at least 1")
-    for number, t in enumerate(tensors):
-        if t.is_floating_point() and not t.isfinite().all():
-            row = int((~t.isfinite()).nonzero()[0, 0])
-            raise ValueError(f"row {row} of tensor {number} has a number that is not finite; remove or repair it")

@@ -26,14 +26,9 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Summed cross entropy in nats and the number of trained tokens.
 
     The batch is one of: windows of ids (B, T + 1); (ids, targets), each (B, T), with IGNORE where a position has
-    no target; (ids, targets, positions), with positions for packed documents. Raises ValueError for other batches.
+    no target; (ids, targets, positions), with positions for packed documents.
     """
     parts = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else batch
-    if not isinstance(parts, (tuple, list)) or not 2 <= len(parts) <= 3:
-        raise ValueError(
-            "next_token takes a batch of ids (B, T + 1), (ids, targets) or (ids, targets, positions), "
-            f"not a {type(batch).__name__} of other parts: write a loss that picks them"
-        )
     ids, targets, *positions = parts
     return _summed(model(ids, *positions).flatten(0, 1), targets.flatten())
 

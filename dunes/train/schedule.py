@@ -30,24 +30,16 @@ class Record:
 class Schedule:
     """Schedule of a factor on the learning rate at each step (0, 1, 2, ...), and of the end of the run.
 
-    The factor rises linearly for `warmup` steps to 1, and at the end decays linearly to `lowest`. Raises
-    ValueError for a negative `warmup`, and for a `lowest` outside 0 to 1.
+    The factor rises linearly for `warmup` steps to 1, and at the end decays linearly to 0.
     """
 
     warmup: int = 0
-    lowest: float = 0.0
     records: list[Record] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        if not self.warmup >= 0:
-            raise ValueError(f"warmup is {self.warmup}; expected a number of steps from 0")
-        _check_share("lowest", self.lowest)
-
     @classmethod
-    def steps(cls, total: int, warmup: int = 0, decay: float = 0.5, lowest: float = 0.0) -> "Schedule":
+    def steps(cls, total: int, warmup: int = 0, decay: float = 0.5) -> "Schedule":
         """A schedule of `total` steps; the factor decays during the last fraction `decay` of them."""
-        _check_share("decay", decay)
-        return cls(warmup, lowest, [Record(total - round(total * decay), total)])
+        return cls(warmup, [Record(total - round(total * decay), total)])
 
     def lr_scale(self, step: int) -> float:
         """The factor on the learning rate at this step."""
@@ -61,7 +53,7 @@ class Schedule:
         last = active[-1]
         height = self._decayed(last.begin, active[:-1])
         remaining = max(0.0, (last.end - step) / max(1, last.end - last.begin))
-        return self.lowest + (height - self.lowest) * remaining
+        return height * remaining
 
     def is_over(self, step: int) -> bool:
         """True if the run ends after `step` steps."""
@@ -88,11 +80,6 @@ class Clock:
     The first step is left out since it loads code.
     """
 
-    def __post_init__(self) -> None:
-        if not self.seconds > 0:
-            raise ValueError(f"seconds is {self.seconds}; expected a time above 0")
-        _check_share("decay", self.decay)
-
     def update(self, step: int, elapsed: float) -> None:
         """Update the schedule after `step` steps; `elapsed` is the time since the start of the run, in seconds."""
         records, left = self.schedule.records, self.seconds - elapsed
@@ -116,8 +103,3 @@ class Clock:
         if left < self.seconds / MARGIN:
             return left <= 0 and not self.schedule.is_over(step + 1)
         return elapsed - start >= left or 1 < records[-1].end - step <= step - first
-
-
-def _check_share(name: str, share: float) -> None:
-    if not 0 <= share <= 1:
-        raise ValueError(f"{name} is {share}; expected a share from 0 to 1")

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import chain
-from numbers import Integral, Real
+from numbers import Real
 from time import perf_counter
 from typing import Any
 
@@ -83,7 +83,7 @@ class Trainer:
         seed: int = 0,
         patience: int = 10,
     ) -> None:
-        _check(accumulate, clip, dtype, seed, patience)
+        _check(accumulate, clip, dtype)
         self.model, self.optimizer, self.loss, self.lr_scale = model, optimizer, loss, lr_scale
         self.accumulate, self.clip, self.dtype = accumulate, clip, dtype
         self.seed, self.patience, self.number, self.bad_steps = seed, patience, 0, 0
@@ -321,17 +321,12 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`, including its learning rates, as PyTorch's optimizers do.
 
-        Raises ValueError for invalid counters or learning rates.
+        Raises ValueError for a state of another format, and for invalid learning rates.
         """
-        counters = state["number"], state["bad"]
-        if not all(isinstance(n, int) and n >= 0 for n in counters):
-            raise ValueError(f"the trainer's state has number and bad {counters}; expected whole numbers from 0")
-        rates = [group["lr"] for group in self.optimizer.param_groups]
+        if state.get("format") != FORMAT:
+            raise ValueError("the trainer's state is of another version of dunes; start the run again")
         self.optimizer.load_state_dict(state["optimizer"])
-        self.number, self.bad_steps = counters
-        if "format" not in state:  # its rates are times lr_scale; those of the new optimizer were continued with
-            for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
-                group["lr"] = lr
+        self.number, self.bad_steps = state["number"], state["bad"]
         self.learning_rates()
 
 
@@ -395,14 +390,10 @@ def _grad_values(p: Tensor) -> Tensor:
     return p.grad._values()
 
 
-def _check(accumulate: int, clip: float | None, dtype: torch.dtype, seed: int, patience: int) -> None:
-    """Raises ValueError for invalid settings of a Trainer."""
-    counts: dict[str, Any] = {"accumulate": accumulate, "patience": patience, "seed": seed}
-    for name, value in counts.items():
-        if not isinstance(value, Integral) or (name != "seed" and value < 1):
-            raise ValueError(f"{name} is {value!r}; expected a whole number" + ", at least 1" * (name != "seed"))
-    if clip is not None and not (_is_number(clip) and clip > 0):
-        raise ValueError(f"clip is {clip!r}; expected the largest norm of the gradients, above 0, or None")
+def _check(accumulate: int, clip: float | None, dtype: torch.dtype) -> None:
+    """Raises ValueError for settings of a Trainer with which it would train something else."""
+    if accumulate < 1 or (clip is not None and not clip > 0):
+        raise ValueError(f"accumulate is {accumulate}, clip {clip}; expected at least 1, and above 0 or None")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype is {dtype}; expected bfloat16 or float16 for autocast, or float32 for none")
 
@@ -430,13 +421,8 @@ def loss_pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
     if not isinstance(count, Tensor) or count.numel() != 1 or count.dtype == torch.bool:
         raise ValueError(f"the count that the loss returned is {_describe(count)}; expected one number of targets")
     metrics = result[2] if len(result) == 3 else {}
-    for name, pair in metrics.items() if isinstance(metrics, Mapping) else [("", metrics)]:
-        fits = isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)
-        if name in ("", "loss") or not fits:
-            raise ValueError(
-                f"the loss returned {_describe(pair)} as the metric {name!r}; expected tensors (sum, count) "
-                "by name, none of which is 'loss'"
-            )
+    if "loss" in metrics:
+        raise ValueError("the loss returned a metric named 'loss'; give it another name")
     return {"loss": (loss.reshape(()), count.detach().reshape(())), **metrics}
 
 

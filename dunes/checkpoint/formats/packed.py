@@ -104,7 +104,7 @@ def _pack(layer: Quantized, place: str) -> tuple[dict[str, Tensor], dict[str, An
     Raises ValueError for a layer that the format cannot express.
     """
     grid = Grid(8, symmetric=True) if isinstance(layer, Int8) else getattr(layer, "grid", None)
-    if not isinstance(grid, Grid) or grid.real_zero or grid.bits not in BITS:
+    if not isinstance(grid, Grid) or grid.bits not in BITS:
         raise ValueError(
             f"{place} is {type(layer).__name__} {grid or ''}; {NAME} has int8 and int4 with whole zero points: "
             "quantize the dense model with --kind int4 or int8"
