@@ -212,6 +212,16 @@ def test_weights_that_come_short_are_refused(site):
     hub.locate_model("org/tiny")
 
 
+def test_other_weights_are_refused_by_name_and_the_remedy_works(site):
+    data = bytearray(site.files[WEIGHTS])
+    data[-2] ^= 1
+    site.sent[WEIGHTS] = bytes(data)
+    for _ in range(2):
+        assert f"{COMMIT}/{WEIGHTS}: not the file that the Hub holds" in refused("org/tiny")
+    site.sent[WEIGHTS] = site.files[WEIGHTS]
+    hub.locate_model("org/tiny")
+
+
 def test_a_cache_without_a_listing_serves_without_the_hub(site):
     folder = Path(snapshot_download("org/tiny"))  # any tool's; older ones keep no listing
     shutil.rmtree(folder.parent.parent / "trees")

@@ -1,8 +1,9 @@
 """Locate a model by its path or name; one on the Hugging Face Hub is a folder for one commit in the Hub's cache.
 
 A branch is resolved to its commit. huggingface_hub caches the list of files in that commit, downloads missing
-files and compares their sizes, and needs no network for cached files; `hf cache verify` compares digests. This
-module selects the files to download: weights in one format only, and never code.
+files and compares their sizes, and needs no network for cached files. This module selects the files to download:
+weights in one format only, and never code. Large files are compared with their SHA-256 when they have arrived;
+`hf cache verify` compares cached ones.
 
 Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
 snapshots of links to them, refs)
@@ -11,7 +12,7 @@ snapshots of links to them, refs)
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ def locate_model(model: str | Path, revision: str | None = None) -> ModelLocatio
 
     A local folder or GGUF file takes precedence. A revision is a branch, a tag or a commit, by default `main`.
     Raises ValueError, on one line, if no such folder or repository exists, if access is denied, if the repository
-    has no weights, or if the Hub cannot be reached and the model is not cached; OSError if the disk is full.
+    has no weights, if a large file arrived with another SHA-256, or if the Hub cannot be reached and the model is
+    not cached; OSError if the disk is full.
     """
     path = Path(model)
     if path.is_dir() and revision:
@@ -107,6 +109,7 @@ def _copy(name: str, revision: str) -> ModelLocation:
             snapshot_download(name, revision=commit, allow_patterns=missing)
         except Exception as error:  # httpx, JSON, ...
             raise _failure(error, name, revision) from None
+        _verify(folder / file for file in missing)
     ref = store / "refs" / revision
     if revision != commit and _read_ref(ref) != commit:
         with suppress(OSError):  # the cache may be read-only
@@ -196,3 +199,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+def _verify(files: Iterable[Path]) -> None:
+    """Remove the first file whose SHA-256 is not its name in the cache, and raise ValueError."""
+    for path in files:  # large files have such names
+        name = Path(os.readlink(path)).name if path.is_symlink() else ""
+        if len(name) == 64 and atomic.digest(path) != name:
+            path.resolve().unlink()
+            raise ValueError(f"{path}: not the file that the Hub holds, whose SHA-256 is {name}; try again")
