@@ -17,7 +17,7 @@ from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import read_metrics, run_lock
+from dunes.runs.run import run_lock
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -151,14 +151,6 @@ def test_a_run_of_an_earlier_version_is_refused_by_its_file(run):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
     for call in (partial(resumed, run), partial(train, toy(run.parent), run, display()[0])):
         assert refused(call).startswith(f"{path}: ")
-
-
-def test_metrics_of_an_earlier_version_are_passed_over_and_told(tmp_path):
-    line = {"step": 3, "loss": 2.0, "count": 8, "norm": 1.5, "rate": 0.5, "skipped": False, "seconds": 0.1}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    warnings = []
-    assert read_metrics(tmp_path / "metrics.jsonl", warnings.append) == []
-    assert "expected the metrics of a step" in warnings[0]
 
 
 def out_folders(tmp_path):
