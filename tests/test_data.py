@@ -937,7 +937,7 @@ def test_no_single_bit_of_a_card_can_lie_and_a_shard_of_the_older_format_is_made
     assert path.read_bytes() == data
 
 
-OTHER_DIGEST = "the SHA-256 of tokens.bin and"
+OTHER_DIGEST = "the SHA-256 or size of tokens.bin and"
 FOREIGN = {
     "no card": (lambda f: (f / "shard.json").unlink(), "not a shard of tokens"),
     "a card of something else": (lambda f: (f / "shard.json").write_text("[1, 2]"), "not a shard of tokens"),

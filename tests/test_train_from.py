@@ -357,11 +357,9 @@ def test_what_is_trained_stays_when_a_run_is_resumed(converted, code, tmp_path):
     refuses(words, train, TrainConfig(trainable=("new",)), run, display()[0], resume=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "option", "was", "now"), [("lora", "alpha", 32.0, 16.0), ("int8", "kind", "int8", "nf4")]
-)
+@pytest.mark.parametrize(("kind", "option", "now"), [("lora", "alpha", 16.0), ("int8", "kind", "nf4")])
 def test_a_run_does_not_go_on_with_other_changes_of_its_base(
-    kind, option, was, now, converted, code, tmp_path, monkeypatch
+    kind, option, now, converted, code, tmp_path, monkeypatch
 ):
     base = changed(converted, tmp_path / "base", kind)
     stop(going_on(base, code, trainable=("norm.**",)), tmp_path / "run", 5, monkeypatch)
@@ -369,7 +367,7 @@ def test_a_run_does_not_go_on_with_other_changes_of_its_base(
     assert saved == checkpoint.load(base).architecture.record()
     changed(converted, base, kind, **{option: now})
     for override in ((), ("corpus", "base")):
-        words = rf"the model's changes\.0\.request\.{option} was {was!r}, now {now!r}; "
+        words = "the model's config or changes differ; "
         refuses(words, train, TrainConfig(), tmp_path / "run", display()[0], resume=True, override=override)
 
 

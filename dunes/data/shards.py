@@ -274,21 +274,21 @@ def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
 
 
 def open_shard(folder: Path) -> Shard:
-    """The shard in a folder. Raises ValueError for a wrong card or digest."""
+    """The shard in a folder. Raises ValueError for a wrong card, size or digest."""
+    hasher = sha256()
     try:
         card = json.loads((folder / "shard.json").read_text())
         format, digest = card["format"], card["sha256"]
         shard = Shard(folder, *(card[k] for k in ("length", "size", "documents", "vocab", "key")))
-        path, starts = folder / "tokens.bin", (folder / "starts.bin").read_bytes()
+        with (folder / "tokens.bin").open("rb") as file:
+            while data := file.read(1 << 22):
+                hasher.update(data)
+        hasher.update((folder / "starts.bin").read_bytes())
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder}: not a shard of tokens: {error!r}") from None
     if format != FORMAT:
         raise ValueError(f"{folder}: format {format!r}; this version reads {FORMAT}")
-    hasher = sha256()
-    with path.open("rb") as file:
-        while data := file.read(1 << 22):
-            hasher.update(data)
-    hasher.update(starts)
-    if hasher.hexdigest() != digest:
-        raise ValueError(f"{folder}: the SHA-256 of tokens.bin and starts.bin is not that in shard.json")
+    size = shard.length * _dtype(shard.vocab).itemsize
+    if hasher.hexdigest() != digest or (folder / "tokens.bin").stat().st_size != size:
+        raise ValueError(f"{folder}: the SHA-256 or size of tokens.bin and starts.bin is not that in shard.json")
     return shard

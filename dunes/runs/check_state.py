@@ -49,24 +49,6 @@ def read_score(values: Any) -> Score | None:
     return PreferenceScore(*values) if len(values) == len(fields(PreferenceScore)) else Score(*values)
 
 
-def first_difference(was: Any, now: Any) -> str:
-    """Text about the first difference of two JSON values, like "config.rms_norm_eps was 1e-05, now 0.1".
-
-    It is empty if the values are equal. A missing value counts as None.
-    """
-    before, after = _leaves(was), _leaves(now)
-    path = next((path for path in before | after if before.get(path) != after.get(path)), None)
-    return f"{path} was {before.get(path)!r:.60}, now {after.get(path)!r:.60}" if path is not None else ""
-
-
-def _leaves(value: Any, path: str = "") -> dict[str, Any]:
-    """Numbers, strings and other leaves of a JSON value, by dotted path."""
-    if not isinstance(value, (Mapping, list, tuple)):
-        return {path: value}
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    return {k: v for key, each in items for k, v in _leaves(each, f"{path}.{key}".lstrip(".")).items()}
-
-
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless stored tensors have these names, shapes and dtypes: a copy would broadcast."""
     if unmatched := sorted(expected.keys() ^ stored.keys()):

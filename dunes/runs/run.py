@@ -29,7 +29,6 @@ from dunes.progress import Line
 from dunes.runs.autosize import autocast_dtype
 from dunes.runs.check_state import (
     check_tensors,
-    first_difference,
     invalid_state,
     read_state,
     shard_optimizer,
@@ -500,10 +499,12 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
         return
     state = read_state(folder, type(run.config))
     differences = run.config.differences(state["config"])
-    if changed := [name for name, value in run.task.fingerprints.items() if state["fingerprints"][name] != value]:
+    if changed := [
+        name for name, value in run.task.fingerprints.items() if state["fingerprints"].get(name) != value
+    ]:
         differences["model" if "the model" in changed else "corpus"] = f"{' and '.join(changed)} changed"
-    if difference := first_difference(state["model"], run.task.loaded.architecture.record()):
-        differences["model"] = f"the model's {difference}"
+    if state["model"] != run.task.loaded.architecture.record():
+        differences["model"] = "the model's config or changes differ"
     _refuse(differences, run.config, run.folder, override)
     with invalid_state(folder):
         if state["best_weights"]:
