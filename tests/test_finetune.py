@@ -338,7 +338,7 @@ REFUSED = {
     "negative rate": ({"lr": -1.0}, "--lr is -1.0; it must be at least"),
     "no rate": ({"lr": float("nan")}, "--lr is nan"),
     "no alpha": ({"alpha": 0.0, "lr": None}, "--alpha is 0.0; it must be at least"),
-    "endless alpha": ({"alpha": float("inf"), "lr": None}, "alpha is inf; it must be a finite number"),
+    "endless alpha": ({"alpha": float("inf"), "lr": None}, "alpha is inf; it must be at least"),
     "method": ({"method": "prefix"}, "--method is 'prefix'; it must be one of full, lora"),
     "dropout": ({"dropout": 1.5}, "dropout is 1.5"),
     "held out": ({"val_fraction": 0.0}, "no examples left for validation"),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import tyro
 
@@ -108,6 +108,8 @@ class RunConfig(Optimization, Hardware):
         """Raises ValueError for an invalid value."""
         for f in fields(self):
             value, minimum = getattr(self, f.name), self.MINIMUM.get(f.name)
+            if value is not None and (choices := _choices(f.type)) and value not in choices:
+                raise ValueError(f"--{option(f.name)} is {value!r:.60}; it must be one of {', '.join(choices)}")
             chosen_later = value is None or (value == 0 and f.name in self.AUTO)
             if minimum is not None and not chosen_later and not minimum <= value < math.inf:
                 raise ValueError(f"--{option(f.name)} is {value}; it must be at least {minimum}, and finite")
@@ -163,6 +165,12 @@ class RunConfig(Optimization, Hardware):
             raise ValueError(f"contains a run of another kind or version: it has {', '.join(sorted(unknown))}")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
         return cls(**values)
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """The values of the Literal in an annotation; empty if there is none."""
+    parts = get_args(annotation)
+    return parts if get_origin(annotation) is Literal else tuple(c for part in parts for c in _choices(part))
 
 
 def _describe(value: Any) -> str:
