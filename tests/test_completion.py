@@ -866,18 +866,7 @@ BROKEN_INDEX = {
     "a list": change_json("files.json", lambda record: [record]),
     "another format": change_json("files.json", lambda record: record | {"format": 99}),
     "without files": change_json("files.json", lambda record: {"format": 1}),
-    "order above": change_tensor("order", set_item(3, 1 << 30)),
-    "order below": change_tensor("text_order", set_item(3, -1)),
-    "short order": change_tensor("order", lambda order: order[:-1]),
-    "wide order": change_tensor("order", lambda order: order.astype(np.int64)),
-    "floats": change_tensor("ids", lambda ids: ids.astype(np.float32)),
-    "wide text": change_tensor("text", lambda text: text.astype(np.uint16)),
-    "a square": change_tensor("ids", lambda ids: ids.reshape(1, -1)),
     "no UTF-8": change_tensor("text", set_item(5, 255)),
-    "overlap": change_json("files.json", with_files(lambda f: [f[0], [*f[2]], [*f[1]]])),
-    "past the end": change_json("files.json", with_files(lambda f: [*f[:2], [*f[2][:2], 10**9, 10**9]])),
-    "inside a file": change_json("files.json", with_files(lambda f: [*f[:2], [*f[2][:2], f[2][2] + 2]])),
-    "no start": change_json("files.json", with_files(lambda f: f[1:])),
     "no numbers": change_json("files.json", with_files(lambda f: [["a", "b", None, []]])),
     "infinite": change_json("files.json", with_files(lambda f: [["a", "b", math.inf, 0]])),
     "short rows": change_json("files.json", with_files(lambda f: [["a"]])),
@@ -896,8 +885,6 @@ def change_gate(change):
 BROKEN_GATE = {
     "truncated": cut("gate.safetensors", 100),
     "missing": lambda folder: (folder / "gate.safetensors").unlink(),
-    "NaN": change_gate(lambda p: p * np.nan),
-    "infinite": change_gate(lambda p: p + np.inf),
     "another shape": change_gate(lambda p: np.zeros((3, 3), np.float32)),
     "fewer names": change_json("gate.json", lambda record: record | {"inputs": record["inputs"][1:]}),
     "names in a number": change_json("gate.json", lambda record: record | {"inputs": 5}),
@@ -907,11 +894,6 @@ BROKEN_GATE = {
     ),
     "no facts": cut("gate.json", 3),
     "another format": change_json("gate.json", lambda record: record | {"format": "1"}),
-    "thresholds in a list": change_json("gate.json", lambda record: record | {"thresholds": [1, 2]}),
-    "a prompt of words": change_json("gate.json", lambda record: record | {"prompt_tokens": "many"}),
-    "an empty prompt": change_json("gate.json", lambda record: record | {"prompt_tokens": 0}),
-    "a boolean prompt": change_json("gate.json", lambda record: record | {"prompt_tokens": True}),
-    "thresholds in words": change_json("gate.json", lambda record: record | {"thresholds": {"word": "high"}}),
 }
 
 
@@ -1383,7 +1365,6 @@ def with_inputs(*names):
     return Other
 
 
-@pytest.mark.parametrize("old", ["as it is", "without names"])
 @pytest.mark.parametrize(
     ("change", "lost"),
     [
@@ -1394,13 +1375,9 @@ def with_inputs(*names):
     ],
     ids=["added", "reordered", "removed", "exchanged"],
 )
-def test_a_gate_knows_its_inputs_by_name(stored, old, change, lost, monkeypatch):
+def test_a_gate_knows_its_inputs_by_name(stored, change, lost, monkeypatch):
     """Gates on disk outlive a change of their features; a new one has no weight."""
     run, _ = stored
-    if old == "without names":
-        change_json("gate.json", lambda record: {k: v for k, v in record.items() if k != "inputs"})(
-            run / "completion"
-        )
     torch.manual_seed(0)
     before = Gate(hidden=5)
     save_file({name: p.numpy() for name, p in before.state_dict().items()}, run / "completion/gate.safetensors")

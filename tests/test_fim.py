@@ -267,10 +267,6 @@ def test_separate_documents_keep_their_positions_and_what_an_editor_writes_is_no
 
 
 def test_what_does_not_go_together_is_refused():
-    moved = PackedText(*documents(BPE), BPE.eos, transform=lambda ids, chance: ids)
-    refuses("transformed documents cannot be rearranged", Windows, moved, 48, 2, arrange=FillInMiddle(BPE, 0.5))
-    shortened = type("Short", (Draws,), {"__call__": lambda self, ids, chance: ids[1:]})()
-    refuses("a window of 49 ids: rearranged to 48", Windows(documents(BPE)[0], 48, 2, arrange=shortened).batch, 0)
     refuses(r"needs the special tokens <\|fim_prefix\|>.*--no-complete", FillInMiddle, metaspace_tokenizer(), 0.5)
     refuses(r"is 1\.5; expected 0 to 1", FillInMiddle, BPE, 1.5)
     refuses(r"--fim-rate is 1\.1; it must be from 0 to 1", TrainConfig, fim_rate=1.1)

@@ -418,7 +418,6 @@ def test_a_score_is_stored():
         "validation_loss": 0.5, "validation_accuracy": 2 / 3, "validation_margin": pytest.approx(0.2),
         "validation_chosen_loss": 2.1,
     }  # fmt: skip
-    refuses("a score of 0 pairs", read_score, [1.5, 40, 0, 0, 0.6, 2.0, 21.0, 10])
 
 
 # Runs.

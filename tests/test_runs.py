@@ -425,14 +425,12 @@ def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_overridden_by_name_changes_and_is_noted(code, tmp_path):
+def test_a_longer_end_and_what_is_overridden_by_name_are_taken_and_noted(code, tmp_path):
     folder = tmp_path / "run"
     train(toy(code, steps=10), folder, display()[0])
-    longer = toy(code, steps=25)
-    assert "steps was 10, now 25" in refused(longer, folder, resume=True)
-    with pytest.raises(ValueError, match="--override size: cannot be changed when resuming; only sources"):
-        train(toy(code), folder, display()[0], resume=True, override=["size"])
-    assert train(longer, folder, display()[0], resume=True, override=["steps"]) == 0
+    with pytest.raises(ValueError, match=r"size was .60k., now .70k.; choose another --out$"):
+        train(toy(code, size="70k"), folder, display()[0], resume=True, override=["size"])
+    assert train(toy(code, steps=25), folder, display()[0], resume=True) == 0
     lines = read_metrics(folder / "metrics.jsonl")
     assert [r["step"] for r in lines if "loss" in r] == list(range(1, 26))
     assert [r["changed"] for r in lines if "changed" in r] == [{"steps": "steps was 10, now 25"}]
@@ -447,11 +445,9 @@ def test_a_run_has_one_end(code, tmp_path):
     config, asked = toy(code, steps=2, minutes=1.0), {"steps": 2, "minutes": 1.0}
     refuses("--steps and --minutes exclude each other", train, config, folder, show, asked=asked)
     train(toy(code, steps=2), folder, show)
-    later, options = TrainConfig(sources=(), minutes=1.0), {"override": ["minutes"], "asked": {"minutes": 1.0}}
-    words = "the run stops after 2 steps, not after a time; use --steps N --override steps"
-    refuses(words, train, later, folder, show, resume=True, **options)
-    longer = TrainConfig(sources=(), steps=4)
-    assert train(longer, folder, show, resume=True, override=["steps"], asked={"steps": 4}) == 0
+    words = "the run stops after 2 steps, not after a time; use --steps N"
+    refuses(words, train, TrainConfig(minutes=1.0), folder, show, resume=True, asked={"minutes": 1.0})
+    assert train(TrainConfig(steps=4), folder, show, resume=True, asked={"steps": 4}) == 0
 
 
 def test_what_is_left_of_a_run_names_a_remedy_that_works(code, tmp_path):
@@ -488,10 +484,8 @@ def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkey
     monkeypatch.setattr(autosize, "measure_machine", lambda config: pytest.fail("measured again"))
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0
     assert run_module.read_config(tmp_path / "run", TrainConfig) == kept
-    another = autosize.Machine(threads=1, dtype="bfloat16", matmul=1e12, read=1e10)
-    monkeypatch.setattr(autosize, "measure_machine", lambda config: another)
-    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True, override=["dtype"]) == 0
-    assert run_module.read_config(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but on request"
+    assert train(TrainConfig(dtype="bfloat16"), tmp_path / "run", display()[0], resume=True) == 0
+    assert run_module.read_config(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but for what is asked"
 
 
 def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_path, monkeypatch):

@@ -35,7 +35,6 @@ from dunes.train.loss import next_token_loss
 from killed_runs import exit_code
 from small_models import random_model
 from test_changes import KINDS, PAIRS, REFUSED
-from test_check_state import resealed
 from test_runs import assert_same_training, stop
 
 TOKENIZER = Tokenizer.train("bpe", ["def task(value):\n    return value\n"] * 3, 300)
@@ -354,17 +353,13 @@ def test_a_base_that_changed_is_not_gone_on_with(names, converted, code, tmp_pat
 def test_what_is_trained_stays_when_a_run_is_resumed(converted, code, tmp_path):
     run = tmp_path / "run"
     train(going_on(converted, code, trainable=("norm.**",), steps=2), run, display()[0])
-    words = r"cannot resume with other options: trainable was 'norm\.\*\*', now 'new'; choose another --out$"
+    words = r"cannot resume: trainable was 'norm\.\*\*', now 'new'; choose another --out$"
     refuses(words, train, TrainConfig(trainable=("new",)), run, display()[0], resume=True)
-    words = r"steps was 2, now 3; choose another --out, or pass --override steps$"
-    refuses(words, train, TrainConfig(steps=3), run, display()[0], resume=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "option", "was", "now"), [("lora", "alpha", 32.0, 16.0), ("int8", "kind", "int8", "nf4")]
-)
+@pytest.mark.parametrize(("kind", "option", "now"), [("lora", "alpha", 16.0), ("int8", "kind", "nf4")])
 def test_a_run_does_not_go_on_with_other_changes_of_its_base(
-    kind, option, was, now, converted, code, tmp_path, monkeypatch
+    kind, option, now, converted, code, tmp_path, monkeypatch
 ):
     base = changed(converted, tmp_path / "base", kind)
     stop(going_on(base, code, trainable=("norm.**",)), tmp_path / "run", 5, monkeypatch)
@@ -372,14 +367,8 @@ def test_a_run_does_not_go_on_with_other_changes_of_its_base(
     assert saved == checkpoint.load(base).architecture.record()
     changed(converted, base, kind, **{option: now})
     for override in ((), ("corpus", "base")):
-        words = rf"the model's changes\.0\.request\.{option} was {was!r}, now {now!r}; "
+        words = "the model's config or changes differ; "
         refuses(words, train, TrainConfig(), tmp_path / "run", display()[0], resume=True, override=override)
-
-
-def test_a_state_that_does_not_name_its_model_yet_is_gone_on_with(converted, code, tmp_path, monkeypatch):
-    stop(going_on(converted, code), tmp_path / "run", 5, monkeypatch)
-    resealed(tmp_path / "run", lambda state, tensors: state.pop("model"))
-    assert train(TrainConfig(), tmp_path / "run", display()[0], resume=True) == 0
 
 
 def test_the_family_of_the_card_is_that_of_the_base(code, tmp_path):

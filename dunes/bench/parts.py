@@ -36,7 +36,6 @@ from dunes.files.model_file import trust_cards
 from dunes.flags import PARTS, is_path, option
 from dunes.progress import print_table, report
 from dunes.runs.autosize import architecture_for, vocabulary
-from dunes.runs.run import is_number
 from dunes.runs.train_config import TrainConfig
 from dunes.units import format_seconds
 
@@ -221,15 +220,7 @@ def _jobs(variants: Sequence[str], seed: int, minutes: float, first: Row, by_tok
 
 
 def _read(path: Path) -> list[Row]:
-    return json_file.read_records(path, "a run of `dunes bench parts`", _is_run)
-
-
-def _is_run(record: Row) -> bool:
-    numbers = ("seed", "minutes", "made_steps", "elapsed", "bits_per_byte", "rate", "decode_rate", "peak_bytes")
-    settings = record.get("settings")
-    if not isinstance(settings, dict) or not isinstance(record.get("variant"), str):
-        return False
-    return all(is_number(record.get(n)) for n in numbers) and type(record.get("steps")) in (int, type(None))
+    return json_file.read_records(path, "a run of `dunes bench parts`", lambda row: "variant" in row)
 
 
 def _train(plan: Plan, job: Job, out: Path, first: Row) -> Row:

@@ -7,7 +7,6 @@ result (`seconds` of one run, `amount` of `unit`, ...).
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from math import inf
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -36,19 +35,10 @@ def read_rows(path: Path, warn: Line = print_warning) -> list[Row]:
     """
     if not path.is_file():
         raise ValueError(f"{path}: no such file; create it with: dunes bench train --size 3m --out {path}")
-    rows = read_records(path, "a measurement as `dunes bench` writes it", _is_row, warn)
+    rows = read_records(path, "a measurement as `dunes bench` writes it", lambda row: "seconds" in row, warn)
     if not rows:
         raise ValueError(f"{path}: has no measurements")
     return rows
-
-
-def _is_row(record: Row) -> bool:
-    """True if a record is a valid row."""
-    try:
-        texts = all(isinstance(record[name], str) for name in ("benchmark", "unit"))
-        return texts and 0 < record["seconds"] < inf and 0 <= record["amount"] < inf
-    except (KeyError, TypeError):
-        return False
 
 
 def group_rows(rows: Iterable[Row], columns: Sequence[str] = SETTING) -> dict[tuple[Any, ...], list[Row]]:

@@ -55,15 +55,6 @@ FEWEST = 8
 them; at other positions, the gate was 0.17 nats worse (docs/log/completion.md, "Completion of lines: probabilities
 given what is typed, a gate of whole files")."""
 FORMAT = 2
-UNNAMED = (
-    *("near ids prob", "near ids share", "near ids match", "near ids length", "near ids places"),
-    *("far ids prob", "far ids share", "far ids match", "far ids length", "far ids places"),
-    *("near lines share", "near lines match", "near lines length", "near lines places"),
-    *("far lines share", "far lines match", "far lines length", "far lines places", "count", "distance", "above"),
-    *("indented", "newline", "word first", "word last", "digit", "blank", "opens", "length"),
-    *("logprob", "best logprob"),
-)
-"""Inputs of the gates that were written without their names."""
 REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 Item = TypeVar("Item")
@@ -240,16 +231,9 @@ def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
         return None
     with damage_reported(run, "gate", REMEDY):
         tensors = load_file(run / FOLDER / "gate.safetensors")
-        columns = dict(zip(facts.get("inputs", UNNAMED), tensors["up.weight"].unbind(1), strict=True))
+        columns = dict(zip(facts["inputs"], tensors["up.weight"].unbind(1), strict=True))
         unknown = torch.zeros_like(tensors["up.bias"])
         tensors["up.weight"] = torch.stack([columns.get(name, unknown) for name in Gate.INPUTS], 1)
         gate = Gate(len(unknown))
         gate.load_state_dict(tensors)
-        if not all(p.isfinite().all() for p in gate.parameters()):
-            raise ValueError("it has infinite numbers or NaN")
-        thresholds = facts.get("thresholds", {}).values()
-        if not all(math.isfinite(x) for pairs in thresholds for share, value in pairs for x in (share, value)):
-            raise ValueError("thresholds that are not finite")
-        if type(budget := facts.get("prompt_tokens", 1)) is not int or budget < 1:
-            raise ValueError(f"a prompt of {budget!r:.40} tokens")
         return gate.requires_grad_(False), facts

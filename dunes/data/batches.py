@@ -74,10 +74,7 @@ class PackedText:
         return self.tokens[index]
 
     def transformed(self, index: NDArray[np.int64], key: tuple[int, int]) -> NDArray[np.int64]:
-        """The ids at these consecutive indices (N,), after each document is transformed; `key` is (seed, epoch).
-
-        Raises ValueError if the transformation changes a document's length.
-        """
+        """The ids at these consecutive indices (N,) of transformed documents; `key` is (seed, epoch)."""
         assert self.transform is not None
         first, last = np.searchsorted(self.starts, index[[0, -1]], "right") - 1
         bounds = np.append(self.starts, len(self))[first : last + 2]
@@ -85,10 +82,7 @@ class PackedText:
         for number, (start, stop) in enumerate(pairwise(bounds.tolist()), int(first)):
             ids = self.tokens[np.arange(start, stop)[None]][0].astype(np.int64)
             documents.append(self.transform(ids, np.random.default_rng(_hash(*key, number))))
-            if len(documents[-1]) != len(ids):
-                raise ValueError(
-                    f"document {number}: transformed to {plural(len(documents[-1]), 'id')}, expected {len(ids)}"
-                )
+            assert len(documents[-1]) == len(ids), f"document {number} changed its length"
         transformed: NDArray[np.int64] = np.concatenate(documents)[index - bounds[0]]
         return transformed
 
@@ -114,8 +108,7 @@ class Windows:
     order). A batch then has separate targets, which are IGNORE where `arrange.is_target` is False.
 
     Each epoch has its own offset and order. It omits fewer than two windows at the ends of the text, and
-    other epochs include these. Raises ValueError if there are fewer tokens than one window needs, and if `arrange`
-    is given for documents with a `transform`.
+    other epochs include these. Raises ValueError if there are fewer tokens than one window needs.
     """
 
     tokens: TokenIds
@@ -125,11 +118,6 @@ class Windows:
     arrange: Arrange | None = None
 
     def __post_init__(self) -> None:
-        if self.arrange is not None and isinstance(self.tokens, PackedText) and self.tokens.transform is not None:
-            raise ValueError(
-                "windows of transformed documents cannot be rearranged for completion; omit the transformation, "
-                "or --complete"
-            )
         if len(self.tokens) < self.length + 1:
             raise ValueError(
                 f"{plural(len(self.tokens), 'token')}, and one window needs {self.length + 1}; give more text"
@@ -191,8 +179,7 @@ class Windows:
             epoch, within = divmod(position, self.windows_per_epoch)
             random = np.random.default_rng(_hash(self.seed, epoch, within, "arrange"))
             rows.append(arrange(window, random))
-            if rows[-1].shape != window.shape:
-                raise ValueError(f"a window of {plural(len(window), 'id')}: rearranged to {len(rows[-1])}")
+            assert rows[-1].shape == window.shape
         return np.stack(rows)
 
     def batches(self, start: int = 0) -> Iterator[Tensor | tuple[Tensor, ...]]:
@@ -313,10 +300,6 @@ class Batches:
     _cache: dict[int, NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        if self.context_length < 1 or self.batch_size < 1:
-            raise ValueError(
-                f"context length and batch size are at least 1, not {self.context_length} and {self.batch_size}"
-            )
         if not len(self._with_target):
             raise ValueError(
                 f"none of {plural(len(self.examples), 'example')} has a target "

@@ -3,34 +3,22 @@
 This module does not import torch.
 """
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import tyro
 
 from dunes.flags import Device, Dtype, flag, is_path, option
 from dunes.units import plural
 
-MEASURED = ("dtype", "threads", "device")
 RECORDED = ("float32_products", "matmul", "rate")
 """Fields that only record measurements of the machine at the start of the run."""
 
 Compile = Literal["auto", "on", "off"]
 T = TypeVar("T", bound="RunConfig")
-
-
-_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    int: ("an integer below 2^63", lambda v: type(v) is int and abs(v) < 1 << 63),
-    float: ("a finite number", lambda v: type(v) in (int, float) and abs(v) < 1e300),
-    bool: ("true or false", lambda v: isinstance(v, bool)),
-    str: ("a string", lambda v: isinstance(v, str)),
-    tuple[str, ...]: ("a tuple of strings", lambda v: isinstance(v, tuple) and all(isinstance(t, str) for t in v)),
-    type(None): ("none", lambda v: v is None),
-}
-"""Description and check for values of each type; checks are needed as a config may come from an edited file."""
 
 
 def adamw_rate(width: int) -> float:
@@ -78,7 +66,7 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
     resume: bool = False
     """Resume the run in --out from its last state, with the options it was started with."""
     override: Annotated[tuple[str, ...], flag("FIELD", "none")] = ()
-    """Options that may differ from the original run's when resuming."""
+    """What else than length and hardware may differ from the original run's when resuming: corpus, sources, ..."""
     dry_run: bool = False
     """Report what would be done and the memory it would take, then exit."""
     strict: bool = False
@@ -108,8 +96,10 @@ class RunConfig(Optimization, Hardware):
     }  # fmt: skip
     AUTO: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch", "experts", "experts_per_token")
     """Fields whose value is chosen automatically if 0."""
-    OVERRIDABLE: ClassVar[tuple[str, ...]] = ("steps", "minutes", "compile", *MEASURED)
-    """Fields that may change when resuming; all others affect the weights or the order of the data."""
+    FREE: ClassVar[tuple[str, ...]] = ("steps", "minutes", "compile", "dtype", "threads", "device")
+    """Fields that may change when resuming."""
+    OVERRIDABLE: ClassVar[tuple[str, ...]] = ()
+    """Fields that may change if --override names them; all others affect the weights or the order of the data."""
     PATHS: ClassVar[tuple[str, ...]] = ()
     """Fields whose values are paths."""
     VERB: ClassVar[str] = ""
@@ -117,12 +107,12 @@ class RunConfig(Optimization, Hardware):
     def __post_init__(self) -> None:
         """Raises ValueError for an invalid value."""
         for f in fields(self):
-            value = getattr(self, f.name)
-            _check_type(f.name, value, _alternatives(f.type))
-            minimum = self.MINIMUM.get(f.name)
+            value, minimum = getattr(self, f.name), self.MINIMUM.get(f.name)
+            if value is not None and (choices := _choices(f.type)) and value not in choices:
+                raise ValueError(f"--{option(f.name)} is {value!r:.60}; it must be one of {', '.join(choices)}")
             chosen_later = value is None or (value == 0 and f.name in self.AUTO)
-            if minimum is not None and not chosen_later and not value >= minimum:
-                raise ValueError(f"--{option(f.name)} is {value}; it must be at least {minimum}")
+            if minimum is not None and not chosen_later and not minimum <= value < math.inf:
+                raise ValueError(f"--{option(f.name)} is {value}; it must be at least {minimum}, and finite")
 
     @property
     def length(self) -> str:
@@ -177,21 +167,10 @@ class RunConfig(Optimization, Hardware):
         return cls(**values)
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    """The types allowed by an annotation."""
-    if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
-    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-
-
-def _check_type(name: str, value: Any, types: tuple[Any, ...]) -> None:
-    """Raise ValueError unless the value has one of these types or is one that a Literal in `types` allows."""
-    first = types[0]
-    if get_origin(first) is Literal:
-        if value not in (*get_args(first), *([None] if type(None) in types else [])):
-            raise ValueError(f"--{option(name)} is {value!r:.60}; it must be one of {', '.join(get_args(first))}")
-    elif not any(_TYPES[t][1](value) for t in types):
-        raise ValueError(f"--{option(name)} is {value!r:.60}; it must be {_TYPES[first][0]}")
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """The values of the Literal in an annotation; empty if there is none."""
+    parts = get_args(annotation)
+    return parts if get_origin(annotation) is Literal else tuple(c for part in parts for c in _choices(part))
 
 
 def _describe(value: Any) -> str:

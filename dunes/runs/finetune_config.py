@@ -159,7 +159,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
     AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
     # Paths may change, since the contents of base and examples are compared.
-    OVERRIDABLE = (*RunConfig.OVERRIDABLE, *PATHS)
+    OVERRIDABLE = PATHS
     VERB = "finetune"
 
     def __post_init__(self) -> None:

@@ -6,7 +6,6 @@ from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from itertools import groupby
 from math import inf
-from operator import index
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -353,16 +352,10 @@ class Baseline:
         """Read a baseline from a file written by `write`. Raises ValueError for other contents."""
         stored = json_file.read(path)
         try:
-            score, forgetting = map(read_score, (stored["score"], stored["forgetting"]))
-            text, answers = stored["text"], list(stored["answers"])
-            limits = index(stored["limits"][0]), index(stored["limits"][1])
-            seconds = float(stored["seconds"])
-        except (KeyError, TypeError, ValueError):
-            score = None
-        if score is None or not all(isinstance(answer, str) for answer in (text, *answers)):
-            expected = "score, forgetting, answers, text, limits and seconds, as a finetune writes them"
-            raise ValueError(f"{path}: expected {expected}")
-        return cls(score, forgetting, answers, text, limits, seconds)
+            scores = {name: read_score(stored[name]) for name in ("score", "forgetting")}
+            return cls(**stored | scores | {"limits": tuple(stored["limits"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not the baseline of a finetune: {error!r:.200}") from None
 
     def write(self, path: Path) -> None:
         scores = {"score": astuple(self.score), "forgetting": self.forgetting and astuple(self.forgetting)}

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from math import inf, isnan
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 from time import monotonic, perf_counter
@@ -28,14 +28,12 @@ from dunes.parts import Decoder
 from dunes.progress import Line
 from dunes.runs.autosize import autocast_dtype
 from dunes.runs.check_state import (
-    check_optimizer,
     check_tensors,
-    first_difference,
     invalid_state,
     read_state,
     shard_optimizer,
 )
-from dunes.runs.config import MEASURED, RunConfig, T
+from dunes.runs.config import RunConfig, T
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, mutable_buffers
 from dunes.train.loss import Loss, next_token_loss
@@ -407,26 +405,23 @@ def read_config(folder: Path, config_class: type[T]) -> T | None:
         if (number := stored.pop("format", 1)) != FORMAT:
             raise ValueError(f"written by another version of dunes (format {number}, this version reads {FORMAT})")
         return config_class.of(stored)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}; choose another --out") from None
 
 
 def resolve_config(
     config: T, folder: Path, resume: bool, asked: Collection[str] | None = None, override: Collection[str] = ()
 ) -> T:
-    """The config to use: `config` in a new folder; with `resume`, the stored config with changes in `override`.
+    """The config to use: `config` in a new folder; with `resume`, the stored config with what the user set
+    (`asked`) of the fields that may change.
 
     Raises FolderInUse if the folder contains a run and `resume` is False. Raises ValueError if the folder has no
-    run to resume, or if an option set by the user (`asked`) differs from the stored one and is not in `override`.
-    Options chosen by measuring the machine (dtype, threads, device) are chosen anew if they are in `override`.
+    run to resume, or for another change.
     """
     for path in (folder, folder / "state"):
         if os.path.lexists(path) and not path.is_dir():
             problem = "is a dangling link" if path.is_symlink() else "is not a folder"
             raise ValueError(f"{path}: {problem}; choose another --out")
-    if fixed := sorted(set(override) - set(config.OVERRIDABLE)):
-        others = ", ".join(config.OVERRIDABLE)
-        raise ValueError(f"--override {fixed[0]}: cannot be changed when resuming; only {others} can")
     if asked and {"steps", "minutes"} <= {*asked}:
         raise ValueError("--steps and --minutes exclude each other; set one of them")
     earlier = read_config(folder, type(config))
@@ -442,18 +437,18 @@ def resolve_config(
     differences = config.differences(earlier, config.changed() if asked is None else asked)
     if earlier.steps and "minutes" in differences and not (asked and "steps" in asked):
         ends = plural(earlier.steps, "step")
-        raise ValueError(f"{folder}: the run stops after {ends}, not after a time; use --steps N --override steps")
-    if refused := [text for name, text in differences.items() if name not in override]:
-        remedy = _remedy(config, differences)
-        raise ValueError(f"{folder}: cannot resume with other options: {'; '.join(refused)}; {remedy}")
-    remeasured: dict[str, Any] = {name: None for name in override if name in MEASURED}
-    return replace(earlier, **remeasured | {name: getattr(config, name) for name in differences})
+        raise ValueError(f"{folder}: the run stops after {ends}, not after a time; use --steps N")
+    _refuse(differences, config, folder, override)
+    return replace(earlier, **{name: getattr(config, name) for name in differences})
 
 
-def _remedy(config: RunConfig, differing: Collection[str]) -> str:
-    """Advice if options differ from the run's: another --out, or --override if all of these options may change."""
-    override = f", or pass --override {' '.join(differing)}" if {*differing} <= {*config.OVERRIDABLE} else ""
-    return f"choose another --out{override}"
+def _refuse(differences: Mapping[str, str], config: RunConfig, folder: Path, override: Collection[str]) -> None:
+    """Raise ValueError for a difference, by field, that is not free and not in `override`."""
+    refused = {name: text for name, text in differences.items() if name not in config.FREE}
+    if fixed := refused.keys() - ({*override} & {*config.OVERRIDABLE}):
+        remedy = "" if fixed - {*config.OVERRIDABLE} else f", or pass --override {' '.join(refused)}"
+        texts = "; ".join(text for name, text in refused.items() if name in fixed)
+        raise ValueError(f"{folder}: cannot resume: {texts}; choose another --out{remedy}")
 
 
 def _check_new_folder(folder: Path) -> None:
@@ -504,26 +499,23 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
         return
     state = read_state(folder, type(run.config))
     differences = run.config.differences(state["config"])
-    stored = state["fingerprints"]
-    if changed := [name for name, value in run.task.fingerprints.items() if stored.get(name, value) != value]:
+    if changed := [
+        name for name, value in run.task.fingerprints.items() if state["fingerprints"].get(name) != value
+    ]:
         differences["model" if "the model" in changed else "corpus"] = f"{' and '.join(changed)} changed"
-    architecture = run.task.loaded.architecture.record()
-    if "model" in state and (difference := first_difference(state["model"], architecture)):
-        differences["model"] = f"the model's {difference}"
-    if refused := [text for name, text in differences.items() if name not in override]:
-        raise ValueError(f"{run.folder}: cannot resume: {'; '.join(refused)}; {_remedy(run.config, differences)}")
+    if state["model"] != run.task.loaded.architecture.record():
+        differences["model"] = "the model's config or changes differ"
+    _refuse(differences, run.config, run.folder, override)
     with invalid_state(folder):
-        check_optimizer(run.trainer.optimizer, state["trainer"]["optimizer"])
         if state["best_weights"]:
             check_tensors(trainable_state(run.model), state["best_weights"])
         load_trainable_state(run.model, state["weights"])
         run.trainer.load_state_dict(state["trainer"])
         shard_optimizer(run.trainer.optimizer)
+        for name in (*STATE_FIELDS, "best", "last"):
+            setattr(run, name, state[name])
     if not {"steps", "minutes"} & differences.keys():  # else the schedule starts again, towards the new end
-        run.schedule.records[:] = state["schedule"]
-        run.schedule.warmup = run.schedule.warmup if state["warmup"] is None else state["warmup"]
-    for name in (*STATE_FIELDS, "best", "last"):
-        setattr(run, name, state[name])
+        run.schedule.records[:], run.schedule.warmup = state["schedule"], state["warmup"]
     run.best_weights = {name: tensor.cpu() for name, tensor in run.best_weights.items()}
     run.timings.seconds.update(state["timings"])
     truncate_metrics(run.folder / METRICS, run.trainer.number)
@@ -554,18 +546,7 @@ def read_metrics(path: Path, warn: Line = print_warning) -> list[dict[str, Any]]
 
 
 def _is_metric(record: dict[str, Any]) -> bool:
-    """True if a record has an integer step and valid numbers in all numeric fields."""
-    values = [record[name] for name in SCORES if record.get(name) is not None]
-    if "loss" in record:
-        values += [record.get(name) for name in ("loss", "grad_norm", "lr_scale", "count", "seconds")]
-    if type(record.get("step")) is not int or not all(map(is_number, [record["step"], *values])):
-        return False
-    return "loss" not in record or ("skipped" in record and 0 < record["seconds"] < inf)
-
-
-def is_number(value: object) -> bool:
-    """True for a float, and for an integer that a float stores exactly."""
-    return type(value) is float or (type(value) is int and abs(value) < 1 << 53)
+    return "step" in record and ("loss" not in record or "seconds" in record)
 
 
 def truncate_metrics(path: Path, step: int) -> None:

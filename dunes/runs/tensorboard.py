@@ -14,7 +14,7 @@ from time import time, time_ns
 from typing import Any, BinaryIO, Self
 
 from dunes.extra import extra
-from dunes.runs.run import METRICS, is_number, read_metrics
+from dunes.runs.run import METRICS, read_metrics
 from dunes.train import Step
 
 FOLDER = "tensorboard"
@@ -116,7 +116,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     pairs = "margin" in dict(numbers)
     values[f"{'pairs' if pairs else 'tokens'}_per_second"] = record["count"] / record["seconds"]
     values |= {name: record[name] for name in record if pairs and name.startswith("validation_")}
-    values |= {f"metrics/{name}": value for name, value in numbers if is_number(value)}
+    values |= {f"metrics/{name}": value for name, value in numbers if isinstance(value, int | float)}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -131,7 +131,7 @@ class Completion:  # `file_headers` False: files do not begin with their paths, 
 class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig):
     """Options of training on text; `runs/autosize.py` chooses the unset options."""
 
-    OVERRIDABLE = ("sources", "base", "corpus", "copies", *RunConfig.OVERRIDABLE)
+    OVERRIDABLE = ("sources", "base", "corpus", "copies")
     PATHS = ("sources", "base")
     VERB = "train"
 
