@@ -117,7 +117,6 @@ def replaced(prefix, value, where=""):
 
 
 WRONG_STATES = {
-    "another trainer": setting("bad", "0"),
     "no records": setting("schedule", 5),
     "no score": setting("last", "none"),
     "no config": setting("config", 3),
