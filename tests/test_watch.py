@@ -231,9 +231,9 @@ def test_what_is_selected_moves_and_stays_the_same_object():
     assert tree.move(network, "out.bias", dtype=torch.bfloat16) == ["out.bias"]
     assert (network.out.bias.dtype, network.first.bias.dtype) == (torch.bfloat16, torch.float64)
     refuses(r"dtype is torch\.int8; expected a floating-point dtype", tree.move, network, dtype=torch.int8)
-    refuses(r"first\.weight: nothing moves from or to the meta device", tree.move, network, device="meta")
+    refuses(r"first\.weight: would lose its values", tree.move, network, device="meta")
     refuses("'gone' selects no parameter and no buffer", tree.move, network, "gone", dtype=torch.float32)
-    refuses(r"selects no parameter; out\.weight is first\.weight", tree.freeze, network, "out.weight")
+    refuses("selects no parameter", tree.freeze, network, "out.weight")
 
 
 def test_nothing_is_recorded_afterwards_by_graphs_and_copies_made_inside():
@@ -300,10 +300,6 @@ def test_networks_that_pass_attributes_on_or_are_scripted_have_places_and_tables
     refuses("1: a ScriptModule, whose parts call no hooks", tree.statistics(scripted).__enter__)
     refuses(r"1\.0: a part of a ScriptModule", tree.replace, scripted, "1.0", lambda m: m)
     assert not any(m._forward_hooks for m in scripted.modules() if not isinstance(m, torch.jit.ScriptModule))
-
-
-def test_a_network_that_is_one_module_is_said_to_have_no_places():
-    refuses(r"this Linear has no modules inside; put it into an nn\.Sequential", tree.find, nn.Linear(2, 2))
 
 
 class ByValues(nn.Module):

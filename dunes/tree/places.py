@@ -244,7 +244,7 @@ def move(
 
     Only floating-point tensors get the dtype. Parameters stay the same objects, so that ties and optimizers stay
     valid; gradients move with them. Raises ValueError if nothing is selected, for a dtype that is not
-    floating-point, and for parameters without a shape yet.
+    floating-point, for the meta device, and for parameters without a shape yet.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
@@ -253,6 +253,8 @@ def move(
     selected = {name: tensor for name, tensor in tensors if matches(where, name)}
     if not selected:
         raise ValueError(f"{where!r} selects no parameter and no buffer")
+    if device is not None and torch.device(device).type == "meta":
+        raise ValueError(f"{next(iter(selected))}: would lose its values on the meta device")
     gradients = [t.grad for t in selected.values() if t.is_leaf and t.grad is not None]
     selected_by_id = {id(t): t for t in (*selected.values(), *gradients)}
     copies: dict[int, Tensor] = {}
