@@ -320,7 +320,7 @@ def test_inspect_compares_the_numbers_where_it_is_asked_to(made, monkeypatch, co
     refuses_command("has no table of layers", command("inspect", folder, "--layers"))
     with monkeypatch.context() as patch:
         patch.setattr("dunes.measure.free_memory", lambda device: 1000)
-        assert describe_adapter(folder)[1] == refuses("are free", checkpoint.load, folder)
+        assert refuses("are free", checkpoint.load, folder).startswith(describe_adapter(folder)[1])
     lines, reason = describe_adapter(folder, values=True)
     assert reason is None
     assert "base check  its weights match the adapter's digests" in lines

@@ -175,7 +175,7 @@ def test_a_folder_of_somebody_else_runs_nothing_that_was_not_named(tmp_path, mon
     assert not {"elsewhere", "own.py:build"} & set(commands[0])
     for wrong in ({"threads": "1 --out x"}, {"size": ["2x64"]}, {"dtype": "float3"}):
         bad = {"settings": settings | wrong}
-        refuses(f"--{next(iter(wrong))} is", parts._train, plan("mlp=gated"), job, tmp_path, bad)
+        refuses(f"--{next(iter(wrong))} is|settings", parts._train, plan("mlp=gated"), job, tmp_path, bad)
 
 
 class Done:

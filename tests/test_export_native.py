@@ -591,8 +591,7 @@ def test_onnx_refuses_by_name(monkeypatch, tmp_path):
     from dunes.checkpoint.formats import onnx as module
 
     monkeypatch.setattr(module, "extra", lambda name, of: None)
-    for function in (export_onnx, export):
-        refuses("a mixture of experts", function, loaded(model_of("mixtral")), tmp_path / "model.onnx")
+    refuses("a mixture of experts", export, loaded(model_of("mixtral")), tmp_path / "model.onnx")
     refuses("a sliding window", export_onnx, loaded(model_of("mistral", window=16)), tmp_path / "model.onnx")
     refuses(r"ends in \.onnx", export_onnx, loaded(), tmp_path / "model")
     monkeypatch.setattr(module, "LARGEST", 1000)

@@ -333,7 +333,7 @@ REFUSED = {
     ),
     "nowhere": ({"target_modules": ("blocks.9.**",)}, "selects nothing"),
     "nothing": ({"method": "full", "target_modules": ("blocks.9.**",)}, "blocks.9.** matches no parameter"),
-    "large rank": ({"rank": 64}, "rank 64; expected 1 to 32"),
+    "large rank": ({"rank": 64}, "rank 64, alpha"),
     "odd ranks": ({"ranks": ("mlp=x",)}, "--ranks mlp=x: expected GLOB=RANK"),
     "negative rate": ({"lr": -1.0}, "--lr is -1.0; it must be at least"),
     "no rate": ({"lr": float("nan")}, "--lr is nan"),

@@ -249,7 +249,7 @@ WRONG_BACKWARDS = {
     ),
     "count": (
         lambda grad, output: (grad, output),
-        "float32: dunes_tests::faulty_N: the backward returns 2 gradients for 1 tensors",
+        "float32: dunes_tests::faulty_N: the backward returns 2 gradients for 1 tensor",
     ),
     "missing": (lambda grad: None, "float32: gradient of 'x': error 1.0e+00"),
     "wrong": (lambda grad, output: 1.5 * grad * output, "gradcheck: gradient of 'x': error 5.0e-01"),

@@ -17,7 +17,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.cli import verbs
 from dunes.completion import Suggestion, completer
 from dunes.completion.engine import CompletionEngine
-from dunes.completion.search import Beam, LineSearch
+from dunes.completion.search import Beam, CompleteOptions, LineSearch
 from dunes.generate import Token
 from dunes.inference import text_generator
 from dunes.inference.sampling_options import SamplingOptions
@@ -105,7 +105,7 @@ def test_the_rest_of_a_line_is_without_its_end(end, monkeypatch):
         engine = CompletionEngine(LoadedModel(None, tokenizer, 64), prompt_tokens=64)
         ids = [*tokenizer.encode(f"a\x0cb;{end}"), tokenizer.eos]
         monkeypatch.setattr(LineSearch, "beams", lambda self, ids=ids: [Beam(tuple(ids), (0.0,) * len(ids))])
-        assert engine.complete("x=").text == "a\x0cb;"
+        assert engine.complete("x=", options=CompleteOptions(width=3)).text == "a\x0cb;"
 
 
 def foreign(tokens):

@@ -92,8 +92,9 @@ def calibrate_blocks(
     the layers of the block, so the caller may replace them.
 
     Memory: the hidden states of all tokens, and the Gram matrices of one block. Raises ValueError, before any
-    change, for a place that is neither a plain linear layer of a block nor the head.
+    change, for invalid ids, and for a place that is neither a plain linear layer of a block nor the head.
     """
+    require_ids(model, ids)
     decoder = _decoder(model)
     linears, depth = _plain_linears(decoder, places), len(decoder.blocks)
     layers = {name: depth if name == "head" else int(name.split(".")[1]) for name in linears}

@@ -135,8 +135,11 @@ SETTINGS_KEPT = ("size", "tokenizer", "batch", "context_length", "dtype", "threa
 
 def check_variant(variant: str, settings: Mapping[str, Any]) -> TrainConfig:
     """The config of a variant with these settings. Raises ValueError for one that cannot be built."""
-    config = TrainConfig(sources=("-",), parts=_parts(variant), **settings)
-    architecture_for(config, vocabulary(config))
+    try:
+        config = TrainConfig(sources=("-",), parts=_parts(variant), **settings)
+        architecture_for(config, vocabulary(config))
+    except (TypeError, AttributeError) as error:  # from a damaged row
+        raise ValueError(f"settings {dict(settings)}: {error}") from None
     return config
 
 

@@ -9,7 +9,7 @@ only about one id has to be evaluated.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
@@ -87,7 +87,6 @@ class CompletionEngine:
     ) -> None:
         self.loaded, self.index, self.gate = loaded, index, gate
         self.prompt_tokens = prompt_tokens or choose_budget(loaded.model)
-        self.width = 1 if count(loaded.model) >= GREEDY_FROM else WIDTH
         self.files = FileTokenizer(loaded.require_tokenizer(), header)
         encode = lambda line: self.files.line(line.decode(errors="ignore"))
         self._vocabulary = Vocabulary(self.files.pieces, encode)
@@ -95,6 +94,11 @@ class CompletionEngine:
         self._mixtures: dict[int, Mixture] = {}
         self._open = OpenFiles()
         self._form = fim_form(loaded)
+
+    @cached_property
+    def width(self) -> int:
+        """Number of beams where the options have none."""
+        return 1 if count(self.loaded.model) >= GREEDY_FROM else WIDTH
 
     def update(self, name: str, text: str | None) -> None:
         """Set the text of the file with this path, after it was opened or changed; None if it was deleted."""

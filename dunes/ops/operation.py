@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dunes.ops.kernels import Kernels
+from dunes.units import plural
 
 Autocast = Literal["low", "float32"]
 """The dtype to which inputs are cast under autocast: autocast's own dtype ("low") or float32."""
@@ -126,9 +127,10 @@ class Operation:
         result = self.backward(*self.saved.restore(ctx, grads))
         result = result if isinstance(result, tuple) else (result,)
         if len(result) != len(self.tensors):
+            tensors = plural(len(self.tensors), "tensor")
             raise ValueError(
-                f"{self.name}: the backward returns {len(result)} gradients for {len(self.tensors)} tensors; "
-                "return one for each, None where there is none"
+                f"{self.name}: the backward returns {len(result)} gradients for {tensors}; return one for each, "
+                "None where there is none"
             )
         gradients: list[Tensor | None] = [None] * len(self.parameters)
         for i, gradient in zip(self.tensors, result, strict=True):
