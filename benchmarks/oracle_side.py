@@ -80,6 +80,7 @@ class Side:
 
             if words[0] == "augment":
                 subprocess.run = lambda *a, **k: subprocess.CompletedProcess(a, 1, "", "left out")  # type: ignore
+            os.environ["DUNES_HOME"] += "-exports" * (words[0] == "export")  # else its code is used
             sys.argv = ["dunes", *map(str, words)]
             main()
 
@@ -290,8 +291,7 @@ def outcome(run: Path) -> Record:
 
 def killed(side: Side) -> Record:
     """Models are saved in place of each other; saves that are killed leave the old or the new one."""
-    folders = [side.path(f"train-{family}") for family in ("llama", "gpt2")]
-    return side.call(partial(kill_saves, side, folders))
+    return side.call(partial(kill_saves, side, [side.path("train-llama"), side.path("train-gpt2")]))
 
 
 def kill_saves(side: Side, folders: Sequence[Path]) -> Record:
