@@ -83,7 +83,8 @@ def records(checkout: Path, out: Path, names: Sequence[str], options: Record, ke
     for folder in (work, *(() if keeps else (results,))):
         shutil.rmtree(folder, ignore_errors=True)
     results.mkdir(parents=True, exist_ok=True)
-    if missing := [name for name in names if not (results / f"{name}.json").exists()]:
+    kept = {file.stem for file in results.glob("*.json") if '"failed": ' not in file.read_text()}
+    if missing := [name for name in names if name not in kept]:
         print(f"{checkout} at {commit[:12]}: {' '.join(missing)}", flush=True)
         work.mkdir()
         variables = {"PYTHONPATH": str(checkout), "ORACLE_CHECKOUT": str(checkout), "DUNES_HOME": f"{work}/home"}

@@ -278,7 +278,7 @@ def resumed(side: Side) -> Record:
             assert process.exitcode != 0, f"{out} ended too early; more steps are needed"
             side.dunes([name.partition("-")[2], "--resume", "--out", out, "--quiet"])
             other = [key for key, value in outcome(out).items() if value != record[name].get(key)]
-            assert not other, f"{out}, which ended with {process.exitcode}: {other} differ"
+            assert not other, f"{out}, which ended with {process.exitcode}: {other[:5]} differ"
     return record
 
 
