@@ -275,8 +275,9 @@ def test_nonsense_is_refused():
     refuses("at least 1, the token itself", Attention, 32, 4, window=0)
     block = Block(RMSNorm(8), Attention(8, 2), RMSNorm(8), MLP(8, 8))
     refuses("same block occurs twice", Decoder, Embedding(5, 8), [block, block], RMSNorm(8))
-    with pytest.raises(ValueError, match="only 4 positions were learned"):
-        Decoder(Embedding(5, 8, 4), [block], RMSNorm(8))(torch.zeros(1, 5, dtype=torch.long))
+    learned = Decoder(Embedding(5, 8, 4), [block], RMSNorm(8))
+    refuses("only 4 positions were learned", learned, torch.zeros(1, 5, dtype=torch.long))
+    refuses("head_dim is 3", Rotary, 3)
 
 
 @pytest.mark.parametrize("heads", range(1, 18))

@@ -138,6 +138,10 @@ class Rotary:
     adjacent: bool = False
     supports_packing: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        if self.head_dim % 2:  # a dimension would be left out with a warning
+            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even one")
+
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B, 1, T, D/2) in float32 of the angles at positions (B, T)."""
         frequencies = self.scaling.inverse_frequencies(self.head_dim, self.base, positions.device)

@@ -45,7 +45,6 @@ FORMAT = 2
 """Format version of plan.json."""
 STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
 """Attributes of `Run` that are stored unchanged in its state."""
-SCORES = ("validation_loss", "bits_per_byte")
 FALL = 0.5
 CHECK_TOKENS, FINAL_TOKENS, FEWEST_TOKENS = 16_384, 262_144, 2_048
 """Maximum numbers of validation tokens to score during a run, and at its end, and the minimum of both."""

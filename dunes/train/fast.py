@@ -49,9 +49,11 @@ def fast_run(
     If the caller stops early, up to `steps_per_call` - 1 more steps may be done; `trainer.number` counts them.
 
     If any other setting of the optimizer's groups, its state, or a parameter's `requires_grad` changes, the plain
-    loop runs from then on, and `line` is called with the change. Raises ValueError if such a change happens
-    between the steps of one unit. Also raises the errors of `Trainer.run`.
+    loop runs from then on, and `line` is called with the change. Raises ValueError for tensors of different
+    lengths, and if such a change happens between the steps of one unit. Also raises the errors of `Trainer.run`.
     """
+    if len(lengths := {len(t) for t in tensors}) != 1:  # the rows of a longer one would belong to others
+        raise ValueError(f"tensors of {sorted(lengths)} rows; expected at least one, all of one length")
     data, stream = [t.to(trainer.device) for t in tensors], iter(indices)
     gather = lambda index: tuple(t.index_select(0, index.to(t.device)) for t in data)
     seconds, changes = list[float](), list[Key]()
