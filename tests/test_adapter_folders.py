@@ -195,18 +195,17 @@ def lengthened(held):
 
 
 DAMAGED = {
-    "another prefix: every tensor would be dropped": (
-        rename("base_model.model.", "base_model.model.model.language_"),
-        "does not exist in this llama model",
+    "another prefix: every tensor would be dropped": rename(
+        "base_model.model.", "base_model.model.model.language_"
     ),
-    "a layer too many": (weights(lengthened), "does not exist in this llama model"),
-    "one lost": (weights(lambda h: lose(h, "layers.1.self_attn.v_proj")), "no tensors for 1 of them.*1.*v_proj"),
-    "a kind of module lost": (weights(lambda h: lose(h, "down_proj")), "no tensors for 2 of them"),
-    "all lost": (weights(lambda h: h.clear()), "no tensors for 14 of them"),
-    "another base": (other_base, "made for a different base"),
-    "another base in bfloat16": (partial(other_base, dtype=torch.bfloat16), "made for a different base"),
-    "a base with other angles": (partial(other_settings, rope_theta=500.0), "a base of other settings"),
-    "a base with another epsilon": (partial(other_settings, rms_norm_eps=0.01), "a base of other settings"),
+    "a layer too many": weights(lengthened),
+    "one lost": weights(lambda h: lose(h, "layers.1.self_attn.v_proj")),
+    "a kind of module lost": weights(lambda h: lose(h, "down_proj")),
+    "all lost": weights(lambda h: h.clear()),
+    "another base": other_base,
+    "another base in bfloat16": partial(other_base, dtype=torch.bfloat16),
+    "a base with other angles": partial(other_settings, rope_theta=500.0),
+    "a base with another epsilon": partial(other_settings, rms_norm_eps=0.01),
 }
 
 
@@ -214,9 +213,8 @@ DAMAGED = {
 @pytest.mark.parametrize("case", DAMAGED)
 def test_an_adapter_that_would_not_be_what_was_trained_is_refused(case, made):
     folder, _ = made
-    change, said = DAMAGED[case]
-    unsealed(change)(folder)
-    refuses(said, checkpoint.load, folder)
+    unsealed(DAMAGED[case])(folder)
+    refuses(str(folder), checkpoint.load, folder)
 
 
 @pytest.mark.parametrize("end", ["q_proj", "embed_tokens", "norm.weight"])

@@ -195,7 +195,9 @@ PREFIXES = {
 
 @pytest.mark.parametrize(
     ("kind", "prefix"),
-    [(kind, prefix) for kind in ("llama", "tied") for prefix in PREFIXES] + [("gpt2", p) for p in [*PREFIXES][:7]],
+    [("llama", p) for p in PREFIXES]
+    + [("tied", p) for p in [*PREFIXES][7:]]
+    + [("gpt2", p) for p in [*PREFIXES][:3]],
 )
 def test_a_prefix_of_all_names_is_removed_and_told(kind, prefix, copy, originals):
     folder, (rename_one, note) = copy(kind), PREFIXES[prefix]
@@ -732,7 +734,7 @@ def test_a_config_with_more_blocks_than_tensors_is_refused_before_they_are_built
         next(line for line in describe_folder(open_source(folder)) if line.startswith("parameters"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_code_in_a_folder_is_not_executed(family, made):
     folder = made(family)
     (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")

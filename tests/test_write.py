@@ -21,17 +21,11 @@ from dunes.completion.search import Beam, CompleteOptions, LineSearch
 from dunes.generate import Token
 from dunes.inference import text_generator
 from dunes.inference.sampling_options import SamplingOptions
-from dunes.inference.text_generator import TextGenerator, describe_rates
+from dunes.inference.text_generator import TextGenerator
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
 from dunes.text.lines import text_around_cursor
 from small_models import random_model
-
-
-def test_the_rate_of_a_prompt_ends_with_the_first_token():
-    assert describe_rates(1, [3.0, 3.5]) == "prompt: 1 token, 2 tokens/s"
-    rates = "prompt: 10 tokens, 20 tokens/s; generated: 4 tokens, 3 tokens/s"
-    assert describe_rates(10, [0.0, 0.5, 0.75, 1.25, 1.5]) == rates
 
 
 @pytest.mark.parametrize(("pieces", "error"), [(0, ""), (1, "prompt: 3 tokens, "), (2, "generated: 2 tokens, ")])

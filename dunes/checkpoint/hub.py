@@ -130,8 +130,6 @@ def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]
     try:
         info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=SECONDS)
     except Exception as error:
-        if _refusal(error) is not None:
-            raise _failure(error, name, revision) from None
         commit = revision if COMMIT.fullmatch(revision) else _read_ref(store / "refs" / revision)
         if not COMMIT.fullmatch(commit) or not (listing := _cached_listing(name, commit, store)):
             raise _failure(error, name, revision) from None
@@ -176,23 +174,13 @@ def _failure(error: Exception, name: str, revision: str) -> ValueError:
     """ValueError on one line, with a remedy, for a Hub that refused the request or cannot be reached."""
     from huggingface_hub import constants
 
-    refusal, (*_, root) = _refusal(error), _causes(error)
-    words = (" ".join(str(refusal or root).split()) or type(root).__name__)[:250].rstrip(".")
-    if refusal is not None:
-        return ValueError(
-            f"{no_such_folder(name)}, and the Hub refuses its {revision!r} ({words}); check the name, accept the "
-            f"conditions at {constants.ENDPOINT}/{name}, or {SIGN_IN}"
-        )
+    causes = [*_causes(error)]
+    answered = next((cause for cause in causes if getattr(cause, "response", None) is not None), causes[-1])
+    words = (" ".join(str(answered).split()) or type(answered).__name__)[:250].rstrip(".")
     return ValueError(
-        f"{no_such_folder(name)}, {revision!r} is not complete in {constants.HF_HUB_CACHE}, and the Hub cannot "
-        f"be reached ({words}); try again with a network, or name a folder"
+        f"{no_such_folder(name)}, {revision!r} is not complete in the Hub's cache, and the Hub does not give it "
+        f"({words}); check name and network, accept the conditions at {constants.ENDPOINT}/{name}, or {SIGN_IN}"
     )
-
-
-def _refusal(error: Exception) -> BaseException | None:
-    """The cause of an error that has HTTP status 401, 403 or 404; None if the Hub did not refuse the request."""
-    codes = ((cause, getattr(getattr(cause, "response", None), "status_code", 0)) for cause in _causes(error))
-    return next((cause for cause, code in codes if code in (401, 403, 404)), None)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

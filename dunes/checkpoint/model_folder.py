@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,11 +73,8 @@ def explain(path: Path) -> str:
 
 
 def no_such_folder(path: Path | str) -> str:
-    """Message that a path does not exist, with a suggestion if a similar name exists."""
-    path = Path(path)
-    folders = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, folders, 1, 0.8)
-    return f"{path}: no such folder" + (f" (did you mean {path.parent / near[0]}?)" if near else "")
+    """Message that a path does not exist."""
+    return f"{path}: no such folder"
 
 
 def _is_run(folder: Path) -> bool:
