@@ -217,17 +217,6 @@ def test_an_adapter_that_would_not_be_what_was_trained_is_refused(case, made):
     refuses(str(folder), checkpoint.load, folder)
 
 
-@pytest.mark.parametrize("end", ["q_proj", "embed_tokens", "norm.weight"])
-def test_a_base_that_is_not_whole_is_refused(end, made):
-    folder, _ = made
-    path = folder.parent / "base"
-    (path / "dunes.json").unlink()
-    held = load_file(path / "model.safetensors")
-    lose(held, end)
-    save_file(held, path / "model.safetensors")
-    refuses("is missing", checkpoint.load, folder)
-
-
 def test_a_change_on_the_disk_is_seen(made):
     folder, _ = made
     words(r=2)(folder)

@@ -322,62 +322,6 @@ def test_every_command_takes_a_file(tmp_path, tokenizer, command):
     assert {k: str(v) for k, v in again.items()} == {k: str(v) for k, v in before.items()}
 
 
-def split_k(kind, raw):
-    """The scales, offsets and numbers (blocks, 256) of blocks of Q4_K, Q5_K or Q6_K, as ggml-common.h has them."""
-
-    def half(start):
-        return raw[:, start : start + 2].copy().view(np.float16).astype(np.float64)
-
-    if kind == "Q6_K":
-        low, high = raw[:, :128].reshape(-1, 2, 2, 32), raw[:, 128:192].reshape(-1, 2, 1, 32)
-        low = np.concatenate([low & 15, low >> 4], 2)
-        number = low | (high >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 1, 4, 1) & 3) << 4
-        scale = half(208) * raw[:, 192:208].view(np.int8)
-        return scale.repeat(16, 1), 0.0, number.reshape(-1, 256).astype(int) - 32
-    packed, begin = raw[:, 4:16], 16 if kind == "Q4_K" else 48
-    low = raw[:, begin : begin + 128].reshape(-1, 4, 1, 32)
-    number = np.concatenate([low & 15, low >> 4], 2).reshape(-1, 8, 32)
-    if kind == "Q5_K":
-        number |= (raw[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8).reshape(1, 8, 1) & 1) << 4
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scale = np.concatenate([first & 63, third & 15 | first >> 6 << 4], 1)
-    offset = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], 1)
-    return (half(0) * scale).repeat(32, 1), (half(2) * offset).repeat(32, 1), number.reshape(-1, 256)
-
-
-def k_type(key, shape, kind):
-    """The types of a file of Q4_K_M, about."""
-    if len(shape) == 1:
-        return "F32"
-    return "Q6_K" if "ffn_down" in key or "embd" in key else "Q5_K" if "attn" in key else "Q4_K"
-
-
-def test_blocks_of_256_are_read(tmp_path, tokenizer, monkeypatch):
-    draw, raw = np.random.default_rng(0), {}
-
-    def random_blocks(tensor, number):
-        block, size = gguf.GGML_QUANT_SIZES[number]
-        if block == 1:
-            return tensor.read().numpy(), None
-        data = draw.integers(0, 256, (np.prod(tensor.shape) // block, size), np.uint8)
-        scales = slice(208, 210) if number.name == "Q6_K" else slice(0, 4)
-        drawn = draw.normal(0, 1e-3, (len(data), data[:, scales].shape[1] // 2)).astype(np.float16)
-        data[:, scales] = drawn.view(np.uint8)
-        raw[tensor.origin.removeprefix("memory: ")] = number.name, data
-        return data, None
-
-    monkeypatch.setattr(form, "_type", k_type)
-    monkeypatch.setattr(form, "_encode", random_blocks)
-    monkeypatch.setattr(form, "_verify", lambda *file: None)
-    _, path = written(tmp_path, "qwen2", tokenizer, "q8_0", dim=256, hidden=512, head_dim=256)
-    state = checkpoint.load(path).model.state_dict()
-    assert {kind for kind, _ in raw.values()} == {"Q4_K", "Q5_K", "Q6_K"}
-    for name, (kind, data) in raw.items():
-        scale, offset, number = split_k(kind, data)
-        expected = torch.from_numpy(scale * number - offset).view(state[name].shape)
-        assert (state[name] - expected).abs().max() < 1e-6 * expected.abs().max()
-
-
 @pytest.mark.parametrize("kind", gguf.GGMLQuantizationType, ids=lambda kind: kind.name)
 def test_every_type_that_the_package_dequantizes_is_read_and_others_are_refused_by_name(kind, tmp_path):
     block, size = gguf.GGML_QUANT_SIZES[kind]

@@ -390,21 +390,6 @@ def test_inspect_reports_what_load_refuses(case, copy, command):
     assert why in last
 
 
-def test_a_table_of_names_maps_foreign_names(copy, originals):
-    folder = copy()
-    change_weights(folder, rename("model.layers.", "net.stage"))
-    assert "net.stage0" in refusal(folder)
-    parts = ["input_layernorm", "post_attention_layernorm", *[f"self_attn.{p}_proj" for p in "qkvo"]]
-    parts += [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-    table = {f"net.stage{{i}}.{p}.weight": f"model.layers.{{i}}.{p}.weight" for p in parts}
-    source = open_source(folder, table)
-    with torch.no_grad():
-        assert (load_decoder(source)(IDS) - originals["llama"][2]).abs().max() < 1e-5
-    for wrong in ("model.{j}", "model.norm.weight"):
-        bad = {"net.stage{i}.input_layernorm.weight": wrong}
-        assert f"two tensors are called {wrong}" in refusal(folder, lambda f, bad=bad: open_source(f, bad))
-
-
 def sharded(originals, folder, kind="llama"):
     originals[kind][1].save_pretrained(folder, max_shard_size="20KB")
     Tokenizer.train("chars", ["abc"]).save(folder)
@@ -437,28 +422,6 @@ def test_single_and_sharded_files_of_either_format_are_equal(kind, parts, form, 
     found = load_decoder(open_source(folder)).state_dict()
     assert found.keys() == single.keys()
     assert all(torch.equal(v, single[k]) for k, v in found.items())
-
-
-def test_a_snapshot_in_the_hubs_cache(originals, tmp_path):
-    """Files of a snapshot are links to blobs beside all snapshots."""
-    plain, home = sharded(originals, tmp_path / "plain"), tmp_path / "models--a--b"
-    snapshot = home / "snapshots" / "0123abc"
-    snapshot.mkdir(parents=True)
-    (home / "blobs").mkdir()
-    for i, file in enumerate(sorted(plain.iterdir())):
-        shutil.copy(file, home / "blobs" / f"blob{i}")
-        (snapshot / file.name).symlink_to(f"../../blobs/blob{i}")
-    agrees(snapshot, originals["llama"][2])
-    shard = sorted(snapshot.glob("*.safetensors"))[0]
-    shard.unlink()
-    shard.symlink_to(plain / shard.name)
-    assert "leads out of the folder" in refusal(snapshot)
-    shard.unlink()
-    shard.symlink_to("../../blobs/gone")
-    assert "no such file" in refusal(snapshot)
-    elsewhere = tmp_path / "elsewhere" / "0123abc"
-    shutil.copytree(snapshot, elsewhere, symlinks=True)
-    assert "config.json: leads out of the folder" in refusal(elsewhere)
 
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

@@ -164,25 +164,6 @@ def test_a_full_disk_is_said_before_anything_is_downloaded(index, monkeypatch):
     assert models(index) == []
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit(143), OSError(28, "No space left on device")])
-def test_an_interrupted_download_leaves_nothing_and_the_next_one_removes_what_a_killed_one_left(
-    index, monkeypatch, error
-):
-    def stop(command, env, **_):
-        Path(env["TMPDIR"], "half").touch()
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", stop)
-        with pytest.raises((KeyboardInterrupt, SystemExit, OSError)):
-            checkpoint.locate_model("smollm2")
-    assert models(index) == []
-    killed = index.parent / "home" / "models" / atomic.STAGED.format("0123")
-    killed.mkdir()
-    checkpoint.locate_model("smollm2")
-    assert models(index) == [NAME]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_download_that_is_stopped_leaves_no_model_and_the_next_one_clears_up(index, tmp_path, number):

@@ -176,7 +176,7 @@ def _failure(error: Exception, name: str, revision: str) -> ValueError:
 
     causes = [*_causes(error)]
     answered = next((cause for cause in causes if getattr(cause, "response", None) is not None), causes[-1])
-    words = (" ".join(str(answered).split()) or type(answered).__name__)[:250].rstrip(".")
+    words = (" ".join(str(answered).split()) or type(answered).__name__)[:200].rstrip(".")
     return ValueError(
         f"{no_such_folder(name)}, {revision!r} is not complete in the Hub's cache, and the Hub does not give it "
         f"({words}); check name and network, accept the conditions at {constants.ENDPOINT}/{name}, or {SIGN_IN}"
