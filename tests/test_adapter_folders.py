@@ -223,12 +223,6 @@ def test_a_change_on_the_disk_is_seen(made):
     refuses("not the bytes that were written", checkpoint.load, folder)
 
 
-def test_an_adapter_of_a_format_without_the_settings_of_its_base_opens(made):
-    folder, _ = made
-    card_of(folder, lambda card: card["base"].pop("config"))
-    assert checkpoint.load(folder).model
-
-
 def test_hashing_a_large_base_shows_its_progress_on_a_terminal_alone(made, monkeypatch, capsys):
     folder, _ = made
     monkeypatch.setattr(atomic, "LARGE", 0)

@@ -731,9 +731,11 @@ def test_bad_params_are_refused(made):
     moes += [{"num_experts": v, "num_experts_per_tok": 1} for v in NOT_SIZES]
     moes += [{"num_experts": 2, "num_experts_per_tok": v} for v in [*NOT_SIZES, 3]]
     changes |= {f"moe {i}": {"moe": v} for i, v in enumerate(moes) if v}
-    changes["deep"] = {"n_layers": 10_000_000}
-    changes["heads"] = {"n_heads": 3}
-    changes["key heads"] = {"n_kv_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    changes |= each(["moe"], [experts | {"shared": 1}]) | each(["sliding_window"], [[8, 16]])
+    changes |= each(["yarn", "quantization"], [{"factor": 4}]) | each(["model_type"], ["mamba"])
+    changes |= each(["causal"], [False]) | each(["vocab_size"], [98]) | each(["n_layers"], [10_000_000])
+    changes |= each(["n_heads"], [3, 7]) | each(["n_kv_heads"], [4])
     meta = {"hidden_dim": None, "multiple_of": 32}
     factors = (float("nan"), float("inf"), -1, "x", [], 1e300)
     changes |= {f"factor {v}": meta | {"ffn_dim_multiplier": v} for v in factors}

@@ -91,7 +91,7 @@ def test_a_name_brings_its_model_once_and_says_so_before_and_after(index, monkey
     assert os.listdir() == []
 
 
-@pytest.mark.parametrize("damage", [DATA[:-1], DATA[:-1] + b"x"])
+@pytest.mark.parametrize("damage", [pytest.param(DATA[:-1], marks=pytest.mark.slow), DATA[:-1] + b"x"])
 def test_a_damaged_file_in_the_cache_is_brought_again(index, damage):
     path = index.parent / "home" / "models" / NAME
     path.parent.mkdir(parents=True)
@@ -125,7 +125,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c != "other bytes")) for c in BAD])
 def test_an_index_without_the_file_is_one_line_and_leaves_nothing(index, case):
     BAD[case](index)
     message = refused("smollm2")
@@ -134,6 +134,7 @@ def test_an_index_without_the_file_is_one_line_and_leaves_nothing(index, case):
     assert models(index) == []
 
 
+@pytest.mark.slow
 def test_an_index_that_does_not_answer_is_named_as_the_reason(index, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_FIND_LINKS", "")

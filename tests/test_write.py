@@ -50,7 +50,7 @@ def test_places_in_files(tmp_path):
     assert text_around_cursor(f"{file}:3:1")[1] == "one\ntwo\n", "the empty line behind the last line end"
     nowhere = ("0:1", "x:1", "1:0", "²:1", "1:٣", "-1:1", "1:", "9" * 5000 + ":1")
     for place in (*nowhere, "2:5", "4:1", "9:1"):
-        assert refuses("", text_around_cursor, f"{file}:{place}").startswith(f"{file}:{place}: ")
+        assert refuses(":", text_around_cursor, f"{file}:{place}").startswith(f"{file}:{place}: ")
     refuses("expected FILE:LINE:COLUMN", text_around_cursor, str(file))
 
 
