@@ -60,9 +60,9 @@ def locate_model(model: str | Path, revision: str | None = None) -> ModelLocatio
     `org/name@revision` from the Hub, also written `hf:org/name`.
 
     A local folder or GGUF file takes precedence. A revision is a branch, a tag or a commit, by default `main`.
-    Raises ValueError, on one line, if no such folder or repository exists, if access is denied, if the repository
-    has no weights, if a large file arrived with another SHA-256, or if the Hub cannot be reached and the model is
-    not cached; OSError if the disk is full.
+    Raises ValueError, on one line, if the model is not cached and no such folder or repository exists, access is
+    denied or the Hub cannot be reached; if the repository has no weights, or if a large file arrived with another
+    SHA-256; OSError if the disk is full.
     """
     path = Path(model)
     if path.is_dir() and revision:
