@@ -12,12 +12,12 @@ snapshots of links to them, refs)
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dunes.checkpoint.model_folder import explain, no_such_folder
+from dunes.checkpoint.model_folder import explain
 from dunes.checkpoint.wheel import MODELS, fetch_model
 from dunes.files import atomic
 from dunes.text.gguf_file import SUFFIX
@@ -81,7 +81,7 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
     name, separator, suffix = model.partition("@")
     if not NAME.fullmatch(name) or len(name) > 96 or re.search(r"\.\.|--|\.git$", name):
         raise ValueError(
-            f"{no_such_folder(model)}; name a model folder, one on the Hugging Face Hub (org/name[@revision]), or "
+            f"{model}: no such folder; name a model folder, one on the Hugging Face Hub (org/name[@revision]), or "
             f"{', '.join(MODELS)}"
         )
     if separator and revision and suffix != revision:
@@ -174,19 +174,15 @@ def _failure(error: Exception, name: str, revision: str) -> ValueError:
     """ValueError on one line, with a remedy, for a Hub that refused the request or cannot be reached."""
     from huggingface_hub import constants
 
-    causes = [*_causes(error)]
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
     answered = next((cause for cause in causes if getattr(cause, "response", None) is not None), causes[-1])
     words = (" ".join(str(answered).split()) or type(answered).__name__)[:200].rstrip(".")
     return ValueError(
-        f"{no_such_folder(name)}, {revision!r} is not complete in the Hub's cache, and the Hub does not give it "
+        f"{name}: no such folder, {revision!r} is not complete in the Hub's cache, and the Hub does not give it "
         f"({words}); check name and network, accept the conditions at {constants.ENDPOINT}/{name}, or {SIGN_IN}"
     )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def _verify(files: Iterable[Path]) -> None:
