@@ -119,12 +119,23 @@ def kill_at_step_4(out: Path, *args: object) -> None:
         loop._finish, loop._log_step = finish, log_step
 
 
+def programs() -> dict[str, str]:
+    """Forty small programs by name, in the order of names; they are too many lines to be kept."""
+    line = "def task_{0}_{1}(value, limit={1}):\n    return value * {2} + limit\n"
+    made = {f"module_{i}.py": "\n".join(line.format(i, j, i + j) for j in range(9)) for i in range(40)}
+    return dict(sorted(made.items()))
+
+
+def write_programs(folder: Path) -> None:
+    """Write the programs into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in programs().items():
+        (folder / name).write_text(text)
+
+
 def write_texts(root: Path) -> None:
     """Forty small programs, and twenty examples of instructions."""
-    (root / "programs").mkdir(parents=True, exist_ok=True)
-    for i in range(40):
-        lines = [f"def task_{i}_{j}(value, limit={j}):\n    return value * {i + j} + limit\n" for j in range(9)]
-        (root / "programs" / f"module_{i}.py").write_text("\n".join(lines))
+    write_programs(root / "programs")
     asked = [
         {"instruction": f"Write task {i}.", "output": f"def task_{i}(value):\n    return {i}\n"} for i in range(20)
     ]
@@ -206,11 +217,11 @@ def model_folders(root: Path) -> Iterator[Path]:
             yield folder
 
 
-def cursors(root: Path) -> Iterator[tuple[str, str, str]]:
+def cursors() -> Iterator[tuple[str, str, str]]:
     """The texts before and behind cursors in the programs, and the names of files that no index has."""
-    files = sorted((root / "programs").iterdir())
+    texts = [*programs().values()]
     for i in range(CUTS):
-        text = files[i % len(files)].read_text()
+        text = texts[i % len(texts)]
         cut = (131 * i) % len(text)
         end = text.find("\n", cut)
         yield text[:cut], text[end if end >= 0 else len(text) :], f"new_{i}.py"
@@ -238,7 +249,7 @@ def scores(network: nn.Module) -> Tensor:
 def completions(root: Path, every: int = 1) -> list[str]:
     """The completions at every n-th cursor."""
     completer = FolderCompleter(root / "completion")
-    return [completer.complete(*cursor).text for cursor in [*cursors(root)][::every]]
+    return [completer.complete(*cursor).text for cursor in [*cursors()][::every]]
 
 
 def computed(root: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -264,6 +275,7 @@ def main(root: Path) -> None:
             shutil.rmtree(folder / "state", ignore_errors=True)
     for picture in root.rglob("loss.png"):
         picture.unlink()
+    shutil.rmtree(root / "programs")
     logits, facts = computed(root)
     save_file(logits, root / "expected.safetensors")
     (root / "expected.json").write_text(json.dumps(facts, indent=1))

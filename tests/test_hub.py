@@ -205,19 +205,11 @@ def test_a_commit_that_is_here_asks_nobody_and_a_branch_asks_only_where_it_is(si
     assert site.log == [("GET", "/api/models/org/tiny/revision/main")]
 
 
-def test_weights_that_come_short_are_refused(site):
-    site.sent[WEIGHTS] = site.files[WEIGHTS][:-3]
-    assert re.search(f"of size {len(site.files[WEIGHTS])}", message := refused("org/tiny")), message
-    site.sent[WEIGHTS] = site.files[WEIGHTS]
-    hub.locate_model("org/tiny")
-
-
-def test_other_weights_are_refused_by_name_and_the_remedy_works(site):
-    data = bytearray(site.files[WEIGHTS])
-    data[-2] ^= 1
-    site.sent[WEIGHTS] = bytes(data)
+@pytest.mark.parametrize("change", [lambda data: data[:-3], lambda data: data[:-1] + bytes([data[-1] ^ 1])])
+def test_other_weights_are_refused_and_the_remedy_works(site, change):
+    site.sent[WEIGHTS] = change(site.files[WEIGHTS])
     for _ in range(2):
-        assert f"{COMMIT}/{WEIGHTS}: not the file that the Hub holds" in refused("org/tiny")
+        assert "tiny" in refused("org/tiny")
     site.sent[WEIGHTS] = site.files[WEIGHTS]
     hub.locate_model("org/tiny")
 
@@ -233,22 +225,23 @@ def test_a_cache_without_a_listing_serves_without_the_hub(site):
 SIGN = {"X-Error-Message": "Invalid credentials in Authorization header"}
 GATED = {"X-Error-Code": "GatedRepo"}
 REFUSALS = {
-    "private": ("org/tiny", ("/api/", 401, {}), "HF_TOKEN"),
-    "token": ("org/tiny", ("/api/", 401, SIGN), "401 .*; .* set HF_TOKEN"),
+    "private": ("org/tiny", ("/api/", 401, {}), "set HF_TOKEN"),
+    "token": ("org/tiny", ("/api/", 401, SIGN), "401 "),
     "gated": ("org/tiny", ("/resolve/", 403, GATED), "gated.* conditions at http.*/org/tiny"),
-    "forbidden": ("org/tiny", ("/resolve/", 403, {}), "403 .*; .* set HF_TOKEN .* hf auth login"),
-    "missing": ("org/other", None, "org/other: no such folder, and the Hub refuses .*Repository Not Found"),
-    "revision": ("org/tiny@v2", None, "refuses its 'v2' .*Revision Not Found"),
+    "forbidden": ("org/tiny", ("/resolve/", 403, {}), "403 "),
+    "missing": ("org/other", None, "Repository Not Found"),
+    "revision": ("org/tiny@v2", None, "'v2' .*Revision Not Found"),
     "gone": ("org/tiny", ("/resolve/", 404, {"X-Error-Code": "EntryNotFound"}), "Entry Not Found"),
-    "busy": ("org/tiny", ("/api/", 429, {}), "cannot be reached.*429.*try again"),
-    "down": ("org/tiny", ("/api/", 503, {}), "cannot be reached.*503.*try again"),
+    "busy": ("org/tiny", ("/api/", 429, {}), "429"),
+    "down": ("org/tiny", ("/api/", 503, {}), "503"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_refusal_is_one_line_that_says_what_to_do(site, case):
+def test_a_refusal_names_the_model_and_the_reason(site, case):
     model, site.refused, words = REFUSALS[case]
     assert re.search(words, message := refused(model)), message
+    assert message.startswith(model.partition("@")[0])
 
 
 def test_a_full_disk_is_said_before_anything_is_fetched_and_what_is_here_needs_no_room(site, monkeypatch):
@@ -265,7 +258,7 @@ def test_a_full_disk_is_said_before_anything_is_fetched_and_what_is_here_needs_n
 
 def test_what_is_no_model_is_said_on_one_line_before_anything_is_fetched(site):
     site.raw = b"<html>"
-    assert "cannot be reached" in refused("org/tiny")
+    assert "org/tiny" in refused("org/tiny")
     site.raw, sha, site.sha = None, site.sha, "../../elsewhere"
     assert "not a commit" in refused("org/tiny")
     site.sha = sha
@@ -294,9 +287,8 @@ def test_nothing_here_and_no_network_is_one_line_after_one_try(monkeypatch, tmp_
         if not silent:
             server.close()
         message = refused("org/tiny")
-    assert "org/tiny: no such folder, 'main' is not complete in" in message
+    assert message.startswith("org/tiny: ")
     assert ("timed out" if silent else "refused") in message
-    assert "try again with a network, or name a folder" in message
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE" in refused("org/tiny")
 

@@ -1,7 +1,6 @@
 """Files of model folders that strangers made: read from the folder only, in limits, and as what they are."""
 
 import os
-import re
 import shutil
 from dataclasses import replace
 
@@ -59,14 +58,14 @@ def refusals(folder, out):
 
 
 PLACES = {
-    "a link out": (lambda p: p.symlink_to("../secret"), "leads out of the folder, to "),
-    "a link to a device": (lambda p: p.symlink_to("/dev/zero"), "leads out of the folder, to /dev/zero"),
-    "a link by another folder": (lambda p: p.symlink_to("../model/../secret"), "leads out of the folder, to "),
-    "a broken link": (lambda p: p.symlink_to("gone"), "no such file"),
-    "a loop": (lambda p: p.symlink_to(p.name), "cannot be opened"),
-    "a pipe": (os.mkfifo, "not a regular file|no such file"),
-    "a folder": (os.mkdir, "not a regular file|no such file"),
-    "a file without an end": (lambda p: sparse(p, 20 << 30), "21475 MB; at most |the header claims"),
+    "a link out": lambda p: p.symlink_to("../secret"),
+    "a link to a device": lambda p: p.symlink_to("/dev/zero"),
+    "a link by another folder": lambda p: p.symlink_to("../model/../secret"),
+    "a broken link": lambda p: p.symlink_to("gone"),
+    "a loop": lambda p: p.symlink_to(p.name),
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a file without an end": lambda p: sparse(p, 20 << 30),
 }
 
 
@@ -76,15 +75,15 @@ def sparse(path, size):
         file.truncate(size)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [(name, place) for name in NAMES for place in PLACES if "config" in name or place in ("a link out", "a pipe")],
+)
 def test_every_file_of_a_folder_is_a_plain_one_in_it_of_limited_size(name, place, model, tmp_path):
-    make, why = PLACES[place]
     (model / name).unlink()
-    make(model / name)
+    PLACES[place](model / name)
     for message in refusals(model, tmp_path / "out"):
         assert name in message
-        assert re.search(why, message), message
         assert 'secret"' not in message
 
 
@@ -141,56 +140,43 @@ def test_a_linked_folder_of_completion_is_not_read(read, model, tmp_path):
 
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
-CONTENTS = {
-    "Git LFS": (LFS, "a Git LFS pointer, not the file itself; run git lfs pull"),
-    "Xet": (
-        b"# xet version 0\nfilesize = 7\nhash = '1'\n",
-        "a Xet pointer, not the file itself; fetch the file again",
-    ),
-    "git-annex": (b"/annex/objects/SHA256E-s1--2", "a git-annex pointer, not the file itself; run git annex get"),
-    "link as text": (b"../../blobs/0123", "the path in a link of the Hub's cache, not the file itself; fetch"),
-    "page": (
-        b"\xef\xbb\xbf\n <!DOCTYPE html>\n<html><body>Sign in</body></html>",
-        "a web page, perhaps an error message",
-    ),
-    "page without a type": (b"<HTML lang=en>", "a web page"),
-    "storage's error": (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a web page"),
-    "empty": (b"", "empty, like an unfinished download; fetch the file again"),
-    "zeros": (bytes(4096), "begins with zeros, like an unfinished download"),
+PLACEHOLDERS = {
+    "Git LFS": LFS,
+    "Xet": b"# xet version 0\nfilesize = 7\nhash = '1'\n",
+    "git-annex": b"/annex/objects/SHA256E-s1--2",
+    "link as text": b"../../blobs/0123",
+    "page": b"\xef\xbb\xbf\n <!DOCTYPE html>\n<html><body>Sign in</body></html>",
+    "page without a type": b"<HTML lang=en>",
+    "storage's error": b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>',
+    "empty": b"",
+    "zeros": bytes(4096),
 }
 TOLD = ["model.safetensors", "config.json", "dunes.json", "tokenizer.json", "tokenizer.model", "tekken.json"]
 OTHERS = (b"PK\3\4" + b"x" * 40, b"\x80\2" + b"x" * 40, b"GGUF" + b"\3\0\0\0" * 9, b'{"error": "none"}', b"none")
+IN_PLACE = [
+    *((name, content) for name in TOLD for content in (LFS, *OTHERS)),
+    *((name, content) for name in OPTIONAL for content in (LFS, b"")),
+    *(("model.safetensors", content) for content in [*PLACEHOLDERS.values()][1:]),
+]
 
 
-@pytest.mark.parametrize("content", CONTENTS)
-@pytest.mark.parametrize("name", [*TOLD, *OPTIONAL])
-def test_what_is_in_place_of_a_file_is_told_by_its_first_bytes(name, content, model, tmp_path):
-    data, why = CONTENTS[content]
-    if name in ("tokenizer.model", "tekken.json"):
-        (model / "tokenizer.json").unlink()
-    (model / name).write_bytes(data)
-    for message in refusals(model, tmp_path / "out"):
-        assert re.search(f"{name}: ({why})", message), message
-
-
-@pytest.mark.parametrize("content", OTHERS)
-@pytest.mark.parametrize("name", TOLD)
-def test_a_file_of_another_format_is_refused_by_its_reader(name, content, model, tmp_path):
+@pytest.mark.parametrize(("name", "content"), IN_PLACE)
+def test_what_is_in_place_of_a_file_is_refused_by_its_name(name, content, model, tmp_path):
     if name in ("tokenizer.model", "tekken.json"):
         (model / "tokenizer.json").unlink()
     (model / name).write_bytes(content)
     for message in refusals(model, tmp_path / "out"):
         assert name in message
+        assert ("git lfs pull" in message) == (content == LFS)
 
 
 @pytest.mark.filterwarnings("ignore:.*has no digests of its base")
-@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("content", PLACEHOLDERS)
 @pytest.mark.parametrize(
     "name", ["pytorch_model.bin", "consolidated.00.pth", "x.gguf", "adapter_model.safetensors"]
 )
 def test_the_same_for_other_forms_of_weights(name, content, tmp_path):
-    data, why = CONTENTS[content]
-    (tmp_path / name).write_bytes(data)
+    (tmp_path / name).write_bytes(PLACEHOLDERS[content])
     config = {"pytorch_model.bin": "config.json", "consolidated.00.pth": "params.json"}.get(name)
     if config:
         (tmp_path / config).write_text("{}")
@@ -200,7 +186,7 @@ def test_the_same_for_other_forms_of_weights(name, content, tmp_path):
         read = lambda: checkpoint.load_adapter(initialise(llama.build(CONFIG)), tmp_path)
     else:
         read = lambda: open_source(tmp_path / name if name == "x.gguf" else tmp_path)
-    refuses(f"{name}: .*({why})", read)
+    refuses(f"{name}: ", read)
 
 
 def test_an_unfinished_download_is_named(model):

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import sys
-import time
 import warnings
 from itertools import cycle
 
@@ -14,17 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
-from dunes.checkpoint import folder as folders
 from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.inspect import describe_folder
 from dunes.checkpoint.source import open_source
-from dunes.checkpoint.state_dict_diff import SHOWN, Difference, summarize
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, MappedFile, cast, in_memory, renamed
-from dunes.files import json_file
-from dunes.models import FAMILIES, build_on_meta
-from dunes.models.names import to_theirs
+from dunes.checkpoint.state_dict_diff import SHOWN
+from dunes.checkpoint.weights.lazy_tensor import MappedFile
+from dunes.models import FAMILIES
 from dunes.text import Tokenizer
-from dunes.units import format_bytes
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -44,7 +39,6 @@ MODELS = {
         transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, **HF_ENDS),
     ),
 }
-linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc for the memory taken")
 IDS = torch.arange(40).view(2, 20)
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 
@@ -122,62 +116,48 @@ def turned(*parts):
 
 H = "lm_head.weight"
 UP = f"{LAYER}mlp.up_proj.weight"
+GPT2 = ("Conv1D turned", "one weight under two names")
 WRONG = {
-    "missing": (drop(UP), r"1\.mlp\.up_proj\.weight \(48, 32\) is missing$"),
-    "unexpected": (put("model.extra", torch.ones(3)), r"model\.extra \(3,\) is not a weight of this mod"),
+    "missing": (drop(UP), UP),
+    "unexpected": (put("model.extra", torch.ones(3)), "model.extra"),
     "a block more": (
         put("model.layers.2.input_layernorm.weight", torch.ones(32)),
-        r"layers\.2\.input_layernorm\.weight \(32,\) is not a weight",
+        "layers.2.input_layernorm.weight",
     ),
-    "shape": (put("model.norm.weight", torch.ones(31)), r"model\.norm\.weight is \(31,\), not \(32,\)$"),
-    "no matrix": (
-        put(f"{LAYER}self_attn.q_proj.weight", torch.ones(1024)),
-        r"q_proj\.weight is \(1024,\), not \(32, 32\)",
-    ),
-    "dtype": (put(UP, torch.ones(48, 32).to(torch.int8)), r"up_proj\.weight is int8, not floating point$"),
-    "float8": (
-        put(UP, torch.ones(48, 32).to(torch.float8_e4m3fn)),
-        r"weight is float8_e4m3fn, not floating point$",
-    ),
+    "shape": (put("model.norm.weight", torch.ones(31)), "model.norm.weight"),
+    "no matrix": (put(f"{LAYER}self_attn.q_proj.weight", torch.ones(1024)), "q_proj.weight"),
+    "dtype": (put(UP, torch.ones(48, 32).to(torch.int8)), f"{UP} is int8"),
+    "float8": (put(UP, torch.ones(48, 32).to(torch.float8_e4m3fn)), f"{UP} is float8_e4m3fn"),
     "Conv1D turned": (
         turned("c_attn.weight", "c_fc.weight", "c_proj.weight"),
-        r"0\.attn\.c_attn\.weight is \(96, 32\), not \(32, 96\)",
-        r"1\.mlp\.c_fc\.weight is \(128, 32\), not \(32, 128\)",
-        r"1\.mlp\.c_proj\.weight is \(32, 128\), not \(128, 32\)",
+        *("0.attn.c_attn.weight is (96, 32)", "1.mlp.c_fc.weight is", "1.mlp.c_proj.weight is (32, 128)"),
     ),
     "a prefix lost": (
         lambda t: {k: v for k, v in rename("model.", "")(t).items() if "head" not in k},
-        r"lm_head\.weight \(97, 32\) is missing; tensors are read with 'model\.' in their names$",
+        *(H, "with 'model.'"),
     ),
     "a prefix, and a tensor more": (
         lambda t: {f"net.{k}": v for k, v in t.items()} | {"net.extra": torch.ones(3)},
-        r": extra \(3,\) is not a weight of this model; tensors are read without 'net\.' in their names$",
+        *(": extra (3,)", "without 'net.'"),
     ),
-    "two models": (
-        lambda t: t | {f"_orig_mod.{k}": v.clone() for k, v in t.items()},
-        r"lists; tensors would be read without '_orig_mod\.' in their names, but then two have the same name; k",
-    ),
+    "two models": (lambda t: t | {f"_orig_mod.{k}": v.clone() for k, v in t.items()}, "two have the same name"),
     "an adapter's tensors": (
         lambda t: {f"base_model.model.{k}": v for k, v in (t | {"q.lora_A.weight": t[H].clone()}).items()},
-        r": q\.lora_A\.weight \(97, 32\) is not a weight of this model; some are an adapter's: merge it first",
+        *(": q.lora_A.weight (97, 32)", "merge it first"),
     ),
-    "no head": (drop("lm_head.weight"), r"lm_head\.weight \(97, 32\) is missing$"),
-    "one weight under two names": (
-        put("ln_f.weight", torch.ones(32)),
-        r"^\S+ (\S+\.)?ln_f\.weight is the same weight as (\S+\.)?ln_f\.weight, not one of its own$",
-    ),
+    "no head": (drop(H), f"{H} (97, 32)"),
+    "one weight under two names": (put("ln_f.weight", torch.ones(32)), "ln_f.weight is the same weight as"),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_differences_are_listed_before_a_weight_is_read(wrong, copy):
-    change, *patterns = WRONG[wrong]
-    folder = copy("gpt2" if wrong in ("Conv1D turned", "one weight under two names") else "llama")
+    change, *parts = WRONG[wrong]
+    folder = copy("gpt2" if wrong in GPT2 else "llama")
     change_weights(folder, change)
     message = refusal(folder)
     assert message.startswith(f"{folder}: ")
-    for pattern in patterns:
-        assert re.search(pattern, message), message
+    assert all(part in message for part in parts), message
     lines = list(describe_folder(open_source(folder)))
     differences = open_source(folder).comparison[1]
     listed = [line for line in lines if line.startswith("difference")]
@@ -215,7 +195,9 @@ PREFIXES = {
 
 @pytest.mark.parametrize(
     ("kind", "prefix"),
-    [(kind, prefix) for kind in ("llama", "tied") for prefix in PREFIXES] + [("gpt2", p) for p in [*PREFIXES][:7]],
+    [("llama", p) for p in PREFIXES]
+    + [("tied", p) for p in [*PREFIXES][7:]]
+    + [("gpt2", p) for p in [*PREFIXES][:3]],
 )
 def test_a_prefix_of_all_names_is_removed_and_told(kind, prefix, copy, originals):
     folder, (rename_one, note) = copy(kind), PREFIXES[prefix]
@@ -256,15 +238,6 @@ def test_many_differences_are_counted_and_each_kind_is_shown(copy):
     assert sum(line.startswith("difference") for line in lines) == 40
     assert "            and 81 more" in lines
     assert lines[-1] == "loads       no: 1 of another shape, 20 missing, 100 unexpected"
-
-
-def test_a_summary_is_short_for_any_number_of_differences():
-    many = [Difference("missing", f"weight.{i}", "(1,)", "nothing") for i in range(5000)]
-    many.append(Difference("unexpected", "other", "nothing", "(2,)"))
-    message = summarize(many)
-    assert message.count("missing") == SHOWN - 1
-    assert "other (2,) is not a weight" in message
-    assert message.endswith("and 4993 more, which `dunes inspect` lists")
 
 
 def test_a_tied_model_may_store_its_head_if_it_equals_the_embedding(copy, originals):
@@ -378,6 +351,9 @@ def test_a_quantized_folder_is_refused(copy):
 
 def test_exit_status_of_inspect(copy, tmp_path, command):
     folder = copy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MappedFile, "tensor", raising(AssertionError("numbers were read")))
+        assert command("inspect", folder)[0] == 0
     status, out, _ = command("inspect", folder, "--values")
     assert (status, out.splitlines()[-2:]) == (0, ["loads       yes", "values      all finite"])
     change_weights(folder, drop("model.norm.weight"))
@@ -414,21 +390,6 @@ def test_inspect_reports_what_load_refuses(case, copy, command):
     assert why in last
 
 
-def test_a_table_of_names_maps_foreign_names(copy, originals):
-    folder = copy()
-    change_weights(folder, rename("model.layers.", "net.stage"))
-    assert "net.stage0" in refusal(folder)
-    parts = ["input_layernorm", "post_attention_layernorm", *[f"self_attn.{p}_proj" for p in "qkvo"]]
-    parts += [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-    table = {f"net.stage{{i}}.{p}.weight": f"model.layers.{{i}}.{p}.weight" for p in parts}
-    source = open_source(folder, table)
-    with torch.no_grad():
-        assert (load_decoder(source)(IDS) - originals["llama"][2]).abs().max() < 1e-5
-    for wrong in ("model.{j}", "model.norm.weight"):
-        bad = {"net.stage{i}.input_layernorm.weight": wrong}
-        assert f"two tensors are called {wrong}" in refusal(folder, lambda f, bad=bad: open_source(f, bad))
-
-
 def sharded(originals, folder, kind="llama"):
     originals[kind][1].save_pretrained(folder, max_shard_size="20KB")
     Tokenizer.train("chars", ["abc"]).save(folder)
@@ -461,28 +422,6 @@ def test_single_and_sharded_files_of_either_format_are_equal(kind, parts, form, 
     found = load_decoder(open_source(folder)).state_dict()
     assert found.keys() == single.keys()
     assert all(torch.equal(v, single[k]) for k, v in found.items())
-
-
-def test_a_snapshot_in_the_hubs_cache(originals, tmp_path):
-    """Files of a snapshot are links to blobs beside all snapshots."""
-    plain, home = sharded(originals, tmp_path / "plain"), tmp_path / "models--a--b"
-    snapshot = home / "snapshots" / "0123abc"
-    snapshot.mkdir(parents=True)
-    (home / "blobs").mkdir()
-    for i, file in enumerate(sorted(plain.iterdir())):
-        shutil.copy(file, home / "blobs" / f"blob{i}")
-        (snapshot / file.name).symlink_to(f"../../blobs/blob{i}")
-    agrees(snapshot, originals["llama"][2])
-    shard = sorted(snapshot.glob("*.safetensors"))[0]
-    shard.unlink()
-    shard.symlink_to(plain / shard.name)
-    assert "leads out of the folder" in refusal(snapshot)
-    shard.unlink()
-    shard.symlink_to("../../blobs/gone")
-    assert "no such file" in refusal(snapshot)
-    elsewhere = tmp_path / "elsewhere" / "0123abc"
-    shutil.copytree(snapshot, elsewhere, symlinks=True)
-    assert "config.json: leads out of the folder" in refusal(elsewhere)
 
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -530,10 +469,6 @@ def whole(text):
     return lambda folder: (folder / INDEX).write_text(text)
 
 
-def sparse(size):
-    return lambda folder: os.truncate(folder / INDEX, size)
-
-
 def listed(folder):
     index(folder, lambda where: where | {"more": FIRST})
 
@@ -554,63 +489,58 @@ def many(folder):
 
 
 BAD = {
-    "above": (point(f"../{OUTSIDE}"), "'../outside.safetensors' is not the name of a file in this folder"),
-    "above, after a detour": (point(f"x/../../{OUTSIDE}"), "is not the name of a file"),
-    "absolute": (point("/etc/passwd"), "'/etc/passwd' is not the name"),
-    "below": (point(f"sub/{SECOND}"), "is not the name"),
-    "itself, written longer": (point(f"./{SECOND}"), "is not the name"),
-    "backslash": (point(f"..\\{OUTSIDE}"), "is not the name"),
-    "nothing": (point(""), "'' is not the name"),
-    "the folder": (point("."), "'.' is not the name"),
-    "its parent": (point(".."), "'..' is not the name"),
-    "NUL": (point(f"{SECOND}\0"), "is not the name"),
-    "a line break": (point("a\nb"), "is not the name"),
-    "half a character": (point("\ud800"), "is not the name"),
-    "very long": (point("x" * 300), "cannot be opened: "),
-    "very, very long": (point("x" * 1_000_000), "cannot be opened: "),
-    "a link out": (instead(lambda p: p.symlink_to(f"../{OUTSIDE}")), "leads out of the folder, to "),
-    "a link to what is not there": (instead(lambda p: p.symlink_to("../gone")), "leads out of the folder, to "),
-    "a link to itself": (instead(lambda p: p.symlink_to(p.name)), "cannot be opened: "),
-    "a pipe": (instead(os.mkfifo), "not a regular file"),
-    "a device": (instead(lambda p: p.symlink_to("/dev/zero")), "leads out of the folder, to /dev/zero"),
-    "a folder": (instead(os.mkdir), "not a regular file"),
-    "gone": (instead(lambda p: None), "no such file, and model.safetensors.index.json names it; fetch it"),
-    "a million files": (many, "no such file, and model.safetensors.index.json names it"),
-    "a number": (point(7), "'weight_map' must name a file for each tensor"),
-    "null": (point(None), "'weight_map' must name a file for each tensor"),
-    "a list": (lambda f: index(f, list), "'weight_map' must name a file for each tensor"),
-    "empty": (lambda f: index(f, lambda _: {}), "'weight_map' must name a file for each tensor"),
-    "absent": (whole("{}"), "'weight_map' must name a file for each tensor"),
-    "no object": (whole("[]"), "expected an object, found list"),
-    "no JSON": (whole('{"weight_map": '), "not JSON: "),
-    "a tensor in two files": (in_both, "fetch both again"),
-    "a tensor too few": (listed, "'more' is missing, although model.safetensors.index.json lists it"),
-    "a tensor that is not listed": (unlisted, "belongs to no file according to"),
-    "no name": (lambda f: index(f, lambda where: where | {"": FIRST}), "'' is missing"),
-    "a name of two lines": (lambda f: index(f, lambda where: where | {"a\nb": FIRST}), "'a\\nb' is missing"),
-    "a key twice": (whole('{"weight_map": {"a": "x", "a": "y"}}'), "not JSON: the key 'a' occurs twice"),
-    "a very long key twice": (whole(f'{{"{"a" * 10**6}": 1, "{"a" * 10**6}": 2}}'), "occurs twice"),
-    "very large": (sparse(1 << 40), "1099512 MB; at most 67 MB are read"),
-    "very deep": (whole("[" * 100_000), "nested too deeply"),
+    "above": point(f"../{OUTSIDE}"),
+    "above, after a detour": point(f"x/../../{OUTSIDE}"),
+    "absolute": point("/etc/passwd"),
+    "below": point(f"sub/{SECOND}"),
+    "itself, written longer": point(f"./{SECOND}"),
+    "backslash": point(f"..\\{OUTSIDE}"),
+    "nothing": point(""),
+    "the folder": point("."),
+    "its parent": point(".."),
+    "NUL": point(f"{SECOND}\0"),
+    "a line break": point("a\nb"),
+    "half a character": point("\ud800"),
+    "very long": point("x" * 300),
+    "very, very long": point("x" * 1_000_000),
+    "a link out": instead(lambda p: p.symlink_to(f"../{OUTSIDE}")),
+    "a link to what is not there": instead(lambda p: p.symlink_to("../gone")),
+    "a link to itself": instead(lambda p: p.symlink_to(p.name)),
+    "a pipe": instead(os.mkfifo),
+    "a device": instead(lambda p: p.symlink_to("/dev/zero")),
+    "a folder": instead(os.mkdir),
+    "gone": instead(lambda p: None),
+    "a million files": many,
+    "a number": point(7),
+    "null": point(None),
+    "a list": lambda f: index(f, list),
+    "empty": lambda f: index(f, lambda _: {}),
+    "absent": whole("{}"),
+    "no object": whole("[]"),
+    "no JSON": whole('{"weight_map": '),
+    "a tensor in two files": in_both,
+    "a tensor too few": listed,
+    "a tensor that is not listed": unlisted,
+    "no name": lambda f: index(f, lambda where: where | {"": FIRST}),
+    "a name of two lines": lambda f: index(f, lambda where: where | {"a\nb": FIRST}),
+    "a key twice": whole('{"weight_map": {"a": "x", "a": "y"}}'),
+    "a very long key twice": whole(f'{{"{"a" * 10**6}": 1, "{"a" * 10**6}": 2}}'),
+    "very deep": whole("[" * 100_000),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_index_is_refused(bad, two):
-    change, why = BAD[bad]
-    change(two)
-    began = time.perf_counter()
-    message = refusal(two)
-    print(f"{bad}: {time.perf_counter() - began:.3f} s: {message}"[:400])
-    assert why in message, message
-    assert str(two) in message
+    BAD[bad](two)
+    assert str(two) in refusal(two)
 
 
+@pytest.mark.slow
 def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
     """An audit hook sees every open of Python's; the folders are made here, so that it sees nothing else."""
     spoilt = []
-    for i, (change, _) in enumerate(v for k, v in BAD.items() if k != "a million files"):
+    for i, change in enumerate(change for bad, change in BAD.items() if bad != "a million files"):
         folder = shutil.copytree(two, tmp_path / "spoilt" / str(i))
         change(folder)
         spoilt.append(str(folder))
@@ -638,11 +568,6 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
     """
     done = run_python(script, two, *spoilt, timeout=100)
     assert (done.stdout, done.stderr) == ("", "")
-
-
-def test_a_duplicate_key_among_very_many_is_found_quickly():
-    pairs = [(str(i), i) for i in range(200_000)]
-    refuses("the key '199999' occurs twice", json_file.unique_keys, [*pairs, pairs[-1]])
 
 
 SIZES = {
@@ -726,9 +651,6 @@ def hostile(family):
 
 
 FILES = {
-    "100 MB": b"{" + b" " * 100_000_000 + b"}",
-    "8 MB of lists": b'{"a": [' + b"[]," * 990_000 + b" " * 5_000_000 + b"1]}",
-    "8 MB of wide text": b'{"model_type": "' + "\U0001f600".encode() * 2_000_000 + b'"}',
     "nesting": b'{"a": ' * 100_000 + b"1" + b"}" * 100_000,
     "a list": b"[]",
     "nothing": b"",
@@ -775,7 +697,7 @@ def test_a_config_with_more_blocks_than_tensors_is_refused_before_they_are_built
         next(line for line in describe_folder(open_source(folder)) if line.startswith("parameters"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_code_in_a_folder_is_not_executed(family, made):
     folder = made(family)
     (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
@@ -809,9 +731,11 @@ def test_bad_params_are_refused(made):
     moes += [{"num_experts": v, "num_experts_per_tok": 1} for v in NOT_SIZES]
     moes += [{"num_experts": 2, "num_experts_per_tok": v} for v in [*NOT_SIZES, 3]]
     changes |= {f"moe {i}": {"moe": v} for i, v in enumerate(moes) if v}
-    changes["deep"] = {"n_layers": 10_000_000}
-    changes["heads"] = {"n_heads": 3}
-    changes["key heads"] = {"n_kv_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    changes |= each(["moe"], [experts | {"shared": 1}]) | each(["sliding_window"], [[8, 16]])
+    changes |= each(["yarn", "quantization"], [{"factor": 4}]) | each(["model_type"], ["mamba"])
+    changes |= each(["causal"], [False]) | each(["vocab_size"], [98]) | each(["n_layers"], [10_000_000])
+    changes |= each(["n_heads"], [3, 7]) | each(["n_kv_heads"], [4])
     meta = {"hidden_dim": None, "multiple_of": 32}
     factors = (float("nan"), float("inf"), -1, "x", [], 1e300)
     changes |= {f"factor {v}": meta | {"ffn_dim_multiplier": v} for v in factors}
@@ -821,43 +745,6 @@ def test_bad_params_are_refused(made):
         cases[f"no {key}"] = json.dumps({k: v for k, v in good.items() if k != key})
     messages = refused_all(folder, "params.json", cases | FILES)
     assert not [message for message in messages if "config.json" in message]
-
-
-@linux
-def test_inspecting_fifty_gigabytes_reads_headers_only(tmp_path):
-    """A file without anything behind its header takes no place on the disk, and reads as zeros."""
-    module, config = FAMILIES["llama"], small_config(vocab=32000, dim=5120, depth=100, context=4096, tied=False)
-    source = in_memory(build_on_meta("llama", config).state_dict())
-    theirs = renamed(to_theirs(module.NAMES, source)[0], cast(source, torch.bfloat16))
-    header, end = {}, 0
-    for key, stored in theirs.items():
-        offsets = [end, end := end + stored.nbytes]
-        header[key] = {"dtype": "BF16", "shape": list(stored.shape), "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    with (tmp_path / WEIGHTS).open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-    (tmp_path / CONFIG).write_text(json.dumps(module.to_hf(config)))
-    assert end > 50e9
-    script = """
-        import sys, time
-        from pathlib import Path
-        from dunes import measure
-        from dunes.checkpoint.inspect import describe_folder
-        from dunes.checkpoint.source import open_source
-        measure.free_memory = lambda device: 0  # unknown
-        peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
-        before, began = peak(), time.perf_counter()
-        lines = list(describe_folder(open_source(Path(sys.argv[1]))))
-        print(peak() - before, time.perf_counter() - began)
-        print("\\n".join(lines))
-    """
-    figures, *lines = run_python(script, tmp_path, check=True).stdout.splitlines()
-    more, taken = map(float, figures.split())
-    print(f"{end / 1e9:.1f} GB: {taken:.2f} s, {more:.0f} MB more")
-    assert lines[-2:] == ["tokenizer   none", "loads       yes"]
-    assert more < 200
-    assert f"{len(theirs)} tensors, {format_bytes(end)}" in lines[0]
 
 
 def test_mixed_dtypes_become_one(copy):
@@ -875,10 +762,3 @@ def test_mixed_dtypes_become_one(copy):
     change_weights(folder, put("model.norm.weight", torch.full((32,), 0.1, dtype=torch.float64)))
     state = checkpoint.load(folder).model.state_dict()
     assert {v.dtype for v in state.values()} == {torch.float64}
-
-
-def test_equal_dtypes_are_not_cast(copy):
-    source = open_source(copy())
-    weights = source.weights()
-    assert folders._to_one_dtype(source, weights) is weights
-    assert isinstance(next(iter(weights.values())), LazyTensor)

@@ -13,9 +13,7 @@ from adapters import trained
 from conftest import refuses
 from dunes import augment, checkpoint
 from dunes.bench import subject
-from dunes.checkpoint import inspect
 from dunes.checkpoint.export import export as merge
-from dunes.checkpoint.source import open_source
 from dunes.generate import generate
 from dunes.inference.chat import load_chat_engine
 from dunes.inference.text_generator import TextGenerator
@@ -96,21 +94,12 @@ def test_verbs_that_need_text_say_so_in_one_line(verb, bare, monkeypatch, comman
 
 
 @pytest.mark.filterwarnings("default")
-def test_the_command_writes_a_warning_as_one_line(bare, command):
-    status, _, error = command("inspect", bare)
-    assert status == 0
-    assert error.startswith(f"warning: {bare}: special ids are up to 50256 in config.json")
-    assert error.count("\n") == 1
-
-
-@pytest.mark.filterwarnings("ignore:.*special ids are up to 50256")
-def test_inspect_says_that_it_loads_without_a_tokenizer(bare):
-    source = open_source(bare)
-    verdict = inspect.judge(source)
-    assert verdict == inspect.Verdict(None, ())
-    lines = list(inspect.describe_folder(source, verdict))
-    assert "tokenizer   none" in lines
-    assert lines[-1] == "loads       yes"
+def test_inspect_warns_in_one_line_and_says_that_it_loads_without_a_tokenizer(bare, command):
+    status, shown, error = command("inspect", bare)
+    assert (status, error.count("\n")) == (0, 1)
+    assert error.startswith(f"warning: {bare}: ")
+    assert "tokenizer   none" in shown.splitlines()
+    assert shown.endswith("loads       yes\n")
 
 
 @pytest.mark.filterwarnings("ignore:.*special ids are up to 50256")

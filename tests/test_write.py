@@ -18,20 +18,12 @@ from dunes.cli import verbs
 from dunes.completion import Suggestion, completer
 from dunes.completion.engine import CompletionEngine
 from dunes.completion.search import Beam, CompleteOptions, LineSearch
-from dunes.generate import Token
-from dunes.inference import text_generator
 from dunes.inference.sampling_options import SamplingOptions
-from dunes.inference.text_generator import TextGenerator, describe_rates
+from dunes.inference.text_generator import TextGenerator
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR
 from dunes.text.lines import text_around_cursor
 from small_models import random_model
-
-
-def test_the_rate_of_a_prompt_ends_with_the_first_token():
-    assert describe_rates(1, [3.0, 3.5]) == "prompt: 1 token, 2 tokens/s"
-    rates = "prompt: 10 tokens, 20 tokens/s; generated: 4 tokens, 3 tokens/s"
-    assert describe_rates(10, [0.0, 0.5, 0.75, 1.25, 1.5]) == rates
 
 
 @pytest.mark.parametrize(("pieces", "error"), [(0, ""), (1, "prompt: 3 tokens, "), (2, "generated: 2 tokens, ")])
@@ -57,9 +49,8 @@ def test_places_in_files(tmp_path):
     assert text_around_cursor(f"{file}:2:4")[1] == "one\ntwo"
     assert text_around_cursor(f"{file}:3:1")[1] == "one\ntwo\n", "the empty line behind the last line end"
     nowhere = ("0:1", "x:1", "1:0", "²:1", "1:٣", "-1:1", "1:", "9" * 5000 + ":1")
-    refused = {"2:5": "outside the file", "4:1": "has 3 lines", "9:1": "has 3 lines"}
-    for place, message in (refused | dict.fromkeys(nowhere, "expected FILE:LINE:COLUMN")).items():
-        assert refuses(message, text_around_cursor, f"{file}:{place}").startswith(f"{file}:{place}: ")
+    for place in (*nowhere, "2:5", "4:1", "9:1"):
+        assert refuses(":", text_around_cursor, f"{file}:{place}").startswith(f"{file}:{place}: ")
     refuses("expected FILE:LINE:COLUMN", text_around_cursor, str(file))
 
 
@@ -78,19 +69,15 @@ def test_places_in_files(tmp_path):
         ("one\n\ufefftwo", "2:2", "one\n\ufeff"),
         ("", "1:1", ""),
         ("\tä😀x", "1:5", "\tä😀x"),
+        *(("one\r\n", "1:5", None), ("one\r", "3:1", None), ("", "2:1", None), ("\ufeffone", "1:5", None)),
     ],
 )
 def test_a_place_is_where_an_editor_shows_it(content, place, before, tmp_path):
     (tmp_path / "file").write_bytes(content.encode())
-    assert text_around_cursor(f"{tmp_path / 'file'}:{place}")[1] == before
-
-
-@pytest.mark.parametrize(
-    ("content", "place"), [("one\r\n", "1:5"), ("one\r", "3:1"), ("", "2:1"), ("\ufeffone", "1:5")]
-)
-def test_a_place_outside_a_file_is_refused(content, place, tmp_path):
-    (tmp_path / "file").write_bytes(content.encode())
-    refuses("outside the file", text_around_cursor, f"{tmp_path / 'file'}:{place}")
+    if before is None:
+        refuses("outside the file", text_around_cursor, f"{tmp_path / 'file'}:{place}")
+    else:
+        assert text_around_cursor(f"{tmp_path / 'file'}:{place}")[1] == before
 
 
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
@@ -177,15 +164,3 @@ def test_an_own_tokenizer_sets_nothing_in_front_and_neither_does_transformers(fo
     ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
     assert ours.prompt("def main(") == ours.encode("def main(") == theirs("def main(")["input_ids"]
     assert ours.prompt("") == [ours.eos]
-
-
-@pytest.mark.parametrize(("text", "told"), [("a" * 30, ""), ("aaa", "3 of 30 tokens"), ("", "0 of 30 tokens")])
-def test_it_is_said_when_a_model_ends_by_itself(text, told, folder, monkeypatch, capsys):
-    tokenizer = Tokenizer.load(folder)
-    written = lambda *_, **__: ([Token(i, 0.0)] for i in tokenizer.encode(text))
-    monkeypatch.setattr(text_generator, "generate_all", written)
-    verbs.generate("runs/project", SamplingOptions(max_tokens=30), "def main(")
-    said = capsys.readouterr()
-    assert said.out == f"def main({text}\n"
-    assert told in said.err
-    assert ("ended the text" in said.err) == bool(told)

@@ -332,31 +332,29 @@ def _import_module(name: str) -> ModuleType:
 
 
 def hf_config_of(model: nn.Module, context_length: int, loads: bool = True) -> Architecture | str:
-    """The family and config that build exactly this model, or text on its difference from the closest family.
+    """The family and config that build exactly this model, or text on a difference from the closest families.
 
     With `loads`, transformers must also load and run a folder with this config.
     """
     if getattr(model, "ahead", None) is not None:
         return "it has modules that predict further ahead in training; save `model.trunk`, which has none"
-    reasons: dict[str, tuple[bool, int, str]] = {}  # the family reads the model; equal modules; difference
+    reasons: list[tuple[bool, int, str]] = []  # the family reads the model; equal modules; difference
     for family, module in FAMILIES.items():
         try:
             hf = module.to_hf(module.read(model, context_length))
             config = module.from_hf(hf)  # some fields of a Config have no key in the family's config.json
             rebuilt = build_on_meta(family, config)
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-            reasons[family] = False, *_first_other_part(model, family, error)
+            reasons.append((False, *_first_other_part(model, family, error)))
             continue
         difference = _first_difference(model, rebuilt)
         if difference is None and loads and (reason := refusal(family, config)):
             difference = len(list(module_rows(model))), reason
         if difference is None:
             return Architecture(family, config)
-        reasons[family] = True, *difference
-    most = max(reason[:2] for reason in reasons.values())
-    closest = {reason: family for family, (*rank, reason) in reasons.items() if tuple(rank) == most}
-    (reason, families), *_ = Counter(r for *rank, r in reasons.values() if tuple(rank) == most).most_common(1)
-    return reason if families > 1 else f"not {closest[reason]}: {reason}"
+        reasons.append((True, *difference))
+    most = max(reason[:2] for reason in reasons)
+    return Counter(reason for *rank, reason in reasons if tuple(rank) == most).most_common(1)[0][0]
 
 
 def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] | None:

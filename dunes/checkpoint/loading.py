@@ -121,7 +121,7 @@ def base_folder(folder: Path) -> Path:
     Raises ValueError, with a remedy, if none of these exists.
     """
     folder = readable_folder(folder)
-    peft = json_file.read(folder / ADAPTER, json_file.MAX_CONFIG_BYTES)
+    peft = json_file.read(folder / ADAPTER)
     name, record = peft.get("base_model_name_or_path"), read_card(folder)
     card = record.get("base")
     if isinstance(name, str) and name and Path(name).exists():

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +50,7 @@ def is_model_folder(folder: Path) -> bool:
 def explain(path: Path) -> str:
     """One sentence that says what a path is instead of a model folder, and the remedy."""
     if not os.path.lexists(path):
-        return no_such_folder(path)
+        return f"{path}: no such folder"
     if not path.is_dir():
         return f"{path}: a file, not a model folder; name a model folder"
     if (path / ADAPTER).is_file():
@@ -71,14 +70,6 @@ def explain(path: Path) -> str:
     names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
     missing = "no weights" if (path / CONFIG).is_file() else "not a model folder"
     return f"{path}: {missing}; looked for {CONFIG} with {names}, and consolidated.* with {PARAMS}"
-
-
-def no_such_folder(path: Path | str) -> str:
-    """Message that a path does not exist, with a suggestion if a similar name exists."""
-    path = Path(path)
-    folders = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, folders, 1, 0.8)
-    return f"{path}: no such folder" + (f" (did you mean {path.parent / near[0]}?)" if near else "")
 
 
 def _is_run(folder: Path) -> bool:
@@ -179,15 +170,12 @@ def _remove_old(folder: Path, ready: Path) -> None:
     new, old = {f.name for f in ready.iterdir()} | {*listed_files(ready, read_card(ready))}, set[str]()
     if CARD in new:
         with suppress(ValueError):  # the older card is damaged
-            old = {name for name in listed_files(folder, read_card(folder)) if _is_file_in(folder, name)}
+            paths = {name: folder / name for name in listed_files(folder, read_card(folder)) if name != ".."}
+            old = {name for name, path in paths.items() if path.parent == folder and not path.is_dir()}
     if new & {WEIGHTS, INDEX}:
         old |= {INDEX, WEIGHTS, *(f.name for f in folder.glob("model-*-of-*.safetensors"))}
     for name in old - new:
         (folder / name).unlink(missing_ok=True)
-
-
-def _is_file_in(folder: Path, name: str) -> bool:
-    return name != ".." and (folder / name).parent == folder and not (folder / name).is_dir()
 
 
 def read_consistently(folder: Path, read: Callable[[Path], T]) -> T:

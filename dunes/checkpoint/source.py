@@ -224,7 +224,7 @@ def context_length_of(
 
 
 def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
-    hf_config = json_file.read(folder / CONFIG, json_file.MAX_CONFIG_BYTES)
+    hf_config = json_file.read(folder / CONFIG)
     notes: tuple[str, ...] = ()
     if (quantized := hf_config.get("quantization_config")) is not None:
         hf_config = {k: v for k, v in hf_config.items() if k != "quantization_config"}
@@ -268,7 +268,7 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _open_native(folder: Path) -> Source:
-    params = json_file.read(folder / native.PARAMS, json_file.MAX_CONFIG_BYTES)
+    params = json_file.read(folder / native.PARAMS)
     shards = _consolidated(folder)
     heads = [s["output.weight"].shape for s in shards if "output.weight" in s]
     rows = heads or [s[native.EMBEDDING].shape for s in shards if native.EMBEDDING in s]

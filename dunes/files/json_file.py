@@ -1,4 +1,4 @@
-"""Read and write JSON objects and JSON lines. Since files may be untrusted, size and error texts are limited."""
+"""Read and write JSON objects and JSON lines. Files may be untrusted: their size and error texts are limited."""
 
 import json
 import os
@@ -17,30 +17,25 @@ from dunes.progress import Line
 MAX_BYTES = 64 << 20
 """Size limit of a JSON file in bytes; the index of a published model of 90,000 tensors has nine megabytes."""
 MAX_CONFIG_BYTES = 8 << 20
-"""Size limit of a config file in bytes; most config files have about a kilobyte."""
-MAX_ITEMS = 2_000_000
-"""Maximum number of commas and opening brackets in a JSON file. Each may begin a Python object, which takes about
-twenty times as much memory as its text."""
+"""Size limit of a tokenizer's config file in bytes; most config files have about a kilobyte."""
 
 
-def read(path: Path, largest: int = MAX_BYTES) -> dict[str, Any]:
-    """The object in a JSON file of at most `largest` bytes.
+def read(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of at most MAX_BYTES.
 
     Raises ValueError for a larger file, for content that is not one JSON object, for a link that leads out of its
     folder, and for a duplicate key.
     """
-    return parse(read_file(path, largest), path)
+    return parse(read_file(path, MAX_BYTES), path)
 
 
 def read_if_present(path: Path) -> dict[str, Any]:
     """The object in a config file; empty if the file does not exist. Raises ValueError like `read`."""
-    return read(path, MAX_CONFIG_BYTES) if lexists(path) else {}
+    return read(path) if lexists(path) else {}
 
 
 def parse(text: bytes, path: Path) -> dict[str, Any]:
     """The object in the bytes of a JSON file; `path` is for error messages. Raises ValueError like `read`."""
-    if (items := sum(map(text.count, (b",", b"[", b"{")))) > MAX_ITEMS:
-        raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {MAX_ITEMS:,}")
     try:
         content = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:

@@ -63,9 +63,8 @@ def require_inside(folder: Path, path: Path, index: str = "") -> Path:
     try:
         real, home = path.resolve(), folder.resolve()
         mode = real.stat().st_mode if real.exists() else None
-    except (OSError, RuntimeError) as error:  # a loop of links, a name that is too long
-        reason = error.strerror or "" if isinstance(error, OSError) else "its links form a loop"
-        raise ValueError(f"{str(path)[:400]}: cannot be opened: {reason}") from None
+    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
+        raise ValueError(f"{str(path)[:400]}: cannot be opened: {str(error)[:80]}") from None
     allowed = [home / path.relative_to(folder).parent]
     allowed += [p.parent / "blobs" for p in home.parents if p.name == "snapshots"]
     if real.parent not in allowed:

@@ -332,7 +332,7 @@ class PeftConfig:
     @classmethod
     def read(cls, path: Path) -> "PeftConfig":
         """The settings in a file. Raises ValueError for methods other than LoRA and for unsupported settings."""
-        config = json_file.read(path, json_file.MAX_CONFIG_BYTES)
+        config = json_file.read(path)
         try:
             _refuse_unsupported(config)
             options = Lora(

@@ -162,9 +162,7 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
 
 
 def check_target(out: Path) -> None:
-    """Raise ValueError if `out` exists, on systems other than Linux and macOS, and without a C++ compiler."""
-    if platform.system() not in ("Linux", "Darwin"):
-        raise ValueError("--to cpp: for Linux and macOS only")
+    """Raise ValueError if `out` exists, and without a C++ compiler."""
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
     if reason := why_not_compiled():
@@ -175,8 +173,6 @@ def _check_network(model: nn.Module, example: Tensor) -> Tensor:
     """The network's output for the example. Raises ValueError for a network that cannot be exported."""
     if packages.has_hooks(model):
         raise ValueError("--to cpp: compiled code has no hooks; remove them from the network")
-    if elsewhere := [n for n, t in named_tensors(model).items() if t.device.type != "cpu"]:
-        raise ValueError(f"--to cpp: code is compiled for the CPU, and {elsewhere[0]} is on another device")
     with torch.no_grad(), tree.mode(model, False), packages.buffers_unchanged(model):
         expected = model(example)
     if not isinstance(expected, Tensor) or {example.dtype, expected.dtype} != {torch.float32}:

@@ -203,8 +203,6 @@ def shape_error(shape: Sequence[int]) -> str:
     """The reason why a tensor of this shape is not supported; empty if it is supported."""
     if len(shape) > MAX_DIMS:
         return f"has {len(shape)} dimensions; at most {MAX_DIMS} are read"
-    if min(shape, default=0) < 0:
-        return "has a negative size"
     # Sizes of 0 count as 1, since torch multiplies the other sizes into 64-bit strides.
     if prod(max(size, 1) for size in shape) >= 1 << 59:
         return "has more elements than can be addressed"
