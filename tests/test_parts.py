@@ -46,12 +46,8 @@ def windowed():
 
 
 small = partial(random_model, vocab=VOCAB, dim=64, depth=3, context=CONTEXT, seed=1)
-MODELS = {
-    **{name: partial(small, name) for name in FAMILIES},
-    "windowed": windowed,
-    "alibi": alibi,
-    "scored": scored,
-}
+OWN = {"windowed": windowed, "alibi": alibi, "scored": scored}
+MODELS = {name: partial(small, name) for name in FAMILIES} | OWN
 
 
 @pytest.fixture(params=MODELS)
@@ -59,33 +55,29 @@ def model(request):
     return MODELS[request.param]()
 
 
+@pytest.fixture(params=OWN)
+def own(request):
+    """A model of parts that no family has; those of families are compared with transformers' elsewhere."""
+    return OWN[request.param]()
+
+
 def tokens(rows=2, length=17):
     return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
-def test_a_token_is_unmoved_by_the_next_and_moved_by_the_one_before(model):
+def test_a_token_is_unmoved_by_the_next_and_moved_by_the_one_before(own):
     ids = tokens()
     other = ids.clone()
     other[:, 9] = (other[:, 9] + 1) % VOCAB
-    before, after = model(ids), model(other)
-    mixed = any(isinstance(m, MoE) for m in model.modules())
-    if mixed:  # an expert's tokens lie in one matrix, of another size now
-        assert (before[:, :9] - after[:, :9]).abs().max() < 1e-5
-    else:
-        assert torch.equal(before[:, :9], after[:, :9])
-    assert (before[:, 10] - after[:, 10]).abs().max() > 1e-4
-    assert (before[:, 9] - after[:, 9]).abs().max() > 1e-4
+    before, after = own(ids), own(other)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:11] - after[:, 9:11]).abs().amin(1).max() > 1e-4
 
 
-def test_every_parameter_gets_a_gradient_and_changes_after_a_step(model):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    model(tokens(4)).square().sum().backward()
-    optimizer.step()
-    still = [n for n, p in model.named_parameters() if p.grad is None or torch.equal(p, before[n])]
-    # Learned positions past the sequence have no gradient, but their table has.
-    assert still == []
+def test_every_parameter_gets_a_gradient(own):
+    own(tokens(4)).square().sum().backward()
+    assert all(p.grad.any() for p in own.parameters())
 
 
 def test_from_a_fresh_start_all_learn_within_two_steps():
@@ -104,11 +96,10 @@ def test_from_a_fresh_start_all_learn_within_two_steps():
 
 @torch.no_grad()
 @pytest.mark.parametrize("cuts", [[17], [5, 1, 1, 10], [1] * 17])
-def test_cached_is_full_in_any_chunks(model, cuts):
-    ids, model = tokens(), model.double()  # a delta rule's outputs near 0 are normed, with their rounding
-    cache = cache_for(model, 2, 32)
-    got = torch.cat([model(part, cache=cache) for part in ids.split(cuts, 1)], 1)
-    assert (got - model(ids)).abs().max() < 1e-5
+def test_cached_is_full_in_any_chunks(own, cuts):
+    ids, cache = tokens(), cache_for(own, 2, 32)
+    got = torch.cat([own(part, cache=cache) for part in ids.split(cuts, 1)], 1)
+    assert (got - own(ids)).abs().max() < 1e-5
     assert cache.length.tolist() == [17, 17]
 
 
