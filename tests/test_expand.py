@@ -17,7 +17,6 @@ from dunes.augment import Change, apply_change, expand, quantize, repeat_structu
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.base import changed_part, weights_identity
 from dunes.checkpoint.export import export
-from dunes.cli import augment_verb as commands
 from dunes.models import FAMILIES
 from dunes.parts import Checkpointed, cache_for
 from dunes.runs.augment import augment_folder, undo_folder
@@ -29,7 +28,6 @@ from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, next_token
 from small_models import random_model, small_config
-from test_cli import dunes
 from test_runs import stopping_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
@@ -68,19 +66,6 @@ def test_outputs_are_equal_bit_for_bit_with_and_without_a_cache_and_so_is_what_i
     undo_change(model, change)
     assert equal_states(model.state_dict(), state)
     assert torch.equal(all_logits(model), logits)
-
-
-@pytest.mark.parametrize(
-    ("family", "silent"),
-    [
-        ("gpt2", {f"{linear}.{kind}" for linear in ("attn.out", "mlp.down") for kind in ("weight", "bias")}),
-        ("mixtral", {"attn.out.weight", *(f"mlp.experts.{e}.down.weight" for e in range(8))}),
-    ],
-)
-def test_biases_and_experts_too_are_zero_and_norms_are_not(family, silent):
-    model = model_of(family)
-    (place,) = apply_change(model, "expand", blocks=1).places
-    assert {n for n, p in model.get_submodule(place).named_parameters() if not p.any()} == silent
 
 
 @pytest.mark.parametrize("family", ["olmo2", "gemma2"])
@@ -390,21 +375,3 @@ def test_an_expanded_model_takes_other_changes_and_is_saved_and_exported(kind, f
     plain = checkpoint.load(tmp_path / "plain")
     assert len(plain.model.blocks) == 5
     assert [c["name"] for c in plain.card["changes"]] == ["expand", kind, "merge"]
-
-
-@pytest.mark.slow
-def test_the_command_says_what_it_chose_and_what_comes_next(folders, tmp_path):
-    done = dunes("augment", "expand", folders / "base", tmp_path / "pro")
-    assert done.returncode == 0, done.stderr
-    words = "1 new block without effect until trained: blocks.3 copies the former blocks.2\n"
-    assert done.stdout.startswith(words)
-    assert f"next: dunes train SOURCE --from {tmp_path / 'pro'} --trainable new" in done.stdout
-    done = dunes("augment", "expand", "--undo", tmp_path / "pro", tmp_path / "base")
-    assert done.returncode == 0, done.stderr
-    assert stored(tmp_path / "base") == stored(folders / "base")
-    done = dunes("augment", "expand", tmp_path / "base", tmp_path / "x", "--after", "1", "7")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "after is 1, 7; this model's blocks are 0 to 2" in done.stderr
-    with pytest.raises(ValueError, match="cannot undo expand: it was never made; its changes: none"):
-        commands.COMMANDS["expand"](str(tmp_path / "base"), tmp_path / "x", undo=True)
-    assert not (tmp_path / "x").exists()

@@ -10,12 +10,10 @@ from torch import nn
 from adapters import difference
 from conftest import refuses
 from dunes import checkpoint, tree
-from dunes.augment import apply_change, quantize, undo_change
+from dunes.augment import apply_change, undo_change
 from dunes.augment.experts import balanced_assignment, balanced_clusters, importances, shared_neurons
-from dunes.checkpoint.export import export
 from dunes.checkpoint.trained_text import remember_sources
 from dunes.evaluate.text_loss import calibration_ids
-from dunes.models import FAMILIES
 from dunes.parts import MoE
 from dunes.parts.decoder import auxiliary_losses, record_auxiliary
 from dunes.parts.moe import NoisyGate
@@ -93,21 +91,6 @@ def test_uniform_scores_of_all_experts_are_the_dense_model_with_the_unbiased_sca
         assert (difference(model(IDS), before) <= 1e-5) == equal
 
 
-@pytest.mark.parametrize("gate", ["linear", "noisy"])
-@pytest.mark.parametrize("request_", [*PARTITIONS[:2], {**PARTITIONS[2], "experts": 6}], ids=lambda r: r["split"])
-def test_a_split_is_taken_back_bit_for_bit(request_, gate):
-    for family, dtype in (("llama", torch.bfloat16), ("gpt2", torch.float32)):
-        model = dense(family, hidden=96).to(dtype)
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        change = apply_change(model, "experts", gate=gate, **request_)
-        for moe in mixtures(model):
-            moe.pack()
-        undo_change(model, change)
-        after = model.state_dict()
-        assert after.keys() == before.keys()
-        assert all(torch.equal(after[k], before[k]) and after[k].dtype == dtype for k in before)
-
-
 def test_the_folder_of_a_split_is_taken_back_until_it_is_trained(tmp_path):
     checkpoint.save(dense(hidden=96).bfloat16(), tmp_path / "dense", None, 32)
     augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", split="cluster")
@@ -121,24 +104,6 @@ def test_the_folder_of_a_split_is_taken_back_until_it_is_trained(tmp_path):
     words = r"cannot undo experts: blocks\.0 of the model from before it was trained"
     refuses(words, undo_folder, tmp_path / "trained", tmp_path / "no", "experts")
     refuses("cannot undo experts: it was never made", undo_folder, tmp_path / "dense", tmp_path / "no", "experts")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapters", ["lora", "lora-experts"])
-def test_expanded_split_adapted_and_quantized(adapters, tmp_path):
-    model = dense(hidden=96)
-    before = model(IDS)
-    changes = [apply_change(model, "expand", blocks=1)]
-    assert torch.equal(model(IDS), before)
-    changes += [apply_change(model, "experts", gate="noisy", split="cluster")]
-    changes += [apply_change(model, adapters, rank=2)]
-    changes += [apply_change(model, "quantize", kind="int8")]
-    architecture = checkpoint.Architecture("llama", FAMILIES["llama"].read(dense(hidden=96), 32), tuple(changes))
-    checkpoint.save(model.eval(), tmp_path / "all", None, 32, architecture=architecture)
-    assert torch.equal(checkpoint.load(tmp_path / "all").model(IDS), model(IDS))
-    refuses(r"blocks\.0\.mlp: already a mixture of experts", apply_change, model, "upcycle")
-    reason = {"lora": "no Hugging Face config describes this model", "lora-experts": "depends on the input"}
-    refuses(reason[adapters], export, tmp_path / "all", tmp_path / "hf")
 
 
 @pytest.mark.parametrize("damage", [{"places": {"blocks.0.mlp": {"neurons": [[96]] * 8}}}, {"request": {}}])
@@ -155,29 +120,6 @@ def test_what_cannot_be_taken_back_exactly_is_refused():
     model = dense(hidden=96)
     change = apply_change(model, "experts", experts=6, top_k=2)
     refuses("multiplied by 6 and rounded, and only a power of two", undo_change, model, change)
-
-
-def test_transformers_opens_an_even_split(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    checkpoint.save(dense(hidden=96), tmp_path / "dense", None, 32)
-    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", split="cluster", top_k=4)
-    assert any("mixtral" in line for line in lines)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
-    assert difference(theirs(IDS).logits, checkpoint.load(tmp_path / "moe").model(IDS)) <= 1e-5
-    assert theirs.config.intermediate_size == 12
-
-
-@pytest.mark.parametrize(
-    ("family", "request_"), [("arcee", {}), ("gpt2", {"split": "cluster"}), ("llama", {"gate": "noisy"})]
-)
-def test_other_splits_keep_a_form_of_their_own(family, request_, tmp_path):
-    model = dense(family)
-    checkpoint.save(model, tmp_path / "dense", None, 32)
-    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", experts=4, **request_)
-    assert any("form of its own" in line for line in lines)
-    apply_change(model, "experts", experts=4, **request_)
-    assert torch.equal(checkpoint.load(tmp_path / "moe").model(IDS), model.eval()(IDS))
 
 
 def test_the_noise_is_there_in_training_alone_and_the_gate_learns():
@@ -355,14 +297,3 @@ def test_calibration_text_is_the_training_text_or_a_file(tmp_path):
     with pytest.raises(ValueError, match=r"does not record its training text; pass one with --calibration FILE"):
         augment_folder(tmp_path / "bare", tmp_path / "x", "experts", calibration=(), split="importance")
     assert not (tmp_path / "x").exists()
-
-
-def test_the_noisy_gate_stays_dense_and_without_adapters(tmp_path):
-    model = dense(hidden=96)
-    changes = [apply_change(model, "experts", gate="noisy", split="importance", ids=TEXT, shared=2)]
-    changes += [quantize(model, kind="nf4"), apply_change(model, "lora", rank=2)]
-    assert not [p for change in changes[1:] for p in change.places if "router" in p]
-    assert any("mlp.shared.0" in p for p in changes[1].places)
-    architecture = checkpoint.Architecture("llama", FAMILIES["llama"].read(dense(hidden=96), 32), tuple(changes))
-    checkpoint.save(model.eval(), tmp_path / "all", None, 32, architecture=architecture)
-    assert torch.equal(checkpoint.load(tmp_path / "all").model(IDS), model(IDS))

@@ -26,7 +26,6 @@ from dunes.augment import (
 from dunes.augment.adapted import Adapter, LoraConfig
 from dunes.augment.lora_experts import ExpertAdapter
 from dunes.augment.options import LoraExperts
-from dunes.augment.quantized import Quantized
 from dunes.checkpoint.export import export
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.cli import augment_verb as commands
@@ -207,32 +206,6 @@ def test_an_expert_that_no_token_chose_gets_no_gradient(top_k):
     assert adapter.A.grad.any()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "arcee"])
-@pytest.mark.parametrize(
-    "request_",
-    [{}, {"top_k": 1}, {"experts": 3, "top_k": 3}, {"experts": 1, "top_k": 1}, {"router": "shared"},
-     {"router": "mlp"}, {"router": "mlp", "top_k": 1}],
-)  # fmt: skip
-@torch.no_grad()
-def test_it_begins_as_nothing_and_is_removed_again_bit_for_bit(family, request_):
-    model = build(family)
-    if family == "mixtral" and request_.get("router") == "mlp":
-        request_ = request_ | {"where": ("blocks.**", "!**.router"), "balance": 0.0}
-    before, weights = model(IDS), deepcopy(model.state_dict())
-    random_state = torch.get_rng_state()
-    change = apply_change(model, "lora-experts", rank=4, **request_)
-    assert torch.equal(torch.get_rng_state(), random_state)
-    assert torch.equal(model(IDS), before)
-    new = [n for n, _ in model.named_parameters() if any(tree.matches(g, n) for g in change.new)]
-    assert len(weights) + len(new) == len(model.state_dict())
-    trained(model)
-    assert difference(model(IDS), before) > 0.02
-    undo_change(model, change)
-    assert torch.equal(model(IDS), before)
-    assert model.state_dict().keys() == weights.keys()
-    assert all(torch.equal(t, weights[n]) for n, t in model.state_dict().items())
-
-
 def run_steps(model, change, steps=5):
     tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])
     model.train()
@@ -307,42 +280,6 @@ def test_the_balance_loss_is_that_of_a_mixture_and_leaves_padding_out(router):
     model.train()
     again = model(padded, positions, targets=F.pad(ids, (0, 5), value=-100))
     assert abs(again[2]["balance"][0] - metrics["balance"][0]) < 1e-5 * metrics["balance"][0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_saved_and_loaded_as_it_is(tmp_path, dtype, router):
-    checkpoint.save(build().to(dtype), tmp_path / "base", None, 32)
-    augment_folder(tmp_path / "base", tmp_path / "q", "quantize", kind="int8")
-    lines = augment_folder(tmp_path / "q", tmp_path / "out", "lora-experts", rank=4, experts=4, router=router)
-    assert "logits moved by 0.0e+00" in " ".join(lines)
-    assert "a form of its own" in lines[-1]
-    loaded = checkpoint.load(tmp_path / "out")
-    assert isinstance(loaded.model.blocks[0].mlp.gate.active_adapter, ExpertAdapter)
-    trained(loaded.model)
-    logits = loaded.model(IDS)
-    checkpoint.save(loaded.model, tmp_path / "trained", None, 32, architecture=loaded.architecture)
-    again = checkpoint.load(tmp_path / "trained")
-    assert torch.equal(again.model(IDS), logits)
-    assert [c.name for c in again.architecture.changes] == ["quantize", "lora-experts"]
-    assert again.architecture.changes[1].request["balance"] == 0.001
-    undo_change(again.model, again.architecture.changes[1])
-    assert torch.equal(again.model(IDS), checkpoint.load(tmp_path / "q").model(IDS))
-
-
-def test_it_stacks_with_lora_and_quantization_in_any_order():
-    model = build()
-    apply_change(model, "lora-experts", rank=2, experts=3, adapter="mixture")
-    trained(model, "mixture")
-    mixture = model(IDS)
-    change = attach(model, rank=2, adapter="plain")
-    trained(model, "plain")
-    assert difference(model(IDS), mixture) > 0.01
-    undo_change(model, change)
-    quantize(model, kind="int8")
-    assert difference(model(IDS), build()(IDS)) > 0
-    assert not any("adapters" in n for n, m in model.named_modules() if isinstance(m, Quantized))
 
 
 @pytest.mark.parametrize("router", ["linear", "shared", "mlp"])

@@ -10,7 +10,6 @@ from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Change, apply_change, attach, quantize, repeat_structure
 from dunes.augment.changes import decide_change
 from dunes.augment.narrow import block_influence, importances
-from dunes.checkpoint import Architecture
 from dunes.parts import MoE
 from own_parts import alibi, scored
 from small_models import assert_refused_unchanged, assert_takes_numbers, random_model
@@ -128,21 +127,6 @@ def test_what_does_nothing_goes_first():
     sizes = [len(uneven.places.get(f"blocks.{i}.mlp", {"neurons": range(96)})["neurons"]) for i in range(3)]
     print(sizes)
     assert sizes == [5, 1, 96]
-
-
-@torch.no_grad()
-def test_folders(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    for name, options in {"even": {}, "uneven": {"uneven": True}}.items():
-        model = random_model("llama", heads=4, kv_heads=2, head_dim=8)
-        change = apply_change(model, "narrow", ids=LONG, heads=2, neurons=40, **options)
-        config = checkpoint.hf_config_of(random_model("llama", heads=4, kv_heads=2, head_dim=8), 32).config
-        checkpoint.save(model, tmp_path / name, None, 32, architecture=Architecture("llama", config, (change,)))
-        assert torch.equal(checkpoint.load(tmp_path / name).model(IDS), model(IDS))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "even").eval()
-    assert (theirs(IDS).logits - checkpoint.load(tmp_path / "even").model(IDS)).abs().max() < 1e-5
-    assert json.loads((tmp_path / "uneven" / "config.json").read_text()).get("architectures") is None
 
 
 def test_the_verb(tmp_path, capsys, monkeypatch):

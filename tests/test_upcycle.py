@@ -1,19 +1,14 @@
 """Dense MLPs into mixtures of copies: the model computes the same, for any router, and HF opens the result."""
 
-import json
-
 import pytest
 import torch
-from torch import nn
 
 from adapters import difference
 from conftest import refuses
-from dunes import checkpoint, tree
-from dunes.augment import apply_change, make_change, quantize, repeat_structure
+from dunes import tree
+from dunes.augment import apply_change, quantize
 from dunes.checkpoint.formats.adapter import peft_factors
-from dunes.models import FAMILIES
 from dunes.parts import MoE
-from dunes.runs.augment import augment_folder
 from small_models import assert_refused_unchanged
 from small_models import random_model as dense
 
@@ -96,58 +91,6 @@ def test_dropped_neurons_are_drawn_anew_after_the_check():
     assert not torch.equal(masks[0], masks[1])
 
 
-@pytest.mark.parametrize(
-    ("name", "request_"),
-    [("upcycle", {"granularity": 2, "top_k": 4}),
-     ("experts", {"gate": "noisy", "split": "importance", "ids": IDS[:, :16].repeat(8, 1), "shared": 1})],
-)  # fmt: skip
-def test_the_structure_is_repeated_without_values_and_without_random_numbers(name, request_):
-    model, again = dense(hidden=96), dense(hidden=96)
-    change = apply_change(model, name, **request_)
-    with torch.device("meta"):
-        outline = FAMILIES["llama"].build(FAMILIES["llama"].read(again, 32))
-    state = torch.get_rng_state()
-    repeat_structure(outline, change)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.is_meta for p in outline.parameters())
-    expected = {k: v.shape for k, v in model.state_dict().items()}
-    assert {k: v.shape for k, v in outline.state_dict().items()} == expected
-    make_change(again, type(change).of(json.loads(json.dumps(change.record()))))
-    assert all(torch.equal(v, again.state_dict()[k]) for k, v in model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("family", "result"), [("llama", "mixtral"), ("mistral", "mixtral"), ("qwen3", "qwen3_moe")]
-)
-def test_transformers_opens_the_folder(family, result, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    model = dense(family)
-    checkpoint.save(model, tmp_path / "dense", None, 32)
-    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "upcycle", granularity=2, experts=4)
-    print(*lines, sep="\n")
-    assert any(result in line for line in lines)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
-    assert theirs.config.num_experts_per_tok == 2
-    assert difference(theirs(IDS).logits, model(IDS)) <= 1e-5
-    card = json.loads((tmp_path / "moe" / "dunes.json").read_text())
-    assert [c["name"] for c in card["changes"]] == ["upcycle"]
-
-
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [("arcee", {}), ("gpt2", {}), ("qwen2", {}), *(("llama", {f"{p}_bias": True}) for p in ("mlp", "attention"))],
-)
-def test_other_families_keep_a_form_of_their_own(family, fields, tmp_path):
-    model = dense(family, **fields)
-    checkpoint.save(model, tmp_path / "dense", None, 32)
-    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "upcycle", drop=0.25)
-    assert any("form of its own" in line for line in lines)
-    loaded = checkpoint.load(tmp_path / "moe")
-    assert loaded.architecture.changes[-1] == apply_change(model, "upcycle", drop=0.25)
-    assert torch.equal(loaded.model(IDS), model.eval()(IDS))
-
-
 def test_only_the_routers_are_new_and_both_learn():
     model = dense()
     change = apply_change(model, "upcycle")
@@ -201,18 +144,6 @@ def test_a_model_that_would_not_be_equal_is_put_back(monkeypatch):
     model.blocks[1].mlp.down.weight.data[0, 0] = torch.nan
     refuses(r"blocks\.1\.mlp: .* nan", apply_change, model, "upcycle")
     assert not any(isinstance(m, MoE) for m in model.modules())
-
-
-def test_changes_stack_on_experts(tmp_path):
-    model = dense()
-    changes = [apply_change(model, "upcycle")]
-    changes.append(apply_change(model, "quantize", kind="nf4"))
-    changes.append(apply_change(model, "lora", rank=2))
-    assert type(model.blocks[0].mlp.router) is nn.Linear
-    model.eval()
-    architecture = checkpoint.Architecture("llama", FAMILIES["llama"].read(dense(), 32), tuple(changes))
-    checkpoint.save(model, tmp_path / "all", None, 32, architecture=architecture)
-    assert torch.equal(checkpoint.load(tmp_path / "all").model(IDS), model(IDS))
 
 
 def test_lora_on_a_form_of_its_own_is_refused_with_what_saves_it():
