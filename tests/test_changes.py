@@ -20,8 +20,6 @@ from dunes.augment import (
     apply_change,
     base_model,
     dequantize,
-    repeat_structure,
-    undo_change,
 )
 from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
@@ -32,7 +30,7 @@ from dunes.checkpoint.source import open_source
 from dunes.progress import Display
 from dunes.runs.augment import augment_folder, undo_folder
 from dunes.train import next_token
-from small_models import assert_refused_unchanged, random_model, small_config
+from small_models import random_model, small_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
 KINDS = {
@@ -107,21 +105,6 @@ def test_every_pair_of_changes_is_saved_loaded_and_exported(pair, tmp_path):
     assert not any(isinstance(m, Adapted) for m in plain.model.modules())
 
 
-@pytest.mark.parametrize("pair", [p for p in PAIRS if REFUSED.get(p)])
-def test_a_pair_that_makes_no_sense_is_refused_by_name(pair):
-    (model, _), (name, request) = changed(pair[0]), KINDS[pair[1]]
-    assert_refused_unchanged(rf"^blocks\.\S+: {REFUSED[pair]}", model, name, **request)
-
-
-def test_loading_computes_nothing_again(tmp_path, monkeypatch):
-    model, architecture = changed("nf4", "lora")
-    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
-    for entry in CHANGES.values():
-        monkeypatch.delattr(entry, "fill", raising=False)
-        monkeypatch.delattr(entry, "decide")
-    assert torch.equal(checkpoint.load(tmp_path).model(IDS), model(IDS))
-
-
 def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
     model = build().to(torch.bfloat16)
     config = checkpoint.hf_config_of(model, 32).config
@@ -172,16 +155,6 @@ def test_an_edited_card_is_refused_before_a_weight_is_read(kind, edit, words, sa
     path.write_text(json.dumps(card))
     refuses(words, checkpoint.load, saved / kind)
     path.write_text(text)
-
-
-def test_places_in_a_record_are_names_and_no_globs(tmp_path, monkeypatch):
-    """As globs they take quadratic time: hours for thousands of experts."""
-    model, architecture = changed("nf4")
-    checkpoint.save(model, tmp_path, None, 32, architecture=architecture)
-    places = importlib.import_module("dunes.tree.places")
-    monkeypatch.setattr(places, "_pattern", lambda glob: pytest.fail("compiled a glob"))
-    assert len(dequantize(checkpoint.load(tmp_path).model)) == 14
-    refuses("is damaged", repeat_structure, model, architecture.changes[0])
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -241,16 +214,6 @@ def test_a_folder_that_does_not_hold_the_model_is_not_left(tmp_path, monkeypatch
     with pytest.raises(ValueError, match="the written model differs by"):
         augment_folder(tmp_path / "dense", tmp_path / "out", "quantize", kind="int8")
     assert not (tmp_path / "out").exists()
-
-
-def test_the_history_of_a_plain_folder_is_in_the_order_of_the_changes(tmp_path):
-    model = build()
-    change = apply_change(model, "lora", rank=2)
-    undo_change(model, change)
-    architecture = Architecture("llama", CONFIG, (change,))
-    checkpoint.save(model, tmp_path, None, 32, {"changes": [{"name": "first"}]}, architecture=architecture)
-    card = json.loads((tmp_path / "dunes.json").read_text())
-    assert [each["name"] for each in card["changes"]] == ["first", "lora"]
 
 
 def test_what_was_done_to_an_adapters_base_before_stays_in_the_cards_of_what_is_made_of_it(tmp_path):
@@ -323,20 +286,6 @@ def test_routing_learns_and_has_no_hugging_face_config(tmp_path):
     assert torch.equal(loaded.model(IDS), model(IDS))
     assert loaded.model.blocks[0].mlp.selection_bias.abs().max() == pytest.approx(0.1)
     refuses(r"no Hugging Face config describes.*blocks.0.mlp", export, tmp_path / "a", tmp_path / "hf")
-
-
-def test_routing_is_refused_where_it_cannot_be():
-    model = random_model("mixtral")
-    for request in ({}, {"shared": -1, "z_loss": 1.0}, {"bias_rate": float("nan")}):
-        refuses("expected numbers of at least 0, one of them above it", apply_change, model, "routing", **request)
-    with pytest.raises(ValueError, match=r"selects nothing; .* are: blocks.0.mlp, blocks.1.mlp"):
-        apply_change(model, "routing", where="blocks.*.attn", shared=1)
-    refuses("selects nothing; the places of that kind are: none", apply_change, build(), "routing", shared=1)
-    apply_change(model, "routing", bias_rate=0.1)
-    refuses(r"blocks.0.mlp: already has a selection bias", apply_change, model, "routing", bias_rate=0.2)
-    apply_change(model, "quantize", kind="int8")
-    with pytest.raises(ValueError, match=r"blocks.0.mlp: its experts"):
-        apply_change(model, "routing", shared=1)
 
 
 @pytest.mark.parametrize(

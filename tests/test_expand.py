@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 from adapters import IDS, difference
 from conftest import display, refuses
 from dunes import checkpoint, tree
-from dunes.augment import Change, apply_change, expand, quantize, repeat_structure, undo_change
+from dunes.augment import Change, apply_change, expand, repeat_structure, undo_change
 from dunes.checkpoint import Architecture
-from dunes.checkpoint.base import changed_part, weights_identity
 from dunes.checkpoint.export import export
 from dunes.models import FAMILIES
 from dunes.parts import Checkpointed, cache_for
@@ -109,11 +108,6 @@ def test_any_number_of_blocks_stands_anywhere(depth, request_, copies):
         assert torch.equal(new.mlp.up.weight, old[of].mlp.up.weight)
         assert new.mlp.up.weight.data_ptr() != old[of].mlp.up.weight.data_ptr()
     assert torch.equal(all_logits(model), logits)
-    assert Change.of(json.loads(json.dumps(change.record()))) == change
-    with torch.device("meta"):
-        outline = FAMILIES["llama"].build(FAMILIES["llama"].Config.from_size(50, 32, depth, 64))
-    repeat_structure(outline, change)
-    assert outline.state_dict().keys() == model.state_dict().keys()
     undo_change(model, change)
     assert all(a is b for a, b in zip(model.blocks, old, strict=True))
 
@@ -147,25 +141,6 @@ def test_a_part_without_an_output_projection_is_refused_and_nothing_has_changed(
 def test_the_check_sees_what_is_not_zero(forgotten, monkeypatch):
     monkeypatch.setattr(expand, "OUTPUTS", (*expand.OUTPUTS, f"!{forgotten}"))
     refuses("would change the model's outputs", apply_change, model_of("gpt2"), "expand")
-
-
-@pytest.mark.parametrize(
-    ("prepare", "request_", "words"),
-    [
-        (lambda m: None, {"blocks": 0}, "blocks is 0; expected 1 or more"),
-        (lambda m: None, {"after": (0, 3)}, "after is 0, 3; this model's blocks are 0 to 2"),
-        (lambda m: None, {"after": (-1,)}, "after is -1; this model's blocks are 0 to 2"),
-        (lambda m: apply_change(m, "lora", rank=2), {}, r"blocks\.0\.attn\.q"),
-        (lambda m: quantize(m, kind="int8"), {}, r"blocks\.0\.attn\.q"),
-    ],
-)
-def test_what_cannot_be_expanded_is_refused_by_name(prepare, request_, words):
-    model = model_of("llama")
-    prepare(model)
-    state = copied(model)
-    refuses(words, apply_change, model, "expand", **request_)
-    assert equal_states(model.state_dict(), state)
-    refuses("a Linear without blocks; expected a decoder", apply_change, nn.Linear(2, 2), "expand")
 
 
 def test_a_record_of_another_model_is_refused():
@@ -306,17 +281,7 @@ def test_what_was_trained_in_its_old_blocks_or_changed_later_is_not_taken_back(f
     assert stored(tmp_path / "none") == stored(folders / "base")
 
 
-@pytest.mark.parametrize("child", ["embed", "blocks.0", "blocks.2", "norm", "head"])
-def test_what_was_trained_is_named(child):
-    model = model_of("llama", tied=False)
-    identity = weights_identity(model)
-    assert changed_part(model, identity) is None
-    model.norm.weight.data += child == "norm"
-    next(model.get_submodule(child).parameters()).data.mul_(2)
-    assert changed_part(model, identity) == child
-
-
-LAYERS = ("llama", "gpt2", "smollm3", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "mamba2")
+LAYERS = ("llama", "smollm3", "gemma3_text", "deepseek_v3", "qwen3_next", "mamba2")
 """Families whose configs differ in what they say of each layer."""
 
 
@@ -360,18 +325,3 @@ def test_a_model_of_ones_own_function_is_changed_saved_and_loaded(name, request_
     if name == "expand":
         select_trainable(loaded.model, ("new",), loaded)
         assert {n.split(".")[1] for n, p in loaded.model.named_parameters() if p.requires_grad} == {"2", "4"}
-
-
-@pytest.mark.parametrize("kind", ["quantize", "lora"])
-def test_an_expanded_model_takes_other_changes_and_is_saved_and_exported(kind, folders, tmp_path):
-    request = {"kind": "nf4"} if kind == "quantize" else {"rank": 2}
-    loaded = checkpoint.load(folders / "pro")
-    loaded.model.float()
-    made = replace(loaded.architecture, changes=(apply_change(loaded.model, kind, **request),))
-    facts = {"changes": loaded.card["changes"]}
-    checkpoint.save(loaded.model, tmp_path / "own", TOKENIZER, 64, facts, architecture=made)
-    assert torch.equal(checkpoint.load(tmp_path / "own").model(IDS), loaded.model(IDS))
-    export(tmp_path / "own", tmp_path / "plain")
-    plain = checkpoint.load(tmp_path / "plain")
-    assert len(plain.model.blocks) == 5
-    assert [c["name"] for c in plain.card["changes"]] == ["expand", kind, "merge"]

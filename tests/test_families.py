@@ -19,7 +19,7 @@ from dunes.models import FAMILIES, build_on_meta, family_of, weight_names
 from dunes.models.config_values import yarn_scale
 from dunes.models.names import match_indices, to_ours
 from dunes.ops import rotary
-from dunes.parts import Attention, Cache, ForwardContext, Rotary, cache_for
+from dunes.parts import Attention, Cache, Rotary, cache_for
 from dunes.parts.position import Linear, Llama3, Yarn
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon
@@ -253,12 +253,6 @@ def test_every_number_of_rotated_dimensions_is_written_and_read(family, head_dim
         assert module.read(build_on_meta(family, config), 48) == config
 
 
-@pytest.mark.parametrize("act", ["gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh"])
-def test_both_gelus_of_gpt_neox_are_read(act):
-    config = FAMILIES["gpt_neox"].from_hf(words("gpt_neox") | {"hidden_act": act})
-    assert config.tanh_gelu == (act != "gelu")
-
-
 ROPE = {"rope_type": "yarn", "factor": 2.0}
 EQUAL_FACTORS = {"low_freq_factor": 4, "high_freq_factor": 4}
 REFUSED = [
@@ -361,8 +355,7 @@ def test_gpt2_without_its_prefix_and_masks_that_are_no_weights():
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
-@pytest.mark.parametrize("wrong", [False, True])
-def test_adjacent_pairs_are_halves_of_permuted_weights(kv_heads, wrong):
+def test_adjacent_pairs_are_halves_of_permuted_weights(kv_heads):
     """Native checkpoints turn neighbours: the same attention as turned halves after W's rows are reordered."""
     torch.manual_seed(0)
     dim, heads, head_dim = 48, 6, 8
@@ -377,13 +370,12 @@ def test_adjacent_pairs_are_halves_of_permuted_weights(kv_heads, wrong):
 
     native, ours = attention(True), attention(False)
     state = native.state_dict()
-    for part, n in ({"q": heads} if wrong else {"q": heads, "k": kv_heads}).items():
+    for part, n in (("q", heads), ("k", kv_heads)):
         for key in (f"{part}.weight", f"{part}.bias"):
             state[key] = halves(state[key], n)
     ours.load_state_dict(state)
     x = torch.randn(2, 11, dim, dtype=torch.float64)
-    difference = float((native(x) - ours(x)).detach().abs().max())
-    assert (difference > 1e-3) if wrong else (difference < 1e-14)
+    assert (native(x) - ours(x)).detach().abs().max() < 1e-14
 
 
 def test_adjacent_fused_is_plain():
@@ -392,17 +384,6 @@ def test_adjacent_fused_is_plain():
     cos, sin = angle.cos(), angle.sin()
     torch.testing.assert_close(rotary.plain(x, cos, sin, True), rotary.fused(x, cos, sin, True))
     assert torch.autograd.gradcheck(lambda x: rotary.fused(x, cos, sin, True), x)
-
-
-def test_a_rotary_can_be_compared_and_a_context_shares_its_angles():
-    a, b = (Rotary(8, scaling=Yarn(4.0, 16, 1.1)) for _ in "ab")
-    assert a == b
-    assert hash(a) == hash(b)
-    assert a != Rotary(8, scaling=Yarn(4.0, 16, 1.2))
-    assert "Yarn(factor=4.0" in repr(a)
-    ctx = ForwardContext.of(torch.zeros(1, 4, dtype=torch.long))
-    a(torch.randn(1, 1, 4, 8), ctx), b(torch.randn(1, 1, 4, 8), ctx)
-    assert len(ctx._memo) == 1
 
 
 def test_no_names_import_a_compiler():

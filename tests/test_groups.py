@@ -41,13 +41,8 @@ OPTIMIZERS = {
 }
 SCHEDULERS = {
     "linear": lambda o: schedulers.LinearLR(o, 0.1, 1.0, 5),
-    "step": lambda o: schedulers.StepLR(o, 3, 0.1),
-    "cosine": lambda o: schedulers.CosineAnnealingLR(o, 9),
     "lambda": lambda o: schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
     "one cycle": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=12, cycle_momentum=bool(o.defaults)),
-    "chained": lambda o: schedulers.ChainedScheduler(
-        [schedulers.ConstantLR(o, 0.3, 4), schedulers.ExponentialLR(o, 0.8)]
-    ),
     "sequential": lambda o: schedulers.SequentialLR(
         o, [schedulers.LinearLR(o, 0.1, 1.0, 4), schedulers.ExponentialLR(o, 0.5)], [5]
     ),

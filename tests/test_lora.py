@@ -222,29 +222,9 @@ def test_a_float32_adapter_on_a_bfloat16_base(kind, autocast):
     assert (logits() - after).float().norm() < 0.05 * after.float().norm()
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
 @torch.no_grad()
-def test_a_merge_into_a_quantized_base_leaves_dense_weights_and_says_what_it_lost(kind):
-    model = build()
-    quantize(model, kind=kind)
-    attach(model, rank=4)
-    trained(model)
-    changed = model(IDS)
-    errors = merge(model).errors
-    again = build()
-    again.load_state_dict(model.state_dict())
-    print(f"{kind}: merged {difference(model(IDS), changed):.1e}, error {max(errors.values()):.1e}")
-    assert difference(model(IDS), changed) < 1e-5
-    assert 0 < max(errors.values()) < 1e-5
-    assert torch.equal(again(IDS), model(IDS)), "a plain model"
-    quantize(again, kind=kind)
-    assert difference(again(IDS), changed) > 1e-3, "what going back into few bits would cost"
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("seed", range(3))
-def test_the_share_of_a_small_update_does_not_count_the_rounding_of_the_base(seed):
-    torch.manual_seed(seed)
+def test_the_share_of_a_small_update_does_not_count_the_rounding_of_the_base():
+    torch.manual_seed(0)
     outer = lora.AdaptedLinear(nn.Linear(128, 128, bias=False))
     outer.adapters["small"] = adapter = Adapter(outer.base, LoraConfig(4, 8.0), torch.float32)
     adapter.B.data.normal_(0, 1e-6)
@@ -333,27 +313,6 @@ def test_both_orders_of_quantizing_and_adapting_are_one(kind):
     assert difference(first(IDS), after) < 1e-4
     assert checkpoint.hf_config_of(first, 32).family == "mixtral", "dense again"
     refuses(r"blocks.0.attn.q: already quantized", quantize, second, kind="int8")
-
-
-BAD = {
-    "no place": ({"where": "blocks.*.attention.q"}, "selects nothing"),
-    "no rank": ({"rank": 0}, "blocks.0.attn.q: rank 0"),
-    "too great a rank": ({"ranks": {"**.k": 33}}, "blocks.0.attn.k: rank 33"),
-    "no scale": ({"alpha": float("nan")}, "alpha nan"),
-    "a name with a dot": ({"adapter": "a.b"}, "adapter name 'a.b'"),
-    "a name that is taken": ({"adapter": "keys"}, "adapter name 'keys'"),
-    "no dropout": ({"dropout": 1.0}, "dropout is 1.0"),
-    "no start": ({"init": "zero"}, "init is 'zero'"),
-    "dora of an embedding": ({"where": ["embed.place"], "dora": True}, "plain LoRA only"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_is_refused_before_anything_is_changed(case):
-    model = build("gpt2")
-    request, said = BAD[case]
-    refuses(said, attach, model, **request)
-    assert not any(isinstance(m, Adapted) for m in model.modules())
 
 
 def test_more_refusals():

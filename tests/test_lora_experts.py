@@ -25,16 +25,12 @@ from dunes.augment import (
 )
 from dunes.augment.adapted import Adapter, LoraConfig
 from dunes.augment.lora_experts import ExpertAdapter
-from dunes.augment.options import LoraExperts
 from dunes.checkpoint.export import export
 from dunes.checkpoint.formats.adapter import peft_factors
-from dunes.cli import augment_verb as commands
 from dunes.parts import MLP, GatedMLP
 from dunes.parts.moe import load_balance
 from dunes.runs.augment import augment_folder
-from dunes.runs.finetune import apply_method
-from dunes.runs.finetune_config import FinetuneConfig, unused_options
-from dunes.train import Trainer, adamw, next_token
+from dunes.train import Trainer, adamw
 from dunes.train.loss import next_token_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
@@ -282,15 +278,14 @@ def test_the_balance_loss_is_that_of_a_mixture_and_leaves_padding_out(router):
     assert abs(again[2]["balance"][0] - metrics["balance"][0]) < 1e-5 * metrics["balance"][0]
 
 
-@pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
-def test_it_cannot_be_merged_or_written_for_others(tmp_path, router):
+def test_it_cannot_be_merged_or_written_for_others(tmp_path):
     model = build()
     checkpoint.save(model, tmp_path / "base", None, 32)
-    apply_change(model, "lora-experts", rank=2, router=router)
+    apply_change(model, "lora-experts", rank=2, router="shared")
     refuses(r"^blocks\.0\.\S+: 'default' is a mixture of LoRA experts", merge, model)
     refuses("PEFT has no layout", peft_factors, model)
     refuses("depends on the input", model.blocks[0].mlp.gate.dense)
-    augment_folder(tmp_path / "base", tmp_path / "out", "lora-experts", rank=2, router=router)
+    augment_folder(tmp_path / "base", tmp_path / "out", "lora-experts", rank=2)
     refuses("depends on the input: it cannot be merged or exported", export, tmp_path / "out", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
@@ -316,26 +311,6 @@ def test_rows_of_a_batch_have_adapters_of_their_own_unless_these_are_mlps():
                 assert difference(model(IDS), torch.cat(expected)) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [({"experts": 0}, "top_k is 2"), ({"top_k": 9}, "top_k is 9"), ({"top_k": 0}, "top_k is 0"),
-     ({"balance": -1.0}, "balance is -1.0"),
-     ({"balance": float("nan")}, "balance is nan"),
-     ({"rank": 0}, "rank 0"), ({"rank": 99}, "rank 99"), ({"where": "nothing"}, "selects nothing"),
-     ({"where": ["embed.token"]}, "embed.token: an embedding"), ({"dtype": "int8"}, "dtype is 'int8'"),
-     ({"dropout": 1.0}, "dropout is 1.0"), ({"alpha": 0.0}, "alpha 0.0"), ({"adapter": "a b"}, "adapter name"),
-     ({"where": ["blocks.*.mlp.experts.**"]}, r"mlp.experts.0.gate: an expert of a mixture"),
-     ({"router": "moe"}, "router is 'moe'; expected linear, shared, mlp"),
-     ({"router": "mlp", "where": "**.attn.*"}, "router is 'mlp', and no linear layer of an MLP is selected"),
-     ({"router": "mlp", "where": ["**.gate", "**.up"]}, r"^blocks.0.mlp.gate: router is 'mlp'; select the")],
-)  # fmt: skip
-def test_a_mistake_is_refused_before_anything_changes(request_, message):
-    model = build("mixtral" if "experts" in message and "where" in request_ else "llama")
-    before = [*model.state_dict()]
-    refuses(message, apply_change, model, "lora-experts", **request_)
-    assert [*model.state_dict()] == before
-
-
 def test_beside_a_mixture_each_kind_of_router_has_a_mean_of_its_own():
     """So that LoRA experts beside it do not weaken the mixture's balance."""
 
@@ -349,25 +324,3 @@ def test_beside_a_mixture_each_kind_of_router_has_a_mean_of_its_own():
     both, alone, lora = balance(0.3, 0.5), balance(0.3, 0.0), balance(0.0, 0.5)
     assert min(alone, lora) > 0
     assert both == pytest.approx(alone + lora, rel=1e-6)
-
-
-def test_experts_of_a_mixture_get_them_without_balance():
-    model = build("mixtral")
-    where = ("blocks.**", "!**.router")
-    apply_change(model, "lora-experts", where=where, balance=0.0, rank=2, experts=2, top_k=1)
-    model.train()
-    total, _ = next_token(model, IDS)
-    total.backward()
-    assert any(isinstance(m, ExpertAdapter) for m in model.blocks[0].mlp.experts.modules())
-
-
-def test_the_commands_take_a_router(tmp_path):
-    checkpoint.save(build(), tmp_path / "base", None, 32)
-    options = LoraExperts(router="mlp", experts=3, rank=2)
-    commands.COMMANDS["lora-experts"](str(tmp_path / "base"), tmp_path / "out", lora_experts=options)
-    change = checkpoint.load(tmp_path / "out").architecture.changes[-1]
-    assert (change.request["router"], change.request["experts"], change.request["rank"]) == ("mlp", 3, 2)
-    model, config = build(), FinetuneConfig(method="lora-experts", router="shared", experts=3, rank=2)
-    assert apply_method(model, config)[-1].request["router"] == "shared"
-    assert sum(n.endswith(".router") for n, _ in model.named_parameters()) == 4
-    assert unused_options(FinetuneConfig(), ["router"]) == {"router": "--method lora"}

@@ -11,7 +11,7 @@ from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Change, apply_change, repeat_structure, undo_change
 from dunes.models import FAMILIES
 from dunes.runs.augment import augment_folder
-from small_models import add_noise, random_model
+from small_models import add_noise, assert_refused_unchanged, random_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 TEXT = torch.randint(50, (40, 32), generator=torch.Generator().manual_seed(3))
@@ -167,3 +167,103 @@ def test_a_changed_folder_is_the_changed_model_and_opens_in_transformers(
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "after").eval()
     assert theirs.config.model_type == written
     assert difference(theirs(IDS).logits, model(IDS)) <= ROUNDED
+
+
+NAN = float("nan")
+BAD = {
+    "lora": {
+        "where": ["blocks.*.attention.q", "embed.token"],
+        "rank": [0, 99],
+        "ranks": [{"**.k": 33}],
+        "alpha": [0.0, NAN],
+        "adapter": ["a.b", "keys"],
+        "dropout": [1.0],
+        "init": ["zero"],
+        "dtype": ["int8"],
+    },
+    "lora-experts": {
+        "where": ["nothing", "embed.token"],
+        "experts": [0],
+        "top_k": [0, 9],
+        "balance": [-1.0, NAN],
+        "rank": [99],
+        "router": ["moe"],
+    },
+    "expand": {"blocks": [0], "after": [(0, 3), (-1,)]},
+    "experts": {"experts": [5], "top_k": [1, 9], "split": ["alphabet"], "shared": [1], "where": ["layers.*"]},
+    "upcycle": {
+        "experts": [0],
+        "top_k": [1, 9],
+        "granularity": [0, 3, 5],
+        "drop": [1.0],
+        "where": ["layers.*.mlp"],
+    },
+    "narrow": {"heads": [0, 3], "neurons": [0, 97], "blocks": [2], "experts": [2]},
+    "prune": {
+        "method": ["random", "magnitude"],
+        "sparsity": [0.0, NAN],
+        "pattern": ["4:2", "2:5", "2:3"],
+        "damp": [-1.0],
+        "where": ["head", "blocks.7.**"],
+    },
+    "quantize": {
+        "kind": ["int5"],
+        "group": [-1, 64],
+        "method": ["gptq", "hqq"],
+        "where": ["**.router", "head"],
+        "override": [["int8"], ["**.v=int5"], ["blocks.**=dense"], ["blocks.7.**=int8"], ["head=int8"]],
+    },
+    "routing": {"where": ["blocks.*.attn", "**"], "shared": [-1], "bias_rate": [NAN]},
+}
+"""Values of single options that a small LLaMA with a tied head cannot have; narrow and prune get text."""
+NEED_TEXT = ("narrow", "prune")
+TOGETHER = [
+    ("lora-experts", {"router": "mlp", "where": "**.attn.*"}),
+    ("lora-experts", {"router": "mlp", "where": ["**.gate", "**.up"]}),
+    ("experts", {"split": "importance"}),
+    ("experts", {"ids": TEXT}),
+    ("experts", {"split": "importance", "ids": TEXT[:7]}),
+    ("experts", {"split": "importance", "ids": TEXT, "shared": 7}),
+    ("narrow", {"neurons": 8}),
+    ("narrow", {"neurons": 8, "ids": TEXT[:, :1]}),
+    ("narrow", {"heads": 4, "neurons": 96, "ids": TEXT}),
+    ("prune", {}),
+    ("prune", {"sparsity": 0.6, "pattern": "2:4", "ids": TEXT}),
+    ("prune", {"pattern": "2:4", "block": 6, "ids": TEXT}),
+    ("prune", {"ids": TEXT[:1]}),
+    ("prune", {"ids": TEXT + 50}),
+    ("quantize", {"kind": "int8", "group": 64}),
+    ("quantize", {"kind": "int4", "double": True}),
+    ("quantize", {"kind": "int4", "method": "gptq"}),
+    ("quantize", {"kind": "int4", "method": "rtn", "ids": TEXT}),
+    ("quantize", {"kind": "int4", "method": "gptq", "ids": TEXT[:1, :16]}),
+]
+REQUESTS = [
+    (name, {option: value} | ({"ids": TEXT} if name in NEED_TEXT else {}))
+    for name, options in BAD.items()
+    for option, values in options.items()
+    for value in values
+]
+
+
+@pytest.mark.parametrize(("name", "request_"), [*REQUESTS, *TOGETHER])
+def test_a_request_that_does_not_fit_is_refused_before_anything_changes(name, request_):
+    model = random_model("llama", hidden=96, heads=4, kv_heads=2, head_dim=8, tied=True)
+    assert_refused_unchanged(r"\S", model, name, **request_)
+
+
+IN_THE_WAY = [
+    *((first, then) for first in ("lora", "int8") for then in ("expand", "experts", "upcycle", "narrow", "prune")),
+    *(("upcycle", then) for then in ("experts", "upcycle")),
+    *((first, "int4") for first in ("lora", "lora-experts")),
+    *((first, "int8") for first in ("int8", "nf4", "int4")),
+    ("lora", "lora"),
+]
+
+
+@pytest.mark.parametrize(("first", "then"), IN_THE_WAY)
+def test_an_earlier_change_in_the_way_is_named(first, then):
+    model = random_model("llama", hidden=96)
+    (earlier, request, _), (name, further, _) = METHODS[first], METHODS[then]
+    apply_change(model, earlier, **request)
+    assert_refused_unchanged(r"^blocks\.[01]\.(attn|mlp)", model, name, **further)

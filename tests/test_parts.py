@@ -26,7 +26,7 @@ from dunes.parts import (
     Rotary,
     cache_for,
 )
-from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
+from dunes.parts.attention import DifferentialAttention, GatedAttention
 from dunes.parts.position import Alibi, PartialRotary
 from dunes.parts.recurrent_cache import RecurrentCache
 from dunes.tree import watch
@@ -153,21 +153,6 @@ def test_a_window_sees_so_many_tokens_itself_included():
     assert ((attn(x) - attn(moved)).abs().amax(-1)[0] < 1e-6).tolist() == [False] * 3 + [True] * 5
 
 
-@torch.no_grad()
-def test_rotary_depends_on_distances_only():
-    rotary = Rotary(16)
-    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
-
-    def score(at_q, at_k):
-        turned = [
-            rotary(x, ForwardContext(torch.tensor([[positions]]))) for x, positions in ((q, at_q), (k, at_k))
-        ]
-        return float((turned[0] * turned[1]).sum())
-
-    assert score(3, 1) == pytest.approx(score(103, 101), abs=1e-4)
-    assert score(3, 1) != pytest.approx(score(4, 1), abs=1e-4)
-
-
 def test_dropout_acts_in_training_only():
     torch.manual_seed(0)
     block = Block(RMSNorm(32), Attention(32, 4, dropout=0.5), RMSNorm(32), MLP(32, 64), 0.5)
@@ -271,7 +256,7 @@ def test_nonsense_is_refused():
     refuses("head_dim is 3", Rotary, 3)
 
 
-@pytest.mark.parametrize("heads", range(1, 18))
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 17])
 def test_slopes_of_alibi_are_those_of_transformers(heads):
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -394,15 +379,3 @@ def test_inputs_of_earlier_blocks_are_added():
         x = block(x)
     assert (model(ids) - plain.logits(plain.norm(x))).abs().max() <= 1e-9
     assert (model(ids) - plain(ids)).abs().max() > 1e-3
-    with pytest.raises(KeyError, match="input 0"):
-        model_of_skips()[1](x, None, 1)
-
-
-def model_of_skips():
-    return build(VOCAB, 32, 2, CONTEXT, skip="embedding").double().blocks
-
-
-def test_values_of_a_first_layer_are_required():
-    attn = ValueResidualAttention(32, 4, first=False)
-    with pytest.raises(KeyError, match="values"):
-        attn(torch.randn(1, 3, 32))

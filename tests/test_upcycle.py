@@ -6,10 +6,9 @@ import torch
 from adapters import difference
 from conftest import refuses
 from dunes import tree
-from dunes.augment import apply_change, quantize
+from dunes.augment import apply_change
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.parts import MoE
-from small_models import assert_refused_unchanged
 from small_models import random_model as dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
@@ -25,25 +24,22 @@ def spread(model, scale=3.0):
 
 
 @pytest.mark.parametrize(
-    "request_",
-    [{}, {"granularity": 2}, {"granularity": 2, "top_k": 4}, {"experts": 12, "granularity": 4, "top_k": 8},
-     {"experts": 6, "granularity": 3, "top_k": 3}],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [("llama", {}), ("llama", {"mlp_bias": True, "tied": False}), ("mistral", {}), ("qwen2", {}), ("qwen3", {}),
-     ("arcee", {}), ("gpt2", {})],
-)  # fmt: skip
+    ("family", "fields", "request_"),
+    [
+        ("llama", {"hidden": 96}, {}),
+        ("llama", {"hidden": 96, "mlp_bias": True, "tied": False}, {"granularity": 2}),
+        ("mistral", {"hidden": 96}, {"granularity": 2, "top_k": 4}),
+        ("qwen2", {"hidden": 96}, {"experts": 12, "granularity": 4, "top_k": 8}),
+        ("qwen3", {"hidden": 96}, {"experts": 6, "granularity": 3, "top_k": 3}),
+        ("arcee", {"hidden": 96}, {}),
+        ("gpt2", {}, {"experts": 8, "granularity": 4, "top_k": 4}),
+    ],
+)
 @torch.no_grad()
 def test_the_mixture_computes_what_the_dense_model_does_for_any_router(family, fields, request_):
-    fields = fields | {"hidden": 96} if family != "gpt2" else fields
-    if family == "gpt2" and request_.get("granularity") == 3:
-        request_ = request_ | {"experts": 8, "granularity": 4, "top_k": 4}
     model = dense(family, **fields)
     before = model(IDS)
-    random_state = torch.get_rng_state()
     change = apply_change(model, "upcycle", **request_)
-    assert torch.equal(torch.get_rng_state(), random_state)
     first = difference(model(IDS), before)
     any_router = difference(spread(model)(IDS), before)
     print(f"{family} {request_}: {first:.1e}, any router {any_router:.1e}")
@@ -100,34 +96,6 @@ def test_only_the_routers_are_new_and_both_learn():
     assert all(p.grad is not None for p in model.parameters())
     # the experts are equal, so the choice between them changes nothing yet
     assert float(model.blocks[0].mlp.router.weight.grad.abs().max()) < 1e-6
-
-
-REFUSED = [
-    ({"experts": 4, "top_k": 5}, "top_k is 5"),
-    ({"top_k": 1}, "top_k is 1"),
-    ({"granularity": 3, "experts": 6, "top_k": 4}, "granularity"),
-    ({"granularity": 3, "experts": 8, "top_k": 3}, "granularity"),
-    ({"granularity": 5, "experts": 10, "top_k": 5}, "blocks.0.mlp: granularity is 5"),
-    ({"granularity": 0}, "granularity"),
-    ({"experts": 0}, "experts"),
-    ({"drop": 1.0}, "drop is 1.0; expected a fraction from 0 to below 1"),
-    ({"where": "layers.*.mlp"}, "selects nothing; the places of that kind are: blocks.0.mlp, blocks.1.mlp"),
-]
-
-
-@pytest.mark.parametrize(("request_", "message"), REFUSED)
-def test_what_cannot_be_is_refused_before_any_change(request_, message):
-    assert_refused_unchanged(message, dense(hidden=96), "upcycle", **request_)
-
-
-def test_an_earlier_change_in_the_way_is_named():
-    mixture, quantized, adapted = dense(), dense(), dense()
-    apply_change(mixture, "upcycle")
-    refuses(r"blocks\.0\.mlp: already a mixture of experts", apply_change, mixture, "upcycle")
-    quantize(quantized, kind="int8")
-    refuses(r"blocks\.0\.mlp\.gate is Int8; expected a plain linear layer", apply_change, quantized, "upcycle")
-    apply_change(adapted, "lora", where="**.down", rank=2)
-    refuses(r"blocks\.0\.mlp\.down is AdaptedLinear; .*dunes augment merge", apply_change, adapted, "upcycle")
 
 
 def test_a_model_that_would_not_be_equal_is_put_back(monkeypatch):
