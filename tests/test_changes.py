@@ -105,16 +105,6 @@ def test_every_pair_of_changes_is_saved_loaded_and_exported(pair, tmp_path):
     assert not any(isinstance(m, Adapted) for m in plain.model.modules())
 
 
-def test_weights_of_two_bytes_keep_their_dtype(tmp_path):
-    model = build().to(torch.bfloat16)
-    config = checkpoint.hf_config_of(model, 32).config
-    change = apply_change(model, "quantize", kind="int8")
-    checkpoint.save(model, tmp_path, None, 32, architecture=Architecture("llama", config, (change,)))
-    loaded = checkpoint.load(tmp_path)
-    assert torch.equal(loaded.model(IDS), model(IDS))
-    assert loaded.model.blocks[0].attn.q.dtype == torch.bfloat16
-
-
 Q = lambda card: card["changes"][0]["places"]["blocks.0.attn.q"]
 EDITS = [("lora", lambda c: c["changes"][0]["request"].update(dtype="int8"), r"dunes\.json: ")]
 EDITS += [("lora", lambda c: Q(c).update(alpha="x"), r"dunes\.json: ")]

@@ -1,6 +1,5 @@
 """Rates belong to the optimizer's groups, gradients to the parameters of model and optimizer together."""
 
-import functools
 import math
 from copy import deepcopy
 
@@ -270,20 +269,3 @@ def test_frozen_and_shared_parameters_are_counted_as_pytorch_does():
     torch.optim.SGD(theirs.parameters(), 0.1).step()
     assert step.grad_norm == pytest.approx(norm.item(), rel=1e-5)
     assert close(weights(ours), weights(theirs))
-
-
-@pytest.mark.parametrize("form", [lambda loss: loss.mean, lambda loss: functools.partial(loss.mean)])
-def test_a_parameter_of_a_loss_whose_method_is_given_is_warned_of_and_cleared(form):
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.t = nn.Parameter(torch.ones(()))
-
-        def mean(self, model, batch):
-            return (self.t * model(batch)).square().sum(), batch.shape[0]
-
-    model, loss = nn.Linear(2, 1), Loss()
-    trainer = Trainer(model, train.adamw(model), form(loss))
-    with pytest.warns(UserWarning, match="t "):
-        list(trainer.run([torch.ones(3, 2)] * 3))
-    assert loss.t.grad is None

@@ -278,8 +278,7 @@ def test_cached_is_full_across_the_edge_of_a_window(shape):
     assert (got - ours(ids)).abs().max() <= LIMIT
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(("layers", "padded"), [(1, False), (3, True)])
 @pytest.mark.parametrize("shape", ["mixtral", "qwen3_moe", "qwen3_moe-renormalised", "qwen3_next"])
 def test_gradients_and_balance_loss_of_a_mixture_in_training(shape, layers, padded, monkeypatch):
     """With one layer it is their loss as it is; of several, they pool the layers and we take the mean."""
@@ -364,17 +363,6 @@ def test_angles_are_theirs_to_the_bit_at_far_positions(name):
     assert torch.equal(sin[:, 0], their_sin[..., :half])
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("shape", ["llama-llama3", "llama-yarn", "mistral-window", "qwen3"])
-def test_logits_at_positions_of_a_hundred_thousand(shape):
-    family, hf = theirs(shape)
-    ours, ids = ours_of(family, hf), some(1, 12)
-    positions = torch.arange(100_000, 100_012)[None]
-    difference = float((ours(ids, positions=positions) - hf(ids, position_ids=positions).logits).abs().max())
-    print(f"{shape}: at 100,000 {difference:.1e}")
-    assert difference <= LIMIT
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_names_and_config_survive_both_directions(shape, tmp_path):
     family, hf = theirs(shape)
@@ -424,9 +412,7 @@ def test_transformers_opens_our_folder(family, tokenizer, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "shape", [*PLAIN, *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES if s not in PLAIN)]
-)
+@pytest.mark.parametrize("shape", [*PLAIN, "phi3-window-tied"])
 def test_we_open_their_folder_and_write_it_back_bit_for_bit(shape, tmp_path):
     family, hf = theirs(shape)
     there, here = tmp_path / "there", tmp_path / "here"
