@@ -203,7 +203,6 @@ BAD = {
         "method": ["random", "magnitude"],
         "sparsity": [0.0, NAN],
         "pattern": ["4:2", "2:5", "2:3"],
-        "damp": [-1.0],
         "where": ["head", "blocks.7.**"],
     },
     "quantize": {
@@ -229,7 +228,6 @@ TOGETHER = [
     ("narrow", {"heads": 4, "neurons": 96, "ids": TEXT}),
     ("prune", {}),
     ("prune", {"sparsity": 0.6, "pattern": "2:4", "ids": TEXT}),
-    ("prune", {"pattern": "2:4", "block": 6, "ids": TEXT}),
     ("prune", {"ids": TEXT[:1]}),
     ("prune", {"ids": TEXT + 50}),
     ("quantize", {"kind": "int8", "group": 64}),

@@ -141,13 +141,6 @@ def test_other_layers_and_damaged_records_are_refused():
         refuses("is damaged", repeat_structure, random_model(), Change.of({**record, "places": places}))
 
 
-def test_mixtures_that_keep_all_of_their_experts_are_refused_or_left_alone():
-    with pytest.raises(ValueError, match="nothing to take out: the model has no more"):
-        apply_change(random_model("mixtral", experts=4), "narrow", ids=LONG, experts=4)
-    change = apply_change(random_model("mixtral", experts=4), "narrow", ids=LONG, experts=4, neurons=8)
-    assert not any("experts" in kept for kept in change.places.values())
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

@@ -27,7 +27,7 @@ from dunes.parts import (
     cache_for,
 )
 from dunes.parts.attention import DifferentialAttention, GatedAttention
-from dunes.parts.position import Alibi, PartialRotary
+from dunes.parts.position import Alibi
 from dunes.parts.recurrent_cache import RecurrentCache
 from dunes.tree import watch
 from own_parts import Average, alibi, scored
@@ -300,15 +300,6 @@ def test_changed_scores_are_those_of_transformers(kind, grad):
         leaves = [x, *attn.parameters()]
         pairs = zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (got, want)), strict=True)
         assert max((a - b).abs().max() / b.abs().max() for a, b in pairs) <= 1e-5
-
-
-def test_a_part_of_each_head_is_rotated_as_in_gpt_neox():
-    from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
-
-    x, positions = torch.randn(2, 3, 5, 16), torch.tensor([[3, 4, 5, 6, 7]])
-    cos, sin = (t[:, 0].repeat(1, 1, 2) for t in Rotary(4).angles(positions))
-    want, _ = apply_rotary_pos_emb(x, x, cos, sin)
-    assert (PartialRotary(Rotary(4))(x, ForwardContext(positions)) - want).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("make", [alibi, scored])

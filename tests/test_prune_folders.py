@@ -72,7 +72,7 @@ def test_the_verb_reports_what_it_pruned(base, pruned, tmp_path, capsys, monkeyp
     for options, calibration, message in (
         ({}, (), "does not record its training text; pass one with --calibration FILE"),
         ({"method": "magnitude"}, (text,), "with these options prune reads no text; omit --calibration"),
-        ({"pattern": "2:3"}, (text,), "block is 128; expected a multiple of 3"),
+        ({"pattern": "2:3"}, (text,), "pattern is 2:3"),
     ):
         refuses(message, prune, str(base), no, prune=Prune(**options), calibration=calibration)
     assert not no.exists()
