@@ -72,12 +72,10 @@ def _cuts(length: int) -> list[int]:
 
 
 def variants() -> dict[str, CacheFormat | None]:
-    """Formats to compare by loss: each direction of the grids, with and without whole tokens."""
-    axes = {"KIVI": ("channel", "token"), "by token": ("token", "token"), "by channel": ("channel", "channel")}
-    axes["wrong way round"] = ("token", "channel")
+    """Formats to compare by loss: with and without whole tokens."""
     return {"full": None} | {
-        f"int{bits} {name}, last {residual} whole": CacheFormat(bits, 32, residual, *pair)
-        for residual, bits, (name, pair) in itertools.product((32, 0), (8, 4, 2), axes.items())
+        f"int{bits}, last {residual} whole": CacheFormat(bits, 32, residual)
+        for residual, bits in itertools.product((32, 0), (8, 4, 2))
     }
 
 

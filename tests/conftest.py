@@ -59,7 +59,6 @@ LONG = re.compile(
     | test_compile.py::test_loss_and_forward_are.*(adapters.on.experts|experts.whose.sides|such.experts|nf4)
     | test_export_native.py::test_its_tokenizers_are_those_of_python.bpe
     | test_pace.py::test_the_same_command_has_the_same_losses
-    | test_prune.py::test_sparsegpt_is_better_than_both_others
     | test_comparison.py::test_a_model_whose_training_text_was_moved
     | test_completion.py::test_a_model_that_is_worse_than_copying_does_not_complete.*auto-True
     | test_convert.py::test_memory_holds_one_tensor_at_a_time.*bfloat16

@@ -3,7 +3,6 @@
 import json
 import warnings
 from copy import deepcopy
-from hashlib import sha256
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from conftest import change_json, refuses
 from dunes import checkpoint
 from dunes.augment import Adapted, attach, base_model, detach, quantize, set_adapter
 from dunes.checkpoint.weights.lazy_tensor import in_memory, renamed
-from dunes.files import atomic
 from dunes.models import FAMILIES, weight_names
 from dunes.models.names import for_heads, to_ours
 from dunes.train import cast_frozen
@@ -102,7 +100,8 @@ KINDS = {"lora": {}, "rslora": {"rslora": True}, "dora": {"dora": True}, "pissa"
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"), [(s, k) for i, s in enumerate(SHAPES) for j, k in enumerate(KINDS) if (i + j) % 2 == 0]
+    ("shape", "kind"),
+    [*((s, [*KINDS][i % 4]) for i, s in enumerate(SHAPES)), *(("llama", k) for k in KINDS if k != "lora")],
 )
 def test_peft_opens_ours(shape, kind, tmp_path):
     theirs, ours = pair(shape)
@@ -161,8 +160,10 @@ THEIRS = {
 }
 
 
-@pytest.mark.parametrize("kind", THEIRS)
-@pytest.mark.parametrize("shape", LINEARS)
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [(s, k) for s in LINEARS for k in THEIRS if k == "lora" or s in ("llama", "gpt2", "mixtral")],
+)
 def test_we_open_pefts(shape, kind, tmp_path):
     theirs, ours = pair(shape)
     words = {"r": 4, "lora_alpha": 6, "target_modules": LINEARS[shape], **THEIRS[kind]}
@@ -316,19 +317,14 @@ REFUSED = {
     "trained modules": (words(modules_to_save=["lm_head"]), "'modules_to_save'"),
     "a method unknown": (words(use_something=True), "'use_something' is True"),
     "no scale": (words(lora_alpha=0), "lora_alpha is 0"),
-    "infinite": (words(lora_alpha=float("inf")), "lora_alpha is inf"),
-    "a thousand digits": (words(lora_alpha=10**1000), "expected a positive number"),
     "no dropout": (words(lora_dropout="a"), "adapter_config.json: .*'a'"),
     "no patterns": (words(rank_pattern=[1]), "adapter_config.json: "),
     "no number for a pattern": (words(alpha_pattern={"q_proj": None}), "alpha_pattern of 'q_proj' is None"),
     "half a rank": (words(r=2.5), "r is 2.5"),
-    "text for a rank": (words(r="2"), "r is '2'"),
-    "no rank": (words(r=-1), "r is -1"),
     "another rank": (words(r=8), "rank 8 for .*whose A has 2 rows"),
     "no pattern": (words(rank_pattern={"(": 2}), "adapter_config.json: .*unterminated"),
     "dora by name only": (words(use_dora=True), "a magnitude"),
     "another model's names": (rename("self_attn", "attention"), "does not exist in this llama model"),
-    "names of a wrapper": (rename("base_model.model.", "_orig_mod."), "does not exist in this llama model"),
     "one name of another model": (
         rename("layers.1.self_attn.v_proj", "layers.1.self_attn.w_proj"),
         r"layers.1.self_attn.w_proj .*does not exist in this llama model",
@@ -413,18 +409,6 @@ def test_what_was_rounded_and_made_wide_again_is_known(dtype, saved, tmp_path):
     refuses("made for a different base", checkpoint.load_adapter, random_like(ours, torch.float32), tmp_path / "b")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *ROUNDED])
-def test_a_card_with_one_digest_is_compared_in_its_dtype_or_refused(dtype, saved):
-    ours, folder = saved
-    card_of(folder, lambda card: card["base"].pop("digests"))  # as it was before digests in several dtypes
-    if dtype == torch.float32:
-        checkpoint.load_adapter(deepcopy(ours), folder)
-        return
-    other = deepcopy(ours).to(dtype)
-    refuses(r"in 'torch.float32'.*as it was.*--any-base", checkpoint.load_adapter, other, folder)
-    checkpoint.load_adapter(other, folder, any_base=True)
-
-
 @pytest.mark.parametrize("change", [{"digests": 7}, {"digests": {}, "sha256": 7}, {"config": 7}])
 def test_a_damaged_card_proves_nothing(change, saved):
     ours, folder = saved
@@ -454,23 +438,6 @@ def test_a_base_that_was_quantized_by_hand_is_refused(saved):
     checkpoint.load_adapter(ours, folder)
     quantize(ours)
     assert checkpoint.base_identity(ours)["kind"] == "NF4, torch.float32"
-
-
-def digest(tensor):
-    return sha256(tensor.contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
-
-
-def test_digests_are_those_of_whole_tensors_rounded_as_torch_rounds():
-    draw = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31, (3, 777), generator=draw).to(torch.int32)
-    odd = bits.view(torch.float32).nan_to_num(nan=-0.0)  # denormal and infinite ones among them
-    for dtype in (torch.float32, *ROUNDED, torch.float64):
-        expected = digest(odd.to(dtype))
-        assert atomic.tensor_digests(odd, [torch.bfloat16, dtype], block=100)[1] == expected
-        assert atomic.tensor_digests(odd.T, [dtype], block=7) == [digest(odd.T.to(dtype))]
-    empty = torch.empty(0, 3)
-    assert atomic.tensor_digests(empty, [torch.bfloat16]) == [digest(empty)]
-    assert atomic.tensor_digests(torch.tensor(1.5), [torch.float32]) == [digest(torch.tensor(1.5))]
 
 
 def test_saving_again_replaces_and_what_has_no_words_is_refused(saved, tmp_path):

@@ -106,8 +106,11 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("way", ["flattened", "masked", "rows", "by length"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, "flattened") for name in MODELS)]
+    + [(name, way) for name in ("plain", "values", "own") for way in ("masked", "rows", "by length")],
+)
 @pytest.mark.filterwarnings("ignore:.* may mix tokens")
 def test_the_loss_and_its_gradients_are_those_of_a_loop_over_documents(name, way, wide):
     model = MODELS[name]().double().train()
@@ -130,27 +133,6 @@ def test_the_loss_and_its_gradients_are_those_of_a_loop_over_documents(name, way
         assert abs(total / n - mean) <= 1e-9
     for a, b in zip(*(torch.autograd.grad(x, model.parameters()) for x in (got, want)), strict=True):
         assert (a - b).abs().max() <= 1e-9 * max(1, b.abs().max())
-
-
-def test_the_way_used_for_rows_of_documents_flattens_them(monkeypatch):
-    calls, real = [], decoder._flatten_documents
-    monkeypatch.setattr(decoder, "_flatten_documents", lambda *a: calls.append(1) or real(*a))
-    model, (ids, targets, positions) = made(), collate(ROWS, CONTEXT, full=True)
-    fused = model(ids, positions, targets=targets)[0]
-    assert calls
-    want = by_loop(model.double(), documents(ids, targets, positions))[0]
-    assert abs(fused / want - 1) <= 1e-6
-
-
-def test_documents_end_where_positions_do_also_when_rows_are_joined():
-    positions = torch.tensor([[3, 4, 5, 5, 6, 0, 7], [8, 9, -1, 0, 1, -1, -1]])
-    x = torch.arange(14).view(2, 7)
-    want = [[1, 2, -5, 4, -5, -5, -5], [8, -5, -5, 11, -5, -5, -5]]
-    assert decoder._next(x, ForwardContext(positions), -5).tolist() == want
-    ids, _, joined, starts = decoder._flatten_documents(x, x, positions)
-    got = decoder._next(ids, ForwardContext(joined, document_starts=starts), -5)
-    assert got[joined >= 0].tolist() == [1, 2, -5, 4, -5, -5, -5, 8, -5, 11, -5]
-    assert (got[joined < 0] == -5).all()
 
 
 @pytest.mark.parametrize("parts", [{}, {"window": "alternating"}, {"head": "untied", "logits": "capped"}])

@@ -13,8 +13,6 @@ from safetensors.torch import load_file, save_file
 from adapters import IDS
 from conftest import refuses
 from dunes import checkpoint
-from dunes.augment import quantize
-from dunes.augment.quantized import NF4
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*tokenizer is None"),
@@ -70,16 +68,6 @@ def test_weights_are_those_that_bitsandbytes_dequantizes(folders, kind):
             assert torch.equal(weight, expected)
     difference = ((model(IDS) - logits).float().norm() / logits.float().norm()).item()
     assert difference < (1e-5 if logits.dtype == torch.float32 else 0.02)
-
-
-def test_codes_are_the_same_when_the_weights_are_quantized_again(folders):
-    folder, _, _ = folders["nf4-False"]
-    model, files = checkpoint.load(folder).model, load_file(folder / "model.safetensors")
-    quantize(model, kind="nf4")
-    for theirs, ours in OURS.items():
-        layer = model.get_submodule(f"blocks.0.{ours}")
-        assert isinstance(layer, NF4)
-        assert torch.equal(layer.codes, files[f"model.layers.0.{theirs}.weight"].flatten())
 
 
 PREFIX = "model.layers.0.self_attn.q_proj.weight"

@@ -10,8 +10,7 @@ from torch import nn
 from conftest import raising, refuses
 from dunes import tree
 from dunes.augment import attach, quantize
-from dunes.augment.calibrate import TOKENS, calibrate_blocks, require_text
-from dunes.progress import phase, shown_by
+from dunes.augment.calibrate import calibrate_blocks, require_text
 from small_models import random_model
 
 IDS = torch.randint(50, (5, 24), generator=torch.Generator().manual_seed(1))
@@ -63,8 +62,10 @@ FAMILY_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize("sequential", [False, True])
-@pytest.mark.parametrize(("family", "fields"), FAMILY_FIELDS)
+@pytest.mark.parametrize(
+    ("family", "fields", "sequential"),
+    [*((*pair, False) for pair in FAMILY_FIELDS), ("llama", {}, True), ("mixtral", {"experts": 4}, True)],
+)
 def test_grams_are_those_of_the_whole_model(family, fields, sequential, monkeypatch):
     monkeypatch.setattr("dunes.augment.calibrate.TOKENS", 50)  # two sequences at once, then one
     monkeypatch.setattr("dunes.parts.moe.forms.fits", lambda *_: False)
@@ -81,27 +82,6 @@ def test_grams_are_those_of_the_whole_model(family, fields, sequential, monkeypa
     assert all(grams[name].tokens == 0 and not grams[name].matrix.any() for name in unused)
     if not unused:
         assert sum(g.tokens for n, g in grams.items() if "experts" in n) % IDS.numel() == 0
-
-
-def test_layers_that_read_one_tensor_share_a_gram():
-    grams = collected(random_model("mixtral", experts=4, top_k=4))
-    of = lambda name: grams[f"blocks.0.{name}"]
-    assert of("attn.q") is of("attn.k") is of("attn.v")
-    assert of("mlp.experts.1.gate") is of("mlp.experts.1.up")
-    names = ["attn.q", "attn.out", "mlp.router", *(f"mlp.experts.{e}.{n}" for e in (0, 1) for n in ("up", "down"))]
-    assert len({id(of(name)) for name in names}) == len(names)
-
-
-def test_a_forward_ends_where_the_last_watched_layer_was_called(monkeypatch):
-    monkeypatch.setattr("dunes.augment.calibrate.TOKENS", 50)  # two sequences at once, then one
-    model, calls = random_model(), []
-    model.blocks[0].mlp.down.register_forward_pre_hook(lambda m, x: calls.append(len(x[0])))
-    names = ["blocks.0.attn.q", "blocks.0.attn.out"]
-    grams = collected(model, names)
-    assert calls == [2]
-    monkeypatch.undo()
-    sums = direct(model, {name: linears(model)[name] for name in names})
-    assert all(distance(grams[name].matrix, sums[name][0]) < 1e-5 for name in names)
 
 
 def test_a_layer_that_is_called_twice_is_counted_twice(monkeypatch):
@@ -174,15 +154,6 @@ def test_bfloat16_models_have_float32_grams():
     sums = direct(model, linears(model))
     assert {g.matrix.dtype for g in grams.values()} == {torch.float32}
     assert all(distance(gram.matrix, sums[name][0]) < 0.02 for name, gram in grams.items())
-
-
-def test_progress_goes_by_blocks():
-    shown = []
-    with shown_by(lambda what, share: shown.append((what, share))), phase("pruning", 0.2, 0.6):
-        model = random_model(depth=4)
-        calibrate(model, IDS, linears(model), lambda grams: None)
-    assert shown == [("pruning", pytest.approx(0.2 + 0.4 * i / 4)) for i in range(5)]
-    assert TOKENS >= 2048  # products of few rows are slow
 
 
 @pytest.mark.parametrize(

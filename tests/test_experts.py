@@ -10,29 +10,20 @@ from torch import nn
 from adapters import difference
 from conftest import refuses
 from dunes import checkpoint, tree
-from dunes.augment import apply_change, quantize, undo_change
+from dunes.augment import apply_change, undo_change
 from dunes.augment.experts import balanced_assignment, balanced_clusters, importances, shared_neurons
-from dunes.checkpoint.export import export
 from dunes.checkpoint.trained_text import remember_sources
 from dunes.evaluate.text_loss import calibration_ids
-from dunes.models import FAMILIES
-from dunes.parts import MoE
 from dunes.parts.decoder import auxiliary_losses, record_auxiliary
 from dunes.parts.moe import NoisyGate
 from dunes.runs.augment import augment_folder, save_changed, undo_folder
 from dunes.text import Tokenizer
-from dunes.train import adamw
 from own_parts import Wrapped
-from small_models import assert_refused_unchanged
 from test_upcycle import IDS, dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 TEXT = torch.randint(50, (24, 16), generator=torch.Generator().manual_seed(3))
 PARTITIONS = [{"split": "random"}, {"split": "cluster"}, {"split": "importance", "ids": TEXT, "shared": 2}]
-
-
-def mixtures(model):
-    return [m for m in model.modules() if isinstance(m, MoE)]
 
 
 def neurons(change):
@@ -80,34 +71,6 @@ def test_all_experts_without_scores_are_the_dense_model(family, fields, request_
     assert difference(model(IDS), before) <= 1e-5
 
 
-@pytest.mark.parametrize("request_", PARTITIONS, ids=lambda r: r["split"])
-@torch.no_grad()
-def test_uniform_scores_of_all_experts_are_the_dense_model_with_the_unbiased_scale(request_):
-    for scale, equal in (("unbiased", True), ("official", False)):
-        model = dense("gpt2")
-        before = model(IDS)
-        apply_change(model, "experts", scale=scale, **request_)
-        for moe in mixtures(model):
-            moe.router.weight.zero_()
-            moe.top_k = len(moe.experts)
-        assert (difference(model(IDS), before) <= 1e-5) == equal
-
-
-@pytest.mark.parametrize("gate", ["linear", "noisy"])
-@pytest.mark.parametrize("request_", [*PARTITIONS[:2], {**PARTITIONS[2], "experts": 6}], ids=lambda r: r["split"])
-def test_a_split_is_taken_back_bit_for_bit(request_, gate):
-    for family, dtype in (("llama", torch.bfloat16), ("gpt2", torch.float32)):
-        model = dense(family, hidden=96).to(dtype)
-        before = {k: v.clone() for k, v in model.state_dict().items()}
-        change = apply_change(model, "experts", gate=gate, **request_)
-        for moe in mixtures(model):
-            moe.pack()
-        undo_change(model, change)
-        after = model.state_dict()
-        assert after.keys() == before.keys()
-        assert all(torch.equal(after[k], before[k]) and after[k].dtype == dtype for k in before)
-
-
 def test_the_folder_of_a_split_is_taken_back_until_it_is_trained(tmp_path):
     checkpoint.save(dense(hidden=96).bfloat16(), tmp_path / "dense", None, 32)
     augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", split="cluster")
@@ -121,24 +84,6 @@ def test_the_folder_of_a_split_is_taken_back_until_it_is_trained(tmp_path):
     words = r"cannot undo experts: blocks\.0 of the model from before it was trained"
     refuses(words, undo_folder, tmp_path / "trained", tmp_path / "no", "experts")
     refuses("cannot undo experts: it was never made", undo_folder, tmp_path / "dense", tmp_path / "no", "experts")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapters", ["lora", "lora-experts"])
-def test_expanded_split_adapted_and_quantized(adapters, tmp_path):
-    model = dense(hidden=96)
-    before = model(IDS)
-    changes = [apply_change(model, "expand", blocks=1)]
-    assert torch.equal(model(IDS), before)
-    changes += [apply_change(model, "experts", gate="noisy", split="cluster")]
-    changes += [apply_change(model, adapters, rank=2)]
-    changes += [apply_change(model, "quantize", kind="int8")]
-    architecture = checkpoint.Architecture("llama", FAMILIES["llama"].read(dense(hidden=96), 32), tuple(changes))
-    checkpoint.save(model.eval(), tmp_path / "all", None, 32, architecture=architecture)
-    assert torch.equal(checkpoint.load(tmp_path / "all").model(IDS), model(IDS))
-    refuses(r"blocks\.0\.mlp: already a mixture of experts", apply_change, model, "upcycle")
-    reason = {"lora": "no Hugging Face config describes this model", "lora-experts": "depends on the input"}
-    refuses(reason[adapters], export, tmp_path / "all", tmp_path / "hf")
 
 
 @pytest.mark.parametrize("damage", [{"places": {"blocks.0.mlp": {"neurons": [[96]] * 8}}}, {"request": {}}])
@@ -155,29 +100,6 @@ def test_what_cannot_be_taken_back_exactly_is_refused():
     model = dense(hidden=96)
     change = apply_change(model, "experts", experts=6, top_k=2)
     refuses("multiplied by 6 and rounded, and only a power of two", undo_change, model, change)
-
-
-def test_transformers_opens_an_even_split(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    checkpoint.save(dense(hidden=96), tmp_path / "dense", None, 32)
-    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", split="cluster", top_k=4)
-    assert any("mixtral" in line for line in lines)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").eval()
-    assert difference(theirs(IDS).logits, checkpoint.load(tmp_path / "moe").model(IDS)) <= 1e-5
-    assert theirs.config.intermediate_size == 12
-
-
-@pytest.mark.parametrize(
-    ("family", "request_"), [("arcee", {}), ("gpt2", {"split": "cluster"}), ("llama", {"gate": "noisy"})]
-)
-def test_other_splits_keep_a_form_of_their_own(family, request_, tmp_path):
-    model = dense(family)
-    checkpoint.save(model, tmp_path / "dense", None, 32)
-    lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", experts=4, **request_)
-    assert any("form of its own" in line for line in lines)
-    apply_change(model, "experts", experts=4, **request_)
-    assert torch.equal(checkpoint.load(tmp_path / "moe").model(IDS), model.eval()(IDS))
 
 
 def test_the_noise_is_there_in_training_alone_and_the_gate_learns():
@@ -242,19 +164,6 @@ def test_the_routers_learn_from_the_loss_and_the_balance(gate, biased):
                    torch.autograd.grad(each, routers, retain_graph=True, allow_unused=True))  # fmt: skip
 
 
-def test_a_split_recovers_in_training_with_fixed_tokens():
-    model = dense(hidden=96)
-    apply_change(model, "experts", top_k=2)
-    optimizer, losses = adamw(model.train(), 3e-3), []
-    for _ in range(40):
-        loss = F.cross_entropy(model(IDS)[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.5
-
-
 def test_planted_clusters_are_found_with_equal_sizes():
     torch.manual_seed(0)
     directions = torch.eye(8)[:4]
@@ -300,35 +209,6 @@ def test_neurons_that_all_groups_want_are_shared():
     assert [sorted(row.tolist()) for row in rows[1:]] == [[0, 1, 3, 4], [6, 8, 9, 10], [12, 13, 14, 15]]
 
 
-REFUSED = [
-    ({"experts": 5}, "blocks.0.mlp: experts is 5"),
-    ({"top_k": 9}, "top_k is 9"),
-    ({"top_k": 1}, "top_k is 1"),
-    ({"split": "alphabet"}, "split is 'alphabet'; expected random, cluster, importance"),
-    ({"shared": 1}, "shared is 1 of 8 experts, split 'random'; expected 0, or with 'importance' up to 6"),
-    ({"shared": 7, "split": "importance", "ids": TEXT}, "shared is 7 of 8 experts"),
-    ({"split": "importance"}, "calibration text goes with 'importance'"),
-    ({"ids": TEXT}, "split is 'random'; calibration text goes with 'importance', and only with it"),
-    (
-        {"split": "importance", "ids": TEXT[:7]},
-        r"the calibration text is too short: .*\(7, 16\); expected at least 8",
-    ),
-    ({"where": "layers.*"}, "selects nothing; the places of that kind are: blocks.0.mlp"),
-]
-
-
-@pytest.mark.parametrize(("request_", "message"), REFUSED)
-def test_what_cannot_be_is_refused_before_any_change(request_, message):
-    assert_refused_unchanged(message, dense(hidden=96), "experts", **request_)
-
-
-def test_a_model_that_was_split_already_is_refused():
-    model = dense(hidden=96)
-    apply_change(model, "experts")
-    for name in ("experts", "upcycle"):
-        refuses(r"blocks\.0\.mlp: already a mixture of experts", apply_change, model, name)
-
-
 def test_calibration_text_is_the_training_text_or_a_file(tmp_path):
     text = "Before we proceed any further, hear me speak.\n" * 300
     (tmp_path / "play.txt").write_text(text)
@@ -347,22 +227,3 @@ def test_calibration_text_is_the_training_text_or_a_file(tmp_path):
     assert ids[-1].tolist() in ends, "tails of a fifth"
     lines = augment_folder(tmp_path / "dense", tmp_path / "moe", "experts", calibration=(), split="importance")
     assert "importance" in lines[0]
-    (tmp_path / "short.txt").write_text("Speak, speak.")
-    short = str(tmp_path / "short.txt")
-    with pytest.raises(ValueError, match="the calibration text is too short: 11 tokens; pass more of it"):
-        augment_folder(tmp_path / "dense", tmp_path / "x", "experts", calibration=[short], split="importance")
-    checkpoint.save(dense(hidden=96), tmp_path / "bare", tokenizer, 32)
-    with pytest.raises(ValueError, match=r"does not record its training text; pass one with --calibration FILE"):
-        augment_folder(tmp_path / "bare", tmp_path / "x", "experts", calibration=(), split="importance")
-    assert not (tmp_path / "x").exists()
-
-
-def test_the_noisy_gate_stays_dense_and_without_adapters(tmp_path):
-    model = dense(hidden=96)
-    changes = [apply_change(model, "experts", gate="noisy", split="importance", ids=TEXT, shared=2)]
-    changes += [quantize(model, kind="nf4"), apply_change(model, "lora", rank=2)]
-    assert not [p for change in changes[1:] for p in change.places if "router" in p]
-    assert any("mlp.shared.0" in p for p in changes[1].places)
-    architecture = checkpoint.Architecture("llama", FAMILIES["llama"].read(dense(hidden=96), 32), tuple(changes))
-    checkpoint.save(model.eval(), tmp_path / "all", None, 32, architecture=architecture)
-    assert torch.equal(checkpoint.load(tmp_path / "all").model(IDS), model(IDS))

@@ -1,6 +1,5 @@
 """Rates belong to the optimizer's groups, gradients to the parameters of model and optimizer together."""
 
-import functools
 import math
 from copy import deepcopy
 
@@ -41,13 +40,8 @@ OPTIMIZERS = {
 }
 SCHEDULERS = {
     "linear": lambda o: schedulers.LinearLR(o, 0.1, 1.0, 5),
-    "step": lambda o: schedulers.StepLR(o, 3, 0.1),
-    "cosine": lambda o: schedulers.CosineAnnealingLR(o, 9),
     "lambda": lambda o: schedulers.LambdaLR(o, lambda step: 1 / (1 + step)),
     "one cycle": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=12, cycle_momentum=bool(o.defaults)),
-    "chained": lambda o: schedulers.ChainedScheduler(
-        [schedulers.ConstantLR(o, 0.3, 4), schedulers.ExponentialLR(o, 0.8)]
-    ),
     "sequential": lambda o: schedulers.SequentialLR(
         o, [schedulers.LinearLR(o, 0.1, 1.0, 4), schedulers.ExponentialLR(o, 0.5)], [5]
     ),
@@ -275,20 +269,3 @@ def test_frozen_and_shared_parameters_are_counted_as_pytorch_does():
     torch.optim.SGD(theirs.parameters(), 0.1).step()
     assert step.grad_norm == pytest.approx(norm.item(), rel=1e-5)
     assert close(weights(ours), weights(theirs))
-
-
-@pytest.mark.parametrize("form", [lambda loss: loss.mean, lambda loss: functools.partial(loss.mean)])
-def test_a_parameter_of_a_loss_whose_method_is_given_is_warned_of_and_cleared(form):
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.t = nn.Parameter(torch.ones(()))
-
-        def mean(self, model, batch):
-            return (self.t * model(batch)).square().sum(), batch.shape[0]
-
-    model, loss = nn.Linear(2, 1), Loss()
-    trainer = Trainer(model, train.adamw(model), form(loss))
-    with pytest.warns(UserWarning, match="t "):
-        list(trainer.run([torch.ones(3, 2)] * 3))
-    assert loss.t.grad is None

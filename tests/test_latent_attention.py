@@ -180,15 +180,6 @@ def test_changed_weights_of_keys_and_values_count_with_a_cache(change):
     assert (got - want).abs().max() <= 1e-5 * want.abs().max() < (want - before).abs().max()
 
 
-def test_chunks_of_many_tokens_expand_the_latents():
-    """With wide latents, a long chunk of a prompt costs less so."""
-    attn, ctx = (
-        made({}, sizes={"nope_dim": 8, "rope_dim": 8, "value_dim": 8}, kv_rank=64),
-        ForwardContext(torch.ones(1, 1)),
-    )
-    assert [new for new in range(1, 99) if attn._absorbs(new, ctx)] == [*range(1, 10)]  # 64 * 16 / (2 * 64 - 16)
-
-
 def test_what_has_heads_of_keys_is_refused():
     model = build(vocab=61, dim=64, depth=2, context_length=32, attention="latent")
     refuses(

@@ -20,7 +20,6 @@ from dunes.runs.augment import augment_folder
 from dunes.text.templates import encode_prompt, find_template, get_template
 from test_adapter import IDS, pair
 from test_adapter_folders import TALK, TOKENS, adapter_in, base_in, made  # noqa: F401  (fixture)
-from test_cli import dunes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = {
@@ -33,8 +32,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, None) for kind in KINDS), ("lora", torch.bfloat16)])
 def test_the_merged_folder_is_the_adapted_model(kind, dtype, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -176,22 +174,6 @@ def test_logits_from_one_matrix_at_a_time_are_the_models(shape, quantized):
     dequantize(ours)
     with torch.no_grad():
         assert difference(ours(ids), said) <= 1e-5 * said.abs().max()
-
-
-@pytest.mark.usefixtures("made")
-@pytest.mark.slow
-def test_the_verb(tmp_path):
-    line = "augment", "merge", tmp_path / "a", tmp_path / "out"
-    done = dunes(*line, "--dtype", "bfloat16")
-    assert done.returncode == 0, done.stderr
-    assert re.match(r"equal within rounding: \d\.\de-0[23] relative\n", done.stdout)
-    assert re.search(r"merged into 14 matrices, which keep \d+\.\d% of the update; rounding error", done.stdout)
-    assert "rounding changed them by up to" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("next: dunes chat")
-    again = dunes(*line)
-    assert again.returncode == 2
-    assert again.stderr.count("\n") == 1
-    assert "exists already" in again.stderr
 
 
 def test_a_merge_that_is_not_finite_is_no_verified_one(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from conftest import refuses
 from dunes import tree
 from dunes.augment import attach
-from dunes.generate import Request, generate, generate_all
 from dunes.models.mixtral import mixture
 from dunes.ops import expert_products as forms
 from dunes.parts import Cache, Checkpointed, GatedMLP, MoE, RollingCache, cache_for
@@ -161,17 +160,6 @@ def test_a_step_on_tensors_without_data():
             with torch.no_grad():
                 assert model(torch.randn(tokens, 16)).shape == (tokens, 16)
         assert all(p.grad is not None for p in model.parameters())
-
-
-def test_balance_is_k_if_even_and_the_experts_if_collapsed():
-    even = torch.eye(4).repeat(3, 1) * 1e-7  # each is the likeliest of as many, by next to nothing
-    assert load_balance(even, 1) == pytest.approx(1, abs=1e-5)
-    assert load_balance(even + even.roll(1, 1), 2) == pytest.approx(2, abs=1e-5)
-    collapsed = torch.tensor([[50.0, 50.0, 0, 0, 0, 0, 0, 0]]).repeat(9, 1)
-    assert load_balance(collapsed, 2) == pytest.approx(8, abs=1e-4)
-    others = [collapsed.roll(2 * i, 1) for i in range(4)]
-    assert load_balance(torch.cat(others), 2) == pytest.approx(2, abs=1e-4), "together they look even"
-    assert sum(load_balance(layer, 2) for layer in others) / 4 == pytest.approx(8, abs=1e-4)
 
 
 def test_balance_is_that_of_transformers_and_padding_does_not_count():
@@ -394,12 +382,6 @@ def test_sigmoid_routing_is_that_of_deepseek_v3(groups, top_groups, ties):
     assert torch.allclose(weights.sum(-1), torch.tensor(1.7))
 
 
-def test_groups_that_do_not_fit_are_refused():
-    for groups, top_groups in ((5, 2), (12, 6), (3, 4), (6, 1)):
-        words = f"{top_groups} of {groups} groups of 12 experts, of which a token gets 4"
-        refuses(words, mixture, 8, [GatedMLP(8, 8) for _ in range(12)], 4, groups=groups, top_groups=top_groups)
-
-
 def test_a_bias_without_a_rate_stays_and_one_with_a_rate_starts_from_it():
     layer = mixture(8, [GatedMLP(8, 8) for _ in range(4)], 2, biased=True, sigmoid=True).train()
     layer.selection_bias.copy_(torch.arange(4.0))
@@ -413,7 +395,7 @@ def test_a_bias_without_a_rate_stays_and_one_with_a_rate_starts_from_it():
     assert layer.selection_bias.tolist() == [0.5, 1.5, 1.5, 2.5]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_checkpointed_gives_the_same_gradients(family):
     def grads(model):
         model.train()(ids()[:, :-1], targets=ids()[:, 1:])[0].backward()
@@ -467,8 +449,8 @@ def windowed(window=5):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("slack", [0, 3, 16])
-@pytest.mark.parametrize("cuts", [[40], [3, 13, 1, 1, 9, 13], [1] * 40, [6, 34]])
+@pytest.mark.parametrize("slack", [0, 16])
+@pytest.mark.parametrize("cuts", [[3, 13, 1, 1, 9, 13], [1] * 40, [6, 34]])
 def test_rolling_is_full_in_any_chunks_and_ragged_rows(cuts, slack):
     model, text = windowed(), ids(3, 40)
     want = model(text)
@@ -557,24 +539,3 @@ def test_the_cache_for_a_model():
     tree.replace(mixed, "blocks.*", Checkpointed)
     assert cache_for(mixed, 2, 40).window == 9
     assert type(cache_for(small("llama"), 2, 40)) is Cache
-
-
-@torch.no_grad()
-def test_text_goes_on_beyond_the_window_as_without_a_cache():
-    model, prompts = windowed(), [ids(1, 3)[0].tolist(), ids(1, 12)[0].tolist()]
-    rows = list(generate_all(model, [Request(prompt, 25) for prompt in prompts], context_length=60))
-    for i, prompt in enumerate(prompts):
-        text = list(prompt)
-        for row in rows:
-            assert row[i].id == int(model(torch.tensor([text]))[0, -1].argmax())
-            text.append(row[i].id)
-        assert [t.id for t in generate(model, prompt, max_tokens=25, context_length=60)] == text[len(prompt) :]
-
-
-def test_wide_experts_are_trained_one_by_one_and_others_together():
-    wide, narrow = ([torch.zeros(size, 256)] * 3 for size in (256, 96))
-    x = torch.zeros(4, 256)
-    assert not forms.fits(x, wide, 2.0)
-    assert forms.fits(x, narrow, 2.0)
-    with torch.no_grad():
-        assert forms.fits(x, wide, 2.0)

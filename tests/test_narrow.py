@@ -1,22 +1,18 @@
 """Heads, neurons, experts and blocks taken out: what is left computes what the others' absence leaves."""
 
-import json
-
 import pytest
 import torch
 
 from conftest import refuses
 from dunes import checkpoint, tree
-from dunes.augment import CHANGES, Change, apply_change, attach, quantize, repeat_structure
+from dunes.augment import CHANGES, Change, apply_change, repeat_structure
 from dunes.augment.changes import decide_change
 from dunes.augment.narrow import block_influence, importances
-from dunes.checkpoint import Architecture
 from dunes.parts import MoE
 from own_parts import alibi, scored
-from small_models import assert_refused_unchanged, assert_takes_numbers, random_model
+from small_models import assert_refused_unchanged, random_model
 from test_calibrate import IDS
 from test_prune import LONG, loss
-from test_prune_folders import without_measuring
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 FAMILY_FIELDS = [
@@ -57,8 +53,6 @@ def test_what_is_left_computes_what_silencing_the_rest_does(family, fields, unev
     change = apply_change(model, "narrow", ids=LONG[:8], uneven=uneven, **sizes)
     assert tree.count(model) < 0.75 * size
     assert (model(IDS) - silenced(build(), change)(IDS)).abs().max() < 1e-5
-    assert Change.of(json.loads(json.dumps(change.record()))) == change
-    assert_takes_numbers(build(), change, model, IDS)
     described = checkpoint.hf_config_of(model, 32)
     if family == "gpt2" and heads > 1:
         assert "gpt2" in described  # whose heads together are as wide as the model
@@ -130,40 +124,6 @@ def test_what_does_nothing_goes_first():
     assert sizes == [5, 1, 96]
 
 
-@torch.no_grad()
-def test_folders(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    for name, options in {"even": {}, "uneven": {"uneven": True}}.items():
-        model = random_model("llama", heads=4, kv_heads=2, head_dim=8)
-        change = apply_change(model, "narrow", ids=LONG, heads=2, neurons=40, **options)
-        config = checkpoint.hf_config_of(random_model("llama", heads=4, kv_heads=2, head_dim=8), 32).config
-        checkpoint.save(model, tmp_path / name, None, 32, architecture=Architecture("llama", config, (change,)))
-        assert torch.equal(checkpoint.load(tmp_path / name).model(IDS), model(IDS))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "even").eval()
-    assert (theirs(IDS).logits - checkpoint.load(tmp_path / "even").model(IDS)).abs().max() < 1e-5
-    assert json.loads((tmp_path / "uneven" / "config.json").read_text()).get("architectures") is None
-
-
-def test_the_verb(tmp_path, capsys, monkeypatch):
-    from dunes.augment.options import Narrow
-    from dunes.cli import augment_verb
-    from dunes.text import Tokenizer
-
-    without_measuring(monkeypatch)
-    tokenizer = Tokenizer.train("bytes", ())
-    checkpoint.save(random_model(vocab=tokenizer.vocab), tmp_path / "base", tokenizer, 32)
-    (tmp_path / "text").write_text("What is less of it is more.\n" * 99)
-    options, text = Narrow(neurons=40, blocks=1), (str(tmp_path / "text"),)
-    augment_verb.COMMANDS["narrow"](str(tmp_path / "base"), tmp_path / "out", narrow=options, calibration=text)
-    printed = capsys.readouterr().out
-    print(printed)
-    assert "keeps 40 neurons of each layer and 1 block" in printed
-    assert "a plain Hugging Face folder: llama" in printed
-    after, before = ((tmp_path / name / "model.safetensors").stat().st_size for name in ("out", "base"))
-    assert after < 0.8 * before
-
-
 def test_narrowed_models_learn_and_stay_in_their_mode():
     model = random_model().train()
     apply_change(model, "narrow", ids=LONG, neurons=20, heads=1)
@@ -173,45 +133,12 @@ def test_narrowed_models_learn_and_stay_in_their_mode():
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({}, "nothing to take out"),
-        ({"ids": None, "neurons": 8}, "narrow needs calibration text"),
-        ({"ids": LONG[:, :1], "neurons": 8}, "narrow needs calibration text"),
-        ({"heads": 3}, "blocks.0.attn: heads is 3; expected 2 to 4 by 2"),
-        ({"heads": 0}, "heads is 0"),
-        ({"neurons": 0}, "blocks.0.mlp: neurons is 0; expected 1 to 96"),
-        ({"neurons": 97}, "neurons is 97"),
-        ({"blocks": 2}, "blocks is 2; expected 1 to 1"),
-        ({"experts": 2}, "this model has no mixture of experts"),
-        ({"heads": 4, "neurons": 96}, "nothing to take out: the model has no more"),
-    ],
-)  # fmt: skip
-def test_requests_that_do_not_fit(request_, message):
-    model = random_model("llama", heads=4, kv_heads=2, head_dim=8)
-    assert_refused_unchanged(message, model, "narrow", **{"ids": LONG, **request_})
-
-
 def test_other_layers_and_damaged_records_are_refused():
     with pytest.raises(ValueError, match="experts is 1; expected 2, as many as each token gets, to 4"):
         apply_change(random_model("mixtral", experts=4), "narrow", ids=LONG, experts=1)
-    adapted, quantized = random_model(), random_model()
-    attach(adapted, where="blocks.*.mlp.down", rank=2)
-    quantize(quantized, where="blocks.*.attn.k")
-    plain = "expected a plain linear layer: merge adapters"
-    for other, options in ((adapted, {"neurons": 8}), (quantized, {"heads": 1})):
-        refuses(plain, apply_change, other, "narrow", ids=LONG, **options)
     record = decide_change(random_model(), "narrow", ids=LONG, neurons=8).record()
     for places in ({"blocks.9.mlp": {"neurons": [1], "of": 96}}, {"blocks.1.mlp": {"limbs": [1], "of": 96}}):
         refuses("is damaged", repeat_structure, random_model(), Change.of({**record, "places": places}))
-
-
-def test_mixtures_that_keep_all_of_their_experts_are_refused_or_left_alone():
-    with pytest.raises(ValueError, match="nothing to take out: the model has no more"):
-        apply_change(random_model("mixtral", experts=4), "narrow", ids=LONG, experts=4)
-    change = apply_change(random_model("mixtral", experts=4), "narrow", ids=LONG, experts=4, neurons=8)
-    assert not any("experts" in kept for kept in change.places.values())
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from dunes.parts import (
     Rotary,
     cache_for,
 )
-from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
-from dunes.parts.position import Alibi, PartialRotary
+from dunes.parts.attention import DifferentialAttention, GatedAttention
+from dunes.parts.position import Alibi
 from dunes.parts.recurrent_cache import RecurrentCache
 from dunes.tree import watch
 from own_parts import Average, alibi, scored
@@ -46,12 +46,8 @@ def windowed():
 
 
 small = partial(random_model, vocab=VOCAB, dim=64, depth=3, context=CONTEXT, seed=1)
-MODELS = {
-    **{name: partial(small, name) for name in FAMILIES},
-    "windowed": windowed,
-    "alibi": alibi,
-    "scored": scored,
-}
+OWN = {"windowed": windowed, "alibi": alibi, "scored": scored}
+MODELS = {name: partial(small, name) for name in FAMILIES} | OWN
 
 
 @pytest.fixture(params=MODELS)
@@ -59,33 +55,29 @@ def model(request):
     return MODELS[request.param]()
 
 
+@pytest.fixture(params=OWN)
+def own(request):
+    """A model of parts that no family has; those of families are compared with transformers' elsewhere."""
+    return OWN[request.param]()
+
+
 def tokens(rows=2, length=17):
     return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 @torch.no_grad()
-def test_a_token_is_unmoved_by_the_next_and_moved_by_the_one_before(model):
+def test_a_token_is_unmoved_by_the_next_and_moved_by_the_one_before(own):
     ids = tokens()
     other = ids.clone()
     other[:, 9] = (other[:, 9] + 1) % VOCAB
-    before, after = model(ids), model(other)
-    mixed = any(isinstance(m, MoE) for m in model.modules())
-    if mixed:  # an expert's tokens lie in one matrix, of another size now
-        assert (before[:, :9] - after[:, :9]).abs().max() < 1e-5
-    else:
-        assert torch.equal(before[:, :9], after[:, :9])
-    assert (before[:, 10] - after[:, 10]).abs().max() > 1e-4
-    assert (before[:, 9] - after[:, 9]).abs().max() > 1e-4
+    before, after = own(ids), own(other)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:11] - after[:, 9:11]).abs().amin(1).max() > 1e-4
 
 
-def test_every_parameter_gets_a_gradient_and_changes_after_a_step(model):
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    model(tokens(4)).square().sum().backward()
-    optimizer.step()
-    still = [n for n, p in model.named_parameters() if p.grad is None or torch.equal(p, before[n])]
-    # Learned positions past the sequence have no gradient, but their table has.
-    assert still == []
+def test_every_parameter_gets_a_gradient(own):
+    own(tokens(4)).square().sum().backward()
+    assert all(p.grad.any() for p in own.parameters())
 
 
 def test_from_a_fresh_start_all_learn_within_two_steps():
@@ -104,11 +96,10 @@ def test_from_a_fresh_start_all_learn_within_two_steps():
 
 @torch.no_grad()
 @pytest.mark.parametrize("cuts", [[17], [5, 1, 1, 10], [1] * 17])
-def test_cached_is_full_in_any_chunks(model, cuts):
-    ids, model = tokens(), model.double()  # a delta rule's outputs near 0 are normed, with their rounding
-    cache = cache_for(model, 2, 32)
-    got = torch.cat([model(part, cache=cache) for part in ids.split(cuts, 1)], 1)
-    assert (got - model(ids)).abs().max() < 1e-5
+def test_cached_is_full_in_any_chunks(own, cuts):
+    ids, cache = tokens(), cache_for(own, 2, 32)
+    got = torch.cat([own(part, cache=cache) for part in ids.split(cuts, 1)], 1)
+    assert (got - own(ids)).abs().max() < 1e-5
     assert cache.length.tolist() == [17, 17]
 
 
@@ -160,21 +151,6 @@ def test_a_window_sees_so_many_tokens_itself_included():
     moved = x.clone()
     moved[:, 0] += 1
     assert ((attn(x) - attn(moved)).abs().amax(-1)[0] < 1e-6).tolist() == [False] * 3 + [True] * 5
-
-
-@torch.no_grad()
-def test_rotary_depends_on_distances_only():
-    rotary = Rotary(16)
-    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
-
-    def score(at_q, at_k):
-        turned = [
-            rotary(x, ForwardContext(torch.tensor([[positions]]))) for x, positions in ((q, at_q), (k, at_k))
-        ]
-        return float((turned[0] * turned[1]).sum())
-
-    assert score(3, 1) == pytest.approx(score(103, 101), abs=1e-4)
-    assert score(3, 1) != pytest.approx(score(4, 1), abs=1e-4)
 
 
 def test_dropout_acts_in_training_only():
@@ -280,7 +256,7 @@ def test_nonsense_is_refused():
     refuses("head_dim is 3", Rotary, 3)
 
 
-@pytest.mark.parametrize("heads", range(1, 18))
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 17])
 def test_slopes_of_alibi_are_those_of_transformers(heads):
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
     from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
@@ -324,15 +300,6 @@ def test_changed_scores_are_those_of_transformers(kind, grad):
         leaves = [x, *attn.parameters()]
         pairs = zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (got, want)), strict=True)
         assert max((a - b).abs().max() / b.abs().max() for a, b in pairs) <= 1e-5
-
-
-def test_a_part_of_each_head_is_rotated_as_in_gpt_neox():
-    from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
-
-    x, positions = torch.randn(2, 3, 5, 16), torch.tensor([[3, 4, 5, 6, 7]])
-    cos, sin = (t[:, 0].repeat(1, 1, 2) for t in Rotary(4).angles(positions))
-    want, _ = apply_rotary_pos_emb(x, x, cos, sin)
-    assert (PartialRotary(Rotary(4))(x, ForwardContext(positions)) - want).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("make", [alibi, scored])
@@ -403,15 +370,3 @@ def test_inputs_of_earlier_blocks_are_added():
         x = block(x)
     assert (model(ids) - plain.logits(plain.norm(x))).abs().max() <= 1e-9
     assert (model(ids) - plain(ids)).abs().max() > 1e-3
-    with pytest.raises(KeyError, match="input 0"):
-        model_of_skips()[1](x, None, 1)
-
-
-def model_of_skips():
-    return build(VOCAB, 32, 2, CONTEXT, skip="embedding").double().blocks
-
-
-def test_values_of_a_first_layer_are_required():
-    attn = ValueResidualAttention(32, 4, first=False)
-    with pytest.raises(KeyError, match="values"):
-        attn(torch.randn(1, 3, 32))

@@ -3,16 +3,14 @@
 import itertools
 import json
 import math
-from copy import deepcopy
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from conftest import change_json, data, refuses
+from conftest import change_json, refuses
 from dunes import checkpoint, tree
-from dunes.augment import CHANGES, Change, apply_change, attach, merge, quantize
+from dunes.augment import CHANGES, apply_change, attach, merge
 from dunes.augment.calibrate import Gram, calibrate_blocks
 from dunes.augment.gptq import hessian
 from dunes.augment.prune import (
@@ -27,17 +25,10 @@ from dunes.augment.prune import (
     smallest,
     wanda_scores,
 )
-from dunes.data import Windows
-from dunes.evaluate.text_loss import evaluate
-from dunes.models import FAMILIES
-from dunes.models.initialise import initialise
-from dunes.text import Tokenizer
-from dunes.train import Schedule, Trainer, muon
-from dunes.train.loss import next_token_loss
-from small_models import assert_refused_unchanged, assert_takes_numbers, random_model
+from dunes.train import Trainer, muon
+from small_models import random_model
 from test_calibrate import IDS
 
-STEPS = 700
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 
 
@@ -235,8 +226,10 @@ FAMILY_FIELDS = [("gpt2", {}), ("llama", {}), ("qwen3", {}), ("arcee", {}), ("mi
 LONG = torch.randint(50, (40, 32), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
-@pytest.mark.parametrize(("family", "fields"), FAMILY_FIELDS)
+@pytest.mark.parametrize(
+    ("family", "fields", "method"),
+    [*((*pair, "sparsegpt") for pair in FAMILY_FIELDS), ("llama", {}, "wanda"), ("mixtral", {}, "magnitude")],
+)
 def test_models_of_all_families(family, fields, method):
     model = random_model(family, **fields)
     others = {n: p.clone() for n, p in model.named_parameters() if "router" in n or not n.startswith("blocks")}
@@ -249,28 +242,18 @@ def test_models_of_all_families(family, fields, method):
         assert type(linear) is MaskedLinear
         assert said == {"weights": linear.weight.numel(), "nonzero": int((linear.weight != 0).sum())}
         assert ((linear.weight != 0).unflatten(1, (-1, 4)).sum(2) <= 2).all()
-    assert Change.of(json.loads(json.dumps(change.record()))) == change
+    assert masked_places(model) == [*change.places]
     assert CHANGES["prune"].describe(change).startswith("50.0% of ")
-    fresh = random_model(family, **fields)
-    assert_takes_numbers(fresh, change, model, IDS)
-    assert masked_places(fresh) == masked_places(model)
 
 
 def test_sparsegpt_leaves_a_model_the_fitted_weights():
     model, place, grams = random_model(), "blocks.0.mlp.up", {}
     weight = model.get_submodule(place).weight.detach().clone()
     next(calibrate_blocks(model, LONG, [place], grams.update))
-    change = apply_change(model, "prune", ids=LONG, where=place)
-    h = hessian(grams[place], change.request["damp"])
+    apply_change(model, "prune", ids=LONG, where=place)
+    h = hessian(grams[place], 0.01)
     expected = refit(prune_columns(weight, h, Sparsity(0.5)), weight, h)
     assert (model.get_submodule(place).weight - expected).abs().max() < 1e-5
-
-
-def test_layers_that_read_one_tensor_are_pruned_by_one_factor(monkeypatch):
-    made = []
-    monkeypatch.setattr("dunes.augment.prune.hessian", lambda *a: made.append(a) or hessian(*a))
-    apply_change(random_model(), "prune", ids=LONG)
-    assert len(made) == 2 * 4  # q, k, v; out; gate, up; down
 
 
 def test_experts_with_few_tokens_are_pruned_by_magnitude():
@@ -289,30 +272,6 @@ def test_experts_with_few_tokens_are_pruned_by_magnitude():
         assert int((weight == 0).sum()) == weight.numel() // 2 + 1
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({"method": "random"}, "method is 'random'; expected sparsegpt, wanda, magnitude"),
-        ({"ids": None}, "method sparsegpt needs calibration text"),
-        ({"method": "magnitude"}, "magnitude takes no calibration text"),
-        ({"sparsity": 0.0}, "sparsity is 0; expected more than 0 and less than 1"),
-        ({"sparsity": math.nan}, "sparsity is nan"),
-        ({"sparsity": 0.6, "pattern": "2:4"}, "sparsity is 0.6; expected 0.5, which 2:4 gives"),
-        ({"pattern": "4:2"}, "pattern is '4:2'; expected KEPT:GROUP, like 2:4"),
-        ({"pattern": "2:5", "block": 125}, "blocks.0.attn.q: its 32 inputs are no multiple of 5 "),
-        ({"pattern": "2:4", "block": 6}, "block is 6; expected a multiple of 4"),
-        ({"damp": -1.0}, "damp is -1"),
-        ({"ids": LONG[:1]}, "too short: 32 tokens"),
-        ({"ids": LONG + 50}, "vocabulary ends at 49"),
-        ({"where": "head"}, "head: has the embedding's matrix"),
-        ({"where": "blocks.7.**"}, "selects nothing"),
-    ],
-)  # fmt: skip
-def test_requests_that_do_not_fit_change_nothing(request_, message):
-    request = {"ids": LONG, **request_}
-    assert_refused_unchanged(message.replace("(", r"\("), random_model(tied=True), "prune", **request)
-
-
 def test_other_layers_are_refused_and_a_head_of_its_own_is_pruned_on_request():
     model = random_model(tied=False)
     apply_change(model, "prune", ids=LONG, where=["blocks.0.**", "head"])
@@ -320,12 +279,6 @@ def test_other_layers_are_refused_and_a_head_of_its_own_is_pruned_on_request():
     nan = random_model()
     nan.blocks[1].mlp.up.weight.data[0, 0] = math.nan
     refuses(r"blocks\.1\.mlp\.up: has weights that are not finite", apply_change, nan, "prune", ids=LONG)
-    adapted, quantized = random_model(), random_model()
-    attach(adapted, where="blocks.*.attn.q", rank=2)
-    quantize(quantized, where="blocks.*.attn.q")
-    for other, name in ((adapted, "AdaptedLinear"), (quantized, "NF4")):
-        words = f"blocks.0.attn.q is {name}; expected a plain linear layer: merge adapters"
-        refuses(words, apply_change, other, "prune", ids=LONG)
 
 
 def zeros(model):
@@ -403,30 +356,6 @@ def test_masked_layers_are_the_linear_layers_they_are():
     linear = nn.Linear(3, 3)
     mask_linears(nn.ModuleDict({"a": linear}), ["a"])
     refuses("b: this model has no such dense linear layer", mask_linears, nn.ModuleDict({"a": linear}), ["b"])
-
-
-@pytest.mark.slow
-def test_sparsegpt_is_better_than_both_others_on_a_trained_model():
-    text = data("tinyshakespeare.txt").read_text()
-    tokenizer = Tokenizer.train("chars", [text])
-    ids = np.array(tokenizer.encode(text))
-    valid, config = ids[-16_384:], FAMILIES["llama"].Config.from_size(tokenizer.vocab, 64, 3, 64)
-    model = initialise(FAMILIES["llama"].build(config))
-    trainer = Trainer(model, muon(model), next_token_loss, lr_scale=Schedule.steps(STEPS, warmup=20).lr_scale)
-    windows = Windows(ids[: len(ids) * 9 // 10], length=64, batch_size=32)
-    next(step for step in trainer.run(windows.batches()) if step.number == STEPS)
-    score = lambda each: evaluate(checkpoint.LoadedModel(each, tokenizer, 64), valid).loss
-    dense, calibration = score(model), torch.from_numpy(ids[:65_536]).long().view(-1, 64)
-    assert dense < 2, "orderings mean nothing on undertrained weights"
-    for setting in ({"sparsity": 0.5}, {"pattern": "4:8"}, {"pattern": "2:4"}, {"sparsity": 0.7}):
-        added = {}
-        for method in ("sparsegpt", "wanda", "magnitude"):
-            pruned = deepcopy(model)
-            options = {} if method == "magnitude" else {"ids": calibration}
-            apply_change(pruned, "prune", method=method, **setting, **options)
-            added[method] = score(pruned) - dense
-        print(f"dense {dense:.3f}, {setting}: {added}")
-        assert added["sparsegpt"] < 0.8 * min(added["wanda"], added["magnitude"])
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e3])

@@ -56,17 +56,6 @@ def assert_same_zeros(one, two):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.filterwarnings("ignore")
-@torch.no_grad()
-def test_transformers_opens_a_pruned_folder(pruned):
-    from transformers import AutoModelForCausalLM
-
-    theirs, ours = AutoModelForCausalLM.from_pretrained(pruned).eval(), checkpoint.load(pruned).model
-    assert (theirs(IDS).logits - ours(IDS)).abs().max() < 1e-5
-    down = theirs.model.layers[1].mlp.down_proj.weight
-    assert ((down != 0).unflatten(1, (-1, 4)).sum(2) <= 2).all()
-
-
 def test_the_verb_reports_what_it_pruned(base, pruned, tmp_path, capsys, monkeypatch):
     without_measuring(monkeypatch)
     text = str(pruned.parent / "text.txt")
@@ -83,7 +72,7 @@ def test_the_verb_reports_what_it_pruned(base, pruned, tmp_path, capsys, monkeyp
     for options, calibration, message in (
         ({}, (), "does not record its training text; pass one with --calibration FILE"),
         ({"method": "magnitude"}, (text,), "with these options prune reads no text; omit --calibration"),
-        ({"pattern": "2:3"}, (text,), "block is 128; expected a multiple of 3"),
+        ({"pattern": "2:3"}, (text,), "pattern is 2:3"),
     ):
         refuses(message, prune, str(base), no, prune=Prune(**options), calibration=calibration)
     assert not no.exists()

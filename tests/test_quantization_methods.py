@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from adapters import difference
 from conftest import refuses
 from dunes import tree
-from dunes.augment import Change, apply_change, dequantize, quantize, repeat_structure
+from dunes.augment import Change, apply_change, repeat_structure
 from dunes.augment.calibrate import Gram, calibrate_blocks
 from dunes.augment.changes import decide_change
 from dunes.augment.gptq import hessian_of, round_columns
 from dunes.augment.quantization import describe
-from dunes.augment.quantized import NF4, Grid, GroupInt, Int8
+from dunes.augment.quantized import NF4, Grid, Int8
 from small_models import assert_takes_numbers, random_model
 
 IDS = torch.randint(50, (24, 32), generator=torch.Generator().manual_seed(1))
@@ -107,21 +106,6 @@ def test_gptq_of_a_pruned_layer_is_the_least_squares_of_the_columns_around_its_z
     assert ((actual - expected).abs() <= 1e-5 * expected.abs().max()).all()
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({"override": ["**.v=int5"]}, "override is '..\\.v=int5'; expected GLOB=KIND, with a kind of int8, int4"),
-        ({"override": ["int8"]}, "override is 'int8'; expected GLOB=KIND"),
-        ({"override": ["blocks.**=dense"]}, "override leaves all of blocks.* dense"),
-    ],
-)
-def test_choices_that_do_not_go_together_change_nothing(request_, message):
-    model = model_of()
-    before = model(IDS)
-    refuses(message, quantized, model, **{"kind": "int4", "method": "gptq", **request_})
-    assert torch.equal(model(IDS), before)
-
-
 @pytest.mark.parametrize("kind", [{"kind": "int8"}, {"kind": "int4", "override": ["blocks.0.**=int8"]}])
 def test_a_record_of_layers_that_round_their_inputs_is_refused_with_the_remedy(kind):
     model = model_of()
@@ -190,23 +174,6 @@ def test_models_of_all_families_move_least_by_gptq(family, fields):
     assert moved(family, fields, kind="int8", method="gptq") < 0.1
 
 
-def test_codes_are_those_of_the_weights_that_were_solved_for(monkeypatch):
-    """What GPTQ leaves in the dense weights is what the layers give."""
-    solved = {}
-    original = GroupInt.fill
-
-    def fill(self, weight, steps=None):
-        original(self, weight, steps)
-        solved[id(self)] = (weight.clone(), self.dense())
-
-    monkeypatch.setattr(GroupInt, "fill", fill)
-    for dtype in (torch.float32, torch.bfloat16):
-        solved.clear()
-        quantized(model_of().to(dtype), kind="int4", method="gptq", group=32)
-        assert len(solved) == 14
-        assert all(torch.equal(weight, dense) for weight, dense in solved.values())
-
-
 def test_experts_with_few_tokens_are_rounded_to_nearest_and_recorded():
     model, few = model_of("mixtral", experts=4), model_of("mixtral", experts=4)
     change = apply_change(model, "quantize", kind="int3", method="gptq", ids=IDS)
@@ -223,49 +190,3 @@ def test_experts_with_few_tokens_are_rounded_to_nearest_and_recorded():
     short = {name for name, settings in change.places.items() if settings.get("method") == "rtn"}
     assert short
     assert all(".experts." in name for name in short)
-
-
-def test_places_at_int8_and_the_head_are_solved_too():
-    model = model_of(tied=False)
-    request = {"kind": "int3", "method": "gptq", "override": ["blocks.0.**=int8", "head=int8"]}
-    assert apply_change(model, "quantize", ids=IDS, **request).places["head"]["kind"] == "int8"
-    tied = {"kind": "int4", "override": ["head=int8"]}
-    refuses("has the embedding's matrix", apply_change, model_of(tied=True), "quantize", **tied)
-
-
-def test_text_that_is_too_short_is_refused_before_anything_changes():
-    model = model_of()
-    before = model(IDS)
-    for ids, words in ((IDS[:1, :16], "the calibration text is too short: 16 tokens"), (IDS + 1000, "vocabulary")):
-        refuses(words, apply_change, model, "quantize", kind="int4", method="gptq", ids=ids)
-    assert torch.equal(model(IDS), before)
-
-
-def test_zeros_of_a_pruned_model_stay():
-    model = model_of()
-    apply_change(model, "prune", method="wanda", pattern="2:4", ids=IDS)
-    zeros = {n: m.weight == 0 for n, m in model.named_modules() if isinstance(m, nn.Linear) and "blocks" in n}
-    quantized(model, kind="int4", method="gptq")
-    layers = dict(model.named_modules())
-    assert all(not layers[n].dense()[zero].any() for n, zero in zeros.items())
-    assert all(zero.float().mean() >= 0.5 for zero in zeros.values())
-
-
-@pytest.mark.parametrize(
-    ("adapters", "advice"),
-    [("lora", "merge adapters"), ("lora-experts", "LoRA experts cannot be merged: make this change before")],
-)
-def test_a_model_with_adapters_is_not_calibrated(adapters, advice):
-    model = model_of()
-    apply_change(model, adapters, rank=2)
-    refuses(advice, apply_change, model, "quantize", kind="int4", method="gptq", ids=IDS)
-
-
-def test_layers_of_a_quantized_model_are_dense_again_on_the_grid():
-    model = model_of()
-    quantized(model, kind="int3", method="gptq")
-    expected = model(IDS)
-    dequantize(model)
-    assert all(type(m) is nn.Linear for m in model.blocks[0].attn.children() if hasattr(m, "in_features"))
-    assert difference(model(IDS), expected) <= 1e-5
-    quantize(model, kind="int8")

@@ -42,11 +42,8 @@ def test_gptq_is_chosen_where_there_is_text_and_nothing_else(base, text, tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "nf4", "method": "gptq"}, "kind nf4 has no method 'gptq'; expected rtn"),
-        ({"kind": "int8", "method": "hqq"}, "kind int8 has no method 'hqq'"),
         ({"kind": "int4", "method": "gptq"}, "does not record its training text; pass one with --calibration"),
         ({"kind": "int4", "method": "rtn", "calibration": True}, "--method rtn reads no calibration text"),
-        ({"kind": "int4", "method": "awq"}, "kind int4 has no method 'awq'; expected rtn, gptq"),
     ],
 )
 def test_what_means_nothing_is_refused_with_nothing_written(base, text, tmp_path, options, message):

@@ -24,7 +24,7 @@ FORMATS = [
     CacheFormat(4, group=8, residual=3),
     CacheFormat(2, group=4, residual=17),
     CacheFormat(2, group=3, residual=0),
-    CacheFormat(4, group=8, residual=5, keys="token", values="channel"),
+    CacheFormat(4, group=8, residual=5),
 ]
 
 
@@ -81,7 +81,7 @@ def put(cache, k, v, real=None):
 
 def check(reads, k, v, format, lost=0):
     for (row, p), read in reads.items():
-        for x, got, axis in ((k, read[0], format.keys), (v, read[1], format.values)):
+        for x, got, axis in ((k, read[0], "channel"), (v, read[1], "token")):
             assert torch.equal(got, expected(x[row], p, axis, format, lost)), (row, p, axis)
 
 

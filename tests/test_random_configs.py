@@ -18,7 +18,6 @@ from dunes.checkpoint.source import open_source
 from dunes.models import FAMILIES, refusal
 from dunes.models.initialise import initialise
 from dunes.parts.position import UNSCALED, Linear, Llama3, Yarn
-from dunes.text import Tokenizer
 from small_models import add_noise, random_model
 
 with warnings.catch_warnings():
@@ -150,40 +149,6 @@ def test_transformers_runs_what_we_write_of_many_configs(family, tmp_path):
 
 
 SIZES = {"dim": 32, "depth": 2, "heads": 4, "kv_heads": 4, "head_dim": 8}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "fields", "written"),
-    [
-        ("arcee", {}, None),
-        ("gemma2", {"query_scalar": 8}, None),
-        ("gemma3_text", {"query_scalar": 8}, None),
-        ("llama", {}, "mistral"),
-        ("llama", {"attention_bias": True}, "smollm3"),
-        ("mistral", {"window": None}, "mistral"),
-        ("qwen3", {}, "qwen3"),
-    ],
-    ids=str,
-)
-def test_heads_that_do_not_divide_the_width_leave_the_form_or_the_family(
-    family, fields, written, tmp_path, command
-):
-    model, tokenizer = random_model(family, vocab=265, **SIZES, **fields), Tokenizer.train("bytes", ())
-    checkpoint.save(model, tmp_path / "before", tokenizer, 32)
-    (tmp_path / "text.py").write_text("def main(argument):\n    return argument\n" * 40)
-    narrow = ("augment", "narrow", tmp_path / "before", tmp_path / "after", "--heads", 3)
-    status, shown, error = command(*narrow, "--calibration", tmp_path / "text.py")
-    assert status == 0, error
-    narrowed, ids = checkpoint.load(tmp_path / "after"), torch.arange(24).view(2, -1)
-    if written is None:
-        assert "written as a form of its own" in shown
-        assert "hidden_size is 32, which is not divisible by num_attention_heads, 3" in shown
-        assert "model_type" not in json.loads((tmp_path / "after" / "config.json").read_text())
-        assert [change.name for change in narrowed.architecture.changes] == ["narrow"]
-    else:
-        assert f"written as a plain Hugging Face folder: {written}" in shown
-        assert_equal_in_transformers(tmp_path / "after", narrowed.model, ids)
 
 
 @pytest.mark.parametrize(("family", "written"), [("llama", "mistral"), ("arcee", None)])

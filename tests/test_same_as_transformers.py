@@ -12,7 +12,7 @@ from dunes.checkpoint.weights.lazy_tensor import in_memory, renamed
 from dunes.generate import generate
 from dunes.models import FAMILIES, weight_names, written_names
 from dunes.models.names import for_heads, to_ours, to_theirs
-from dunes.parts import ForwardContext, RollingCache, cache_for
+from dunes.parts import RollingCache, cache_for
 from dunes.text import Tokenizer
 from small_models import HF_ENDS, HF_LLAMA3, HF_SIZES, add_noise, random_model
 
@@ -268,20 +268,17 @@ def test_logits_and_greedy_text(shape, record_property):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("shape", "cuts"), [*((shape, [17, 3, 1, 1, 18]) for shape in SHAPES), *((shape, [1] * 40) for shape in PLAIN)]
-)
-def test_cached_is_full_across_the_edge_of_a_window(shape, cuts):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cached_is_full_across_the_edge_of_a_window(shape):
     family, hf = theirs(shape)
     ours, ids = ours_of(family, hf), some(2, 40)
     cache = cache_for(ours, 2, 64)
     assert isinstance(cache, RollingCache) == all(getattr(block.attn, "window", None) for block in ours.blocks)
-    got = torch.cat([ours(part, cache=cache) for part in ids.split(cuts, 1)], 1)
+    got = torch.cat([ours(part, cache=cache) for part in ids.split([3, *[1] * 9, 9, 3, 1, 15], 1)], 1)
     assert (got - ours(ids)).abs().max() <= LIMIT
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(("layers", "padded"), [(1, False), (3, True)])
 @pytest.mark.parametrize("shape", ["mixtral", "qwen3_moe", "qwen3_moe-renormalised", "qwen3_next"])
 def test_gradients_and_balance_loss_of_a_mixture_in_training(shape, layers, padded, monkeypatch):
     """With one layer it is their loss as it is; of several, they pool the layers and we take the mean."""
@@ -320,19 +317,20 @@ def test_gradients_and_balance_loss_of_a_mixture_in_training(shape, layers, padd
     assert max(differences.values()) <= LIMIT
 
 
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.startswith("deepseek_v3")])
-def test_gradients_of_latents_and_sigmoid_routing(shape):
+@pytest.mark.parametrize("shape", [*PLAIN, "deepseek_v3-low-rank-queries-yarn-tied"])
+def test_gradients(shape):
     family, hf = theirs(shape)
-    ours, ids = ours_of(family, hf), some(3, 20)
+    ours, ids = ours_of(family, hf), some(3, 20).clamp(min=2)  # 0 or 1 may pad, without a gradient
     loss = hf(ids, labels=ids).loss
     loss.backward()
     total, count, _ = ours(ids[:, :-1], targets=ids[:, 1:])
     (total / count).backward()
-    want = from_theirs(family, {k: p.grad for k, p in hf.named_parameters()}, hf.config.num_attention_heads)
-    differences = {name: float((p.grad - want.pop(name)).abs().max()) for name, p in ours.named_parameters()}
-    print(f"{shape}: loss {float((total / count - loss).detach()):.1e}, gradients {max(differences.values()):.1e}")
+    grads = {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
+    want = from_theirs(family, grads, hf.config.num_attention_heads)
+    for name, p in ours.named_parameters():
+        assert p.grad.any() or ".experts." in name
+        assert (p.grad - want.pop(name)).abs().max() <= LIMIT, name
     assert not want
-    assert max(differences.values()) <= LIMIT
     assert abs(float((total / count - loss).detach())) <= LIMIT
 
 
@@ -363,23 +361,6 @@ def test_angles_are_theirs_to_the_bit_at_far_positions(name):
     half = their_cos.shape[-1] // 2
     assert torch.equal(cos[:, 0], their_cos[..., :half])
     assert torch.equal(sin[:, 0], their_sin[..., :half])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("shape", ["llama-llama3", "llama-yarn", "mistral-window", "qwen3"])
-def test_logits_at_positions_of_a_hundred_thousand(shape):
-    family, hf = theirs(shape)
-    ours, ids = ours_of(family, hf), some(1, 12)
-    positions = torch.arange(100_000, 100_012)[None]
-    difference = float((ours(ids, positions=positions) - hf(ids, position_ids=positions).logits).abs().max())
-    print(f"{shape}: at 100,000 {difference:.1e}")
-    assert difference <= LIMIT
-
-
-@pytest.mark.parametrize("window", [1, 4, 9, 20])
-def test_rows_of_a_mask_sum_to_the_window(window):
-    rows = ForwardContext.of(some(1, 9), positions=torch.arange(9)[None]).mask(window)[0].sum(-1)
-    assert rows.tolist() == [min(i + 1, window) for i in range(9)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -431,9 +412,7 @@ def test_transformers_opens_our_folder(family, tokenizer, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "shape", [*PLAIN, *(pytest.param(s, marks=pytest.mark.slow) for s in SHAPES if s not in PLAIN)]
-)
+@pytest.mark.parametrize("shape", [*PLAIN, "phi3-window-tied"])
 def test_we_open_their_folder_and_write_it_back_bit_for_bit(shape, tmp_path):
     family, hf = theirs(shape)
     there, here = tmp_path / "there", tmp_path / "here"

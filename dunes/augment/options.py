@@ -152,10 +152,6 @@ class Prune(Options):
     """Fraction of each layer's weights to set to zero."""
     pattern: Annotated[str | None, flag("KEPT:GROUP", "any")] = None
     """Keep KEPT of every GROUP consecutive inputs of an output, such as 2:4 or 4:8."""
-    block: NotOffered[int] = 128
-    """Columns that SparseGPT prunes at once."""
-    damp: NotOffered[float] = 0.01
-    """Damping of the Hessian's diagonal in SparseGPT, as a fraction of its mean."""
     where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
     """Linear layers to prune; ! excludes, the last match wins."""
 

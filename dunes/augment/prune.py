@@ -24,6 +24,10 @@ from dunes.units import plural
 
 __all__ = ["calibration_tokens"]
 VERSION = 1
+BLOCK = 128
+"""Columns that SparseGPT prunes at once."""
+DAMP = 0.01
+"""Damping of the Hessian's diagonal in SparseGPT, as a fraction of its mean."""
 HALF = 0.5
 """Default fraction of weights to set to zero."""
 REFITS, REFIT_TOLERANCE = 10, 1e-4  # iterations of `refit`; fraction of the squared gradient at which it stops
@@ -37,7 +41,10 @@ def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Chang
     that are not dense or have weights that are not finite, and for text that is too short.
     """
     request, target = options.request(), Sparsity.of(options.sparsity, options.pattern)
-    _check_options(options, target.pattern, ids is not None)
+    if (ids is not None) != options.reads_text:
+        raise ValueError(f"method {options.method} {'needs' if ids is None else 'takes no'} calibration text")
+    if target.pattern is not None and BLOCK % target.pattern.group:
+        raise ValueError(f"pattern is {options.pattern}; expected groups that divide {BLOCK}")
     linears = _find_linears(model, request["where"])
     for name, linear in linears.items():
         inputs = linear.in_features
@@ -50,16 +57,6 @@ def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Chang
     if ids is not None:
         require_text(model, ids, linears)
     return Change("prune", VERSION, request | {"sparsity": target.fraction}, {name: {} for name in linears})
-
-
-def _check_options(options: Prune, pattern: "Pattern | None", has_text: bool) -> None:
-    method, multiple = options.method, 1 if pattern is None else pattern.group
-    if has_text != options.reads_text:
-        raise ValueError(f"method {method} {'takes no' if has_text else 'needs'} calibration text")
-    if options.block < 1 or options.block % multiple:
-        raise ValueError(f"block is {options.block}; expected a multiple of {multiple}")
-    if not 0 <= options.damp < float("inf"):
-        raise ValueError(f"damp is {options.damp:g}; expected a fraction of at least 0")
 
 
 def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
@@ -115,10 +112,10 @@ def _prune(name: str, linear: Any, gram: Gram | None, request: Mapping[str, Any]
         method, decided = "magnitude", {"method": "magnitude", "tokens": gram.tokens}
     if method == "sparsegpt":
         assert gram is not None
-        h = gram.factors = gram.factors or hessian(gram, request["damp"], name)
+        h = gram.factors = gram.factors or hessian(gram, DAMP, name)
         zeros = weight == 0 if keeps_zeros(linear) else None
-        pruned = refit(prune_columns(weight, h, sparsity, request["block"], zeros), weight, h)
-        decided = {} if h.damp == request["damp"] else {"damp": h.damp}
+        pruned = refit(prune_columns(weight, h, sparsity, zeros=zeros), weight, h)
+        decided = {} if h.damp == DAMP else {"damp": h.damp}
     else:
         scores = weight.float().abs() if method == "magnitude" or gram is None else wanda_scores(weight, gram)
         pruned = weight.masked_fill(sparsity.choose_all(scores, by_output=method == "wanda"), 0)
@@ -249,7 +246,7 @@ class Sparsity(NamedTuple):
 
 
 def prune_columns(
-    weight: Tensor, h: Hessian, sparsity: Sparsity, block: int = 128, zeros: Tensor | None = None
+    weight: Tensor, h: Hessian, sparsity: Sparsity, block: int = BLOCK, zeros: Tensor | None = None
 ) -> Tensor:
     """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns it in float32.
 

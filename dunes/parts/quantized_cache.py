@@ -14,7 +14,6 @@ rollback is exact.
 # W tokens in the ring, P words of codes.
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from dunes.parts.cache import Cache, ring_positions
 
-Axis = Literal["channel", "token"]
 BITS = 8, 4, 2
 SLACK = 16
 """Number of tokens that `truncate` can always drop exactly; speculative decoding proposes at most as many."""
@@ -37,15 +35,12 @@ class CacheFormat:
 
     A quantization grid has 2 ** bits values: minimum + code * scale, with minimum and scale in float16. Keys have
     one grid per channel and `group` tokens. Values have one grid per token and `group` channels (per token and
-    head if `group` does not divide head_dim). The last `residual` tokens are read in full precision. Other values
-    of `keys` and `values` exist only for comparisons.
+    head if `group` does not divide head_dim). The last `residual` tokens are read in full precision.
     """
 
     bits: int
     group: int = 32
     residual: int = 32
-    keys: Axis = "channel"
-    values: Axis = "token"
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -65,12 +60,8 @@ class CacheFormat:
         """
         groups = -(-capacity // self.group) + 1
         codes = 2 * 8 * _words(self.group * head_dim, self.bits)
-        grids = sum(4 * self.grids(axis, head_dim) for axis in (self.keys, self.values))
+        grids = 4 * (head_dim + self.group * self.parts(head_dim))
         return kv_heads * (groups * (codes + grids) + 2 * (self.ring + 1) * head_dim * itemsize)
-
-    def grids(self, axis: Axis, head_dim: int) -> int:
-        """Number of grids for one group of tokens in one head."""
-        return head_dim if axis == "channel" else self.group * self.parts(head_dim)
 
     def parts(self, head_dim: int) -> int:
         """Number of parts into which the channels of a token are divided; each part has its own grid."""
@@ -206,16 +197,16 @@ class QuantizedCache(Cache):
         They come in this order: dequantized groups, tokens in the ring, new tokens.
         """
         if layer == len(self.keys):
-            for rings, x, axis in ((self.keys, k, self.format.keys), (self.values, v, self.format.values)):
+            for rings, x in ((self.keys, k), (self.values, v)):
                 rings.append(self._allocate(x, self.format.ring))
-                self._allocate_groups(x, axis)
+                self._allocate_groups(x)
         i = 2 * layer
         return self._put(i, self.keys[layer], k), self._put(i + 1, self.values[layer], v)
 
-    def _allocate_groups(self, x: Tensor, axis: Axis) -> None:
-        format, dim = self.format, x.shape[3]
+    def _allocate_groups(self, x: Tensor) -> None:
+        format, dim, is_keys = self.format, x.shape[3], len(self.codes) % 2 == 0
         shape = self.batch, x.shape[1], self._slot_count + 1
-        grid = (1, dim) if axis == "channel" else (format.group, format.parts(dim), 1)
+        grid = (1, dim) if is_keys else (format.group, format.parts(dim), 1)
         self.codes.append(x.new_zeros(*shape, _words(format.group * dim, format.bits), dtype=torch.int64))
         self.scales.append(x.new_zeros(*shape, *grid, dtype=torch.float16))
         self.minima.append(torch.zeros_like(self.scales[-1]))
@@ -236,7 +227,7 @@ class QuantizedCache(Cache):
 
     def _write_groups(self, i: int, numbers: Tensor, x: Tensor) -> None:
         """Quantize and store groups x (B, K, n, G, D) of keys or values at the group numbers (B, n)."""
-        dim, bits = -2 if self._by_channel(i) else -1, self.format.bits
+        dim, bits = -1 if i % 2 else -2, self.format.bits
         codes, scale, minimum = quantize(self._divide(i, x.float()), dim, bits)
         rows = torch.arange(len(numbers), device=numbers.device)[:, None]
         packed = pack(codes.reshape(*x.shape[:3], -1), bits), scale, minimum
@@ -254,12 +245,9 @@ class QuantizedCache(Cache):
         if x is not out:
             out.copy_(x)
 
-    def _by_channel(self, i: int) -> bool:
-        return (self.format.keys, self.format.values)[i % 2] == "channel"
-
     def _divide(self, i: int, x: Tensor) -> Tensor:
-        """x reshaped so that each grid covers one dimension: -2 by channel, otherwise -1."""
-        return x if self._by_channel(i) else torch.unflatten(x, -1, (self.format.parts(x.shape[-1]), -1))
+        """x reshaped so that each grid covers one dimension: -2 of keys (even i), -1 of values."""
+        return torch.unflatten(x, -1, (self.format.parts(x.shape[-1]), -1)) if i % 2 else x
 
     def _complete_groups(self, ring: Tensor, x: Tensor, writes: _Writes) -> Tensor:
         """The tokens (B, K, n, G, D) of the groups to write, taken from the ring and the new tokens."""
