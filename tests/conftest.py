@@ -85,7 +85,7 @@ SLOW = re.compile(
     | test_endpoint.py::test_one_and_sixteen.*anthropic
     | test_finetune.py::test_(a_run_by_the_clock|each_method.*(dora|pissa|lora-experts))
     | test_moe.py::test_the_grouped_product_is_an_operator
-    | test_operation.py::test_(times_are_those|graphs_read|products_of_experts_pass)
+    | test_operation.py::test_(graphs_read|products_of_experts_pass)
     | test_parts.py::test_changed_scores_compile.*alibi
     | test_preferences.py::test_stopped_and_resumed.*lora
     | test_recipes.py::test_mixtral_tiny

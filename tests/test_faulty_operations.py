@@ -353,7 +353,9 @@ def test_differences_need_float64_and_the_gradient_of_a_kernel_in_float32_is_com
     assert printed == ["not", "not", "ok" if slope == 1.0 else "failed"]
 
 
-def test_a_kernel_that_refuses_sizes_or_float16_is_right():
+def test_a_kernel_that_refuses_sizes_or_float16_is_right(only):
+    only("float32", "float16", "sizes")
+
     def forward(x: Tensor) -> Tensor:
         if x.shape[-1] % 2 or x.dtype == torch.float16:
             raise ValueError("even widths alone")
@@ -361,10 +363,10 @@ def test_a_kernel_that_refuses_sizes_or_float16_is_right():
 
     op = ops.operation("dunes_tests::even", reference=exp, backward=exp_backward, compiled="reference")(forward)
     report = ops.check(op, arguments(True), backend="aot_eager", seconds=0)
-    assert {c.name for c in report.checks if c.result == "not tried"} == {"float16", "opcheck"}
+    assert [c.result for c in report.checks] == ["ok", "not tried", "ok"]
 
 
-@pytest.mark.parametrize("mask", [torch.bool, torch.int32, torch.uint8])
+@pytest.mark.parametrize("mask", [torch.bool, torch.int32])
 def test_an_operation_that_takes_whole_numbers_is_not_refused_for_it(mask, only):
     only("not contiguous")
     reference = lambda m, x: torch.where(m.bool(), x, torch.zeros_like(x))
@@ -544,12 +546,6 @@ def test_right_operations_pass_at_every_seed(name, monkeypatch):
 
 
 def test_a_right_softmax_passes(only):
-    only("values", "not contiguous")
-    for seed in range(2):
-        ops.check(
-            Softmax.apply,
-            [X(torch.Generator().manual_seed(seed))],
-            torch.nn.Softmax(-1),
-            backend="aot_eager",
-            seconds=0,
-        )
+    only("values")
+    x, softmax = X(torch.Generator().manual_seed(0)), torch.nn.Softmax(-1)
+    ops.check(Softmax.apply, [x], softmax, backend="aot_eager", seconds=0)
