@@ -222,18 +222,6 @@ def test_shards_made_by_many_threads_are_one(tmp_path, code):
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [shards[0].folder.name]
 
 
-def test_a_damaged_shard_is_made_again_by_many_threads(tmp_path, code):
-    documents = collect_corpus([str(code)]).train
-    cache = tmp_path / "cache"
-    folder = token_shard(documents, TOKENIZER, cache).folder
-    (folder / "tokens.bin").chmod(0o600)
-    os.truncate(folder / "tokens.bin", 10)
-    (cache / ".dunes-left.new").mkdir()
-    shards = at_once(lambda i: token_shard(documents, TOKENIZER, cache))
-    assert {len(shard.token_file) for shard in shards} == {shards[0].length}
-    assert [p.name for p in cache.iterdir()] == [folder.name], "and what was left over is gone"
-
-
 def test_an_older_save_leaves_nothing_that_would_be_read_with_the_new_one(tmp_path):
     marked = TOKENIZER.with_stop(1)
     marked.extra_files |= {"chat_template.jinja": b"{{ messages }}", "added_tokens.json": b"{}"}

@@ -18,11 +18,11 @@ from dunes.checkpoint import LoadedModel
 from dunes.data.examples import read_records
 from dunes.generate import Token, sampler
 from dunes.inference import text_generator
-from dunes.inference.chat import Chat, ChatEngine, ChatModel, answer, load_chat_engine, run
+from dunes.inference.chat import Chat, ChatEngine, ChatModel, load_chat_engine, run
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, attach_template, encode_prompt, get_template
 from test_adapter import pair
-from test_adapter_folders import TOKENS, base_in
+from test_adapter_folders import TOKENS
 from test_cli import dunes
 from test_examples import bpe, llama3, spaced  # noqa: F401  (fixtures)
 
@@ -124,20 +124,6 @@ def test_what_was_said_before_a_stop_counts_and_the_conversation_goes_on(bpe, sc
     assert notes == ["(stopped)", "(the answer is empty)"]
     told = [turn.text for turn in chat.talk]
     assert told == ["Hi", bpe.decode(bpe.encode("abc")[:1]), "Ho", "d"]  # and not a question without an answer
-
-
-def test_commands(bpe, scripted):  # noqa: F811
-    chat, script, notes = scripted(bpe, "chatml")
-    lines = ["/help", "/adapter", "/adapter none", "/adapter other", "/huh", " /huh", "Hi", "/new", "/quit", "no"]
-    run(chat, lines, lambda piece: None, interactive=True)
-    assert "/quit" in notes[0]
-    assert notes[1] == "adapters: none (now)"
-    assert notes[2] == "no adapter named 'other'; available: none"
-    assert "/huh is not a command" in notes[3]
-    assert len(script.asked) == 2
-    assert chat.talk == []
-    answer(chat, chat.say("/quit"), lambda piece: None)  # given as an argument it is a message
-    assert len(script.asked) == 3
 
 
 def test_piped_lines_are_commands_too_and_an_empty_line_separates_answers(bpe, scripted):  # noqa: F811
@@ -310,12 +296,6 @@ def test_adapters_take_turns_on_one_base(three):
         assert "".join(own.answer(talk, sampler(0.0), 12, name)) == want[folder]
 
 
-def test_a_whole_model_with_an_adapter_answers_with_it(three):
-    one = checkpoint.load(three / "one")
-    checkpoint.save(one.model, three / "whole", one.tokenizer, 64, one.card, architecture=one.architecture)
-    assert alone(three / "whole") == alone(three / "one") != alone(three / "base")
-
-
 def test_an_adapter_is_called_by_its_folder_too(three):
     noted = []
     chat = Chat(load_chat_engine(str(three / "one"), [three / "two"]), sampler(0.0), 5, note=noted.append)
@@ -342,11 +322,6 @@ def test_what_cannot_be_spoken_to_is_refused_before_it_is_loaded(three, monkeypa
     with pytest.raises(ValueError, match="two adapters are named 'one'"):
         load_chat_engine(str(three / "base"), [three / "one", three / "y" / "one"])
     refuses("differently quantized bases", load_chat_engine, str(three / "base"), [three / "one", three / "small"])
-
-
-def test_a_model_without_a_template_says_what_to_do(tmp_path):
-    base_in(tmp_path / "base")
-    refuses(r"no chat template.*dunes generate", Chat, load_chat_engine(str(tmp_path / "base")), sampler(0.0), 9)
 
 
 def test_a_base_without_a_template_is_named_and_the_adapter_stays(bpe, scripted):  # noqa: F811

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import toy, training_output
 from dunes.runs import finetune_data
 from dunes.runs import loop as module
 from dunes.runs.loop import PaceCheck
@@ -78,11 +77,6 @@ def test_the_same_command_has_the_same_losses_beside_other_work(code, tmp_path):
         losses.append([r["loss_hex"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r])
     assert len(losses[0]) == 12
     assert losses[0] == losses[1] == losses[2]
-
-
-def test_options_of_threads_and_dtype_are_the_runs_and_recorded(code, tmp_path):
-    printed = training_output(toy(code, steps=2, threads=1, dtype="bfloat16"), tmp_path / "run")
-    assert "bfloat16 on cpu, 1 thread" in printed
 
 
 @pytest.mark.parametrize(("seconds", "tokens"), [(float("inf"), 50_000), (11.0, 10 * 2048), (2.5, 2048)])

@@ -284,7 +284,7 @@ def test_proposals_and_rollbacks_write_the_same_text():
     assert again == want, "the text again, from its prompt"
 
 
-@pytest.mark.parametrize(("right", "wrong"), [(0, 60), (2, 30), (15, 1)])
+@pytest.mark.parametrize(("right", "wrong"), [(2, 30), (15, 1)])
 def test_long_proposals_that_fail_leave_no_trace(right, wrong):
     """However many ids are proposed, no more are evaluated than the cache drops without a trace."""
     model, prompt = made(), [*range(1, 22), *range(20, 0, -1)]

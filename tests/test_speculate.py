@@ -245,7 +245,7 @@ def bigram(seed, vocab=4):
 
 def test_of_tied_logits_greedy_takes_the_same():
     model = Bigram(torch.randint(0, 2, (VOCAB, VOCAB), generator=torch.Generator().manual_seed(0)).float())
-    for start in range(VOCAB):
+    for start in range(0, VOCAB, 4):
         want = written(model, [start], max_tokens=30)
         assert_same_tokens(written(model, [start], max_tokens=30, proposer=DraftModel(model, CONTEXT)), want)
         assert_same_tokens(written(model, [start], max_tokens=30, proposer=LOOK_UP), want)
