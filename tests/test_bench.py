@@ -323,6 +323,7 @@ def test_one_wild_lap_hides_no_difference_and_too_few_rounds_tell_nothing():
     assert compare(laps(1.0, 0.005, 0), slow).differences[0].significant
     few, enough = (compare(laps(1, 0.01, 0, n), laps(2, 0.01, 1, n)).differences[0] for n in (7, 8))
     assert (few.significant, few.verdict, enough.significant) == (False, "too few rounds", True)
+    refuses("--confidence is 99", compare, laps(1, 0.1, 0), laps(1, 0.1, 1), 99)
 
 
 def test_a_difference_smaller_than_the_machines_own_is_none():

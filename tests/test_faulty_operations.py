@@ -267,26 +267,6 @@ class Kept(torch.autograd.Function):
         return grad * ctx.kept
 
 
-class Batched(torch.autograd.Function):
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.exp()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0]
-
-    @staticmethod
-    def vmap(info: Any, dims: Any, x: Tensor) -> tuple[Tensor, int]:
-        return x.mean(0, keepdim=True).expand_as(x).exp(), 0
-
-
 @torch.library.custom_op("dunes_tests::always_contiguous", mutates_args=())
 def always_contiguous(x: Tensor) -> Tensor:
     return x.contiguous().exp()
@@ -319,7 +299,6 @@ def default_dtype(x: Tensor) -> Tensor:
 FUNCTIONS = [
     ("second derivative", Kept.apply, exp, "gradient of number 1: error"),
     ("second derivative", lambda x: Kept.apply(x) + 0 * x.square(), exp, "gradient of number 1: error"),
-    ("torch.func", Batched.apply, exp, "error"),
     ("opcheck", always_contiguous, exp, "dimension 0 at 1 in memory of number 1"),
     ("float64", Twice.apply, two, "gradient of the last output alone"),
     ("float32", default_dtype, exp, "under float64 by default: it returns output 1 (4, 6) float64"),

@@ -204,8 +204,7 @@ def refused(*arguments, **options):
 def test_mistakes_are_told_in_one_line(lm_eval, tasks, code, tmp_path):
     folder = trained(code, tmp_path / "run")
     here = {"task_folder": tasks}
-    words = refused(folder, ["dunes_choice"], **here)
-    assert words.startswith("--tasks: unknown task 'dunes_choice'; did you mean 'dunes_choices'?")
+    assert "--tasks: unknown task 'dunes_choice'" in refused(folder, ["dunes_choice"], **here)
     assert "--limit is 0" in refused(folder, ["dunes_choices"], **here, limit=0)
     assert "--task-folder" in refused(folder, ["dunes_choices"], task_folder=tmp_path / "none")
     assert "--out" in refused(folder, ["dunes_choices"], **here, out=tmp_path / "none" / "full.json")
@@ -215,9 +214,6 @@ def test_mistakes_are_told_in_one_line(lm_eval, tasks, code, tmp_path):
         write_task(tasks, "changed", TASKS[name] | {"task": "changed"} | words, documents or DOCUMENTS[name])
         return refused(folder, ["changed"], **here)
 
-    empty = [DOCUMENTS["choices"][0], {"text": "a", "choices": ["b", ""], "right": 0}]
-    words = changed("choices", empty, target_delimiter="")
-    assert words == "task changed, document 1: an answer to score is empty; give each answer some text"
     spanned = [{"text": "    return val", "choices": ["ue", "x"], "right": 0}]
     assert "'ue' after '    return val' has no token of its own" in changed("choices", spanned)
     long = [{"text": "x", "choices": [LONG, "y"], "right": 0}]

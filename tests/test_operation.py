@@ -238,10 +238,6 @@ WRONG_BACKWARDS = {
         lambda grad, output: (grad * output).sum(0),
         "float32: RuntimeError: Function dunes_tests_faulty_NBackward returned an invalid gradient at index 0",
     ),
-    "dtype": (
-        lambda grad, output: (grad * output).double(),
-        "backward: the backward's gradient for 'x' (3, 4) float64, not 'x' (3, 4) float32",
-    ),
     "count": (
         lambda grad, output: (grad, output),
         "float32: dunes_tests::faulty_N: the backward returns 2 gradients for 1 tensor",

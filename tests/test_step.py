@@ -15,6 +15,7 @@ import warnings
 import zipfile
 from contextlib import suppress
 from functools import partial
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -722,6 +723,23 @@ def test_weights_too_large_for_float16_stay_in_float32(home):
     assert compile_step(model, 64)[1] == torch.float32
     assert ids_of(model, load_step(model)) == ids_of(model)
     refuses("from the model's", compile_step, model, 64, torch.float16)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda factor: lambda x, factor=factor: x * factor,
+        lambda factor: MethodType(lambda self, x: x * self.factor, SimpleNamespace(factor=factor)),
+        lambda factor: partial(torch.mul, factor),
+    ],
+)
+def test_what_functions_hold_is_part_of_a_package(make, home):
+    folders = []
+    for factor in (1.0, 3.0, 3.0):
+        model = model_of(depth=1)
+        model.blocks[0].mlp.scale = make(factor)
+        folders.append(step_package._folder(model))
+    assert folders[0] != folders[1] == folders[2]
 
 
 @pytest.mark.parametrize(

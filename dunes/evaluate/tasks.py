@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +56,7 @@ def _check_names(tasks: Sequence[str], names: Sequence[str]) -> None:
     """Raise ValueError for the first task that is not among the names."""
     for task in tasks:
         if task not in names:
-            similar = get_close_matches(task, names, n=1)
-            raise ValueError(
-                f"--tasks: unknown task {task!r}{f'; did you mean {similar[0]!r}?' if similar else ''}; "
-                "`lm-eval ls tasks` lists all tasks, --task-folder adds the tasks of a folder"
-            )
+            raise ValueError(f"--tasks: unknown task {task!r}; `lm-eval ls tasks` lists all tasks")
 
 
 def table(results: Mapping[str, Any]) -> list[str]:
