@@ -193,15 +193,6 @@ def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_pa
     assert hidden(tmp_path) == [".dunes-theirs.new"]
 
 
-def test_files_written_by_many_threads_are_whole(tmp_path):
-    path = tmp_path / "plan.json"
-    at_once(lambda i: [atomic.write_file(path, bytes([i]) * 50_000) for _ in range(20)])
-    data = path.read_bytes()
-    assert len(data) == 50_000
-    assert len(set(data)) == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
-
-
 @pytest.mark.parametrize("steps", [[7] * 6, range(1, 7)], ids=["one step", "each its own"])
 def test_states_stored_by_many_threads_are_whole(tmp_path, steps, monkeypatch):
     remove = shutil.rmtree

@@ -3,9 +3,6 @@
 import json
 import random
 import re
-import signal
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from adapters import trained
-from conftest import display, eventually, refuses, toy, write_programs
+from conftest import display, refuses, toy, write_programs
 from dunes import bench, checkpoint, measure
 from dunes.augment import apply_change, attach, quantize, set_adapter
 from dunes.augment.quantized import NF4
@@ -487,20 +484,6 @@ def test_a_table_or_one_json_document_is_printed(command, tmp_path):
     pictures = command("plot", tmp_path / "a.jsonl", "--out", tmp_path / "pictures").splitlines()
     assert len(pictures) == 4
     assert all(Path(picture).is_file() for picture in pictures)
-
-
-@pytest.mark.slow
-def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
-    out = tmp_path / "out.jsonl"
-    options = ["--size", "300k", "--context-length", "32", "--rounds", "10000", "--json", "--threads", "1"]
-    line = [sys.executable, "-m", "dunes", "bench", "prefill", *options, "--out", out]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert eventually(lambda: process.poll() or (out.exists() and out.read_bytes().count(b"\n") >= 2), 200)
-    process.send_signal(signal.SIGINT)
-    printed, messages = process.communicate(timeout=100)
-    assert process.returncode == 130
-    assert "interrupted; results so far:" in messages
-    assert json.loads(printed)["results"][0]["rounds"] == len(rows.read_rows(out)) >= 2
 
 
 def adapter_in(folder, **options):

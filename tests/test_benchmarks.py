@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from conftest import refuses
 from dunes import checkpoint
-from dunes.completion import Suggestion
 from dunes.models import llama
 from dunes.text import Tokenizer
 
@@ -383,25 +382,6 @@ def test_what_is_right_in_a_scene(tmp_path, expected, right, wrong):
     assert [scene.is_right(text) for text in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
 
 
-def test_each_scene_is_completed_with_and_without_the_file_that_is_open(tmp_path):
-    class Opened(dict):
-        update = dict.__setitem__
-
-        def complete(self, before, after, name):
-            return Suggestion(f"{before}|{after}|{name}|{self}")
-
-    scenes, opened = importlib.import_module("completion_scenes"), Opened()
-    for name in ("open-area.go", "open-area.open.go", "call-area.go"):
-        (tmp_path / name).write_text("f(x)\n" if "open.go" in name else "f(▏x▕)\n")
-    call, area = map(scenes.parse_scene, (tmp_path / "call-area.go", tmp_path / "open-area.go"))
-    copier = scenes.CopyNearest.of_files([("a.go", "g(y)\n")])
-    texts = lambda scene: [each.text for each in scenes.complete_scene(scene, opened, copier).values()]
-    without = "f(|)\n|open-area.go|{}"
-    assert texts(area) == [without.replace("{}", "{'open-area.open.go': 'f(x)\\n'}"), "x", without, "y"]
-    ours, copied, *others = texts(call)
-    assert [ours, copied] == others == ["f(|)\n|call-area.go|{'open-area.open.go': None}", "y"]
-
-
 @pytest.mark.parametrize("text", ["", "a▏b", "a▏▕", "a▏b▕c▏d▕", "a▏b¦▕", "a▏…▕", "a¦▏b▕", "▕a▏b▕", "▕a▏b"])
 def test_what_is_no_scene_is_refused(tmp_path, text):
     (tmp_path / "call-area.go").write_text(text)
@@ -451,18 +431,6 @@ def test_repositories_are_scored_once_each_and_go_on_after_a_kill(tmp_path):
     assert 3 < result["files"]["test"] < 20 > result["files"]["other"] > 1
     assert len(result["differences"]) == result["files"]["test"]
     assert result["validated"] > 0 < result["held_out"]
-
-
-def test_definitions_and_the_nearest_block_are_found():
-    nearby = importlib.import_module("nearby")
-    area = "def area_of(width, height):\n    return width * height\n\n\n"
-    other = "class Circle:\n    radius = 1\n" + "\n" * 2 * nearby.BLOCK
-    files = nearby.Nearby([("shapes.py", area), ("circle.py", other)])
-    assert files.names("x = Circle()\ny = area_of(") == ["# circle.py\n" + other[:31], "# shapes.py\n" + area]
-    assert files.names(area + "y = area_of(") == [], "the prompt has it"
-    assert files.names(area + "\n" * nearby.SEEN + "y = area_of(") == [area]
-    assert files.block("width, height = 2, 3")[0].startswith("# shapes.py\ndef area_of")
-    assert files.block("nothing alike") == []
 
 
 @pytest.mark.slow

@@ -74,15 +74,7 @@ def test_a_slower_form_is_said_first_and_missing_text_is_asked_for():
     assert both(slow, slow).warnings() == [words]
     lines = both(same, slow).lines()
     assert "pass --validation FILE" in lines[1]
-    assert any("before the modules, after compiled code" in line for line in lines)
-    assert any("no difference seen" in line for line in lines)
     assert any("104          41  0.40 times [0.40, 0.40]" in line for line in lines)
-    scored = Comparison(
-        replace(before, loss=2.0, tokens=50), replace(after, loss=2.5, tokens=50), 0.75, {}
-    ).lines()
-    assert any("2.0000      2.5000  +0.5000 nats/token, 50 tokens" in line for line in scored)
-    assert any("75.0%" in line for line in scored)
-    assert max(map(len, lines[2:-1] + scored[:-1])) <= 80
 
 
 def test_a_drift_of_the_machine_is_no_difference_between_models_that_take_turns(monkeypatch, tmp_path):

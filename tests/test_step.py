@@ -25,9 +25,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from conftest import eventually, raising, refuses
 from dunes import augment, checkpoint
 from dunes.augment.lora import row_adapters
-from dunes.bench import BENCHMARKS
-from dunes.bench.profile_modules import profile_work
-from dunes.bench.subject import Setting, of_shape
 from dunes.generate import (
     PrefixCache,
     Request,
@@ -902,73 +899,6 @@ def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alon
     model.blocks[0].mlp.down.weight.data[0, 0] += 0.5
     assert load_step(model).dtype == torch.float32, "changed since"
     refuses("float64: a step of this model can have bfloat16, float16, float32", make_step, model, torch.float64)
-
-
-@pytest.mark.long
-def test_bench_decodes_a_single_row_by_the_step_and_profiles_the_modules(home, calls):
-    work = BENCHMARKS["decode"].make(of_shape("llama", 200_000, 32), Setting(1, 32, "float32", 1, compile=True))
-    assert work.form == "native"
-    calls.clear()
-    work.run(work.setup())
-    assert len(calls) == 15
-    report, _ = profile_work(work)
-    assert "blocks[*].mlp" in str(report.record())
-
-
-@needs_compiler
-def test_a_step_that_no_longer_fits_the_model_is_not_used(home):
-    model = changed("lora")
-    names = [module.active for module in model.modules() if hasattr(module, "active")]
-    step = make_step(model, torch.float32)
-    assert ids_of(model, step) == ids_of(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # the caches are in bfloat16
-        assert ids_of(model, step) == ids_of(model)
-    calls = []
-    handle = model.blocks[0].register_forward_hook(lambda *arguments: calls.append(1))
-    assert ids_of(model, step) == ids_of(model)
-    assert len(calls) == 80
-    handle.remove()
-    augment.set_adapter(model, None)
-    assert names != [None] * len(names)
-    assert ids_of(model, step) == ids_of(model)
-    model.bfloat16()
-    assert ids_of(model, step) == ids_of(model)
-
-
-class Tempered(nn.Module):
-    """Attention whose temperature is in no name that is listed."""
-
-    supports_packing = True
-
-    def __init__(self, attention, temperature):
-        super().__init__()
-        self.attention, self._temperature = attention, temperature
-
-    def forward(self, x, ctx, layer):
-        a = self.attention
-        q, k, v = (part(x).unflatten(-1, (-1, a.head_dim)).transpose(1, 2) for part in (a.q, a.k, a.v))
-        k, v = ctx.put(layer, k, v)
-        mask = ctx.mask()
-        options = {"enable_gqa": q.shape[1] != k.shape[1], "scale": self._temperature}
-        if mask is not None:
-            options["attn_mask"] = mask[:, None]
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=mask is None, **options)
-        return a.out(y.transpose(1, 2).flatten(2))
-
-
-@pytest.mark.long
-def test_parts_of_ones_own_have_their_scale_and_their_own_packages(monkeypatch, home):
-    models = []
-    for temperature in (0.9, 0.1):
-        models.append(model_of())
-        for block in models[-1].blocks:
-            block.attn = Tempered(block.attn, temperature)
-    assert ids_of(models[0], make_step(models[0], torch.float32)) == ids_of(models[0])
-    assert load_step(models[1], torch.float32) is None
-    monkeypatch.setattr(step_package, "_describe", lambda *arguments: "")
-    step_package.make_step(models[0], torch.float32)
-    with pytest.warns(UserWarning, match="from the model's"):
-        assert load_step(models[1], torch.float32) is None
 
 
 @pytest.mark.slow
