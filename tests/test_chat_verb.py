@@ -323,7 +323,7 @@ def test_a_base_without_a_template_is_named_and_the_adapter_stays(bpe, scripted)
     model = engine.chat_model().loaded.model
     bare = ChatModel(Path("bare"), None, LoadedModel(model, Tokenizer.train("bytes", []), 1000))
     chat.engine = replace(engine, models={**engine.models, "bare": bare})
-    run(chat, ["/adapter bare", "a"], lambda piece: None)
+    run(chat, ["/adapter bare", "a"], lambda piece: None, interactive=True)
     assert len(notes) == 1
     assert "no chat template" in notes[0]
     assert len(script.asked) == 1

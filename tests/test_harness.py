@@ -188,10 +188,9 @@ def test_the_command_prints_a_table_and_keeps_the_full_results(lm_eval, tasks, c
     done = subprocess.run([*map(str, line)], capture_output=True, text=True, env=os.environ | OFFLINE, timeout=200)
     assert done.returncode == 0, done.stderr
     full = json.loads(out.read_text())
-    rows = [row.split() for row in done.stdout.splitlines()]
     accuracy = f"{full['results']['dunes_choices']['acc,none']:.4f}"
-    assert ["dunes_choices", "0", "5", "acc", accuracy] in [row[:5] for row in rows]
-    assert [row[0] for row in rows].count("dunes_texts") == 3
+    assert any("dunes_choices" in line and accuracy in line for line in done.stdout.splitlines())
+    assert "bits_per_byte" in done.stdout
     assert len(full["samples"]["dunes_choices"]) == 5
     assert done.stdout.endswith(f"full results: {out}\n")
     assert "truncated on the left to the context length of 48 tokens" in done.stdout

@@ -60,21 +60,6 @@ def _check_names(tasks: Sequence[str], names: Sequence[str]) -> None:
 
 
 def table(results: Mapping[str, Any]) -> list[str]:
-    """The results as lines of text, one per metric of each task or group."""
-    rows = [("task", "shots", "documents", "metric", "value", "standard error")]
-    for task, metrics in results["results"].items():
-        shots = str(results["n-shot"].get(task, ""))
-        documents = str(results["n-samples"].get(task, {}).get("effective", ""))
-        for key, value in metrics.items():
-            metric, _, filter_name = key.partition(",")
-            if not filter_name or metric.endswith("_stderr"):
-                continue
-            name = metric if filter_name == "none" else f"{metric} ({filter_name})"
-            error = _number(metrics.get(f"{metric}_stderr,{filter_name}"))
-            rows.append((task, shots, documents, name, _number(value), error))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else "" if value in (None, "N/A") else str(value)
+    """The results as lines of text: the harness's own table of metrics."""
+    lines: list[str] = extra("lm_eval.utils", "eval").make_table(results).splitlines()
+    return lines
