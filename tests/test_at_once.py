@@ -193,15 +193,6 @@ def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_pa
     assert hidden(tmp_path) == [".dunes-theirs.new"]
 
 
-def test_files_written_by_many_threads_are_whole(tmp_path):
-    path = tmp_path / "plan.json"
-    at_once(lambda i: [atomic.write_file(path, bytes([i]) * 50_000) for _ in range(20)])
-    data = path.read_bytes()
-    assert len(data) == 50_000
-    assert len(set(data)) == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
-
-
 @pytest.mark.parametrize("steps", [[7] * 6, range(1, 7)], ids=["one step", "each its own"])
 def test_states_stored_by_many_threads_are_whole(tmp_path, steps, monkeypatch):
     remove = shutil.rmtree
@@ -220,18 +211,6 @@ def test_shards_made_by_many_threads_are_one(tmp_path, code):
         assert left.is_dir(), "somebody is at it"
         assert len({bytes(shard.tokens) for shard in shards}) == 1
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [shards[0].folder.name]
-
-
-def test_a_damaged_shard_is_made_again_by_many_threads(tmp_path, code):
-    documents = collect_corpus([str(code)]).train
-    cache = tmp_path / "cache"
-    folder = token_shard(documents, TOKENIZER, cache).folder
-    (folder / "tokens.bin").chmod(0o600)
-    os.truncate(folder / "tokens.bin", 10)
-    (cache / ".dunes-left.new").mkdir()
-    shards = at_once(lambda i: token_shard(documents, TOKENIZER, cache))
-    assert {len(shard.token_file) for shard in shards} == {shards[0].length}
-    assert [p.name for p in cache.iterdir()] == [folder.name], "and what was left over is gone"
 
 
 def test_an_older_save_leaves_nothing_that_would_be_read_with_the_new_one(tmp_path):

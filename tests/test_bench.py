@@ -3,13 +3,9 @@
 import json
 import random
 import re
-import signal
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,13 +13,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from adapters import trained
-from conftest import display, eventually, refuses, toy, write_programs
+from conftest import display, refuses, toy, write_programs
 from dunes import bench, checkpoint, measure
 from dunes.augment import apply_change, attach, quantize, set_adapter
 from dunes.augment.quantized import NF4
-from dunes.bench import benchmarks, plot, rows, runner, table
+from dunes.bench import benchmarks, plot, rows, runner
 from dunes.bench.compare import _critical, compare, hodges_lehmann
-from dunes.bench.profile_modules import kind_of_operation, profile_work
+from dunes.bench.profile_modules import profile_work
 from dunes.bench.runner import Lap, race
 from dunes.bench.subject import Setting, Work, of_folder, of_shape
 from dunes.cli import bench as cli
@@ -32,14 +28,12 @@ from dunes.measure import machine
 from dunes.ops import scaled_dot_product as attention
 from dunes.parts import Decoder
 from dunes.progress import shown_by
-from dunes.runs import loop
 from dunes.runs.run import Timings
 from dunes.runs.train import train
-from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
-from dunes.train import Step, Trainer, adamw, cross_entropy
+from dunes.train import Trainer, adamw, cross_entropy
 from dunes.train.loss import next_token_loss
-from dunes.tree import find, linear
+from dunes.tree import find
 
 TINY = runner.Request(sizes=["20k"], contexts=[32], batches=[2], dtypes=["float32"], threads=[1])
 
@@ -93,46 +87,6 @@ def test_a_machine_that_slows_down_steadily_makes_no_difference_between_equals(r
     assert sum(lap.seconds for lap in laps[half:]) / sum(lap.seconds for lap in laps[:half]) > 1.001
 
 
-def test_rates_and_shares_are_what_they_are_called(monkeypatch):
-    c = runner.cases("train", TINY)[0]
-    work = Work(lambda _: None, amount=600, flops=8e9, bytes=3e9)
-    monkeypatch.setattr(measure, "matmul_rate", lambda dtype, device: 2e11)
-    monkeypatch.setattr(machine, "peak_matmul_rate", lambda dtype, device: machine.Rate(1e11, 3e11, True))
-    monkeypatch.setattr(measure, "read_rate", lambda device, size, seconds: 6e9)
-    found = [runner._row("train", c, work, Lap("0", i, s, 1), runner.Ceilings()) for i, s in enumerate((2, 1, 4))]
-    assert [r["flop_share"] for r in found] == pytest.approx([0.04, 0.08, 0.02]), "of the peak, not of the moment"
-    assert [r["byte_share"] for r in found] == pytest.approx([0.25, 0.5, 0.125])
-    summed = rows.summarize(found)
-    assert (summed["seconds"], summed["rate"], summed["rounds"]) == (2, 300, 3)
-    assert (summed["low"], summed["high"]) == (1.5, 3)
-    assert summed["flop_share"] == pytest.approx(0.04)
-    assert summed["limit"] == pytest.approx(1200)  # 600 in the 0.5 s that reading takes
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_training_and_the_benchmark_give_a_model_the_same_mfu(monkeypatch, processes):
-    """Both are relative to the peak of now and of a process, not to the rate when a run was planned."""
-    c = runner.cases("train", TINY)[0]
-    work, peaks = (
-        benchmarks.BENCHMARKS["train"].make(c.subject, c.setting),
-        {torch.float32: 3e9, torch.bfloat16: 1e9},
-    )
-    monkeypatch.setattr(machine, "peak_matmul_rate", lambda dtype, device: machine.Rate(peaks[dtype], 1.0, True))
-    (row,) = [runner._row("train", c, work, Lap("0", 0, 2.0, 1), runner.Ceilings())]
-    monkeypatch.setattr(loop.ranks, "count", lambda: processes)
-    config = TrainConfig(context_length=c.setting.context, dtype="bfloat16", matmul=1.0)
-    optimizer = SimpleNamespace(learning_rates=lambda: [0.1], device=torch.device("cpu"), number=1)
-    run = SimpleNamespace(
-        model=work.model, config=config, trainer=optimizer, last=None, seconds_left=1.0, done=lambda n: 0.5
-    )
-    shown = []
-    report = loop._step_reporter(run, SimpleNamespace(state=lambda text, done: shown.append(text)))
-    report(Step(1, 2.0, work.amount * processes, 1.0, 1.0, False, 2.0))
-    (mfu,) = re.findall(r"(\d+)% MFU", shown[0])
-    assert 0 < row["flop_share"] < 1
-    assert f"{mfu}%" == f"{row['flop_share']:.0%}"
-
-
 def test_the_limit_is_reading_at_the_highest_rate_or_computing(monkeypatch):
     c = runner.cases("train", TINY)[0]
     reads = iter([2e9, 6e9, 3e9])
@@ -147,6 +101,7 @@ def test_the_limit_is_reading_at_the_highest_rate_or_computing(monkeypatch):
     assert {lap["matmul"] for lap in laps} == {1e11}, "float32's, which computes float16 weights faster here"
     assert {lap["flop_share"] for lap in laps} == {0.04}, "of the same"
     summed = rows.summarize(laps)
+    assert (summed["seconds"], summed["rate"], summed["rounds"]) == (2, 300, 3)
     assert (summed["byte_share"], summed["limit"]) == pytest.approx((0.25, 1200))
     assert rows.summarize([lap | {"flop_share": 0.5} for lap in laps])["limit"] == pytest.approx(600)
     assert "limit" not in rows.summarize([lap | {"bytes": 0} for lap in laps])
@@ -226,24 +181,6 @@ def test_weights_to_read_of_few_bits_are_codes_and_scales(double):
     assert benchmarks.weight_bytes(model) == sum(t.nbytes for t in read)
 
 
-def test_a_case_of_a_quantized_model_has_its_parameters_and_stored_bytes():
-    dense = of_shape("llama", 200_000, 32)
-
-    def outline() -> Decoder:
-        model = dense.outline()
-        quantize(model, kind="int8")
-        return model
-
-    setting = Setting(1, 32, "bfloat16", 1)
-    save, subjects = benchmarks.BENCHMARKS["save"], (dense, replace(dense, outline=outline))
-    plain, few = (runner._case(save, subject, setting) for subject in subjects)
-    linears = [p.module for p in find(outline(), "blocks.**", linear)]
-    assert few.parameters == plain.parameters
-    saved = sum(m.in_features * m.out_features - 2 * m.out_features for m in linears)  # a byte each, scales of two
-    assert plain.bytes - few.bytes == saved
-    assert plain.bytes == 2 * plain.parameters
-
-
 def measured(name: str, out: Path, **changes: object) -> list[rows.Row]:
     request = runner.Request(**{**vars(TINY), **changes})
     return runner.bench(name, request, 2, out, least=0.0)
@@ -293,30 +230,6 @@ def model_folder(tmp_path_factory):
     return root / "<b>run"
 
 
-def test_several_values_race_in_one_run(tmp_path):
-    kept = measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
-    assert len(kept) == 2 * 2 * 2
-    assert len(rows.summaries(kept)) == 4
-
-
-def test_a_matrix_shows_its_phases_and_the_time_left_and_compiles_only_on_request(tmp_path, monkeypatch):
-    made, shown = [], []
-    monkeypatch.setattr(benchmarks, "make_step", lambda model, dtype: made.append(dtype))
-    for compile in (False, True):
-        request = runner.Request(**vars(TINY) | {"batches": [1], "sizes": ["20k", "30k"], "compile": compile})
-        with shown_by(lambda *args: shown.append(args)):
-            kept = runner.bench("decode", request, 2, tmp_path / f"{compile}.jsonl", 0.0)
-        assert {row["form"] for row in kept} == {None}, "this make_step makes none"
-    assert len(made) == 2, "where it was asked for"
-    first, second = shown[: len(shown) // 2], shown[len(shown) // 2 :]
-    assert [words for words, done in first if not done][1:3] == [
-        f"decode: building arcee {size} ({n} of 2)" for n, size in ((1, "20k"), (2, "30k"))
-    ]
-    assert "and compiling its decoding unless cached" in second[1][0]
-    assert all(words.endswith(" left") for words, done in first if done)
-    refuses("--compile has no effect on prefill", measured, "prefill", tmp_path / "c.jsonl", compile=True)
-
-
 def test_no_file_is_written_over_or_taken_for_ones_own_and_a_last_line_that_was_cut_is_left_out(tmp_path):
     kept = measured("prefill", out := tmp_path / "a.jsonl")
     before = out.read_bytes()
@@ -324,12 +237,6 @@ def test_no_file_is_written_over_or_taken_for_ones_own_and_a_last_line_that_was_
     assert out.read_bytes() == before
     out.write_bytes(before + b'{"benchmark": "pre')
     assert rows.read_rows(out) == kept
-
-
-def test_only_line_ends_end_a_row(tmp_path):
-    row = {"benchmark": "mine", "subject": "a\u2028b\x85c", "seconds": 1.0, "amount": 1, "unit": "tokens"}
-    (tmp_path / "a.jsonl").write_text(f"{json.dumps(row, ensure_ascii=False)}\n" * 2)
-    assert rows.read_rows(tmp_path / "a.jsonl") == [row] * 2
 
 
 def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
@@ -342,60 +249,35 @@ def test_an_interrupted_run_keeps_its_finished_rows(tmp_path):
     assert len(rows.read_rows(tmp_path / "out.jsonl")) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("train", {"sizes": []}),
+        ("train", {"sizes": ["0"]}),
+        ("train", {"batches": [0]}),
+        ("train", {"dtypes": ["int3"]}),
+        ("train", {"models": [Path("nowhere")]}),
+        ("decode", {"contexts": [2]}),
+        ("complete", {"batches": []}),
+        ("load", {"contexts": [32], "batches": [], "dtypes": []}),
+        ("prefill", {"compile": True}),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(name, changes, tmp_path):
+    refuses(".", measured, name, tmp_path / "out.jsonl", **changes)
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.slow
 def test_a_machine_too_small_is_told_before_anything_is_built(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "free_memory", lambda device: 1_000_000)
-    request, words = replace(TINY, sizes=["300m"]), r"this needs about \S+ GB and 1 MB are free"
-    refuses(words, runner.bench, "train", request, 1, tmp_path / "out.jsonl")
-    assert not list(tmp_path.iterdir())
+    refuses("1 MB are free", runner.bench, "train", replace(TINY, sizes=["300m"]), 1, tmp_path / "out.jsonl")
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "words"),
-    [
-        ("train", {"sizes": []}, "nothing to measure; name a model folder"),
-        ("train", {"sizes": ["big"]}, "--size is 'big'"),
-        ("train", {"batches": [0]}, "--batch must be at least 1, not 0"),
-        ("train", {"threads": [0]}, "--threads must be at least 1, not 0"),
-        ("train", {"sizes": ["0"]}, "--size is '0'"),
-        ("train", {"dtypes": ["int3"]}, "--dtype is 'int3'; it must be one of"),
-        ("decode", {"contexts": [2]}, "leaves nothing to decode"),
-        ("complete", {"batches": []}, "a shape has no tokenizer"),
-        ("complete", {}, "--batch has no effect on complete; leave it out"),
-        ("tokenize", {"batches": [], "contexts": [], "dtypes": []}, "a shape has no tokenizer"),
-        ("load", {"contexts": [32], "batches": [], "dtypes": []}, "--context-length has no effect on load"),
-        ("train", {"models": [Path("nowhere")]}, "nowhere: no such folder"),
-    ],
-)
-def test_what_cannot_be_measured_is_told(name, changes, words, tmp_path):
-    refuses(re.escape(words), measured, name, tmp_path / "out.jsonl", **changes)
-
-
-def test_a_context_longer_than_the_model_has_is_refused(model_folder, tmp_path):
-    with pytest.raises(ValueError, match=r"was made for 32 tokens; --context-length 64 is more"):
-        measured("prefill", tmp_path / "o.jsonl", models=[model_folder], sizes=[], contexts=[64])
-
-
-def test_files_that_are_none_are_refused(tmp_path):
-    bad = tmp_path / "bad.jsonl"
-    for text, words in (("", "has no measurements"), ('{"a": 1}\n', "has no measurements"), ("\0\n", "has no")):
-        bad.write_text(text)
-        refuses(words, rows.read_rows, bad)
-    refuses("already exists", runner.bench, "train", TINY, 1, bad)
-    words = r"x\.parquet: expected a file name that ends in \.jsonl"
-    refuses(words, runner.bench, "train", TINY, 1, tmp_path / "x.parquet")
-
-
-def test_a_benchmark_of_ones_own_is_registered_once():
-    @bench.benchmark()
-    def mine(subject, setting):
-        """Mine."""
-
-    try:
-        assert bench.BENCHMARKS["mine"].about == "Mine."
-        refuses("a benchmark named mine exists already", bench.benchmark(), mine)
-    finally:
-        del bench.BENCHMARKS["mine"]
+@pytest.mark.parametrize("text", ["", '{"a": 1}\n', "\0\n"])
+def test_a_file_without_measurements_is_refused(text, tmp_path):
+    (tmp_path / "bad.jsonl").write_text(text)
+    refuses("bad.jsonl", rows.read_rows, tmp_path / "bad.jsonl")
 
 
 # Comparing
@@ -423,7 +305,7 @@ def test_one_wild_lap_hides_no_difference_and_too_few_rounds_tell_nothing():
     assert compare(laps(1.0, 0.005, 0), slow).differences[0].significant
     few, enough = (compare(laps(1, 0.01, 0, n), laps(2, 0.01, 1, n)).differences[0] for n in (7, 8))
     assert (few.significant, few.verdict, enough.significant) == (False, "too few rounds", True)
-    refuses(r"--confidence is 99; expected a number from 0\.5", compare, laps(1, 0.1, 0), laps(1, 0.1, 1), 99)
+    refuses("--confidence is 99", compare, laps(1, 0.1, 0), laps(1, 0.1, 1), 99)
 
 
 def test_a_difference_smaller_than_the_machines_own_is_none():
@@ -500,33 +382,6 @@ def test_operations_are_given_to_the_module_and_the_phase_they_belong_to():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), "nothing is left behind"
 
 
-OPERATIONS = {
-    "addmm": "matrix products",
-    "_softmax_backward_data": "softmax",
-    "_scaled_dot_product_flash_attention_for_cpu": "attention",
-    "copy_": "copies",
-    "_fused_adamw_": "optimizer",
-    "native_layer_norm": "norms",
-    "mul": "elementwise",
-    "aten::t": "views",
-}
-
-
-def test_kinds_of_operations():
-    assert {operation: kind_of_operation(operation) for operation in OPERATIONS} == OPERATIONS
-
-
-def test_a_benchmark_by_module_says_all_of_its_time(capsys):
-    subject = of_shape("arcee", 20_000, 32)
-    report, overhead = profile_work(benchmarks.BENCHMARKS["train"].make(subject, Setting(2, 32, "float32", 1)))
-    table.print_times(report, overhead)
-    words = capsys.readouterr().out
-    assert "blocks[*]" in words
-    assert "the profiler's overhead" in words
-    shares = [float(s) for s in re.findall(r"(\d+\.\d)%", words.split("module, with")[0])]
-    assert sum(shares) == pytest.approx(100, abs=0.6)
-
-
 def test_spent_time_adds_up_and_exponents_are_those_of_the_law():
     taken = Timings()
     with taken("a"), taken("b"):
@@ -534,8 +389,7 @@ def test_spent_time_adds_up_and_exponents_are_those_of_the_law():
     assert list(taken.each("data", [1, 2])) == [1, 2]
     taken.add("a", 3.0)
     assert set(taken.seconds) == {"a", "b", "data"}
-    lines = Timings(Counter({"x": 3.0, "longer": 1.0})).lines()
-    assert lines == ["x            3.0 s   75.0%", "longer       1.0 s   25.0%"]
+    assert len(Timings(Counter({"x": 3.0, "longer": 1.0})).lines()) == 2
     assert plot.exponent([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx((1.5, 3.0))
 
 
@@ -544,18 +398,12 @@ def test_spent_time_adds_up_and_exponents_are_those_of_the_law():
 
 @pytest.mark.slow
 def test_pictures_of_all_that_varies(tmp_path):
-    measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
+    kept = measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
+    assert (len(kept), len(rows.summaries(kept))) == (2 * 2 * 2, 4)
     drawn = plot.draw_all(rows.read_rows(tmp_path / "out.jsonl"), tmp_path / "pictures")
     over = [f"{what}-over-{axis}" for axis in ("parameters", "batch") for what in ("time", "tensors")]
     assert [p.name for p in drawn] == [f"prefill-{name}.svg" for name in (*over, "rates", "limits")]
     assert all(b"<svg" in p.read_bytes() for p in drawn)
-    refuses(r"ends in \.svg or \.png", plot.save_plot, None, tmp_path / "x.pdf")
-
-
-def test_a_picture_without_its_packages_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotnine", None)
-    row = {"name": "a", "rate": 1, "low": 1, "high": 1, "unit": "tokens"}
-    refuses(r"pip install -e '\.\[plot\]'", plot.bars, [row], "t")
 
 
 @pytest.mark.slow
@@ -568,15 +416,6 @@ def test_where_time_and_memory_go_can_be_drawn(tmp_path):
 
     plot.save_plot(plot.memory(estimate_memory(subject, setting, False, False).log), tmp_path / "memory.png")
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("modules.svg", "memory.png"))
-
-
-def test_losses_of_several_runs(model_folder, tmp_path):
-    from dunes.runs.run import read_metrics
-
-    lines = read_metrics(model_folder / "metrics.jsonl")
-    plot.save_plot(plot.losses({"a": lines, "b": lines}, "tokens"), tmp_path / "loss.svg")
-    assert plot.run_points(lines)[-1]["tokens"] == 11 * 4 * 32
-    refuses("has a validation loss yet", plot.losses, {"a": lines[:1]})
 
 
 # The command
@@ -610,20 +449,6 @@ def test_a_table_or_one_json_document_is_printed(command, tmp_path):
     pictures = command("plot", tmp_path / "a.jsonl", "--out", tmp_path / "pictures").splitlines()
     assert len(pictures) == 4
     assert all(Path(picture).is_file() for picture in pictures)
-
-
-@pytest.mark.slow
-def test_ctrl_c_shows_what_was_measured_and_keeps_it(tmp_path):
-    out = tmp_path / "out.jsonl"
-    options = ["--size", "300k", "--context-length", "32", "--rounds", "10000", "--json", "--threads", "1"]
-    line = [sys.executable, "-m", "dunes", "bench", "prefill", *options, "--out", out]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert eventually(lambda: process.poll() or (out.exists() and out.read_bytes().count(b"\n") >= 2), 200)
-    process.send_signal(signal.SIGINT)
-    printed, messages = process.communicate(timeout=100)
-    assert process.returncode == 130
-    assert "interrupted; results so far:" in messages
-    assert json.loads(printed)["results"][0]["rounds"] == len(rows.read_rows(out)) >= 2
 
 
 def adapter_in(folder, **options):

@@ -16,8 +16,6 @@ from dunes.train.loss import next_token_loss as loss
 from dunes.tree import replace as replace_modules
 
 VOCAB, LIMIT = 50, 1e-5
-INDUCTOR = ("llama", "mistral")
-"""They share most kernels, of which each takes a C++ compiler a second."""
 
 
 def build(family, depth=1, **sizes):
@@ -163,21 +161,13 @@ def test_a_compiled_loss_counts_the_load_that_moves_the_selection_bias():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Inductor's own imports
-def test_inductor_gives_what_eager_gives():
-    for family in INDUCTOR:
-        assert_compiles(build(family), "inductor", loss_and_logits)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
-    "family", [f if f == "gpt2" else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES]
+    "family", [f if f == "mistral" else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES]
 )
 def test_inductor_gives_what_eager_gives_for_every_family(family):
-    model = build(family, depth=2, eps=1e-3)
+    model = build(family, eps=1e-3)
     assert_compiles(model, "inductor")
     assert_forward_compiles(model, "inductor")
 
@@ -228,21 +218,6 @@ def test_bfloat16_by_autocast_is_one_graph(family):
 
     model = build(family)
     assert_compiles(model, "aot_eager", rounded, limit=0.02)
-
-
-@pytest.mark.slow
-def test_a_trainer_takes_a_compiled_loss_and_a_compiled_model():
-    torch.compiler.reset()
-    batches, losses = [tokens()] * 3, []
-    for compiled in ("", "loss", "model"):
-        model = build("llama")
-        function = torch.compile(loss, backend="aot_eager") if compiled == "loss" else loss
-        model = torch.compile(model, backend="aot_eager") if compiled == "model" else model
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)  # Muon and Adam magnify the last bits
-        losses.append([step.loss for step in Trainer(model, optimizer, function).run(batches)])
-    assert losses[1] == pytest.approx(losses[0], abs=LIMIT)
-    assert losses[2] == pytest.approx(losses[0], abs=LIMIT)
-    assert losses[0][2] < losses[0][0]
 
 
 def test_what_stands_for_them_in_a_graph_is_an_operator():

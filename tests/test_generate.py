@@ -229,7 +229,10 @@ def test_a_wrapped_model_writes_what_it_does_by_itself():
         assert cache_for(torch.compile(module), 1, CONTEXT) is None
 
 
-def test_seeds_repeat_and_a_row_does_not_depend_on_its_neighbours(model):
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_next"])
+def test_seeds_repeat_and_a_row_does_not_depend_on_its_neighbours(family):
+    model = made(family)
+
     def text(prompts, seed):
         return together(model, prompts, [sampler(1.0, seed=seed + i) for i in range(len(prompts))], max_tokens=10)
 
@@ -306,12 +309,6 @@ def test_draws_have_the_probabilities_and_no_excluded_id(monkeypatch):
     shares = torch.tensor(drawn).bincount(minlength=6) / len(drawn)
     assert (shares - logits.softmax(-1)).abs().max() < 1e-3
     assert {*drawn} == {1, 3, 4}
-
-
-def test_draws_follow_the_generator_in_proportion():
-    choose, logits = draw(1), torch.randn(8, generator=torch.Generator().manual_seed(0))
-    shares = torch.stack([choose(logits) for _ in range(4000)]).bincount(minlength=8) / 4000
-    assert (shares - logits.softmax(-1)).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("logits", [[torch.nan, 1.0], [-torch.inf, -torch.inf]])

@@ -188,10 +188,9 @@ def test_the_command_prints_a_table_and_keeps_the_full_results(lm_eval, tasks, c
     done = subprocess.run([*map(str, line)], capture_output=True, text=True, env=os.environ | OFFLINE, timeout=200)
     assert done.returncode == 0, done.stderr
     full = json.loads(out.read_text())
-    rows = [row.split() for row in done.stdout.splitlines()]
     accuracy = f"{full['results']['dunes_choices']['acc,none']:.4f}"
-    assert ["dunes_choices", "0", "5", "acc", accuracy] in [row[:5] for row in rows]
-    assert [row[0] for row in rows].count("dunes_texts") == 3
+    assert any("dunes_choices" in line and accuracy in line for line in done.stdout.splitlines())
+    assert "bits_per_byte" in done.stdout
     assert len(full["samples"]["dunes_choices"]) == 5
     assert done.stdout.endswith(f"full results: {out}\n")
     assert "truncated on the left to the context length of 48 tokens" in done.stdout
@@ -201,33 +200,26 @@ def refused(*arguments, **options):
     return refuses(r".", run_tasks, *arguments, display()[0], **options)
 
 
+WRITING = TASKS["lines"]["generation_kwargs"]
+WRONG = {
+    "no token of its own": ("choices", {}, [{"text": "    return val", "choices": ["ue", "x"], "right": 0}]),
+    "does not fit into the model's context": ("choices", {}, [{"text": "x", "choices": [LONG, "y"], "right": 0}]),
+    "leave no room": ("lines", {"generation_kwargs": WRITING | {"max_gen_toks": 48}}, DOCUMENTS["lines"]),
+    "has num_beams": ("lines", {"generation_kwargs": WRITING | {"num_beams": 2}}, DOCUMENTS["lines"]),
+    "without a temperature": ("lines", {"generation_kwargs": {"do_sample": True}}, DOCUMENTS["lines"]),
+}
+
+
 def test_mistakes_are_told_in_one_line(lm_eval, tasks, code, tmp_path):
-    folder = trained(code, tmp_path / "run")
-    here = {"task_folder": tasks}
-    words = refused(folder, ["dunes_choice"], **here)
-    assert words.startswith("--tasks: unknown task 'dunes_choice'; did you mean 'dunes_choices'?")
+    folder, here = trained(code, tmp_path / "run"), {"task_folder": tasks}
+    assert "--tasks: unknown task 'dunes_choice'" in refused(folder, ["dunes_choice"], **here)
     assert "--limit is 0" in refused(folder, ["dunes_choices"], **here, limit=0)
     assert "--task-folder" in refused(folder, ["dunes_choices"], task_folder=tmp_path / "none")
     assert "--out" in refused(folder, ["dunes_choices"], **here, out=tmp_path / "none" / "full.json")
     assert "not a model folder" in refused(tmp_path, ["dunes_choices"], **here)
-
-    def changed(name, documents=None, **words):
-        write_task(tasks, "changed", TASKS[name] | {"task": "changed"} | words, documents or DOCUMENTS[name])
-        return refused(folder, ["changed"], **here)
-
-    empty = [DOCUMENTS["choices"][0], {"text": "a", "choices": ["b", ""], "right": 0}]
-    words = changed("choices", empty, target_delimiter="")
-    assert words == "task changed, document 1: an answer to score is empty; give each answer some text"
-    spanned = [{"text": "    return val", "choices": ["ue", "x"], "right": 0}]
-    assert "'ue' after '    return val' has no token of its own" in changed("choices", spanned)
-    long = [{"text": "x", "choices": [LONG, "y"], "right": 0}]
-    assert "does not fit into the model's context length of 48" in changed("choices", long)
-    writing = TASKS["lines"]["generation_kwargs"]
-    room = changed("lines", generation_kwargs=writing | {"max_gen_toks": 48})
-    assert "48 new tokens leave no room in the context of 48" in room
-    assert "generation_kwargs has num_beams" in changed("lines", generation_kwargs=writing | {"num_beams": 2})
-    drawn = changed("lines", generation_kwargs={"do_sample": True, "until": "x", "max_gen_toks": 2})
-    assert "do_sample without a temperature" in drawn
+    for message, (name, words, documents) in WRONG.items():
+        write_task(tasks, "changed", TASKS[name] | {"task": "changed"} | words, documents)
+        assert message in refused(folder, ["changed"], **here)
 
 
 def test_without_the_extra_its_name_is_told(monkeypatch, tmp_path):

@@ -1,6 +1,5 @@
 """What is said of the machine is so."""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -16,19 +15,19 @@ from dunes.checkpoint.weights.lazy_tensor import MappedFile
 from dunes.cores import share_cores
 from dunes.measure import machine
 
+NONE = (float("inf"), float("inf"))
+
 
 @pytest.mark.parametrize(
     ("variable", "quota", "threads"),
     [
         (None, 99, 4),
-        ("3", 99, 3),
         ("3,2", 1, 3),
         ("many", 99, 4),
         ("0", 99, 1),
-        (None, 2, 2),
         (None, 1.5, 1),
         (None, 0.1, 1),
-        (None, float("inf"), 4),
+        (None, NONE[0], 4),
     ],
 )
 def test_threads_are_those_of_the_environment_or_the_cores(monkeypatch, variable, quota, threads):
@@ -64,7 +63,6 @@ OLDER = {
 }  # fmt: skip
 CONTAINER = {name.replace("/a/", "/"): text for name, text in OLDER.items()}
 HYBRID = V1 + "\n41 1 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw"
-NONE = (float("inf"), float("inf"))
 
 
 @pytest.mark.parametrize(
@@ -75,18 +73,14 @@ NONE = (float("inf"), float("inf"))
         ("0::/", V2.format("/"), {"cpu.max": "50000 100000"}, (0.5, float("inf"))),
         ("0::/", V2.format("/"), {"memory.max": "max", "memory.high": "7", "memory.current": "5"}, (NONE[0], 2)),
         ("0::/docker/x", V2.format("/docker/x"), {"cpu.max": "200000 100000"}, (2, float("inf"))),
-        ("0::/docker/x/y", V2.format("/docker/x"), {"y/cpu.max": "100000 100000"}, (1, float("inf"))),
         ("0::/docker/xyz", V2.format("/docker/x"), {"yz/cpu.max": "1 1", "cpu.max": "3 1"}, (3, float("inf"))),
         ("0::/../other", V2.format("/"), {"cpu.max": "100000 100000"}, (1, float("inf"))),
-        ("0::/a b", V2.replace("/sys/fs", "/sys/f\\040s").format("/"), {}, NONE),
         (GROUPS.format("/a/b"), V1.format("/", "/", "/"), OLDER, (1, 1.5 * G)),
         (GROUPS.format("/a/b"), V1.format("/a", "/a", "/"), CONTAINER, (1, 1.5 * G)),
         (GROUPS.format("/docker/id"), V1.format("/", "/", "/"), OLDER, NONE),
         (GROUPS.format("/a/b"), HYBRID.format("/", "/", "/"), OLDER | {"unified/cgroup.procs": "1"}, (1, 1.5 * G)),
         (f"0::/{SCOPE}", V2.format("/"), {"user.slice/cpu.max": "broken"}, NONE),
-        (f"0::/{SCOPE}", V2.format("/"), {"user.slice/cpu.max": "1 0"}, NONE),
         ("", "", {}, NONE),
-        ("no fields", "none\n", {}, NONE),
         ("0::/", "5 1 no fields\n" + V2.format("/") + "\n9 - cgroup", {"cpu.max": "1 1"}, (1, NONE[0])),
         (None, None, {}, NONE),
     ],
@@ -104,13 +98,6 @@ def test_the_smallest_limit_of_nested_groups_counts(tmp_path, groups, mounts, fi
     assert machine.cgroup_limits(tmp_path) == limits
 
 
-def test_memory_at_its_limit_is_not_unknown(monkeypatch):
-    monkeypatch.setattr(machine, "cgroup_limits", lambda: (1, -5))
-    assert measure.free_memory(torch.device("cpu")) == (
-        1 if sys.platform == "linux" else pytest.approx(0, abs=1e15)
-    )
-
-
 ZEN5 = {"system": "Linux x86_64", "vendor_id": "AuthenticAMD", "cpu family": "26", "model": "2"}
 XEON = {"system": "Linux x86_64", "vendor_id": "GenuineIntel", "cpu family": "6", "model": "143"}
 AVX512 = "fma avx2 avx512f avx512_bf16"
@@ -123,17 +110,12 @@ ARM = {"system": "Linux aarch64"}
         (XEON | {"flags": f"{AVX512} amx_bf16 amx_tile"}, True),
         (XEON | {"flags": AVX512}, False),
         (XEON | {"flags": AVX512, "model": "85"}, True),
-        (XEON | {"flags": "avx2 avx512f", "model": "85"}, False),
         (XEON | {"flags": "avx2"}, False),
-        (XEON | {"flags": "sse2"}, False),
         (ZEN5 | {"flags": AVX512}, True),
         (ZEN5 | {"flags": AVX512, "cpu family": "25", "model": "17"}, True),
-        (ZEN5 | {"flags": "avx2", "cpu family": "25", "model": "1"}, False),
         (ARM | {"Features": "asimd sve i8mm bf16"}, True),
         (ARM | {"Features": "asimd sve svebf16"}, False),
-        (ARM, False),
         ({"system": "Darwin arm64"}, False),
-        ({"system": "Linux riscv64"}, False),
         ({}, False),
     ],
 )
@@ -268,20 +250,6 @@ def test_the_wait_of_a_thread_that_has_ended_hides_no_other():
     assert cores.waiting_seconds({"1": 5.0}, {"1": 0.5}) == 0, "another one with its number"
 
 
-def test_one_thread_watches_however_many_ask(monkeypatch):
-    watched = []
-    monkeypatch.setattr(cores, "_watch", lambda: (watched.append(1), sleep(0.5)))
-    monkeypatch.setattr(cores, "_watcher", None)
-    for name in cores.OWN_CHOICE:
-        monkeypatch.delenv(name, raising=False)
-    asking = [threading.Thread(target=share_cores) for _ in range(16)]
-    for thread in asking:
-        thread.start()
-    for thread in asking:
-        thread.join()
-    assert watched == [1] * cores.reports_waits()
-
-
 def until(true, seconds=20):
     end = perf_counter() + seconds
     while not true():
@@ -304,27 +272,6 @@ def test_the_users_own_choice_of_waiting_is_respected(told):
     assert chosen() == (["2", "None", "None"] if told else ["1", "3000", "None"])
     assert chosen(GOMP_SPINCOUNT="7") == ["1", "7", "None"]
     assert chosen(OMP_WAIT_POLICY="ACTIVE") == ["1", "None", "ACTIVE"]
-
-
-@pytest.mark.parametrize(("ticks", "seconds", "count"), [(0.5, 2.0, 4), (9.0, 2.0, 3), (0.0, 2.0, 10_000)])
-def test_samples_end_after_their_time_or_where_the_clock_stands_still(ticks, seconds, count):
-    clock = (n * ticks for n in itertools.count())
-    times = machine._times(lambda: None, torch.device("cpu"), seconds, 3, clock.__next__)
-    assert times == [ticks] * count
-
-
-def test_rates_under_load_are_amounts_over_the_median_time(monkeypatch):
-    monkeypatch.setattr(machine, "_times", lambda work, device, seconds: [0.5, 0.25, 1e-9, 0.5, 9.0])
-    assert measure.matmul_rate(torch.float32, torch.device("cpu"), size=64) == pytest.approx(2 * 64**3 / 0.5)
-    assert measure.read_rate(torch.device("cpu"), size=4000) == pytest.approx(4000 / 0.5)
-
-
-def test_peak_memory_grows_by_what_is_held():
-    before = measure.peak_memory(torch.device("cpu"))
-    held = torch.ones(200_000_000, dtype=torch.uint8)
-    after = measure.peak_memory(torch.device("cpu"))
-    assert after >= before
-    assert after >= len(held)
 
 
 def test_numbers_too_small_count_as_zero_when_asked():

@@ -93,17 +93,6 @@ def test_bfloat16_products_in_float32_are_rounded_once(monkeypatch):
     assert torch.equal(few, linear(x[:1], weight)), "converting weights does not pay for few tokens"
 
 
-def test_products_in_float32_are_for_bfloat16_alone_and_where_they_are_faster(monkeypatch):
-    weight = torch.zeros(1, dtype=torch.bfloat16)
-    applies = lambda w, n: type(float32_products.float32_products(w, n)) is Float32Products
-    for faster in (True, False):
-        monkeypatch.setattr(float32_products, "float32_is_faster", lambda faster=faster: faster)
-        assert applies(weight, 128) is faster
-        assert not applies(weight, 127)
-        assert not applies(weight.float(), 128)
-        assert not applies(weight.half(), 128)
-
-
 @pytest.mark.parametrize("instructions", [True, False])
 def test_the_choice_of_products_follows_from_the_processor_or_the_record(monkeypatch, instructions):
     """Results depend on it: a change that went on after a kill ended in other bytes once in some 16 times."""
@@ -198,14 +187,6 @@ def test_cross_entropy(ignored, chunk, monkeypatch):
     both(cross_entropy.fused, cross_entropy.plain, [x, weight], targets)
 
 
-def test_chunks_of_a_large_head_have_enough_tokens(monkeypatch):
-    sizes, chunk = [], cross_entropy._chunk
-    monkeypatch.setattr(cross_entropy, "_chunk", lambda x, *rest: sizes.append(len(x)) or chunk(x, *rest))
-    for width in (300, 20):
-        cross_entropy.fused(torch.randn(600, width), torch.randn(40_000, width), torch.zeros(600).long())
-    assert sizes == [256, 256, 88] + [52] * 11 + [28], "each chunk reads the head"
-
-
 @pytest.mark.parametrize("chunk", [2 * 50, 1 << 20])
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, 1e38])
 @pytest.mark.parametrize("form", [cross_entropy.fused, cross_entropy.plain])
@@ -262,26 +243,6 @@ def test_rms_norm_is_reduced_in_float32():
     assert torch.allclose(rms_norm.fused(x, torch.ones(1000), 1e-6).float(), torch.ones(1000), atol=1e-3)
 
 
-def test_gradients_of_the_fused_forms_are_the_derivatives():
-    torch.manual_seed(0)
-    x, w = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 6), (6,)))
-    # float32 inside: a central difference of 1e-3 is what it can resolve.
-    assert torch.autograd.gradcheck(rms_norm.fused, (x, w, 1e-5), eps=1e-3, atol=1e-3)
-    head = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
-    targets = torch.tensor([1, 8, cross_entropy.IGNORE, 0])
-    assert torch.autograd.gradcheck(cross_entropy.fused, (x, head, targets), eps=1e-3, atol=1e-2)
-
-
-def test_bfloat16_stays_near_float32():
-    torch.manual_seed(0)
-    x, weight, targets = torch.randn(64, 32), torch.randn(80, 32) / math.sqrt(32), torch.randint(80, (64,))
-    exact = cross_entropy.plain(x, weight, targets)
-    with torch.autocast("cpu", torch.bfloat16):
-        rough = cross_entropy.fused(x, weight, targets)
-    assert rough.dtype == torch.float32
-    assert abs(float(rough / exact) - 1) < 5e-3
-
-
 @pytest.mark.parametrize("sides", [(5, 51), (64, 96), (1, 7), (33, 256)])
 @pytest.mark.parametrize("rows", [(1,), (1, 4), (2, 3), (0, 4)])
 def test_int8_products_are_those_of_the_scaled_codes(sides, rows):
@@ -295,16 +256,6 @@ def test_int8_products_are_those_of_the_scaled_codes(sides, rows):
         got, exact = form(half, codes, scale), F.linear(half.double(), codes.double() * scale.double()[:, None])
         assert got.dtype == torch.bfloat16
         close(got.double(), exact, 2**-7)
-
-
-def test_torchs_packed_int8_product_is_for_few_rows_in_bfloat16(monkeypatch):
-    calls = []
-    monkeypatch.setattr(int_linear, "packed", lambda *arguments: calls.append(arguments[0].shape))
-    shapes = (1, 4, 32), (5, 32), (1, 4, 48), (1, 4, 64)
-    for shape, dtype in ((shapes[0], torch.float32), *((shape, torch.bfloat16) for shape in shapes)):
-        codes = torch.ones(8, shape[-1], dtype=torch.int8)
-        int_linear.int8_linear(torch.ones(shape, dtype=dtype), codes, torch.ones(8))
-    assert calls == [shapes[0], shapes[3]]
 
 
 @pytest.mark.parametrize("size", [5, 300, 700])

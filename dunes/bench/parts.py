@@ -11,13 +11,12 @@ import json
 import math
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, median, stdev
 from time import process_time
-from typing import Any
 
 import torch
 
@@ -70,9 +69,9 @@ class Plan:
         if len(self.variants) < 2:
             raise ValueError("nothing to compare; name variants, for example --vary mlp=gated,gelu norm=layer")
         for variant in self.variants[1:]:
-            check_variant(
-                variant, {"size": self.size or "2x64", "tokenizer": self.tokenizer, "context_length": 256}
-            )
+            fixed = {"size": self.size or "2x64", "tokenizer": self.tokenizer, "context_length": 256}
+            config = TrainConfig(sources=("-",), parts=_parts(variant), **fixed)
+            architecture_for(config, vocabulary(config))
 
     @property
     def rungs(self) -> list[tuple[float, int]]:
@@ -131,16 +130,6 @@ class Job:
 
 SETTINGS_KEPT = ("size", "tokenizer", "batch", "context_length", "dtype", "threads")
 """What was chosen for the default model's run, and is the same in all runs of its seed."""
-
-
-def check_variant(variant: str, settings: Mapping[str, Any]) -> TrainConfig:
-    """The config of a variant with these settings. Raises ValueError for one that cannot be built."""
-    try:
-        config = TrainConfig(sources=("-",), parts=_parts(variant), **settings)
-        architecture_for(config, vocabulary(config))
-    except (TypeError, AttributeError) as error:  # from a damaged row
-        raise ValueError(f"settings {dict(settings)}: {error}") from None
-    return config
 
 
 def bench_parts(plan: Plan, out: Path) -> tuple[list[list[Row]], dict[str, str]]:
@@ -238,7 +227,6 @@ def _train(plan: Plan, job: Job, out: Path, first: Row) -> Row:
     length = ["--minutes", f"{job.minutes}"] if job.steps is None else ["--steps", f"{job.steps}"]
     chosen = {"size": plan.size, "tokenizer": plan.tokenizer} | dict(first.get("settings", {}))
     chosen = {name: chosen[name] for name in SETTINGS_KEPT if chosen.get(name)}
-    check_variant(job.variant, chosen)
     options = [word for name, value in chosen.items() for word in (f"--{option(name)}", f"{value}")]
     parts = ["--parts", *_parts(job.variant)] if job.variant != DEFAULT else []
     fixed = ["--out", f"{folder}", "--seed", f"{job.seed}", "--no-complete", "--quiet", *length, *parts]

@@ -42,9 +42,7 @@ def _base(frame: Any, *, wide: float = 7.0, high: float = 4.2, **aesthetics: str
 
 
 def save_plot(plot: Any, path: Path) -> None:
-    """Write the plot to a file. Raises ValueError if the file name does not end in .svg or .png."""
-    if path.suffix not in (".svg", ".png"):
-        raise ValueError(f"{path}: expected a file name that ends in .svg or .png")
+    """Write the plot to a file, in the format of its suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     plot.save(path, dpi=150, verbose=False)
 

@@ -90,14 +90,8 @@ class Harness(TemplateLM):
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """For each (context, continuation): its log-likelihood, and True if greedy decoding would generate it.
 
-        Raises ValueError for a continuation that is empty or longer than the model's context.
+        Raises ValueError for a continuation without a token of its own, or longer than the model's context.
         """
-        for request in requests:
-            if not request.args[1]:
-                raise ValueError(
-                    f"task {request.task_name}, document {request.doc_id}: an answer to score is empty; "
-                    "give each answer some text"
-                )
         # The harness moves spaces from the end of the context to the continuation, and splits the ids.
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return answers

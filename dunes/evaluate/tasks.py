@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -57,29 +56,10 @@ def _check_names(tasks: Sequence[str], names: Sequence[str]) -> None:
     """Raise ValueError for the first task that is not among the names."""
     for task in tasks:
         if task not in names:
-            similar = get_close_matches(task, names, n=1)
-            raise ValueError(
-                f"--tasks: unknown task {task!r}{f'; did you mean {similar[0]!r}?' if similar else ''}; "
-                "`lm-eval ls tasks` lists all tasks, --task-folder adds the tasks of a folder"
-            )
+            raise ValueError(f"--tasks: unknown task {task!r}; `lm-eval ls tasks` lists all tasks")
 
 
 def table(results: Mapping[str, Any]) -> list[str]:
-    """The results as lines of text, one per metric of each task or group."""
-    rows = [("task", "shots", "documents", "metric", "value", "standard error")]
-    for task, metrics in results["results"].items():
-        shots = str(results["n-shot"].get(task, ""))
-        documents = str(results["n-samples"].get(task, {}).get("effective", ""))
-        for key, value in metrics.items():
-            metric, _, filter_name = key.partition(",")
-            if not filter_name or metric.endswith("_stderr"):
-                continue
-            name = metric if filter_name == "none" else f"{metric} ({filter_name})"
-            error = _number(metrics.get(f"{metric}_stderr,{filter_name}"))
-            rows.append((task, shots, documents, name, _number(value), error))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else "" if value in (None, "N/A") else str(value)
+    """The results as lines of text: the harness's own table of metrics."""
+    lines: list[str] = extra("lm_eval.utils", "eval").make_table(results).splitlines()
+    return lines

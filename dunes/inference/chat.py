@@ -321,10 +321,7 @@ class Chat:
         elif word == "/save":
             self.save(Path(os.path.expanduser(rest.strip())))
         elif word == "/adapter" and rest.strip():
-            try:
-                self.switch_to(rest.strip())
-            except NoTemplate as error:
-                self.note(str(error))
+            self.switch_to(rest.strip())
         elif word in ("/help", "/adapter"):
             current = self.name or next(iter(self.engine.models))
             names = ", ".join(f"{name} (now)" if name == current else name for name in self.engine.models)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, combinations, compress, product
+from itertools import chain, combinations, product
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ def check(
     case, report = Case(op, reference, dict(zip(names, inputs, strict=True)), backend), Report([], [])
     case = case.replace({name: x.detach().clone() for name, x in case.tensors.items()})
     with warnings.catch_warnings(), torch.random.fork_rng():
-        warnings.filterwarnings("ignore", ".*(determinis|torch.func)")  # fallbacks are checked on purpose
+        warnings.filterwarnings("ignore", ".*determinis")  # a warning of torch's, asked for in `_sizes`
         for row in ROWS:
             report.checks.append(_attempt(row, case, [c.name for c in report.failures()]))
     report.times.extend(_times(case, seconds) if seconds and not report.failures() else ())
@@ -417,20 +417,6 @@ def _gradcheck(c: Case) -> Iterator[Case]:
     yield c
 
 
-def _backward(c: Case) -> Iterator[Case]:
-    """Check the shapes and dtypes of a custom backward's gradients, before autograd converts them."""
-    yield c
-    outputs = [y for y in c.call(c.op, *c.inputs.values()) if y.requires_grad]
-    function: Any = outputs[0].grad_fn if outputs else None
-    if hasattr(function, "needs_input_grad"):
-        gradients = compress(tree_leaves(function.apply(*map(_gradient, outputs))), function.needs_input_grad)
-        nodes = [getattr(node, "variable", None) for node, _ in function.next_functions if node]
-        for (name, x), (node, gradient) in product(c.leaves.items(), zip(nodes, gradients, strict=False)):
-            descriptions = [_describe(name, y) for y in (gradient, x)]
-            if x is node and gradient is not None and descriptions[0] != descriptions[1]:
-                raise ValueError(f"the backward's gradient for {descriptions[0]}, not {descriptions[1]}")
-
-
 def _repeat(c: Case) -> Iterator[Case]:
     """Cases of several calls, and of tensors that are overwritten."""
     halves = c.replace({name: x / 2 for name, x in c.floats.items()})
@@ -451,14 +437,6 @@ def _repeat(c: Case) -> Iterator[Case]:
     yield replace(
         c, op=partial(in_buffers, True), may_refuse=True, label="inputs overwritten before the backward: "
     )
-
-
-def _vmap(c: Case) -> Iterator[Case]:
-    """Check that torch.func.vmap of the operation equals torch.func.vmap of the reference, or raises an error."""
-    for names, dim in product({tuple(c.floats), *((name,) for name in c.floats)}, (0, -1)):
-        stacked = {name: torch.stack([c.floats[name], c.floats[name] / 2], dim) for name in names}
-        vmap: Form = partial(torch.func.vmap, in_dims=tuple(dim if name in stacked else None for name in c.inputs))
-        yield c.replace(stacked, label=f"{names}: ", op=vmap(c.op), reference=vmap(c.reference), may_refuse=True)
 
 
 def _opcheck(c: Case) -> Iterator[Case]:
@@ -485,14 +463,12 @@ MODES = (*DTYPES, "autocast")
 ROWS: dict[str, tuple[Callable[[Case], Iterable[Case]], Sequence[str]]] = {
     **{mode: (_choices, [mode]) for mode in (*MODES, "float64")},
     "gradcheck": (_gradcheck, ["float64"]),
-    "backward": (_backward, MODES[:2]),
     "NaN": (partial(_variants, _not_finite), MODES),
     "values": (_other_values, MODES[:2]),
     "sizes": (_sizes, MODES[:2]),
     "not contiguous": (partial(_variants, _layouts), MODES[:2]),
     "repeated": (_repeat, ["float32"]),
     "second derivative": (lambda c: [replace(c, graphs=(True, False), may_refuse=True)], ["float64", "float32"]),
-    "torch.func": (_vmap, ["float32"]),
     "opcheck": (_opcheck, MODES[:2]),
     "compiled": (_compile, ["float32"]),
 }

@@ -1,4 +1,4 @@
-"""Find, replace, insert, remove, repeat, freeze, move and count the modules of any `nn.Module`.
+"""Find, replace, insert, remove, freeze, move and count the modules of any `nn.Module`.
 
 A *place* is a module's dotted name without wrappers. A wrapper is a module with a child `.base` (such as LoRA), or
 the result of `torch.compile`; so `blocks.3.attn.q` names the same place with and without a wrapper. A module used
@@ -9,7 +9,6 @@ at several places has several names. Places are selected by globs, which can be 
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Literal, NamedTuple, TypeGuard, cast
 
 import torch
@@ -176,19 +175,6 @@ def remove(model: nn.Module, where: Where) -> list[str]:
     for place in reversed(selected):
         del place.parent[int(place.key)]  # type: ignore[operator]
     return [place.name for place in selected]
-
-
-def repeat(model: nn.Module, where: Where, times: int = 1) -> list[str]:
-    """Insert `times` copies after each selected entry of a ModuleList, and return the places of the copies.
-
-    A copy shares no tensor with the model. Raises ValueError like `remove`.
-    """
-    copies = []
-    for place in reversed(_entries(model, where)):
-        for _ in range(times):
-            copies.append(deepcopy(place.module))
-            place.parent.insert(int(place.key) + 1, copies[-1])  # type: ignore[operator]
-    return [place.name for place in places(model) if any(place.module is c for c in copies)]
 
 
 def _entries(model: nn.Module, where: Where) -> list[Place]:
