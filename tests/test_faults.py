@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import killed_runs
-from conftest import display, refuses, run_python, toy, training_output
+from conftest import display, run_python, toy, training_output
 from dunes import checkpoint
 from dunes.checkpoint.weights import safetensors_file
 from dunes.files import atomic
@@ -240,8 +240,7 @@ class Disk:
 @pytest.mark.slow
 @pytest.mark.parametrize("forced", [True, False], ids=["as it is", "without fsync"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("losses", [100, pytest.param(500, marks=pytest.mark.slow)])
-def test_power_losses_leave_the_old_or_the_new(kind, forced, losses, tmp_path, monkeypatch):
+def test_power_losses_leave_the_old_or_the_new(kind, forced, tmp_path, monkeypatch):
     save, read = KINDS[kind]
     run, chance, found = tmp_path / "run", random.Random(0), []
     run.mkdir()
@@ -255,7 +254,7 @@ def test_power_losses_leave_the_old_or_the_new(kind, forced, losses, tmp_path, m
     disk.notice()
     for handle in disk.held.values():
         os.close(handle)
-    for i in range(losses):
+    for i in range(500):
         disk.fail(chance, tmp_path / f"{i}")
         try:
             found.append(read(tmp_path / f"{i}"))
@@ -266,7 +265,7 @@ def test_power_losses_leave_the_old_or_the_new(kind, forced, losses, tmp_path, m
     assert not forced or set(found) == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("limit", range(0, 2000, 100))
+@pytest.mark.parametrize("limit", range(0, 2000, 400))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_disk_that_is_full_after_some_bytes_leaves_the_old_and_is_an_os_error(kind, limit, tmp_path):
     save, read = KINDS[kind]
@@ -293,11 +292,6 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written(kind, tmp_path, m
     with pytest.raises(OSError, match=r"B are needed and \S+ k?B are free.*" + str(tmp_path)):
         save(tmp_path, 2)
     assert read(tmp_path) == 1
-
-
-def test_a_state_of_another_format_is_refused(stored):
-    (stored / "state.json").write_text('{"format": 99, "state": {}}')
-    refuses("its format is 99, and this version reads 2", checkpoint.load_state, stored)
 
 
 @pytest.mark.slow
@@ -381,17 +375,13 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
     assert_same_outcome(tmp_path / "straight", tmp_path / "cut")
 
 
-def greedy(*arguments, **named):
-    torch.empty(1 << 60)
-
-
 def test_too_little_memory_beside_the_steps_does_not_end_training(code, tmp_path, monkeypatch):
+    greedy = lambda *arguments, **named: torch.empty(1 << 60)
     monkeypatch.setattr(train_module, "sample_text", greedy)
     monkeypatch.setattr(Run, "check", greedy)
     printed = training_output(toy(code), tmp_path / "run")
     assert printed.count("warning: validation failed: ") == 1
     assert printed.count("warning: sampling failed: ") == 1
-    assert "training continues" in printed
 
 
 HUNGRY = """
@@ -407,12 +397,6 @@ resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 29), held + (1 << 29)))
 train(TrainConfig(sources=(sys.argv[1],), size="60k", vocab_size=300, context_length=32, batch=30_000, steps=9,
            dtype="float32", threads=1), Path(sys.argv[2]), Display())
 """
-
-
-def test_a_check_that_fails_at_the_first_step_of_a_session_does_not_end_it(code, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop_module, "_check_due", lambda step: True)
-    monkeypatch.setattr(Run, "check", greedy)
-    assert train(toy(code), tmp_path / "run", display()[0]) == 0
 
 
 def test_too_little_memory_in_a_step_is_said_with_the_largest_parts(code, tmp_path):
@@ -433,30 +417,23 @@ def test_a_damaged_state_is_passed_over_unless_strict(code, tmp_path):
 
 @pytest.mark.parametrize("where", ["run/state", "run", "."])
 def test_a_folder_that_may_not_be_written_is_named(where, code, monkeypatch):
-    base = Path(tempfile.mkdtemp())
+    base = Path(tempfile.mkdtemp())  # which another user can enter
+    for folder in ("", "run", "home", *["run/state"] * (where != "run")):
+        (base / folder).mkdir(exist_ok=True)
+        (base / folder).chmod(0o777)  # whatever the umask is
+    shutil.copytree(code, base / "code")
+    (base / where).chmod(0o555)
+    monkeypatch.setenv("DUNES_HOME", str(base / "home"))
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # root may write everywhere
     try:
-        shutil.copytree(code, base / "code")
-        (base / "run" / "state").mkdir(parents=True)
-        for folder in (base, base / "run", base / "run" / "state"):
-            folder.chmod(0o777)
-        if where == "run":
-            (base / "run" / "state").rmdir()
-        (base / where).chmod(0o555)
-        if where != ".":
-            (base / "home").mkdir()
-            (base / "home").chmod(0o777)  # whatever the umask is
-        monkeypatch.setenv("DUNES_HOME", str(base / "home" if where != "." else base / "code"))
-        user = os.geteuid()
-        os.seteuid(user or 65534)  # root may write everywhere
-        try:
-            with pytest.raises((OSError, ValueError), match=str(base)):
-                train(toy(base / "code"), base / "new" if where == "." else base / "run", display()[0])
-        finally:
-            os.seteuid(user)
-        assert not list(base.rglob("step-*"))
+        with pytest.raises((OSError, ValueError), match=str(base)):
+            train(toy(base / "code"), base / "new" if where == "." else base / "run", display()[0])
     finally:
+        os.seteuid(user)
         (base / where).chmod(0o777)
-        shutil.rmtree(base)
+    assert not list(base.rglob("step-*"))
+    shutil.rmtree(base)
 
 
 def training(code: Path, folder: Path):
