@@ -63,7 +63,6 @@ LONG = re.compile(
     | test_comparison.py::test_a_model_whose_training_text_was_moved
     | test_completion.py::test_a_model_that_is_worse_than_copying_does_not_complete.*auto-True
     | test_convert.py::test_memory_holds_one_tensor_at_a_time.*bfloat16
-    | test_faults.py::test_too_little_memory_in_a_step
     | test_fim.py::test_thousands_of_windows
     | test_finetune.py::test_fewer_rows_at_once
     | test_gguf.py::test_an_adapter_of_a_file_opens_with_it_alone.qlora

@@ -331,6 +331,8 @@ def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     assert not folder.exists(), "nothing is written before all is known to be well"
     train(toy(code, steps=2), folder, display()[0])
     assert str(folder) in refused(toy(code), folder)
+    with run_module.run_lock(folder):
+        assert "in use by another training process" in refused(toy(code, steps=2), folder, resume=True)
     changed = refused(toy(code, steps=2, size="70k", family="gpt2"), folder, resume=True)
     assert all(words in changed for words in ("size was '60k', now '70k'", "family was 'arcee', now 'gpt2'"))
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
@@ -408,19 +410,6 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
     assert printed.count("this step was skipped") == 10
     kept = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))["weights"]
     assert all(torch.equal(kept[k], v) for k, v in trained["weights"].items())
-
-
-@pytest.mark.slow
-def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
-    holds = "from pathlib import Path; from dunes.runs.run import run_lock; import sys, time\n"
-    holds += "with run_lock(Path(sys.argv[1])): print(1, flush=True); time.sleep(100)"
-    line = [sys.executable, "-c", holds, tmp_path / "run"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE) as other, monkeypatch.context() as patch:
-        other.stdout.readline()
-        patch.setattr(train_module, "gather", lambda config: pytest.fail("the text was read before"))
-        assert "in use by another training process" in refused(toy(code), tmp_path / "run")
-        other.kill()
-    assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, "the lock died with its process"
 
 
 CORPORA = {
