@@ -176,24 +176,16 @@ dry = partial(training_output, dry_run=True)
 def test_a_dry_run_into_a_run_says_that_there_is_one_and_touches_nothing(run, run_folder, monkeypatch):
     machine = autosize.Machine(threads=1, dtype="float32", matmul=1e11, read=1e10)
     monkeypatch.setattr(autosize, "measure_machine", lambda config: machine)
-    code = run_folder.parent / "code"
-    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
-    config = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
-    said = dry(config, run)
-    assert f"warning: {run}: already contains a run; continue it with --resume, or choose another --out" in said
-    assert "last saved state: step 12" in said
+    stamps = lambda: {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "lock"}
+    config = TrainConfig(sources=(str(run_folder.parent / "code"),), minutes=1, dtype="float32", threads=1)
+    before, said, again = stamps(), dry(config, run), dry(TrainConfig(), run, resume=True)
+    assert f"warning: {run}: already contains a run" in said
     assert "chosen for 1 minute" in said
-    assert "chosen for" not in dry(TrainConfig(), run), "nothing was asked but what is there"
-    again = dry(TrainConfig(), run, resume=True)
     assert "already contains a run" not in again
-    assert "last saved state: step 12" in again
-    assert "--resume continues from there up to 12 steps" in again
+    assert "last saved state: step 12; --resume continues from there up to 12 steps" in again
     with run_lock(run):
-        assert "in use by another training process" in dry(config, run)
         assert "in use by another training process" in dry(TrainConfig(), run, resume=True)
-    after = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.name != "lock"}
-    assert after == {p: t for p, t in before.items() if p.name != "lock"}
-    refuses("no sources", train, TrainConfig(), run.parent / "new", display()[0], dry_run=True)
+    assert stamps() == before
     refuses("size was '60k'", train, TrainConfig(size="70k"), run, display()[0], resume=True, dry_run=True)
 
 

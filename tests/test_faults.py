@@ -25,7 +25,7 @@ from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
 from small_models import random_model
-from test_checkpoint import same
+from test_runs import assert_same_training
 
 STATE = {"weights": torch.arange(40.0), "numbers": {0: 1.5, "name": "x"}}
 
@@ -338,7 +338,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
             train(config, tmp_path / "cut", display()[0])
     assert checkpoint.latest_state(tmp_path / "cut").name == "step-000007"
     assert train(TrainConfig(sources=()), tmp_path / "cut", display()[0], resume=True) == 0
-    assert_same_outcome(tmp_path / "straight", tmp_path / "cut")
+    assert_same_training(tmp_path / "straight", tmp_path / "cut")
 
 
 def test_too_little_memory_beside_the_steps_does_not_end_training(code, tmp_path, monkeypatch):
@@ -383,23 +383,6 @@ def training(code: Path, folder: Path):
     return killed_runs.start(toy(code, steps=60), folder, 0.1)
 
 
-def outcome(folder: Path):
-    """Everything that must be the same: weights, optimizer, counters, best weights, losses as hex."""
-    state = checkpoint.load_state(checkpoint.latest_state(folder))
-    state.pop("elapsed"), state.pop("timings"), state.pop("begin")
-    lines = [
-        (r["step"], r["loss_hex"], r["grad_norm"], r["lr_scale"], r.get("bits_per_byte"))
-        for r in read_metrics(folder / "metrics.jsonl")
-    ]
-    return state, lines, (folder / "model.safetensors").read_bytes()
-
-
-def assert_same_outcome(straight: Path, resumed: Path) -> None:
-    (state, *others), (again, *rest) = outcome(straight), outcome(resumed)
-    assert same(state, again)
-    assert others == rest
-
-
 def killed(code: Path, folder: Path, kills: int, seed: int) -> int:
     """Train to the end through this many kills at random moments, some aimed at a save; how many were left."""
     chance = random.Random(seed)
@@ -431,4 +414,4 @@ def test_kills_end_bit_for_bit_as_none(kills, code, tmp_path):
     assert straight.exitcode == 0
     for part, count in enumerate(kills):
         assert killed(code, tmp_path / f"killed-{part}", count, seed=part) < count
-        assert_same_outcome(tmp_path / "straight", tmp_path / f"killed-{part}")
+        assert_same_training(tmp_path / "straight", tmp_path / f"killed-{part}")

@@ -24,13 +24,14 @@ from dunes.evaluate.preferences import reference_logprobs, score_pairs
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune as finetune_module
-from dunes.runs.finetune import FinetuneTask, choose_options, finetune, load_base
+from dunes.runs.finetune import choose_options, finetune, load_base
 from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate
 from dunes.runs.finetune_data import FinetuneData
 from dunes.runs.run import METRICS, read_metrics
 from dunes.runs.tensorboard import scalars
 from dunes.text import Tokenizer, templates
 from dunes.train.loss import dpo_loss, next_token_loss
+from test_finetune import ALL, base_in, finetuned
 from test_ranks import run_ranks
 from test_runs import assert_same_training, stopping_at
 
@@ -369,17 +370,9 @@ def test_prompts_that_are_rendered_equally_are_on_one_side_or_counted_as_leaks(g
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Tiny models with ids for ROWS."""
-    folder, text = tmp_path_factory.mktemp("bases"), " ".join(" ".join(row.values()) for row in ROWS)
-    tokenizer = Tokenizer.train("bpe", [text], 300)
-    for family in ("llama", "mixtral"):
-        module = FAMILIES[family]
-        model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 32, 2, 128)), seed=3)
-        with torch.no_grad():  # projections that begin as zeros would let nothing through
-            for p in model.parameters():
-                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.02)
-        checkpoint.save(model, folder / family, tokenizer, 128)
-    return {family: folder / family for family in ("llama", "mixtral")}
+    """A tiny model with ids for ROWS, by its family."""
+    tokenizer = Tokenizer.train("bpe", [" ".join(" ".join(row.values()) for row in ROWS)], 300)
+    return {"llama": base_in(tmp_path_factory.mktemp("bases") / "llama", tokenizer)}
 
 
 @pytest.fixture(scope="module")
@@ -398,18 +391,8 @@ def asked(bases, rows, **changes):
     return FinetuneConfig(model=str(bases["llama"]), data=str(rows), **fixed | changes)
 
 
-def finetuned(config, folder, **how):
-    show, out = display()
-    assert finetune(config, folder, show, **how) == 0
-    return out.getvalue()
-
-
 def logged(folder):
     return [r for r in read_metrics(folder / METRICS) if "loss" in r]
-
-
-RARE = ("rslora", "qdora", "qlora-int8")
-ALL = [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in METHODS]
 
 
 @pytest.mark.parametrize("method", ALL)
@@ -422,17 +405,12 @@ def test_the_first_loss_is_ln_2_and_the_reference_is_the_model_without_adapters(
     stored = json.loads((tmp_path / "run" / "state" / "reference.json").read_text())
     if METHODS[method].saves_model:
         return
-    task = task_of(asked(bases, rows, method=method))
+    config, show = asked(bases, rows, method=method), display()[0]
+    data = choose_options(FinetuneData.read(config, load_base(config), show), show)
     model = checkpoint.load(tmp_path / "run").model
     set_adapter(model, None)
-    again = reference_logprobs(model, task.data.train, task.config.context_length, torch.float32)
+    again = reference_logprobs(model, data.train, data.config.context_length, torch.float32)
     assert np.abs(again - np.array(stored["train"])).max() <= 2e-4 * (20 if method == "pissa" else 1)
-
-
-def task_of(config):
-    show = display()[0]
-    data = finetune_module.FinetuneData.read(config, finetune_module.load_base(config), show)
-    return FinetuneTask(finetune_module.choose_options(data, show), None, torch.float32)
 
 
 @pytest.mark.parametrize("options", [{}, {"length_normalized": True, "beta": 5.0, "method": "full", "lr": 0.001}])

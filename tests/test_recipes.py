@@ -12,10 +12,8 @@ import torch
 
 from conftest import data, refuses
 from dunes import checkpoint
-from dunes.augment import undo_change
 from dunes.data import collect_corpus
 from dunes.progress import Display
-from dunes.runs.run import read_config
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
@@ -122,14 +120,10 @@ def test_lora_experts(tmp_path, capsys):
     assert losses.keys() == {"lora-experts", "lora"}
     assert max(losses.values()) < checkpoint.load(tmp_path / "run" / "lora").card["measured"]["before"]
     assert "trained parameters" in capsys.readouterr().out
-    trained, before = checkpoint.load(tmp_path / "run" / "lora-experts"), checkpoint.load(tmp_path / "base").model
-    undo_change(trained.model, trained.architecture.changes[-1])
-    state = trained.model.state_dict()
-    assert all(torch.equal(state[n], t) for n, t in before.state_dict().items())
 
 
 @pytest.mark.slow
-def test_llama_moe_recovers(tmp_path, capsys):
+def test_llama_moe_recovers(tmp_path):
     (tmp_path / "play.txt").write_text(PLAY)
     options = {"dtype": "float32", "threads": 1, "batch": 4, "context_length": 32, "lr": 0.01}
     save_model(tmp_path / "new", Tokenizer.train("chars", [PLAY], 0), 32)
@@ -143,9 +137,6 @@ def test_llama_moe_recovers(tmp_path, capsys):
     routers, split = (checkpoint.load(tmp_path / "run" / name).model.state_dict() for name in ("routers", "split"))
     changed = {name for name in split if not torch.equal(routers[name], split[name])}
     assert changed == {f"blocks.{i}.mlp.router.weight" for i in (0, 1)}
-    assert "against the dense model" in capsys.readouterr().out
-    rates = (read_config(tmp_path / "run" / name, TrainConfig).lr_factors for name in ("routers", "experts"))
-    assert [*rates] == [("new=5",), ()]
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Training that goes on from a folder: exact at its start, resumed bit for bit, saved as what it was."""
 
 import json
-import re
 import signal
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import expansion
 from adapters import IDS, trained
-from conftest import display, refuses, training_output
+from conftest import display, refuses
 from dunes import checkpoint, tree
 from dunes.augment import CHANGES, apply_change
 from dunes.checkpoint import Architecture
@@ -95,20 +94,6 @@ def test_a_base_keeps_its_dropout(asked, trained_with, code, tmp_path, monkeypat
     assert train(going_on(tmp_path / "base", code, steps=2, dropout=asked), tmp_path / "run", display()[0]) == 0
     assert seen[0] == [trained_with] * 2
     assert [d.p for d in dropouts(checkpoint.load(tmp_path / "run").model)] == [0.1] * 2
-
-
-@pytest.mark.parametrize("steps", [7, None])
-def test_a_dry_run_measures_a_step_of_the_base_and_changes_nothing(steps, converted, code, tmp_path):
-    """The same as the run says before its first step, which starts with the base's weights all the same."""
-    config = going_on(converted, code, steps=steps, minutes=0.5)
-    dry = training_output(config, tmp_path / "run", dry_run=True)
-    said = r"measured: \S+ tokens/s, \S+ \S+ per step; (\d+) steps in about \S+( s)?; training states take up to "
-    assert re.search(said, dry)
-    assert not (tmp_path / "run").exists()
-    if steps:
-        assert re.search(said, dry)[1] == str(steps)
-        with_line = training_output(config, tmp_path / "run")
-        assert re.search(said, with_line)
 
 
 def test_the_measurement_of_a_step_leaves_weights_buffers_and_optimizer(code):
