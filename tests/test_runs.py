@@ -354,14 +354,6 @@ def test_a_run_has_one_end(code, tmp_path):
     assert train(TrainConfig(steps=4), folder, show, resume=True, asked={"steps": 4}) == 0
 
 
-def test_loss_above_its_best_is_told_once(code, tmp_path, monkeypatch):
-    bits = itertools.cycle([1.0, 2.0, 2.0, 2.0])
-    monkeypatch.setattr(TrainTask, "score", lambda *_: Score(next(bits), 1, 1))
-    monkeypatch.setattr(loop_module, "_check_due", lambda step: True)
-    printed = training_output(toy(code, steps=20), tmp_path / "run")
-    assert printed.count("warning: validation loss is") == 1
-
-
 def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     config = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
     words = training_output(config, tmp_path / "run", dry_run=True)
@@ -586,7 +578,7 @@ def test_experts_that_do_not_fit_are_refused_before_any_work(case, code, tmp_pat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [300_000, 1_000_000, 4_000_000, 30_000_000])
+@pytest.mark.parametrize("size", [300_000, 30_000_000])
 def test_a_size_asked_for_is_about_the_size_built(family, size):
     with torch.device("meta"):
         model = FAMILIES[family].build(config_for(TrainConfig(family=family, size=str(size)), 2048))
