@@ -410,9 +410,8 @@ def loss_pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
 
     Raises ValueError for an invalid result.
     """
-    loss, count, *metrics = (
-        result if isinstance(result, (tuple, list)) and len(result) in (2, 3) else (result, None)
-    )
+    parts: Any = result if isinstance(result, (tuple, list)) and len(result) in (2, 3) else (result, None)
+    loss, count, *metrics = parts
     if isinstance(count, Real) and not isinstance(count, bool):
         count = torch.tensor(float(count), dtype=torch.float64)
     values = isinstance(loss, Tensor) and isinstance(count, Tensor) and loss.numel() == count.numel() == 1
