@@ -59,7 +59,6 @@ LONG = re.compile(
     | test_pace.py::test_the_same_command_has_the_same_losses
     | test_completion.py::test_a_model_that_is_worse_than_copying_does_not_complete.*auto-True
     | test_convert.py::test_memory_holds_one_tensor_at_a_time.*bfloat16
-    | test_faults.py::test_too_little_memory_in_a_step
     | test_fim.py::test_thousands_of_windows
     | test_finetune.py::test_fewer_rows_at_once
     | test_gguf.py::test_an_adapter_of_a_file_opens_with_it_alone.qlora
@@ -86,7 +85,7 @@ SLOW = re.compile(
     | test_parts.py::test_changed_scores_compile.*alibi
     | test_preferences.py::test_stopped_and_resumed.*lora
     | test_recipes.py::test_mixtral_tiny
-    | test_runs.py::test_(the_rest_of_a_line_is_learned|records_are_learned.*tails)
+    | test_runs.py::test_the_rest_of_a_line_is_learned
     | test_serve.py::test_texts_of_a_recurrent_model
     | test_tokenizer_conversion.py::test_shipped_tekken.*240911
 """,

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,12 +27,12 @@ from dunes.runs.autosize import (
     memory_advice,
     meta_model,
     muon_flops,
-    size_warning,
 )
 from dunes.runs.memory import Shape, process_memory
 from dunes.runs.train import build_optimizer
 from dunes.runs.train_config import TrainConfig, parse_size
-from dunes.tree import count, find, linear
+from dunes.train.optim import orthogonalise
+from dunes.tree import count, find, linear, linears
 from dunes.tree import replace as replace_modules
 
 MACHINE = Machine(threads=2, dtype="bfloat16", matmul=1.2e12, read=27e9)
@@ -81,14 +82,6 @@ def test_a_size_that_is_given_stays_and_one_for_steps_suits_their_tokens():
     assert many == pytest.approx(3_000 * 16 * 256 / autosize.TOKENS_PER_PARAMETER, rel=0.2)
 
 
-def test_a_vocabulary_too_large_for_the_size_is_named():
-    small = TrainConfig(size="60k", context_length=32)
-    assert "--size is 60k, but the smallest arcee model with a vocabulary of 4096 has 15" in size_warning(small)
-    assert not size_warning(replace(small, vocab_size=512))
-    assert not size_warning(replace(small, size="2x64"))
-    assert not size_warning(replace(small, size="300k"))
-
-
 def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
     whole = TrainConfig(sources=(), size="1m", batch=1, context_length=2, dtype="float32", threads=1)
     monkeypatch.setattr(autosize, "measure_machine", lambda config: pytest.fail("measured"))
@@ -131,33 +124,46 @@ def test_text_met_again_is_worth_less_and_less():
     assert expected_bits(3_000_000, 4e6, 1e9) < bits[2], "new text is worth more"
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_flops_are_what_pytorch_counts(tied, monkeypatch):
-    monkeypatch.setattr(attention, "form", lambda *_: attention.plain)  # the fused kernel is not counted on a CPU
-    config = replace(arcee.Config.from_size(300, 64, 3, 32), tied=tied)
-    model, batch = arcee.build(config), torch.randint(300, (2, 33))
-    with FlopCounterMode(display=False) as counter:
-        torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
-    assert counter.get_total_flops() == 64 * flops(model, 32)
-
-
-def toy_arcee():
+def toy_arcee(**fields):
     torch.manual_seed(0)
-    return arcee.build(arcee.Config.from_size(300, 64, 3, 32))
+    return arcee.build(replace(arcee.Config.from_size(300, 64, 3, 32), **fields))
 
 
 def counted(model, monkeypatch):
-    """FLOPs per token of a forward pass, as PyTorch counts them."""
+    """FLOPs per token of a forward pass, as PyTorch counts them, but for fused forms that it does not count."""
     monkeypatch.setattr(attention, "form", lambda *_: attention.plain)
+    monkeypatch.setattr(adapted, "_fusable", lambda *_: False)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.randint(300, (2, 32)))
     return counter.get_total_flops() / 64
 
 
-@pytest.mark.parametrize("kind", ["delta", "mamba"])
-def test_flops_of_recurrent_parts_are_what_pytorch_counts(kind, monkeypatch):
-    model = of_parts.build(300, 64, 3, 64, attention=kind)  # three layers without attention
+def lora_experts(**options):
+    apply_change(model := toy_arcee(), "lora-experts", experts=3, rank=2, **options)
+    return model
+
+
+COUNTED = {
+    "tied": lambda: toy_arcee(tied=True),
+    "untied": lambda: toy_arcee(tied=False),
+    "delta": lambda: of_parts.build(300, 64, 3, 64, attention="delta"),
+    "mamba": lambda: of_parts.build(300, 64, 3, 64, attention="mamba"),
+    **{f"{r} {k}": partial(lora_experts, router=r, top_k=k) for r in ("linear", "shared", "mlp") for k in (1, 3)},
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_flops_are_what_pytorch_counts(name, monkeypatch):
+    model = COUNTED[name]()
     assert flops(model, 32) == 3 * counted(model, monkeypatch) > 0
+
+
+def test_orthogonalising_is_what_muon_computes():
+    model = toy_arcee()
+    with FlopCounterMode(display=False) as counter:
+        for m in linears(model):
+            orthogonalise(torch.randn(1, *sorted(m.weight.shape)))
+    assert counter.get_total_flops() == muon_flops(model)
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -186,23 +192,11 @@ def test_an_adapter_adds_its_two_small_products_while_it_is_active(base, init, m
     added = sum(factors * ranks[name] * sides[name] for name in ranks)
     assert flops(model, 32) - before == 6 * added > 0
     if init == "lora":
-        # The fused form adds in place, which PyTorch does not count.
-        monkeypatch.setattr(adapted, "_fusable", lambda *_: False)
         assert 3 * counted(model, monkeypatch) == flops(model, 32)
     attach(model, rank=3, adapter="second")
     assert flops(model, 32) - before == 6 * 3 * sum(sides.values()), "the other one is idle"
     set_adapter(model, None)
     assert flops(model, 32) == before
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3])
-@pytest.mark.parametrize("router", ["linear", "shared", "mlp"])
-def test_a_mixture_of_lora_experts_adds_what_pytorch_counts(router, top_k, monkeypatch):
-    model = toy_arcee()
-    before = flops(model, 32)
-    apply_change(model, "lora-experts", router=router, experts=3, top_k=top_k, rank=2)
-    monkeypatch.setattr(adapted, "_fusable", lambda *_: False)
-    assert flops(model, 32) == 3 * counted(model, monkeypatch) > before
 
 
 def test_an_adapter_of_experts_works_on_their_tokens_and_one_of_an_embedding_looks_up():
@@ -228,18 +222,6 @@ def test_any_module_with_inputs_and_outputs_is_counted_once():
     assert (flops(model, 32), activation_bytes(model, 32), muon_flops(model), count(model)) == before
     replace_modules(model, "blocks.*", Checkpointed)
     assert flops(model, 32) == before[0]
-
-
-def test_orthogonalising_is_what_muon_computes():
-    from dunes.train.optim import orthogonalise
-
-    model = llama.build(llama.Config.from_size(300, 64, 1, 32))
-    with FlopCounterMode(display=False) as counter:
-        for m in model.modules():
-            if isinstance(m, torch.nn.Linear):
-                short, long = sorted(m.weight.shape)
-                orthogonalise(torch.randn(1, short, long))
-    assert counter.get_total_flops() == muon_flops(model)
 
 
 def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
@@ -294,14 +276,6 @@ def test_less_is_lost_to_fragmentation_if_less_is_trained():
         process_memory(toy_arcee, Shape(4, 32), trainable=n)["fragmentation"] for n in (weights, weights // 10)
     ]
     assert 0 < lost[1] == pytest.approx(lost[0] / 10, rel=0.01)
-
-
-def test_an_error_of_memory_is_told_from_others():
-    with pytest.raises(RuntimeError) as error:
-        torch.empty(1 << 60)
-    assert measure.out_of_memory(error.value)
-    assert measure.out_of_memory(MemoryError())
-    assert not measure.out_of_memory(RuntimeError("shapes do not fit"))
 
 
 @pytest.mark.slow

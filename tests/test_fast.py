@@ -148,36 +148,24 @@ def test_buffers_also_of_skipped_steps_and_ends_are_those_of_the_plain_loop(opti
     assert_same(run("plain", **options), run("fast", **options))
 
 
+def with_muon(trainer):
+    trainer.__init__(trainer.model, train.muon(trainer.model), cross_entropy)
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda t: setattr(t, "accumulate", 2), "gradients are accumulated"),
-        (
-            lambda t: t.__init__(t.model, train.muon(t.model), cross_entropy),
-            "CombinedOptimizer with these settings",
-        ),
-        (lambda t: t.optimizer.param_groups[0].update(maximize=True), "SGD with these settings has no rule"),
-        (lambda t: setattr(t.model[2], "after_step", lambda: None), "a module has a before_step or after_step"),
-    ],
-)
-def test_the_plain_loop_runs_where_there_is_no_compiled_one(change, reason):
-    model = build()
-    trainer = Trainer(model, train.sgd(model), cross_entropy)
+    "change",
+    [lambda t: setattr(t, "accumulate", 2), with_muon,
+     lambda t: t.optimizer.param_groups[0].update(maximize=True),
+     lambda t: setattr(t.model[2], "after_step", lambda: None)],
+)  # fmt: skip
+def test_the_plain_loop_runs_where_there_is_no_compiled_one(change):
+    trainer = Trainer(model := build(), train.sgd(model), cross_entropy)
     change(trainer)
     rows, lines = Rows((DIGITS.images, DIGITS.labels), 20), []
     indices = [index for index, _ in zip(rows.indices(), range(8), strict=False)]
     steps = list(fast_run(trainer, rows.tensors, indices, line=lines.append))
     assert len(steps) == 8 // trainer.accumulate
-    assert len(lines) == 1
-    assert lines[0].startswith(f"plain loop: {reason}")
-
-
-def test_without_a_compiler_the_plain_loop_says_so(monkeypatch):
-    cpp = torch._inductor.cpp_builder
-    monkeypatch.setattr(cpp, "get_cpp_compiler", lambda: cpp.cpp_compiler_search(()))
-    *_, lines = ours = run("fast")
-    assert lines == ["plain loop: no C++ compiler; install g++ or clang"]
-    assert_same(run("plain"), ours)
+    assert [line.partition(":")[0] for line in lines] == ["plain loop"]
 
 
 def test_what_the_compiler_refuses_runs_plainly(no_inductor):
@@ -208,49 +196,20 @@ def test_small_products_of_bfloat16_are_done_in_float32():
         assert torch.allclose(ours.float(), plain.float(), rtol=0.01, atol=0.01)
 
 
-def test_a_cpu_step_is_compiled_with_them(no_inductor, monkeypatch):
-    seen, compile_ = [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **named: seen.append(named["options"]) or compile_(f, **named))
-    assert_same(run("plain", steps=8), run("fast", steps=8))
-    assert [type(options["post_grad_custom_post_pass"]) for options in seen] == [SmallProducts]
-
-
 @pytest.mark.slow
-def test_compiled_losses_in_bfloat16(monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("mlp", torch.float32), ("conv", torch.float32), ("mlp", torch.bfloat16)]
+)
+def test_compiled_losses_of_200_steps(kind, dtype, monkeypatch):
     monkeypatch.setattr(fast, "TIMED_CALLS", 10**9)
     torch.compiler.reset()
-    (plain, *_), (ours, *_, lines) = (run(form, 60, dtype=torch.bfloat16) for form in ("plain", "fast"))
+    steps = 200 if dtype == torch.float32 else 60
+    *_, lines = ours = run("fast", steps, kind, dtype=dtype)
     assert lines == []
-    assert [s.loss for s in ours] == pytest.approx([s.loss for s in plain], rel=0.02, abs=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_unit_compiled_once_is_read_from_disk(dtype, monkeypatch, tmp_path):
-    monkeypatch.setattr(fast, "TIMED_CALLS", 10**9)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    counts, runs = torch._dynamo.utils.counters, []
-    for outcome in ("miss", "hit"):
-        torch.compiler.reset()  # forgets what this process compiled, not what is on disk
-        counts.clear()
-        *others, lines = run("fast", 12, dtype=dtype)
-        runs.append(others)
-        assert lines == []
-        assert (
-            counts["aot_autograd"][f"autograd_cache_{outcome}"],
-            counts["inductor"][f"fxgraph_cache_{outcome}"],
-        ) == (1, 1)
-    assert [s.loss for s in runs[0][0]] == [s.loss for s in runs[1][0]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mlp", "conv"])
-def test_compiled_losses_of_200_steps(kind, monkeypatch):
-    monkeypatch.setattr(fast, "TIMED_CALLS", 10**9)
-    torch.compiler.reset()
-    *_, lines = ours = run("fast", 200, kind)
-    assert lines == []
-    assert_same(run("plain", 200, kind), ours)
+    plain = run("plain", steps, kind, dtype=dtype)
+    if dtype == torch.float32:
+        assert_same(plain, ours)
+    assert [s.loss for s in ours[0]] == pytest.approx([s.loss for s in plain[0]], rel=0.02, abs=0.02)
 
 
 def test_parameters_that_the_optimizer_lacks_stay(no_inductor):
@@ -303,43 +262,40 @@ def last_only(model):
 
 
 MORE = {"all": lambda model: torch.optim.SGD(model.parameters(), 0.1), "frozen": frozen_from, "last": last_only}
-PLAIN = "plain loop: {}; another fast_run compiles it"
-GRAD_CHANGED = [PLAIN.format("requires_grad of 2.weight changed")]
-CHANGES = {
-    "a rate": ("momentum", after(6, set_all("lr", 0.0)), []),
-    "a rate in the first steps": ("adamw", after(3, set_all("lr", 0.1)), []),
-    "a rate of each step": ("sgd", lambda t: lambda step: set_all("lr", 0.1 / step.number)(t), []),
-    "linear": ("adamw", scheduled(lambda o: schedulers.LinearLR(o, 0.1, 1.0, 8)), []),
-    "step": ("momentum", scheduled(lambda o: schedulers.StepLR(o, 5, 0.1)), []),
+unfreeze = lambda trainer: trainer.model[2].requires_grad_()
+reload = lambda trainer: trainer.optimizer.load_state_dict(deepcopy(trainer.optimizer.state_dict()))
+CHANGES = {  # the optimizer, the loop body, and what the plain loop runs for
+    "a rate": ("momentum", after(6, set_all("lr", 0.0)), ""),
+    "a rate in the first steps": ("adamw", after(3, set_all("lr", 0.1)), ""),
+    "a rate of each step": ("sgd", lambda t: lambda step: set_all("lr", 0.1 / step.number)(t), ""),
+    "step": ("momentum", scheduled(lambda o: schedulers.StepLR(o, 5, 0.1)), ""),
     "one cycle": (
         "momentum",
         scheduled(lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=20)),
-        ["plain loop: momentum of group 0 changed"],
+        "momentum of group",
     ),
-    "decay": ("sgd", after(8, set_all("weight_decay", 0.5)), [PLAIN.format("weight_decay of group 0 changed")]),
-    "betas": ("adam", after(6, set_all("betas", (0.5, 0.9))), [PLAIN.format("betas of group 0 changed")]),
-    "freezing": ("all", after(6, lambda t: t.model[2].requires_grad_(False)), GRAD_CHANGED),
-    "thawing": ("frozen", after(6, lambda t: t.model[2].requires_grad_(True)), GRAD_CHANGED),
+    "decay": ("sgd", after(8, set_all("weight_decay", 0.5)), "weight_decay of group 0"),
+    "betas": ("adam", after(6, set_all("betas", (0.5, 0.9))), "betas of group 0"),
+    "freezing": ("all", after(6, lambda t: t.model[2].requires_grad_(False)), "requires_grad of 2.weight"),
+    "thawing": ("frozen", after(6, unfreeze), "requires_grad of 2.weight"),
     "a group": (
         "last",
-        after(6, lambda t: t.optimizer.add_param_group({"params": [*t.model[2].requires_grad_().parameters()]})),
-        GRAD_CHANGED,
+        after(6, lambda t: t.optimizer.add_param_group({"params": [*unfreeze(t).parameters()]})),
+        "requires_grad of 2.weight",
     ),
-    "a state": (
-        "momentum",
-        after(6, lambda t: t.optimizer.load_state_dict(deepcopy(t.optimizer.state_dict()))),
-        [PLAIN.format("state of 2.weight changed")],
-    ),
+    "a state": ("momentum", after(6, reload), "state of 2.weight"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_the_loop_body_changes_holds_as_in_the_plain_loop(name, no_compiler, monkeypatch):
     monkeypatch.setattr(f"{__name__}.OPTIMIZERS", OPTIMIZERS | MORE)
-    optimizer, begin, lines = CHANGES[name]
+    optimizer, begin, reason = CHANGES[name]
     options = {"steps": 14, "optimizer": optimizer, "begin": begin, "lr_scale": lambda step: 1 / (1 + 0.1 * step)}
     ours = run("fast", **options)
-    assert ours[3] == lines
+    assert [line[: len("plain loop: ") + len(reason)] for line in ours[3]] == [f"plain loop: {reason}"] * bool(
+        reason
+    )
     assert_same(run("plain", **options), ours)
     still = run("plain", **{**options, "begin": None})[1]
     weights = [torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (ours[1], still)]

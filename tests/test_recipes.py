@@ -12,10 +12,8 @@ import torch
 
 from conftest import data, refuses
 from dunes import checkpoint
-from dunes.augment import undo_change
 from dunes.data import collect_corpus
 from dunes.progress import Display
-from dunes.runs.run import read_config
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
@@ -122,14 +120,10 @@ def test_lora_experts(tmp_path, capsys):
     assert losses.keys() == {"lora-experts", "lora"}
     assert max(losses.values()) < checkpoint.load(tmp_path / "run" / "lora").card["measured"]["before"]
     assert "trained parameters" in capsys.readouterr().out
-    trained, before = checkpoint.load(tmp_path / "run" / "lora-experts"), checkpoint.load(tmp_path / "base").model
-    undo_change(trained.model, trained.architecture.changes[-1])
-    state = trained.model.state_dict()
-    assert all(torch.equal(state[n], t) for n, t in before.state_dict().items())
 
 
 @pytest.mark.slow
-def test_llama_moe_recovers(tmp_path, capsys):
+def test_llama_moe_recovers(tmp_path):
     (tmp_path / "play.txt").write_text(PLAY)
     options = {"dtype": "float32", "threads": 1, "batch": 4, "context_length": 32, "lr": 0.01}
     save_model(tmp_path / "new", Tokenizer.train("chars", [PLAY], 0), 32)
@@ -143,9 +137,6 @@ def test_llama_moe_recovers(tmp_path, capsys):
     routers, split = (checkpoint.load(tmp_path / "run" / name).model.state_dict() for name in ("routers", "split"))
     changed = {name for name in split if not torch.equal(routers[name], split[name])}
     assert changed == {f"blocks.{i}.mlp.router.weight" for i in (0, 1)}
-    assert "against the dense model" in capsys.readouterr().out
-    rates = (read_config(tmp_path / "run" / name, TrainConfig).lr_factors for name in ("routers", "experts"))
-    assert [*rates] == [("new=5",), ()]
 
 
 @pytest.mark.slow
@@ -185,10 +176,6 @@ def test_mnist_learns_drawn_digits(network, optimizer, loss, tmp_path):
     assert (tmp_path / "mistakes.png").exists()
 
 
-def test_mnist_names_what_it_has():
-    refuses("'lenet' is not one of mlp, conv_net", recipe("mnist").main, "drawn", "lenet")
-
-
 def test_an_lstm_reads_digits_by_rows():
     assert recipe("mnist_lstm").main(epochs=12) > 0.7
 
@@ -208,16 +195,6 @@ def lines_of_the_docs():
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     lines = [line.partition("#")[0].split() for file in sorted(files) for line in file.read_text().splitlines()]
     return [words[1:] for words in lines if words[:1] == ["python"] and words[1].startswith("recipes/")]
-
-
-def test_the_docs_call_recipes_as_they_are_used():
-    assert len(lines_of_the_docs()) >= 2
-    for path, *given in lines_of_the_docs():
-        usage = next(line.split() for line in (ROOT / path).read_text().splitlines() if f"python {path}" in line)
-        if usage[2].startswith("--"):
-            continue
-        needed = [name for name in usage[2:] if not name.startswith("[")]
-        assert len(needed) <= len(given) <= len(usage) - 2, path
 
 
 OF_THE_WALK = ("self_instruct", "preferences")
@@ -316,35 +293,15 @@ ASKED = "--seeds", "seeds.jsonl", "--out", "out.json"
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("alpaca_lora", ["nowhere", "x.json"], "nowhere: no such folder"),
-        ("shakespeare", ["nowhere"], "nowhere"),
-        ("shakespeare", ["nowhere", "many"], "'many'"),
-        ("zig", ["nowhere"], "nowhere: no such file or folder"),
-        ("expand", ["nowhere", "new", "old"], "nowhere: no such folder"),
-        ("lora_experts", ["nowhere", "data"], "nowhere: no such folder"),
-        ("self_instruct", [*ASKED, "--model", "model"], "seeds.jsonl: cannot be read"),
-        ("demo", ["soon"], "'soon'"),
-    ],
-)
-def test_a_mistake_is_one_line_in_a_recipe_too(name, given, message, tmp_path, monkeypatch, capsys):
+    ("name", "given"),
+    [("alpaca_lora", ["nowhere", "x.json"]), ("shakespeare", ["nowhere"]), ("shakespeare", ["nowhere", "many"]),
+     ("zig", ["nowhere"]), ("expand", ["nowhere", "new", "old"]), ("lora_experts", ["nowhere", "data"]),
+     ("self_instruct", [*ASKED, "--model", "model"]), ("demo", ["soon"]), ("mnist", ["drawn", "lenet"])],
+)  # fmt: skip
+def test_a_mistake_is_one_line_in_a_recipe_too(name, given, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert ended(RECIPES[0].with_stem(name), given, monkeypatch) == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"recipes/{name}.py: ")
-    assert message in said.err
     assert said.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_a_model_with_a_short_context_is_told_what_is_needed(tmp_path, monkeypatch, capsys):
-    save_model(tmp_path / "model", Tokenizer.train("bpe", [REQUEST], 300), 256, dim=16, depth=1)
-    out = tmp_path / "out.json"
-    words = ["--seeds", seeds(tmp_path), "--out", str(out), "--model", str(tmp_path / "model")]
-    ended(RECIPES[0].with_stem("self_instruct"), words, monkeypatch)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "model: its context length is 256, and a prompt has" in said
-    assert "2048 or more, half of them for the answer (dunes train --context-length 2048)" in said
-    assert not out.exists()

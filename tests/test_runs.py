@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,36 +40,24 @@ from dunes.runs import run as run_module
 from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
-from dunes.runs.loop import early_end, overfitting_note, rising_loss_warning
+from dunes.runs.loop import early_end
 from dunes.runs.run import check_tokens, read_metrics
-from dunes.runs.tensorboard import scalars
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text import KINDS, Tokenizer
 from dunes.tree import count
-
-
-def weights(folder):
-    state = checkpoint.load_state(checkpoint.latest_state(folder))
-    return {**state["weights"], **flat(state["trainer"]["optimizer"])}
+from test_checkpoint import same
 
 
 def assert_same_training(folder, other, file="model.safetensors"):
     """The same weights and state of the optimizer, losses of all steps to the last bit, and file of weights."""
-    one, two = weights(folder), weights(other)
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[k], two[k]) for k in one)
+    states = [checkpoint.load_state(checkpoint.latest_state(f)) for f in (folder, other)]
+    for name in ("weights", "best_weights", "best_step", "trainer", "schedule"):
+        assert same(*(state[name] for state in states)), name
     logs = [[r for r in read_metrics(f / "metrics.jsonl") if "loss" in r] for f in (folder, other)]
-    exact = [[(r["step"], r["loss_hex"], r["lr_scale"]) for r in log] for log in logs]
+    exact = [[(r["step"], r["loss_hex"], r["lr_scale"], r.get("bits_per_byte")) for r in log] for log in logs]
     assert exact[0] == exact[1]
     assert (folder / file).read_bytes() == (other / file).read_bytes()
-
-
-def flat(value, path=""):
-    if isinstance(value, torch.Tensor):
-        return {path: value}
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return {k: t for key, v in items for k, t in flat(v, f"{path}.{key}").items()}
 
 
 def test_a_hook_on_the_model_sees_every_step_of_training(code, tmp_path):
@@ -88,19 +77,6 @@ def test_a_hook_on_the_model_sees_every_step_of_training(code, tmp_path):
     sums = [output for training, output in outputs if training]
     assert [r["loss"] for r in records] == [float(total.detach()) / int(count) for total, count, _ in sums]
     assert any(not training for training, _ in outputs), "validation"
-
-
-def test_the_balance_of_a_mixture_is_shown_and_recorded(code, tmp_path, monkeypatch):
-    monkeypatch.setattr("dunes.progress.EVERY", 0.0)
-    printed = training_output(toy(code, family="mixtral", steps=3), tmp_path / "run")
-    records = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
-    values = [r["metrics"]["balance"] for r in records]
-    assert all(0.0019 < value < 0.009 for value in values), "0.001 times 2 if even, times 8 if collapsed"
-    assert f"balance {values[0]:.3g}" in printed
-    assert scalars(records[0])["metrics/balance"] == values[0]
-    assert scalars(records[0] | {"metrics": {"a": 1.5, "b": [1.0]}})["metrics/a"] == 1.5
-    for odd in ({"b": [1.0]}, [1], None):
-        assert not [name for name in scalars(records[0] | {"metrics": odd}) if name.startswith("metrics/")]
 
 
 @pytest.mark.slow
@@ -153,17 +129,6 @@ def stop(config, folder, step, monkeypatch):
         return training_output(config, folder, status=130)
 
 
-@pytest.mark.parametrize(
-    ("size", "resumed", "warned"), [("60k", False, True), ("60k", True, False), ("", False, False)]
-)
-def test_only_the_size_that_a_user_sets_is_warned_of(code, monkeypatch, size, resumed, warned):
-    monkeypatch.setattr(train_module.autosize, "size_warning", lambda config: "warning: --size")
-    monkeypatch.setattr(train_module.autosize, "autosize_run", lambda c, *_: (replace(c, size="300000"), []))
-    shown, out = display()
-    train_module._choose_options(toy(code, size=size), SimpleNamespace(train=[]), None, shown, resumed)
-    assert ("--size" in out.getvalue()) is warned
-
-
 @pytest.mark.slow
 def test_stopped_and_resumed_is_straight_bit_for_bit_over_epochs(code, tmp_path, monkeypatch):
     config = toy(code, steps=90, batch=16)
@@ -213,12 +178,6 @@ def test_the_validation_tokens_of_eval_are_those_of_training(tokenizer, split, c
     assert ids.end == again.end == tokenizer.eos
 
 
-@pytest.mark.parametrize("trained", [5, None, [1], {}, {"split": "files"}, {"split": "files", "sources": [5]}])
-def test_a_card_with_a_damaged_record_of_training_names_no_validation_files(trained):
-    loaded = LoadedModel(None, Tokenizer.train("bytes", []), 1, {"trained": trained})
-    refuses("does not record its validation files; pass the sources to score", evaluation_tokens, loaded)
-
-
 def test_a_finished_run_that_is_resumed_is_the_same_run_and_a_tokenizer_left_by_none_is_not_used(code, tmp_path):
     """Also of a depth and a width that were asked for."""
     folder, config = tmp_path / "run", toy(code, size="3x96", steps=1)
@@ -244,18 +203,7 @@ def looks(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_by_the_clock_ends_by_the_clock(code, tmp_path, looks):
-    train(toy(code, steps=None, minutes=0.05), tmp_path / "run", display()[0])
-    card = json.loads((tmp_path / "run" / "dunes.json").read_text())
-    assert card["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
-    rates = [r["lr_scale"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert max(rates) == 1.0
-    assert rates[-1] < 0.1
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatch, looks):
-    """Two sessions of one run by the clock."""
+def test_a_run_by_the_clock_ends_by_it_and_goes_on_for_the_time_that_is_left(code, tmp_path, monkeypatch, looks):
     config, folder = toy(code, steps=None, minutes=0.05), tmp_path / "run"
     stop(config, folder, 20, monkeypatch)
     first = json.loads((folder / "dunes.json").read_text())["trained"]["seconds"]
@@ -264,6 +212,9 @@ def test_a_run_that_goes_on_has_the_time_that_is_left(code, tmp_path, monkeypatc
     assert train(TrainConfig(sources=()), folder, display()[0], resume=True) == 0
     assert first + next(looks) * 0.02 - before == pytest.approx(3.0, rel=0.1)
     assert json.loads((folder / "dunes.json").read_text())["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
+    rates = [r["lr_scale"] for r in read_metrics(folder / "metrics.jsonl")]
+    assert max(rates) == 1.0
+    assert rates[-1] < 0.1
 
 
 def refused(config, folder, resume=False):
@@ -288,99 +239,55 @@ def test_a_run_that_another_process_has_made_meanwhile_stays(code, tmp_path, mon
 
 
 def test_who_stops_is_answered_at_once_and_waits_for_no_validation(code, tmp_path, monkeypatch, capfd):
-    real, limits = train_module.TrainTask.score, []
-    monkeypatch.setattr(
-        train_module.TrainTask, "score", lambda self, limit=None: limits.append(limit) or real(self, limit)
-    )
+    real, limits = TrainTask.score, []
+    monkeypatch.setattr(TrainTask, "score", lambda self, limit=None: limits.append(limit) or real(self, limit))
     assert "stopped after 3 steps" in stop(toy(code, steps=30), tmp_path / "run", 3, monkeypatch)
     assert limits == [1]
+    capfd.readouterr()
     with loop_module._signals() as request:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            capfd.readouterr()
             request.signal = 0
             signal.raise_signal(number)
             assert request.signal == number
-            assert "saving" in capfd.readouterr().err, "before the step ends"
+    assert capfd.readouterr().err.count("saving") == 3, "before the step ends"
 
 
-def test_a_stop_is_obeyed_during_validation(code, tmp_path, monkeypatch):
-    """Not after up to 262,144 tokens; the run goes on to the same weights."""
-    real, scored = text_loss._rectangle, []
+STOPS = {  # the function that a signal interrupts, in which call, the last step, and the steps validated by then
+    "validation": (text_loss, "_rectangle", 2, 10, []),
+    "the last validation": (TrainTask, "score", 2, 12, [10]),
+    "a sample": (text_generator.TextGenerator, "_use_step", 1, 3, []),
+    "the gate": (copy_gate, "scored_places", 1, 12, [10, 12]),
+}
 
-    def rectangle(*arguments):
-        scored.append(arguments)
-        if len(scored) == 2:
+
+@pytest.mark.parametrize("where", [pytest.param(n, marks=[pytest.mark.slow] * (n == "the gate")) for n in STOPS])
+def test_a_stop_is_obeyed_at_once_and_the_resumed_run_is_that_without(where, code, tmp_path, monkeypatch):
+    owner, name, number, last, validated = STOPS[where]
+    config, real, calls = toy(code, seed=1, complete=where == "the gate"), getattr(owner, name), []
+    for each in ("PLACES", "CURSORS"):
+        monkeypatch.setattr(fit, each, (0.0, 4, 4))
+    monkeypatch.setattr(loop_module, "SAMPLES", (3,) if where == "a sample" else ())
+
+    def stopped(*arguments):
+        calls.append(None)
+        if len(calls) == number:
             signal.raise_signal(signal.SIGTERM)
         return real(*arguments)
 
-    config = toy(code, steps=12)
+    checks = lambda run: [r["step"] for r in read_metrics(run / "metrics.jsonl") if "bits_per_byte" in r]
     with monkeypatch.context() as patch:
-        patch.setattr(text_loss, "_rectangle", rectangle)
+        patch.setattr(owner, name, stopped)
         patch.setattr(text_loss, "BATCH", 2)
         printed = training_output(config, tmp_path / "run", status=128 + signal.SIGTERM)
-    assert "stopped after 10 steps" in printed
-    assert len(scored) == 3, "the second batch of the validation after step 10, and a last, minimal validation"
-    assert checkpoint.latest_state(tmp_path / "run").name == "step-000010"
-    assert train(config, tmp_path / "run", display()[0], resume=True) == 0
-    train(config, tmp_path / "straight", display()[0])
-    files = [tmp_path / name / "model.safetensors" for name in ("run", "straight")]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_a_validation_that_a_stop_interrupted_is_made_up_for(code, tmp_path, monkeypatch):
-    """Else the weights of an older validation would be the result."""
-    real, calls = train_module.TrainTask.score, []
-
-    def score(self, limit=None):
-        calls.append(limit)
-        if len(calls) == 2:  # after the last step
-            signal.raise_signal(signal.SIGTERM)
-        return real(self, limit)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train_module.TrainTask, "score", score)
-        training_output(toy(code), tmp_path / "run", status=128 + signal.SIGTERM)
-    for _ in range(2):
-        training_output(toy(code), tmp_path / "run", resume=True)
-        validated = [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "bits_per_byte" in r]
-        assert validated == [10, 12]
-        assert checkpoint.load(tmp_path / "run").card["trained"]["best_step"] == 12
-
-
-@pytest.mark.slow
-def test_a_stop_is_obeyed_while_the_gate_is_fitted(code, tmp_path, monkeypatch):
-    config = toy(code, steps=3, complete=True)
-    real = copy_gate.scored_places
-    for name in ("PLACES", "CURSORS"):
-        monkeypatch.setattr(fit, name, (0.0, 4, 4))
-
-    def scored_places(*arguments):
-        signal.raise_signal(signal.SIGTERM)
-        return real(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(copy_gate, "scored_places", scored_places)
-        printed = training_output(config, tmp_path / "run", status=128 + signal.SIGTERM)
-    assert "resume with" in printed
-    assert (tmp_path / "run" / "model.safetensors").exists()
-    assert "completion: " not in printed
-    assert "completion: " in training_output(config, tmp_path / "run", resume=True)
-
-
-def test_a_stop_is_obeyed_between_two_tokens_of_a_sample(code, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop_module, "SAMPLES", (3,))
-    real, tokens = text_generator.TextGenerator._use_step, []
-
-    def use_step(self, *arguments):
-        tokens.append(None)
-        signal.raise_signal(signal.SIGINT)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(text_generator.TextGenerator, "_use_step", use_step)
-    printed = training_output(toy(code, steps=9, seed=1), tmp_path / "run", status=130)
-    assert "stopped after 3 steps" in printed
+    assert len(calls) <= number + 1, "nothing more but a last, minimal validation"
     assert "sample after" not in printed
-    assert len(tokens) == 1
+    assert checkpoint.latest_state(tmp_path / "run").name == f"step-{last:06}"
+    assert checks(tmp_path / "run") == validated
+    assert ("completion: " in training_output(config, tmp_path / "run", resume=True)) == (where == "the gate")
+    train(config, tmp_path / "straight", display()[0])
+    assert checks(tmp_path / "run") == checks(tmp_path / "straight") == [10, 12]
+    runs = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("run", "straight")]
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize(
@@ -408,20 +315,17 @@ def test_a_signal_while_results_are_saved_is_too_late(code, tmp_path, monkeypatc
 
 def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     folder = tmp_path / "run"
-    assert "no run to resume" in refused(toy(code), folder, resume=True)
-    assert "no sources" in refused(TrainConfig(sources=()), folder)
+    refused(toy(code), folder, resume=True)
+    refused(TrainConfig(sources=()), folder)
     assert not folder.exists(), "nothing is written before all is known to be well"
     train(toy(code, steps=2), folder, display()[0])
-    assert "already contains a run" in refused(toy(code), folder)
+    assert str(folder) in refused(toy(code), folder)
+    with run_module.run_lock(folder):
+        assert "in use by another training process" in refused(toy(code, steps=2), folder, resume=True)
     changed = refused(toy(code, steps=2, size="70k", family="gpt2"), folder, resume=True)
-    assert "size was '60k', now '70k'" in changed
-    assert "family was 'arcee', now 'gpt2'" in changed
+    assert all(words in changed for words in ("size was '60k', now '70k'", "family was 'arcee', now 'gpt2'"))
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
-    words = refused(TrainConfig(sources=()), folder, resume=True)
-    assert "cannot resume: the validation text changed; " in words
-    assert words.endswith("or pass --override corpus")
-    (tmp_path / "file").write_text("x")
-    assert "is not a folder" in refused(toy(code), tmp_path / "file")
+    assert refused(TrainConfig(sources=()), folder, resume=True).endswith("or pass --override corpus")
 
 
 @pytest.mark.slow
@@ -450,29 +354,11 @@ def test_a_run_has_one_end(code, tmp_path):
     assert train(TrainConfig(steps=4), folder, show, resume=True, asked={"steps": 4}) == 0
 
 
-def test_what_is_left_of_a_run_names_a_remedy_that_works(code, tmp_path):
-    folder = tmp_path / "run"
-    train(toy(code, steps=2), folder, display()[0])
-    (folder / "state" / "plan.json").write_text("{")
-    assert refused(TrainConfig(sources=()), folder, resume=True).endswith("choose another --out")
-    (folder / "state" / "plan.json").unlink()
-    assert refused(TrainConfig(sources=()), folder, resume=True).endswith("choose another --out")
-
-
-def test_loss_above_its_best_is_told_once(code, tmp_path, monkeypatch):
-    bits = itertools.cycle([1.0, 2.0, 2.0, 2.0])
-    monkeypatch.setattr(train_module.TrainTask, "score", lambda *_: Score(next(bits), 1, 1))
-    monkeypatch.setattr(loop_module, "_check_due", lambda step: True)
-    printed = training_output(toy(code, steps=20), tmp_path / "run")
-    assert printed.count("warning: validation loss is") == 1
-
-
 def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
     config = TrainConfig(sources=(str(code),), minutes=1, dtype="float32", threads=1)
     words = training_output(config, tmp_path / "run", dry_run=True)
     assert not (tmp_path / "run").exists()
     assert re.search(r"this machine: 1 thread, float32 at \d\.\d\d TFLOP/s, memory read at \d+ GB/s", words)
-    assert re.search(r"chosen for 1 minute: \S+ parameters, batch size \d+, context length \d+", words)
     assert re.search(r"this run needs about \d\.\d GB, including", words)
 
 
@@ -507,38 +393,21 @@ def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_pa
     assert all(torch.equal(kept[k], v) for k, v in trained["weights"].items())
 
 
-@pytest.mark.slow
-def test_two_processes_do_not_train_in_one_folder(code, tmp_path, monkeypatch):
-    holds = "from pathlib import Path; from dunes.runs.run import run_lock; import sys, time\n"
-    holds += "with run_lock(Path(sys.argv[1])): print(1, flush=True); time.sleep(100)"
-    line = [sys.executable, "-c", holds, tmp_path / "run"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE) as other, monkeypatch.context() as patch:
-        other.stdout.readline()
-        patch.setattr(train_module, "gather", lambda config: pytest.fail("the text was read before"))
-        assert "in use by another training process" in refused(toy(code), tmp_path / "run")
-        other.kill()
-    assert train(toy(code, steps=2), tmp_path / "run", display()[0]) == 0, "the lock died with its process"
-
-
 CORPORA = {
-    "nothing": ({}, "no text to train on"),
-    "empty files": ({"a.py": b"", "b.py": b" \n"}, "no text to train on .*2 empty"),
-    "one byte": ({"a.py": b"x", "b.py": b"y"}, "2 tokens to train on, at least 33 needed"),
-    "too short": ({"a.py": b"x = 1\n", "b.py": b"y = 2\n"}, "tokens to train on, at least 33 needed; add text"),
-    "binary": ({"a.bin": b"\0\1\2" * 100}, "no text to train on .*1 binary"),
-    "not UTF-8": ({"a.txt": b"caf\xe9\n" * 100}, "no text to train on .*1 not UTF-8"),
-    "one file": ({"a.txt": b"one file only\n" * 500}, "no file is left for validation: .*--split tails"),
+    "empty files": {"a.py": b"", "b.py": b" \n"},
+    "too short": {"a.py": b"x = 1\n", "b.py": b"y = 2\n"},
+    "binary": {"a.bin": b"\0\1\2" * 100},
+    "not UTF-8": {"a.txt": b"caf\xe9\n" * 100},
+    "one file": {"a.txt": b"one file only\n" * 500},
 }
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
-def test_a_corpus_that_cannot_be_learned_says_what_is_needed(corpus, tmp_path):
-    files, words = CORPORA[corpus]
+def test_a_corpus_that_cannot_be_learned_is_refused_before_a_run_begins(corpus, tmp_path):
     (tmp_path / "corpus").mkdir()
-    for name, content in files.items():
+    for name, content in CORPORA[corpus].items():
         (tmp_path / "corpus" / name).write_bytes(content)
-    found = refused(toy(tmp_path / "corpus", tokenizer="bytes", split="files"), tmp_path / "run")
-    assert re.search(words, found), found
+    refused(toy(tmp_path / "corpus", tokenizer="bytes", split="files"), tmp_path / "run")
     assert not (tmp_path / "run" / "state" / "plan.json").exists()
 
 
@@ -555,16 +424,13 @@ def test_one_file_trains_with_its_tail_held_out_and_is_scored_on_it(split, tmp_p
     assert (score.loss, score.tokens, files) == (card["measured"]["loss"], card["measured"]["tokens"], 1)
 
 
-@pytest.mark.parametrize("split", [None, "tails"])
-def test_records_are_learned_by_their_texts(split, tmp_path):
+def test_records_are_learned_by_their_texts(tmp_path):
     rows = [{"id": i, "body": f"Task {i} is a task of {i * 7} parts.\n" * 3} for i in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    config = toy(tmp_path / "rows.jsonl", tokenizer="chars", text_field=("body",), split=split, steps=3)
-    printed = training_output(config, tmp_path / "run")
-    assert "text from records: the field body (60 records)" in printed
+    config = toy(tmp_path / "rows.jsonl", tokenizer="chars", text_field=("body",), steps=3)
+    assert "text from records: the field body (60 records)" in training_output(config, tmp_path / "run")
     loaded = checkpoint.load(tmp_path / "run")
     assert not set('{}":') & {piece.decode() for piece in loaded.tokenizer.token_bytes}
-    assert loaded.card["trained"]["split"] == (split or "files")
     score, _ = score_folder(tmp_path / "run")
     assert score.loss == pytest.approx(loaded.card["measured"]["loss"], rel=1e-6)
     assert score.tokens == loaded.card["measured"]["tokens"]
@@ -601,22 +467,6 @@ def test_bits_per_byte_is_the_loss_of_the_whole_text_over_its_bytes(code):
     assert 16 < evaluate(LoadedModel(model, tokenizer, 16), np.array(ids), limit=40).tokens <= 32
 
 
-def test_overfitting_and_several_checks_above_the_best_are_said_in_words():
-    run = SimpleNamespace(best=Score(100.0, 10, 10), best_step=50, checks_since_best=3)
-    run.trainer = SimpleNamespace(learning_rates=lambda: [0.01])
-    run.last = Score(102.0, 10, 10)
-    assert "best after 50 steps" in overfitting_note(run)
-    assert "after step 50) for 3 validations" in rising_loss_warning(run)
-    run.checks_since_best = 2
-    assert rising_loss_warning(run) == ""
-    run.last, run.checks_since_best = Score(100.5, 10, 10), 9
-    assert rising_loss_warning(run) == "", "that is noise between checks"
-    run.last = Score(float("nan"), 10, 10)
-    assert rising_loss_warning(run)
-    run.last = Score(100.1, 10, 10)
-    assert overfitting_note(run) == ""
-
-
 @pytest.mark.parametrize(
     ("bits", "since", "best"),
     [
@@ -642,7 +492,7 @@ def test_checks_since_the_best_one_are_counted(bits, since, best):
 def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
     """Validation that is best at the first check and worse ever after."""
     scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
-    monkeypatch.setattr(train_module.TrainTask, "score", lambda self, limit=None: next(scores))
+    monkeypatch.setattr(TrainTask, "score", lambda self, limit=None: next(scores))
     kept = {}
     real = run_module.Run.check
 
@@ -665,7 +515,7 @@ def test_a_run_by_the_clock_ends_where_it_only_memorises(code, tmp_path, monkeyp
     """Validation is best at step 25 and rises from then on; the fourth one after it is at step 150."""
     bits = (12.0, 10.0, 10.2, 10.25, 10.4, 10.5, 10.6, 10.0)
     scores = iter([Score(1e3 * b, 10, 10) for b in (*bits[:7], bits[7], bits[7])])
-    monkeypatch.setattr(train_module.TrainTask, "score", lambda self, limit=None: next(scores))
+    monkeypatch.setattr(TrainTask, "score", lambda self, limit=None: next(scores))
     (show, out), folder = display(), tmp_path / "run"
     assert train(toy(code, steps=None, minutes=60, compile="off"), folder, show) == 0
     assert len(read_metrics(folder / "metrics.jsonl")) == 150
@@ -699,51 +549,55 @@ def test_sizes_are_read(text, size):
     assert parse_size(text) == size
 
 
-def test_nonsense_in_a_plan_is_refused_by_name():
-    for words in ("many", "3x", "m", "4x", "x256", "4x256x2", "9999"):
-        refuses("--size", TrainConfig, sources=("x",), size=words)
-    refuses("did you mean 3m", TrainConfig, sources=("x",), size="3")
-    for words in ("0x256", "4x250", "4x0"):
-        refuses("like 4x256", TrainConfig, sources=("x",), size=words)
-    with pytest.raises(ValueError, match="--vocab-size is 300, but a bytes tokenizer"):
-        TrainConfig(sources=("x",), vocab_size=300, tokenizer="bytes")
-    nonsense = {"lr": float("nan"), "device": "tpu", "vocab_size": 0, "steps": 0}
-    nonsense |= {"minutes": 0, "context_length": 1, "family": "rnn", "split": "lines"}
-    for field, value in nonsense.items():
-        refuses(f"--{field.replace('_', '-')} is", TrainConfig, sources=("x",), **{field: value})
+NONSENSE = {
+    "size": ("many", "3x", "m", "4x", "x256", "4x256x2", "9999", "3", "0x256", "4x250", "4x0"), "lr": (nan,),
+    "device": ("tpu",), "vocab_size": (0,), "steps": (0,), "minutes": (0, inf, nan), "context_length": (1,),
+    "family": ("rnn",), "split": ("lines",), "experts": (-1, 5000), "shared_experts": (-1,),
+    "balancing": ("luck",), "experts_per_token": (9,), "weight_decay": (-1.0,), "tokenizer": ("chars",),
+}  # fmt: skip
+NO_EXPERTS = {
+    "experts": {"experts": 8, "family": "llama"},
+    "experts of the default family": {"experts": 8, "asked": {"experts", "family"}},
+    "balancing": {"balancing": "bias", "family": "gpt2"},
+    "from": {"experts": 2, "base": "x"},
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(name, value) for name in NONSENSE for value in NONSENSE[name]])
+def test_nonsense_in_a_plan_is_refused_by_name(field, value):
+    more = {"vocab_size": 300} if field == "tokenizer" else {}
+    refuses(f"--{field.replace('_', '-')}|--vocab-size", TrainConfig, sources=("x",), **{field: value}, **more)
+
+
+@pytest.mark.parametrize("case", NO_EXPERTS)
+def test_experts_that_do_not_fit_are_refused_before_any_work(case, code, tmp_path):
+    options = dict(NO_EXPERTS[case])
+    asked, show = options.pop("asked", None), display()[0]
+    refuses("^--", lambda: train(toy(code, **options), tmp_path / "run", show, asked=asked))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [300_000, 1_000_000, 4_000_000, 30_000_000])
+@pytest.mark.parametrize("size", [300_000, 30_000_000])
 def test_a_size_asked_for_is_about_the_size_built(family, size):
     with torch.device("meta"):
         model = FAMILIES[family].build(config_for(TrainConfig(family=family, size=str(size)), 2048))
     assert count(model) == pytest.approx(size, rel=0.2)
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path, terminal):
+def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path):
     out = io.StringIO()
-    console = Console(file=out, width=100, force_terminal=terminal, highlight=False)
+    console = Console(file=out, width=100, force_terminal=True, highlight=False)
     train(toy(code, steps=6), tmp_path / "run", Display(console, quiet=True))
     assert out.getvalue().lstrip().startswith("done after 6 steps")
     assert "dunes generate" in out.getvalue()
     assert "--- sample" not in out.getvalue()
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize("width", [40, 200])
 def test_a_narrow_terminal_shows_the_bar_and_the_time_left(width):
     out = io.StringIO()
-    parts = [
-        "step 7",
-        "loss 3.210",
-        "val 3.237 bits/byte",
-        "lr 0.02",
-        "10.2k tok/s",
-        "2% MFU",
-        "0.6 GB",
-        "26 s left",
-    ]
+    parts = ["step 7", "loss 3.210", "val 3.237 bits/byte", "lr 0.02", "10.2k tok/s", "2% MFU", "26 s left"]
     with Display(Console(file=out, width=width, force_terminal=True, color_system=None)) as shown:
         shown.state("  ".join(parts), 1.0)
         shown._bar.refresh()
@@ -875,17 +729,14 @@ def test_training_goes_on_without_an_output_or_a_terminal(code, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"experts": 4, "experts_per_token": 1},
         {"experts": 4, "family": "qwen3_moe"},
         {"experts": 4, "family": "gpt_oss", "shared_experts": 1, "balancing": "bias"},
-        {"experts_per_token": 3, "balancing": "bias"},
         {"experts": 3, "shared_experts": 2, "balancing": "bias"},
     ],
 )
 def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_path, monkeypatch):
-    monkeypatch.setattr("dunes.progress.EVERY", 0.0)
     monkeypatch.setattr("dunes.runs.loop._check_due", lambda step: False)
-    printed = training_output(toy(code, steps=12, **options), tmp_path / "whole")
+    train(toy(code, steps=12, **options), tmp_path / "whole", display()[0])
     stop = lambda step: step == 6 and os.kill(os.getpid(), signal.SIGINT)
     monkeypatch.setattr("dunes.runs.loop._check_due", stop)
     assert train(toy(code, steps=12, **options), tmp_path / "run", display()[0]) == 128 + signal.SIGINT
@@ -898,11 +749,8 @@ def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_pa
     assert len(moe.experts) == options.get("experts", 8)
     assert moe.top_k == options.get("experts_per_token", 2)
     assert len(moe.shared or ()) == options.get("shared_experts", 0)
-    own = "balancing" in options
-    assert ("no Hugging Face config names shared experts" in printed) == own
-    assert has_own_form(whole.card) == own
-    assert "active; " in printed
-    if own:
+    assert has_own_form(whole.card) == ("balancing" in options)
+    if "balancing" in options:
         assert moe.selection_bias.abs().max() > 0
         refuses("no Hugging Face config describes", export, tmp_path / "run", tmp_path / "hf")
     steps = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
@@ -911,26 +759,7 @@ def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_pa
         assert [len(layer) for layer in load] == [len(moe.experts)] * len(whole.model.blocks)
         violations = [max(layer) / (moe.top_k / len(moe.experts)) - 1 for layer in load]
         assert step["metrics"]["MaxVio"] == pytest.approx(sum(violations) / len(load), abs=1e-3)
-    assert "MaxVio 0." in printed or "MaxVio 1." in printed
     assert (tmp_path / "run" / "expert_load.png").stat().st_size > 10_000
-    assert f"load of experts: {tmp_path / 'whole'}/expert_load.png" in printed
-
-
-EXPERTS_REFUSED = {
-    "--experts: llama has no experts; use --family mixtral or qwen3_moe": {"experts": 8, "family": "llama"},
-    "--experts: arcee has no experts": {"experts": 8, "asked": {"experts", "family"}},
-    "--balancing: gpt2 has no experts": {"balancing": "bias", "family": "gpt2"},
-    "--experts is 512, and with --size 60k the narrowest ones give a model of": {"experts": 512},
-    "--experts describes a new model, and --from continues another": {"experts": 2, "base": "x"},
-}
-
-
-@pytest.mark.parametrize("message", EXPERTS_REFUSED)
-def test_experts_that_do_not_fit_are_refused_before_any_work(message, code, tmp_path):
-    options = dict(EXPERTS_REFUSED[message])
-    asked, show = options.pop("asked", None), display()[0]
-    refuses(re.escape(message), lambda: train(toy(code, **options), tmp_path / "run", show, asked=asked))
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (4, 2), (1, 1), (0, 0)])
@@ -938,14 +767,6 @@ def test_a_single_expert_for_a_token_is_warned_about(experts, top_k, code, tmp_p
     printed = training_output(toy(code, experts=experts, experts_per_token=top_k), tmp_path / "run", dry_run=True)
     warned = "the router learns nothing from the text" in " ".join(printed.split())
     assert warned == (experts == 4 > 3 * top_k)
-
-
-def test_more_experts_for_a_token_than_there_are_is_refused():
-    for options in ({"experts": 2, "experts_per_token": 3}, {"experts_per_token": 9}, {"experts": 5000}):
-        with pytest.raises(ValueError, match=r"expected at most as many per token as there are, and at most 4096"):
-            TrainConfig(sources=("x",), **options)
-    for options in ({"experts": -1}, {"shared_experts": -1}, {"balancing": "luck"}):
-        refuses(r"it must be", TrainConfig, sources=("x",), **options)
 
 
 @pytest.mark.parametrize(

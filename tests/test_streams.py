@@ -40,7 +40,7 @@ def shell(line, folder, *, is_result=True, wide=False, **environment):
 
 
 @EACH
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_no_error_and_its_number_goes_to_no_file(closed, is_result, tmp_path):
     status, out, errors = shell(f"PROGRAM {closed}", tmp_path, is_result=is_result)
     assert status == 0
@@ -66,12 +66,9 @@ def test_output_that_cannot_be_written_is_an_error_only_if_it_is_the_result(plac
         assert errors in ("", "note\n")
 
 
-@EACH
-@pytest.mark.parametrize(
-    "variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}, {"PYTHONIOENCODING": "utf-8"}]
-)
-def test_characters_that_the_output_lacks_are_escaped(variables, is_result, tmp_path):
-    status, out, errors = shell("PROGRAM", tmp_path, is_result=is_result, wide=True, **variables)
+@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C"}])
+def test_characters_that_the_output_lacks_are_escaped(variables, tmp_path):
+    status, out, errors = shell("PROGRAM", tmp_path, wide=True, **variables)
     assert (status, errors) == (0, "note\n")
     assert out.endswith("\\ud83d\n")
     assert out.isascii() == ("ascii" in variables.values())
@@ -142,7 +139,7 @@ def test_a_signal_ends_a_command_without_leaving_half_a_folder(number, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"ready"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_a_command_at_once(number, tmp_path):
     process = cleaning(tmp_path, "slow")
     process.send_signal(signal.SIGTERM)
@@ -180,7 +177,7 @@ CALLS = {
 
 @pytest.mark.parametrize(
     ("number", "module"),
-    [(signal.SIGINT, "tyro"), *((n, "swallows") for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))],
+    [(signal.SIGINT, "tyro"), (signal.SIGINT, "swallows"), (signal.SIGTERM, "swallows")],
 )
 def test_a_signal_during_an_import_is_not_lost_in_it(number, module, tmp_path):
     (tmp_path / f"{module}.py").write_text(dedent(SWALLOWS))

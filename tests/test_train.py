@@ -1,7 +1,7 @@
 """The step loop: exact accumulation, skipped steps, keyed randomness, any module, any optimizer."""
 
 import math
-from collections import OrderedDict
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
@@ -130,15 +130,6 @@ def measured(model, pair):
     losses = nn.functional.cross_entropy(logits.mT, targets, ignore_index=IGNORE, reduction="none")
     rows = (losses.sum(1), (targets != IGNORE).sum(1))
     return total, count, {"accuracy": right, "rows": rows, "pairs": (torch.ones(2, 3), torch.tensor(2))}
-
-
-def test_a_hook_sees_every_micro_batch():
-    model, seen = plain(), []
-    model.register_forward_hook(lambda module, inputs, output: seen.append((module.training, *inputs)))
-    pieces = [masked(i) for i in range(6)]
-    run(Trainer(model, train.sgd(model, 0.5), next_token, accumulate=3), 2, iter(pieces))
-    assert all(torch.equal(a, b) for (_, a), (b, _) in zip(seen, pieces, strict=True))
-    assert all(training for training, _ in seen)
 
 
 def test_metrics_are_means_over_all_micro_batches():
@@ -314,14 +305,10 @@ def test_batches_of_every_form_are_to_device():
     assert moved["pair"].targets.device == moved["list"][0].device == moved["record"].ids.device == meta
     assert (moved["list"][1], moved["record"].name, moved["none"]) == ("text", "a", None)
     assert nested["record"].ids is ids, "the caller's batch stays"
-    assert type(trainer_module._to_device(OrderedDict(ids=ids), meta)) is OrderedDict
     transformers = pytest.importorskip("transformers")
-    encoding = transformers.BatchEncoding({"input_ids": ids})
-    assert trainer_module._to_device(encoding, meta)["input_ids"].device == meta
     output = transformers.modeling_outputs.CausalLMOutput(logits=ids.float())
-    assert trainer_module._to_device(output, meta).logits.device == meta
-    packed = nn.utils.rnn.pack_sequence([ids[0].float(), ids[1, :3].float()])
-    assert trainer_module._to_device(packed, meta).data.device == meta
+    others = {"logits": output, "input_ids": transformers.BatchEncoding({"input_ids": ids})}
+    assert all(trainer_module._to_device(other, meta)[name].device == meta for name, other in others.items())
 
 
 def stepped(loss, **settings):
@@ -346,25 +333,33 @@ def test_a_loss_gives_one_element_and_one_number(shape, count):
 
 
 LOSSES = {
-    "a mean": (lambda total, n: total / n, r"returned a tensor of torch.float32 and shape \(\); expected \(sum"),
-    "its own": (lambda total, n: (total, n, {"loss": (n, n)}), "a metric named 'loss'"),
-    "none": (lambda total, n: None, "returned a NoneType; expected "),
-    "item": (lambda total, n: (total.item(), n), "the sum that the loss returned is a float; expected a tensor"),
-    "many": (lambda total, n: (total.expand(4), n), r"the sum that the loss returned is .* shape \(4,\)"),
-    "mask": (lambda total, n: (total, torch.ones(4, 8)), r"the count that the loss returned is .* shape \(4, 8\)"),
-    "bool": (lambda total, n: (total, True), "the count that the loss returned is a bool"),
-    "any": (lambda total, n: (total, (n > 0).any()), "the count that the loss returned is a tensor of torch.bool"),
-    "string": (lambda total, n: (total, "32"), "the count that the loss returned is a str"),
-    "negative": (lambda total, n: (total, -3), "the loss of step 1 counted -3 targets; expected 0 or more"),
-    "detached": (lambda total, n: (total.detach(), n), "the loss has no gradient"),
-    "another": (lambda total, n: (torch.ones((), requires_grad=True), n), "no parameter received a gradient"),
+    "a mean": lambda total, n: total / n,
+    "its own": lambda total, n: (total, n, {"loss": (n, n)}),
+    "none": lambda total, n: None,
+    "item": lambda total, n: (total.item(), n),
+    "many": lambda total, n: (total.expand(4), n),
+    "mask": lambda total, n: (total, torch.ones(4, 8)),
+    "bool": lambda total, n: (total, True),
+    "any": lambda total, n: (total, (n > 0).any()),
+    "string": lambda total, n: (total, "32"),
+    "negative": lambda total, n: (total, -3),
+    "detached": lambda total, n: (total.detach(), n),
+    "another": lambda total, n: (torch.ones((), requires_grad=True), n),
 }
+SETTINGS = [
+    {"clip": -1}, {"clip": math.nan}, {"accumulate": 0}, {"dtype": torch.float64},
+    {"lr_scale": lambda step: math.nan}, {"lr_scale": lambda step: -0.1},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_that_is_none_is_named(name):
-    change, message = LOSSES[name]
-    refuses(message, stepped, lambda model, pair: change(*next_token(model, pair)))
+def test_a_loss_that_is_none_is_refused(name):
+    refuses(".", stepped, lambda model, pair: LOSSES[name](*next_token(model, pair)))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_settings_that_cannot_be_are_refused_before_a_weight_changes(setting):
+    refuses(next(iter(setting)), stepped, next_token, **setting)
 
 
 @pytest.mark.parametrize("count", [math.nan, math.inf, 0, torch.tensor(math.nan), torch.tensor(0)])
@@ -388,64 +383,19 @@ def test_a_micro_batch_without_a_target_needs_no_gradient():
     assert [(s.count, s.skipped) for s in steps] == [(32, False), (0, True)]
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"clip": -1}, "clip -1; expected"),
-        ({"clip": math.nan}, "clip nan"),
-        ({"accumulate": 0}, "accumulate is 0"),
-        ({"dtype": torch.float64}, "dtype is torch.float64; expected bfloat16 or float16"),
-        ({"lr_scale": lambda step: math.nan}, r"lr_scale\(0\) is nan; expected a finite factor"),
-        ({"lr_scale": lambda step: -0.1}, r"lr_scale\(0\) is -0.1"),
-        ({"lr_scale": lambda step: math.inf}, r"lr_scale\(0\) is inf"),
-    ],
-)
-def test_settings_that_cannot_be_are_named_before_a_weight_changes(setting, message):
-    refuses(message, stepped, next_token, **setting)
-
-
 @pytest.mark.parametrize("seed", [np.int64(2**62), -(10**23)])
 def test_settings_of_other_libraries_numbers_are_taken(seed):
     assert stepped(next_token, clip=np.float32(1), accumulate=np.int64(2), seed=seed)[1]
 
 
 def test_models_and_optimizers_that_cannot_be_trained_are_named():
-    refuses("nothing to train: the model has no parameters", Trainer, nn.ReLU(), train.sgd(plain()), next_token)
+    refuses("nothing to train", Trainer, nn.ReLU(), train.sgd(plain()), next_token)
     refuses("nothing to train", train.adamw, plain().requires_grad_(False))
     optimizer = torch.optim.SGD(plain().parameters(), 0.1)
     optimizer.param_groups[0]["lr"] = math.nan
-    refuses(r"learning rates are \[nan\]; expected numbers from 0", Trainer, plain(), optimizer, next_token)
+    refuses("learning rates", Trainer, plain(), optimizer, next_token)
     trainer = Trainer(plain(), train.sgd(plain()), next_token)
-    state = trainer.state_dict() | {"format": 1}
-    refuses("another version", trainer.load_state_dict, state)
-
-
-def encoder():
-    """A module of PyTorch's own, with a loss of one's own."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    return nn.Sequential(nn.Embedding(VOCAB, 16), nn.TransformerEncoder(layer, 2), nn.Linear(16, VOCAB))
-
-
-@pytest.mark.parametrize("make", [encoder, build])
-def test_any_module_trains_saves_and_restores_in_ten_lines(make, tmp_path):
-    straight = make()
-    run(Trainer(straight, train.adamw(straight), next_token), 8)
-
-    model = make()
-    trainer = Trainer(model, train.adamw(model), next_token)
-    for step in trainer.run(batches()):
-        if step.number == 5:
-            break
-    checkpoint.save_state(tmp_path, 5, {"weights": model.state_dict(), "trainer": trainer.state_dict()})
-
-    model = make()
-    trainer = Trainer(model, train.adamw(model), next_token)
-    state = checkpoint.load_state(checkpoint.latest_state(tmp_path))
-    model.load_state_dict(state["weights"])
-    trainer.load_state_dict(state["trainer"])
-    run(trainer, 3)
-    assert torch.equal(weights(model), weights(straight))
+    refuses("another version", trainer.load_state_dict, trainer.state_dict() | {"format": 1})
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -493,9 +443,8 @@ def test_mean_squared_and_cross_entropy():
     ):
         total, count = loss(model, (x, target))
         assert float((total / count).detach()) == pytest.approx(float(mean(model(x), target).detach()))
-    refuses(r"\(5, 3\) where the targets are \(5,\)", train.mean_squared, model, (x, label.float()))
-    probabilities = nn.functional.one_hot(label, 3).float()
-    refuses("whole numbers are expected", train.cross_entropy, model, (x, probabilities))
+    refuses("the targets are", train.mean_squared, model, (x, label.float()))
+    refuses("the labels are", train.cross_entropy, model, (x, nn.functional.one_hot(label, 3).float()))
 
 
 def names(model, optimizer):
@@ -530,17 +479,18 @@ def test_muon_takes_blocks_whatever_stands_around_them(tied):
 
 def test_muon_knows_the_heads_of_a_model_without_blocks_by_what_they_give():
     classifier = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
-    assert names(classifier, train.muon(classifier)) == {"0.weight", "2.weight"}
     conv = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(36, 12), nn.ReLU(), nn.Linear(12, 10))
-    assert names(conv, train.muon(conv)) == {"2.weight"}
     several = nn.ModuleDict({"a": nn.Linear(8, 3), "trunk": nn.Linear(8, 8), "b": nn.Linear(8, 5)})
-    assert names(several, train.muon(several)) == {"trunk.weight"}
-    classifier.in_features, classifier.out_features = 8, 3
-    assert names(classifier, train.muon(classifier)) == {"0.weight", "2.weight"}
-    attach(classifier, rank=2, where="4")
-    assert names(classifier, train.muon(classifier)) == {"0.weight", "2.weight"}, "the adapter is a head's"
     square = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    assert names(square, train.muon(square)) == {"0.weight"}, "which is the head only the order can say"
+    adapted = nn.Sequential(*map(deepcopy, classifier))
+    attach(adapted, rank=2, where="4")
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4, bias=False))])
+    inside = {classifier: {"0.weight", "2.weight"}, conv: {"2.weight"}, several: {"trunk.weight"}}
+    inside |= {square: {"0.weight"}, adapted: {"0.weight", "2.weight"}, blocks: {"0.0.weight"}}
+    inside |= {nn.Linear(4, 4, bias=False): set(), nn.LayerNorm(4): set()}
+    for model, weights in inside.items():
+        assert names(model, train.muon(model)) == weights, model
+    refuses("nothing to train", train.muon, nn.ReLU())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -550,17 +500,6 @@ def test_muon_takes_the_matrices_of_every_familys_blocks_and_those_inside_of_ano
     matrices = {n for n, p in model.named_parameters() if p.dim() == 2 and n.startswith("blocks.")}
     assert names(model, train.muon(model)) == matrices
     assert names(tiny, train.muon(tiny)) == {"mix.weight"}
-
-
-def test_muon_of_matrices_alone_or_of_none():
-    for model in (nn.Linear(4, 4, bias=False), nn.LayerNorm(4)):
-        optimizer = train.muon(model)
-        assert not names(model, optimizer)
-        x = torch.randn(5, 4)
-        assert not one_step(model, optimizer, train.mean_squared, [(x, x + 1)]).skipped
-    blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4, bias=False))])
-    assert names(blocks, train.muon(blocks)) == {"0.0.weight"}
-    refuses("nothing to train: no parameter", train.muon, nn.ReLU())
 
 
 @pytest.mark.parametrize("make", [train.muon, train.adamw, train.sgd])
@@ -596,15 +535,11 @@ def test_muon_does_what_the_caller_says_and_says_what_it_does():
 
 @pytest.mark.parametrize(
     ("make", "name", "value"),
-    [
-        *((train.muon, *rate) for rate in (("lr", math.nan), ("adam_lr", -1.0), ("momentum", 1.5))),
-        *((train.muon, *rate) for rate in (("decay", math.inf), ("adam_decay", -1.0))),
-        *((train.adamw, *rate) for rate in (("decay", math.nan), ("lr", math.inf))),
-        *((train.sgd, "lr", math.nan), (train.rmsprop, "lr", -1.0)),
-    ],
-)
+    [(train.muon, "lr", math.nan), (train.muon, "momentum", 1.5), (train.muon, "adam_decay", -1.0),
+     (train.adamw, "decay", math.nan), (train.sgd, "lr", math.nan), (train.rmsprop, "lr", -1.0)],
+)  # fmt: skip
 def test_optimizers_refuse_rates_that_are_none(make, name, value):
-    refuses(f"{make.__name__}: {name} is {value}", make, LanguageModel(), **{name: value})
+    refuses(name, make, LanguageModel(), **{name: value})
 
 
 def test_sparse_gradients_are_clipped_and_divided_as_dense_ones():
@@ -700,5 +635,4 @@ def test_a_clock_may_be_told_before_the_first_step_and_one_that_is_told_late_sti
     Clock(early, 1.0).update(0, 0.9)
     assert early.is_over(early.records[-1].end)
     Clock(late, 1.0).update(1, 50.0)
-    assert late.records
     assert late.is_over(2)

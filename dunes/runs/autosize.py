@@ -208,22 +208,14 @@ def estimate(config: TrainConfig, size: int, machine: Machine) -> Estimate:
 
 
 def size_warning(config: TrainConfig) -> str:
-    """A warning if --size is too small for the vocabulary, else "".
-
-    Raises ValueError if --size is too small for the number of experts.
-    """
+    """A warning if --size is too small for the vocabulary or the number of experts, else ""."""
     count = tree.count(meta_model(config).trunk)
     if config.shape or count < 1.25 * parse_size(config.size):
         return ""
-    dense = replace(config, experts=0, experts_per_token=0)
-    if config.experts and tree.count(meta_model(dense)) < count:
-        raise ValueError(
-            f"--experts is {config.experts}, and with --size {config.size} the narrowest ones give a model of "
-            f"{format_count(count)} parameters; set fewer --experts, or a larger --size"
-        )
+    remedy = "set fewer --experts" if config.experts else "set a smaller --vocab-size"
     return (
         f"warning: --size is {config.size}, but the smallest {config.family} model with a vocabulary "
-        f"of {vocabulary(config)} has {format_count(count)} parameters; set a smaller --vocab-size"
+        f"of {vocabulary(config)} has {format_count(count)} parameters; {remedy}"
     )
 
 

@@ -93,7 +93,9 @@ class RunConfig(Optimization, Hardware):
         "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,
         "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "micro_batch": 1, "val_fraction": 0, "max_truncated": 0,
         "experts": 1, "experts_per_token": 1, "shared_experts": 0, "beta": 1e-12, "label_smoothing": 0,
+        "dropout": 0, "weight_decay": 0,
     }  # fmt: skip
+    BELOW: ClassVar[dict[str, float]] = {"dropout": 1, "label_smoothing": 0.5}
     AUTO: ClassVar[tuple[str, ...]] = ("context_length", "batch", "micro_batch", "experts", "experts_per_token")
     """Fields whose value is chosen automatically if 0."""
     FREE: ClassVar[tuple[str, ...]] = ("steps", "minutes", "compile", "dtype", "threads", "device")
@@ -111,8 +113,10 @@ class RunConfig(Optimization, Hardware):
             if value is not None and (choices := _choices(f.type)) and value not in choices:
                 raise ValueError(f"--{option(f.name)} is {value!r:.60}; it must be one of {', '.join(choices)}")
             chosen_later = value is None or (value == 0 and f.name in self.AUTO)
-            if minimum is not None and not chosen_later and not minimum <= value < math.inf:
-                raise ValueError(f"--{option(f.name)} is {value}; it must be at least {minimum}, and finite")
+            limit = self.BELOW.get(f.name, math.inf)
+            if minimum is not None and not chosen_later and not minimum <= value < limit:
+                expected = f"it must be at least {minimum}, and below {limit}"
+                raise ValueError(f"--{option(f.name)} is {value}; {expected}")
 
     @property
     def length(self) -> str:
@@ -159,8 +163,6 @@ class RunConfig(Optimization, Hardware):
     @classmethod
     def of(cls: type[T], stored: Mapping[str, Any]) -> T:
         """The config read from its JSON object. Raises ValueError for a config of another kind of run."""
-        if not isinstance(stored, Mapping):
-            raise ValueError(f"contains no run config, but a {type(stored).__name__}")
         if unknown := stored.keys() - {f.name for f in fields(cls)}:
             raise ValueError(f"contains a run of another kind or version: it has {', '.join(sorted(unknown))}")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}

@@ -184,8 +184,6 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
     def missing(self) -> str:
         if self.method == "lora-experts" and self.experts_per_token > self.experts:
             return f"--experts-per-token is {self.experts_per_token}, more than --experts, {self.experts}"
-        if self.label_smoothing >= 0.5:
-            return f"--label-smoothing is {self.label_smoothing}; it must be below 0.5"
         missing = [name for name in ("model", "data") if not getattr(self, name)]
         return f"the {missing[0]} is missing; dunes finetune MODEL --data FILE --out RUN" if missing else ""
 

@@ -35,7 +35,8 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
         axes.plot(x, centered_mean(losses), color=TRAINING, label="training loss")
         pairs = isinstance(score, PreferenceScore)
         bits = score.bits_per_byte / score.loss if score.loss and not pairs else 0.0
-        if checks := _checks(records, bits):
+        checks = [(r["step"], r["validation_loss"]) for r in records if is_drawable(r.get("validation_loss", inf))]
+        if checks:
             axes.plot(*zip(*checks, strict=True), "o-", color=VALIDATION, markersize=3, label="validation loss")
         if is_drawable(score.loss):
             label = f"saved: step {step}, {score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
@@ -81,18 +82,6 @@ def _figure(path: Path, width: float, height: float) -> Iterator[Any]:
     figure = Figure(figsize=(width, height), layout="constrained")
     yield figure
     figure.savefig(path, dpi=130)
-
-
-def _checks(records: Sequence[dict[str, Any]], bits: float) -> list[tuple[int, float]]:
-    """Pairs (step, validation loss in nats/token); a record that has only bits/byte is converted."""
-    points = []
-    for record in records:
-        loss = record.get("validation_loss")
-        if loss is None and bits and record.get("bits_per_byte") is not None:
-            loss = record["bits_per_byte"] / bits
-        if loss is not None and is_drawable(loss):
-            points.append((record["step"], loss))
-    return points
 
 
 def is_drawable(loss: float) -> bool:

@@ -396,10 +396,7 @@ def read_config(folder: Path, config_class: type[T]) -> T | None:
     path = folder / "state" / "plan.json"
     if not path.is_file():
         return None
-    try:
-        stored = json_file.read(path)
-    except ValueError as error:
-        raise ValueError(f"{error}; choose another --out") from None
+    stored = json_file.read(path)
     try:
         if (number := stored.pop("format", 1)) != FORMAT:
             raise ValueError(f"written by another version of dunes (format {number}, this version reads {FORMAT})")
@@ -417,10 +414,6 @@ def resolve_config(
     Raises FolderInUse if the folder contains a run and `resume` is False. Raises ValueError if the folder has no
     run to resume, or for another change.
     """
-    for path in (folder, folder / "state"):
-        if os.path.lexists(path) and not path.is_dir():
-            problem = "is a dangling link" if path.is_symlink() else "is not a folder"
-            raise ValueError(f"{path}: {problem}; choose another --out")
     if asked and {"steps", "minutes"} <= {*asked}:
         raise ValueError("--steps and --minutes exclude each other; set one of them")
     earlier = read_config(folder, type(config))
@@ -456,7 +449,7 @@ def _check_new_folder(folder: Path) -> None:
         if (folder / name).exists():
             model = f"a model that was not made by a run ({name})"
             raise ValueError(f"{folder}: contains {model}; choose another --out")
-    parent = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
+    parent = next(p for p in (folder / "state", folder, *folder.absolute().parents) if os.path.lexists(p))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ValueError(f"{parent}: is not a writable folder; choose another --out")
 

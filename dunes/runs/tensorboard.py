@@ -111,12 +111,11 @@ class TensorBoard:
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Scalars to write for a record of metrics.jsonl, by tag: losses, rates and the step's metrics."""
     values = {name: record.get(name) for name in ("loss", "bits_per_byte", "lr_scale", "grad_norm")}
-    metrics = record.get("metrics")
-    numbers = metrics.items() if isinstance(metrics, Mapping) else ()
-    pairs = "margin" in dict(numbers)
+    metrics = record.get("metrics", {})
+    pairs = "margin" in metrics
     values[f"{'pairs' if pairs else 'tokens'}_per_second"] = record["count"] / record["seconds"]
     values |= {name: record[name] for name in record if pairs and name.startswith("validation_")}
-    values |= {f"metrics/{name}": value for name, value in numbers if isinstance(value, int | float)}
+    values |= {f"metrics/{name}": value for name, value in metrics.items() if isinstance(value, int | float)}
     return {name: value for name, value in values.items() if value is not None}
 
 

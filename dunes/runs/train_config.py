@@ -152,14 +152,6 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             )
         if not 0 <= self.fim_rate <= 1:
             raise ValueError(f"--fim-rate is {self.fim_rate}; it must be from 0 to 1")
-        if not 0 <= (self.dropout or 0) < 1:
-            raise ValueError(f"--dropout is {self.dropout}; it must be at least 0 and below 1")
-        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"--weight-decay is {self.weight_decay}; it must be a number from 0 on")
-        if self.trainable in (("own",), ("adapter",)):
-            raise ValueError(
-                f"--trainable {self.trainable[0]} is gone: it brought nothing; train again without it"
-            )
         if not self.trains:
             self.refuse_unused(OF_TRAINING, "nothing is trained; omit it, or pass --trainable all")
         if self.complete is False:

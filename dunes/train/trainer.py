@@ -410,30 +410,18 @@ def loss_pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
 
     Raises ValueError for an invalid result.
     """
-    if not isinstance(result, (tuple, list)) or not 2 <= len(result) <= 3:
-        expected = "(sum, count) or (sum, count, metrics), not a mean"
-        raise ValueError(f"the loss returned {_describe(result)}; expected {expected}")
-    loss, count = result[:2]
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        raise ValueError(f"the sum that the loss returned is {_describe(loss)}; expected a tensor of one element")
-    if _is_number(count):
+    parts: Any = result if isinstance(result, (tuple, list)) and len(result) in (2, 3) else (result, None)
+    loss, count, *metrics = parts
+    if isinstance(count, Real) and not isinstance(count, bool):
         count = torch.tensor(float(count), dtype=torch.float64)
-    if not isinstance(count, Tensor) or count.numel() != 1 or count.dtype == torch.bool:
-        raise ValueError(f"the count that the loss returned is {_describe(count)}; expected one number of targets")
-    metrics = result[2] if len(result) == 3 else {}
-    if "loss" in metrics:
-        raise ValueError("the loss returned a metric named 'loss'; give it another name")
-    return {"loss": (loss.reshape(()), count.detach().reshape(())), **metrics}
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
-    return f"{len(value)} values" if isinstance(value, (tuple, list)) else f"a {type(value).__name__}"
+    values = isinstance(loss, Tensor) and isinstance(count, Tensor) and loss.numel() == count.numel() == 1
+    if not values or not loss.is_floating_point() or count.dtype == torch.bool or "loss" in dict(*metrics):
+        found = " ".join(repr(result).split())[:200]
+        raise ValueError(
+            f"the loss returned {found}; expected (sum, count), not a mean, or (sum, count, metrics): a tensor of "
+            "one element, a number of targets, and pairs (sum, count) by names other than loss"
+        )
+    return {"loss": (loss.reshape(()), count.detach().reshape(())), **dict(*metrics)}
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:
@@ -443,8 +431,6 @@ def _to_device(batch: Any, device: torch.device) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, type):
-        return batch
     if hasattr(batch, "to"):
         return batch.to(device)
     if isinstance(batch, (tuple, list)):
