@@ -251,42 +251,13 @@ def notebook(code, picture):
 
 
 NAMES = [
-    "package-lock.json",
-    "yarn.lock",
-    "pnpm-lock.yaml",
-    "npm-shrinkwrap.json",
-    "Cargo.lock",
-    "poetry.lock",
-    "uv.lock",
-    "go.sum",
-    "Pipfile.lock",
-    "composer.lock",
-    "Gemfile.lock",
-    "mix.lock",
-    "pubspec.lock",
-    "Podfile.lock",
-    "Package.resolved",
-    "flake.lock",
-    "packages.lock.json",
-    ".terraform.lock.hcl",
-    "bun.lock",
-    "gradle.lockfile",
-    "deno.lock",
-    "a/app.min.js",
-    "a/app.min.css",
-    "a/app.js.map",
-    "a/app.css.map",
-    "a/y.snap",
-    "a/__snapshots__/x.test.js",
-    "a/b_pb2.py",
-    "a/b_pb2_grpc.py",
-    "a/b.pb.go",
-    "a/b.pb.cc",
-    "a/b.g.dart",
-    "a/Form.Designer.cs",
-    "a/b.generated.ts",
-    "zz_generated.deepcopy.go",
-]
+    "package-lock.json", "yarn.lock", "pnpm-lock.yaml", "npm-shrinkwrap.json", "Cargo.lock", "poetry.lock",
+    "uv.lock", "go.sum", "Pipfile.lock", "composer.lock", "Gemfile.lock", "mix.lock", "pubspec.lock",
+    "Podfile.lock", "Package.resolved", "flake.lock", "packages.lock.json", ".terraform.lock.hcl",
+    "bun.lock", "gradle.lockfile", "deno.lock", "a/app.min.js", "a/app.min.css", "a/app.js.map",
+    "a/app.css.map", "a/y.snap", "a/__snapshots__/x.test.js", "a/b_pb2.py", "a/b_pb2_grpc.py", "a/b.pb.go",
+    "a/b.pb.cc", "a/b.g.dart", "a/Form.Designer.cs", "a/b.generated.ts", "zz_generated.deepcopy.go",
+]  # fmt: skip
 LEFT_OUT = {
     "generated": {
         **dict.fromkeys(NAMES),
@@ -512,11 +483,10 @@ def test_the_standard_library_has_a_name_and_leaves_its_tests_out(tmp_path, monk
 @pytest.mark.parametrize("files", [None, {}, {"a.bin": b"\0", "b.txt": "", "c.txt": b"\xff"}])
 def test_a_source_without_text_is_refused_by_its_path(tmp_path, files):
     put(tmp_path, {"a.py": "a"})
+    source = tmp_path / "source"
     if files is not None:
-        put(tmp_path / "absent", files).mkdir(exist_ok=True)
-    refuses(
-        str(tmp_path / "absent"), collect_corpus, [tmp_path / "absent", *[tmp_path / "a.py"] * (files is None)]
-    )
+        put(source, files).mkdir(exist_ok=True)
+    refuses(str(source), collect_corpus, [source, *[tmp_path / "a.py"] * (files is None)])
 
 
 # Validation
