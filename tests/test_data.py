@@ -519,7 +519,7 @@ def test_about_the_share_that_was_asked_for_is_held_out(tmp_path, share):
     assert abs(held - share) < 4 * (share * (1 - share) / 600) ** 0.5
 
 
-@pytest.mark.parametrize("share", [0, 0.05, 0.5, 0.95, 1])
+@pytest.mark.parametrize("share", [0, 0.5, 1])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_of_several_files_each_side_gets_one_and_a_single_file_is_for_learning(tmp_path, share, count):
     for i in range(12):
@@ -968,18 +968,6 @@ def test_an_epoch_meets_each_token_once_but_for_the_two_ends(text, epoch, seed):
     assert size - 1 - len(targets) < 2 * length
 
 
-@pytest.mark.slow
-@many(15)
-@given(text=texts, seed=st.integers(0, 100))
-def test_every_token_is_met_in_some_epoch(text, seed):
-    size, length = text
-    windows = Windows(np.arange(size), length, 64, seed)
-    met = set()
-    for number in range(20 * length * windows.windows_per_epoch // 64 + 10):
-        met.update(windows.batch(number).ravel().tolist())
-    assert met == set(range(size))
-
-
 @many(80)
 @given(text=texts, batch=st.integers(1, 9), number=st.integers(0, 10**9), seed=st.integers(0, 9))
 def test_a_batch_depends_on_its_number_only(text, batch, number, seed):
@@ -1071,16 +1059,6 @@ def test_a_transformation_that_changes_nothing_leaves_the_batches_and_one_that_d
     shorter = PackedText(np.arange(300), begins, 1, lambda ids, generator: ids[1:])
     with pytest.raises(AssertionError, match="document 2 "):
         Windows(shorter, 11, 1).batch(np.flatnonzero(starts(Windows(shorter, 11, 1), 0) > 110)[0])
-
-
-def test_a_batch_over_the_end_of_an_epoch_takes_the_rest_and_begins_the_next():
-    windows = Windows(np.arange(100), 7, 5)
-    assert windows.windows_per_epoch == 13
-    first, second = starts(windows, 0).tolist(), starts(windows, 1).tolist()
-    assert windows.batch(2)[:, 0].tolist() == first[10:] + second[:2]
-    assert windows.batch(3)[:, 0].tolist() == second[2:7]
-    large = Windows(np.arange(100), 7, 30)
-    assert large.batch(0)[:, 0].tolist() == first + second + starts(windows, 2)[:4].tolist()
 
 
 def test_epochs_and_seeds_differ_in_order_and_cut():

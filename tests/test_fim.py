@@ -30,7 +30,7 @@ from dunes.data import (
     rejoin,
     token_shard,
 )
-from dunes.data.fim import draw_middle, find_headers, sentinels
+from dunes.data.fim import draw_middle, sentinels
 from dunes.evaluate.text_loss import calibration_ids, evaluate, evaluation_tokens, score_folder
 from dunes.inference.text_generator import TextGenerator, sample_text
 from dunes.ops.cross_entropy import IGNORE
@@ -316,17 +316,6 @@ def test_headers_count_neither_as_loss_nor_as_size(context, separate):
     assert evaluate(loaded, plain).size == size - 1, "a first token is not predicted"
 
 
-def test_headers_are_found_wherever_they_are():
-    (ids, _), expected, inside = documents(BPE), [], False
-    for i in ids.tolist():
-        inside = inside or i == sentinels(BPE).file
-        expected.append(inside)
-        inside = inside and b"\n" not in BPE.token_bytes[i]
-    assert find_headers(BPE)(np.stack([ids, ids])).tolist() == [expected] * 2
-    assert sum(expected) > 20
-    assert not find_headers(metaspace_tokenizer())(np.arange(20)[None]).any()
-
-
 # Which files are for a test
 
 
@@ -431,21 +420,6 @@ def test_completion_is_on_where_most_of_the_text_is_source_code(tmp_path):
     with pytest.raises(ValueError, match=r"--fim-rate is 0\.9, but completion is off .* pass --complete"):
         chosen(toy(code, tokenizer="chars", fim_rate=0.9, complete=None), code)
     assert missing_sentinels(BPE) == []
-
-
-def test_the_flags_are_those_of_the_config(monkeypatch, code, tmp_path):
-    from dunes.cli import training
-    from dunes.cli.main import run
-
-    seen, commands = [], {"train": training.train, "finetune": training.finetune}
-    monkeypatch.setattr("dunes.runs.train.train", lambda config, *a, asked, **k: seen.append((config, asked)) or 0)
-    for flags in (["--complete", "--fim-rate", "0.75"], ["--no-complete"], []):
-        arguments = ["train", str(code), "--out", str(tmp_path / "run"), *flags]
-        monkeypatch.setattr("sys.argv", ["dunes", *arguments])
-        run("dunes", "", commands, arguments)
-    assert [(c.complete, c.fim_rate) for c, _ in seen] == [(True, 0.75), (False, 0.25), (None, 0.25)]
-    assert ["complete" in asked for _, asked in seen] == [True, True, False]
-    refuses("exclude each other", run, "dunes", "", commands, [*arguments, "--complete", "--no-complete"])
 
 
 # Whole runs
