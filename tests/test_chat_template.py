@@ -86,7 +86,7 @@ TEMPLATES = {
 {{ show(m, up=loop.first) }}: {{ m.content | default('none', true) }} {{ m.get('x', 1) }} {{ m.missing }}|
     {%- endfor %}
 {% set d = dict(a=1, b=[1.5, none, true]) %}{{ d | tojson }}{{ d.items() | list }}{{ messages | length }}
-{{ messages | map(attribute='role') | join(',') }} {{ strftime_now("%Y") }} {{ messages | selectattr('role', 'equalto', 'user') | list | tojson(ensure_ascii=True) }} {{ '%05d' % 42 }} {{ "abc"[::-1] }} {{ "a-b".split("-") | last }}
+{{ messages | map(attribute='role') | join(',') }} {{ strftime_now("%Y") }} {{ messages | selectattr('role', 'equalto', 'user') | list | length }} {{ tools | tojson(ensure_ascii=True) }} {{ '%05d' % 42 }} {{ "abc"[::-1] }} {{ "a-b".split("-") | last }}
 {{ tools | tojson(indent=2, sort_keys=true) }} {{ range(3) | list }} {{ documents }} {{ '<' | e }} {{ messages[-1] | tojson }} {{ none }}
 """,
 }
