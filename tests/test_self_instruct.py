@@ -115,15 +115,6 @@ def test_kept_and_dropped_are_those_of_the_recorded_list():
     assert [Round.of(json.loads(json.dumps(r.row()))) for r in rounds] == rounds
 
 
-@pytest.mark.parametrize("form", ["{}", "4. Instruction:{}", " 4.  Instruction:{}", "###\n4. Instruction:{}",
-                                  "Here they are:\n\n### 4. Instruction:{}", "```\n###\n4. Instruction:{}\n```",
-                                  "```text\n4. Instruction:{}"])  # fmt: skip
-def test_an_answer_may_begin_as_chat_models_begin(form):
-    answer = listed(*[(t.instruction, t.input, t.output) for t in SEEDS])
-    tasks = [item.task for item in parse_answer(form.format(answer), False)]
-    assert tasks == [replace(t, instruction=t.instruction.strip()) for t in SEEDS]
-
-
 ASKED = [Task(f"Describe the history of item {n} briefly", "", f"Item {n} is old.") for n in range(4, 21)]
 LAYOUT = "{}. Instruction: {}\n{}. Input:\n<noinput>\n{}. Output:\n{}\n"
 BOLD = "**{}. Instruction:** {}\n**{}. Input:**\n<noinput>\n**{}. Output:**\n{}\n"
@@ -142,7 +133,8 @@ def written(layout=LAYOUT, end="###\n", first=4):
     written(LAYOUT.replace("{}. I", "{}. **I")), written(LAYOUT.upper()),
     written(LAYOUT.replace("<noinput>", "None")), written(LAYOUT.replace("<noinput>", '"<noinput>".')),
     "<think>\n4. Instruction: Say\n4. Input:\n</think>\n" + written(), written() + "###\nI hope these help!",
-    "Sure:\n```\n" + written() + "```\n\nLet me know if you want more.",
+    "Sure:\n```\n" + written() + "```\n\nLet me know if you want more.", " 4.  Instruction:" + written()[15:],
+    "Here they are:\n\n### " + written(), "```\n###\n" + written() + "\n```", "```text\n" + written(),
 ])  # fmt: skip
 def test_tasks_are_read_in_the_layouts_that_models_write(answer):
     assert [item.task for item in parse_answer(answer, False) if not item.reason] == ASKED

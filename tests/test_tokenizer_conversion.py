@@ -77,7 +77,10 @@ def compare(ours, want, texts, unknown):
     assert [ours.decode(ids) for ids in back] == [want.decode(ids) for ids in back]
 
 
-@pytest.mark.parametrize("name", MODELS)
+ENDS = [pytest.param(n, marks=[] if n in (MODELS[0], MODELS[-1]) else pytest.mark.slow) for n in MODELS]
+
+
+@pytest.mark.parametrize("name", ENDS)
 def test_shipped_sentencepiece_models_give_their_ids_and_their_text(name):
     compare(shipped(name), theirs((DATA / name).read_bytes()), strings(), 0)
 
@@ -88,7 +91,7 @@ def test_trained_sentencepiece_models_give_their_ids_and_their_text(name):
     compare(Tokenizer(sentencepiece.convert(data)), theirs(data), strings(), 0)
 
 
-@pytest.mark.parametrize("name", [MODELS[1], "byte pairs", "byte pairs, symbols"])
+@pytest.mark.parametrize("name", [MODELS[1], "byte pairs, symbols"])
 def test_any_ids_of_a_sentencepiece_model_become_their_text_at_once_and_in_a_stream(name):
     data = (DATA / name).read_bytes() if name in MODELS else trained(name)
     ours, want, chance = Tokenizer(sentencepiece.convert(data)), theirs(data), random.Random(0)
@@ -415,8 +418,7 @@ def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     assert checkpoint.load(tmp_path / "out").tokenizer.encode("ab") == [0, 5]
 
 
-CLASSES = {"byte pairs": "LlamaTokenizer", "byte pairs, symbols": "LlamaTokenizerFast"}
-CLASSES |= {"tekken": "LlamaTokenizerFast"}
+CLASSES = {"byte pairs, symbols": "LlamaTokenizer", "tekken": "LlamaTokenizerFast"}
 
 
 @pytest.mark.parametrize("kind", CLASSES)
