@@ -295,7 +295,7 @@ def test_kills_lose_and_repeat_nothing(tmp_path):
 
 
 def test_ctrl_c_waits_for_what_is_paid_for_and_one_run_writes_a_file(tmp_path):
-    with serving(seconds=0.5) as server:
+    with serving(seconds=1.0) as server:
         asked = options(tmp_path, server.url, count=400, in_flight=8)
         process = started(asked)
         while len(server.bodies) < 8:

@@ -213,7 +213,7 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
         ]
     if model.texts(USER):
         users = sorted(model.texts(USER), key=len, reverse=True)
-        pattern = library.regex("|".join(map(re.escape, users)), "user-defined symbols")
+        pattern = Regex("|".join(map(re.escape, users)))
         steps.append(pre_tokenizers.Split(pattern, "isolated"))
         steps += split_lookalikes(_lookalikes(model))
     return pre_tokenizers.Sequence(steps)
