@@ -143,8 +143,9 @@ def _first_byte(file: BinaryIO) -> bytes:
 
 
 def _list_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
+    text = decode_text(file.read(), str(path))
     try:
-        listed = DECODER.decode(decode_text(file.read(), str(path)))
+        listed = DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}; {EXPECTED}") from None
     for i, row in enumerate(listed, 1):
