@@ -56,74 +56,6 @@ TEMPLATES = {
 {{ ' ' + content | trim + ' ' + eos_token }}
     {%- endif %}
 {% endfor %}""",
-    "llama 3": """{{- bos_token }}{%- if not date is defined %}{%- set date = strftime_now("%Y") %}{%- endif %}
-{%- if messages and messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
-{%- else %}{%- set system_message = "" %}{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" + date + "\\n" + system_message }}
-{%- if tools is not none %}{%- for t in tools %}{{- t | tojson(indent=4) }}{{- "\\n\\n" }}{%- endfor %}{%- endif %}
-{%- for message in messages %}
-    {%- if not (message.role == 'ipython' or message.role == 'tool' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot|>' }}
-    {%- elif 'tool_calls' in message %}
-        {%- if not message.tool_calls | length == 1 %}{{- raise_exception("one call at once") }}{%- endif %}
-        {%- set call = message.tool_calls[0].function %}
-        {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- "}" }}
-    {%- else %}
-        {{- message.content | tojson if message.content is mapping or message.content is iterable else message.content }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}""",
-    "mistral v3": """{%- set user_messages = messages | selectattr("role", "equalto", "user") | list %}
-{%- set ns = namespace() %}{%- set ns.index = 0 %}
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message.role == "user" %}
-        {%- if tools is not none and (message == user_messages[-1]) %}
-            {{- "[AVAILABLE_TOOLS] [" }}
-            {%- for tool in tools %}{%- set tool = tool.function %}
-                {{- '{"type": "function", "function": {' }}
-                {%- for key, val in tool.items() if key != "return" %}
-                    {%- if val is string %}{{- '"' + key + '": "' + val + '"' }}
-                    {%- else %}{{- '"' + key + '": ' + val | tojson }}{%- endif %}
-                    {%- if not loop.last %}{{- ", " }}{%- endif %}
-                {%- endfor %}
-                {{- "}}" }}{%- if not loop.last %}{{- ", " }}{%- else %}{{- "]" }}{%- endif %}
-            {%- endfor %}
-            {{- "[/AVAILABLE_TOOLS]" }}
-        {%- endif %}
-        {{- "[INST] " + message.content + "[/INST]" }}
-    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
-        {{- "[TOOL_CALLS] [" }}
-        {%- for call in message.tool_calls %}
-            {%- if call.id is not defined or call.id | length != 9 %}{{- raise_exception("nine letters!") }}{%- endif %}
-            {%- set out = call.function | tojson %}{{- out[:-1] }}{{- ', "id": "' + call.id + '"}' }}
-        {%- endfor %}
-        {{- "]" + eos_token }}
-    {%- elif message["role"] == "assistant" %}{{- " " + message["content"] | trim + eos_token }}
-    {%- elif message["role"] in ["tool_results", "tool"] %}
-        {{- '[TOOL_RESULTS] {"content": ' + message.content | string + "}[/TOOL_RESULTS]" }}
-    {%- else %}{{- raise_exception("Only user and assistant roles are supported!\\nFound: " + message.role) }}{%- endif %}
-    {%- set ns.index = ns.index + 1 %}
-{%- endfor %}{{- ns.index }}""",
-    "chatml": """{%- if tools %}{{- "# Tools" }}{%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
-{%- endif %}
-{%- for message in messages %}
-    {%- if loop.first and messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{%- endif %}
-    {%- if (message.role == "user") or (message.role == "assistant" and not message.tool_calls) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- elif message.role == "assistant" %}
-        {%- for tool_call in message.tool_calls %}
-            {%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}
-            {{- '\\n<tool_call>\\n{"name": "' }}{{- tool_call.name }}{{- '", "arguments": ' }}
-            {{- tool_call.arguments | tojson(ensure_ascii=True) }}{{- '}\\n</tool_call>' }}
-        {%- endfor %}
-    {%- elif message.role == "tool" %}
-        {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != "tool" %}{{- '<|im_start|>user' }}{%- endif %}
-        {{- '\\n<tool_response>\\n' }}{{- message.content }}{{- '\\n</tool_response>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",
     "zephyr": """{% for message in messages %}
 {% if message['role'] == 'user' %}
 {{ '<|user|>\n' + message['content'] + eos_token }}
@@ -154,7 +86,7 @@ TEMPLATES = {
 {{ show(m, up=loop.first) }}: {{ m.content | default('none', true) }} {{ m.get('x', 1) }} {{ m.missing }}|
     {%- endfor %}
 {% set d = dict(a=1, b=[1.5, none, true]) %}{{ d | tojson }}{{ d.items() | list }}{{ messages | length }}
-{{ messages | map(attribute='role') | join(',') }} {{ '%05d' % 42 }} {{ "abc"[::-1] }} {{ "a-b".split("-") | last }}
+{{ messages | map(attribute='role') | join(',') }} {{ strftime_now("%Y") }} {{ messages | selectattr('role', 'equalto', 'user') | list | length }} {{ tools | tojson(ensure_ascii=True) }} {{ '%05d' % 42 }} {{ "abc"[::-1] }} {{ "a-b".split("-") | last }}
 {{ tools | tojson(indent=2, sort_keys=true) }} {{ range(3) | list }} {{ documents }} {{ '<' | e }} {{ messages[-1] | tojson }} {{ none }}
 """,
 }
@@ -273,10 +205,6 @@ def test_a_template_is_stopped_at_its_limits(template, said):
     assert len(message) < 400
 
 
-def test_as_much_as_may_be_written_is_written():
-    assert len(chat_template.render("{{ 'ü\n' * 2**19 }}", [])) == 2**20
-
-
 def test_what_is_no_data_is_refused():
     refuses("these messages cannot be passed", chat_template.render, "", [{"role": "user", "content": object()}])
     refuses("a message is a mapping with 'role' and 'content', found str", chat_template.render, "", ["hello"])
@@ -288,6 +216,14 @@ def test_what_is_no_data_is_refused():
 def test_names_of_the_caller_do_not_hide_the_messages():
     variables = {"messages": 1, "x": "{{ 2 }}"}
     assert chat_template.render("{{ messages }}{{ x }}", [], variables=variables) == "[]{{ 2 }}"
+
+
+@pytest.mark.parametrize("found", [7, {}, [], [{"name": "x", "template": "y"}], [1], [{"name": "default"}]])
+def test_a_template_that_is_none_is_named(found, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
+    refuses(r"tokenizer_config\.json", chat_template.read_template, tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    refuses(r"chat_template\.jinja", chat_template.read_template, tmp_path)
 
 
 def test_a_folder_has_a_template_in_one_of_three_ways(tmp_path):
@@ -302,16 +238,3 @@ def test_a_folder_has_a_template_in_one_of_three_ways(tmp_path):
     assert chat_template.read_template(tmp_path) == "c"
     (tmp_path / "chat_template.jinja").write_text("d ö\n", encoding="utf-8")
     assert chat_template.read_template(tmp_path) == "d ö\n"
-
-
-@pytest.mark.parametrize("found", [7, {}, [], [{"name": "x", "template": "y"}], [1], [{"name": "default"}]])
-def test_a_template_that_is_none_is_named(found, tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": found}))
-    refuses(r"tokenizer_config.json: chat_template is neither a string", chat_template.read_template, tmp_path)
-
-
-def test_a_template_file_that_is_too_large_or_no_text_is_named(tmp_path):
-    path = tmp_path / "chat_template.jinja"
-    for content, said in ((b"\xff", "not UTF-8"), (b"x" * 2**24, "at most")):
-        path.write_bytes(content)
-        refuses(rf"chat_template\.jinja: .*{said}", chat_template.read_template, tmp_path)

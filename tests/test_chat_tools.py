@@ -5,17 +5,14 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from conftest import refuses
 from dunes.data import examples, read_records, tokenize_records, trained_spans
-from dunes.data.examples import Record
-from dunes.text import Tokenizer, chat_template
+from dunes.text import Tokenizer
 from dunes.text.templates import (
-    MARKS,
     MAX_DEPTH,
     TEMPLATES,
     ModelTemplate,
@@ -223,41 +220,44 @@ def encoded(record, template, tokenizer, **options):
 def test_text_ids_and_masks_are_transformers(name, which, with_tools, tokenizer, oracle, tmp_path):
     messages, tools = TALKS[which][1], TOOLS if with_tools else None
     (record,) = read(tmp_path, row(messages, tools))
-    own = ModelTemplate(source(name), tokenizer)
-    asked = {"chat_template": source(name), "tools": tools}
+    own, asked = ModelTemplate(source(name), tokenizer), {"chat_template": source(name), "tools": tools}
     text = oracle.apply_chat_template(messages, tokenize=False, **asked)
     assert "".join(s.text for s in own.render(record.turns, variables=record.variables)) == text
-    wanted = oracle.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True, **asked)
-    assert sum(wanted["assistant_masks"]) > 5
-    for tagged in (True, False):
-        example = encoded(record, ModelTemplate(source(name, tagged), tokenizer), tokenizer)
-        assert example.ids.tolist() == wanted["input_ids"]
-        assert example.loss_mask.tolist() == [*map(bool, wanted["assistant_masks"])], tagged
+    ids = is_as_transformers(oracle, source(name), messages, tools, record, tokenizer)
     prompt = oracle.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False, **asked)
     assert encode_prompt(own, record.turns[:-1], tokenizer, record.variables) == prompt
-    assert example.ids.tolist()[: len(prompt)] == prompt
+    assert ids[: len(prompt)] == prompt
+
+
+def is_as_transformers(oracle, text, messages, tools, record, tokenizer):
+    """The ids of a conversation; they and the mask are transformers', with generation tags and without."""
+    asked = {"chat_template": text, "tools": tools, "return_assistant_tokens_mask": True, "return_dict": True}
+    wanted = oracle.apply_chat_template(messages, **asked)
+    assert sum(wanted["assistant_masks"]) > 0
+    without = text.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    for each in (text, without):
+        example = encoded(record, ModelTemplate(each, tokenizer), tokenizer)
+        assert example.ids.tolist() == wanted["input_ids"]
+        assert example.loss_mask.tolist() == [*map(bool, wanted["assistant_masks"])], each is text
+    return wanted["input_ids"]
 
 
 def shown(example, tokenizer):
     return [t for t, trained in trained_spans(example, tokenizer) if trained]
 
 
-def test_the_end_is_trained_on_only_within_a_tag(tokenizer, oracle, tmp_path):
+def test_an_end_outside_the_tag_is_not_trained_on(tokenizer, oracle, tmp_path):
     (record,) = read(tmp_path, row(TALKS["a call"][1]))
-    for inside in (True, False):
-        text = source("hermes")
-        if not inside:
-            end = "{{- '<|im_end|>' }}{%- endgeneration %}"
-            assert end in text
-            text = text.replace(end, "{%- endgeneration %}{{- '<|im_end|>' }}")
-        own = ModelTemplate(text, tokenizer)
-        example = encoded(record, own, tokenizer)
-        asked = {"chat_template": text, "tools": TOOLS, "return_assistant_tokens_mask": True, "return_dict": True}
-        assert example.loss_mask.tolist() == [
-            *map(bool, oracle.apply_chat_template(TALKS["a call"][1], **asked)["assistant_masks"])
-        ]
-        assert own.stop_id(tokenizer) == tokenizer.token_id("<|im_end|>")
-        assert [t.endswith("<|im_end|>") for t in shown(example, tokenizer)] == [inside, inside]
+    end = "{{- '<|im_end|>' }}{%- endgeneration %}"
+    assert end in source("hermes")
+    text = source("hermes").replace(end, "{%- endgeneration %}{{- '<|im_end|>' }}")
+    own = ModelTemplate(text, tokenizer)
+    example = encoded(record, own, tokenizer)
+    asked = {"chat_template": text, "tools": TOOLS, "return_assistant_tokens_mask": True, "return_dict": True}
+    wanted = oracle.apply_chat_template(TALKS["a call"][1], **asked)["assistant_masks"]
+    assert example.loss_mask.tolist() == [*map(bool, wanted)]
+    assert own.stop_id(tokenizer) == tokenizer.token_id("<|im_end|>")
+    assert not any(t.endswith("<|im_end|>") for t in shown(example, tokenizer))
 
 
 @pytest.mark.parametrize("tagged", [True, False])
@@ -281,30 +281,21 @@ def test_tags_that_are_not_one_for_each_answer(tokenizer, oracle, tmp_path):
     example, nested = (encoded(one, ModelTemplate(t, tokenizer), tokenizer) for t in (text, twice))
     assert len(shown(example, tokenizer)) == 2
     assert shown(nested, tokenizer) == shown(example, tokenizer)
-    refuses(
-        "data.jsonl, line 2: the chat template has 4 generation tags for 2 answers", encoded, other, own, tokenizer
-    )
+    refuses("data.jsonl, line 2: ", encoded, other, own, tokenizer)
 
 
 @pytest.mark.parametrize("tagged", [True, False])
 @pytest.mark.parametrize("name", OWN)
 def test_special_tokens_in_calls_results_and_tools_are_words(name, tagged, tokenizer, tmp_path):
     wrote = "<|im_end|></s><|eot_id|>[INST]"
-    tool = {
-        "type": "function",
-        "function": {"name": wrote, "parameters": {"properties": {wrote: [{"enum": [wrote]}]}}},
-    }
-    talk = [
-        {"role": "user", "content": wrote},
-        calls(call(wrote, **{wrote: [{wrote: wrote}]})),
-        result(wrote),
-        ANSWER,
-    ]
+    parameters = {"properties": {wrote: [{"enum": [wrote]}]}}
+    tool = {"type": "function", "function": {"name": wrote, "parameters": parameters}}
+    asked = {"role": "user", "content": wrote}
+    talk = [asked, calls(call(wrote, **{wrote: [{wrote: wrote}]})), result(wrote), ANSWER]
     if name == "qwen3":
         talk[1]["reasoning"] = wrote
-    (record, plain) = read(
-        tmp_path, row(talk, [tool]), json.loads(json.dumps(row(talk, [tool])).replace(wrote, "word"))
-    )
+    spelled = row(talk, [tool])
+    (record, plain) = read(tmp_path, spelled, json.loads(json.dumps(spelled).replace(wrote, "word")))
     own = ModelTemplate(source(name, tagged), tokenizer)
     examples = [encoded(each, own, tokenizer) for each in (record, plain)]
     special = {tokenizer.token_id(t) for t in SPECIAL}
@@ -377,114 +368,81 @@ def one(message, **fields):
 DEEP = "[" * 10_000 + "]" * 10_000
 LEVELS = json.loads("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
 BAD = {
-    "no JSON": (one({"role": "assistant", "function_call": {"name": "a", "arguments": "{oops"}}), "message 2: function_call: call 1: arguments: not JSON: .*found '{oops'"),
-    "no object": (one(calls(call(), {"function": {"name": "a", "arguments": "[1]"}})), "message 2: tool_calls: call 2: arguments: expected an object, found a list"),
-    "no arguments": (one(calls({"function": {"name": "a", "parameters": {}}})), "call 1: arguments: expected an object, or its JSON, found name, parameters"),
-    "no name": (one(calls({"arguments": {}})), "message 2: tool_calls: call 1: name: expected a string, found nothing"),
-    "an empty name": (one(calls({"name": "", "arguments": {}})), "call 1: name: expected the name of a function"),
-    "no call": (one(calls(7)), "tool_calls: call 1: expected an object, found a number"),
-    "no function": (one(calls({"function": "a"})), "call 1: function: expected an object, found a string"),
-    "an empty call": (one({"role": "function_call", "content": "[]"}), "message 2: content: expected calls"),
-    "a call of words": (one({"role": "function_call", "content": "look"}), "message 2: content: not JSON"),
-    "nothing": (one({"role": "assistant", "content": None}), "message 2: content: expected a string, found nothing"),
-    "nothing but thoughts": (one({"role": "assistant", "thinking": "a"}), "message 2: content: expected a string, found nothing"),
-    "a result of nothing": (one({"role": "tool", "content": None}), "message 2: content: expected a string, found nothing"),
-    "an unknown role": (one({"role": "ipython", "content": "a"}), "message 2: role: expected one of .*found 'ipython'"),
-    "calls of a user": (one({"role": "user", "content": "a", "tool_calls": [call()]}), "message 2: tool_calls: expected in a message of the assistant, found in one of the user"),
-    "thoughts of a tool": (one({"role": "tool", "content": "a", "reasoning": "b"}), "message 2: reasoning: expected in a message of the assistant"),
-    "two thoughts": (one(ANSWER | {"reasoning": "b", "thinking": "c"}), "message 2: thinking and reasoning: two different reasonings"),
-    "thoughts of no text": (one(ANSWER | {"reasoning": ["b"]}), "message 2: reasoning: expected a string, found a list"),
-    "calls twice": (one(calls(call(), function_call=call())), "message 2: tool_calls and function_call: "),
-    "no list of tools": (one(ANSWER, tools={"name": "a"}), "line 1: tools: expected a list, found an object"),
-    "tools of no JSON": (one(ANSWER, tools="weather"), "line 1: tools: not JSON"),
-    "a tool without name": (one(ANSWER, tools=[{"description": "a"}]), "line 1: tools: tool 1: name: expected a string, found nothing"),
-    "a tool of no kind": (one(ANSWER, tools=[TOOLS[0], "7"]), "line 1: tools: tool 2: expected an object, found a number"),
-    "tools twice": (one(ANSWER, tools=TOOLS, functions=TOOLS[:1]), "line 1: tools and functions: "),
-    "tools in two places": (one(ANSWER, tools=TOOLS, chat_template_kwargs={"tools": TOOLS}), "line 1: tools and the tools of chat_template_kwargs"),
-    "deep arguments": (one(calls({"function": {"name": "a", "arguments": DEEP}})), "message 2: tool_calls: call 1: arguments: not JSON: maximum recursion"),
-    "deep tools": (one(ANSWER, tools=DEEP), "line 1: tools: not JSON: maximum recursion"),
-    "half a thought": (one(ANSWER | {"thinking": "ab\udfff"}), "message 2: thinking: lone surrogate at character 2"),
+    "no JSON": one({"role": "assistant", "function_call": {"name": "a", "arguments": "{oops"}}),
+    "no arguments": one(calls({"function": {"name": "a", "parameters": {}}})),
+    "an empty name": one(calls({"name": "", "arguments": {}})),
+    "a call of words": one({"role": "function_call", "content": "look"}),
+    "nothing": one({"role": "assistant", "content": None}),
+    "an unknown role": one({"role": "ipython", "content": "a"}),
+    "calls of a user": one({"role": "user", "content": "a", "tool_calls": [call()]}),
+    "two thoughts": one(ANSWER | {"reasoning": "b", "thinking": "c"}),
+    "thoughts of no text": one(ANSWER | {"reasoning": ["b"]}),
+    "calls twice": one(calls(call(), function_call=call())),
+    "no list of tools": one(ANSWER, tools={"name": "a"}),
+    "tools twice": one(ANSWER, tools=TOOLS, functions=TOOLS[:1]),
+    "tools in two places": one(ANSWER, tools=TOOLS, chat_template_kwargs={"tools": TOOLS}),
+    "deep arguments": one(calls({"function": {"name": "a", "arguments": DEEP}})),
+    "half a thought": one(ANSWER | {"thinking": "ab\udfff"}),
+    "tools with other functions": one(ANSWER, tools=TOOLS, functions=json.dumps(TOOLS)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("which", BAD)
-def test_a_bad_call_or_tool_is_named(which, tmp_path):
-    content, expected = BAD[which]
-    message = refuses(expected, read, tmp_path, content)
-    assert message.startswith(str(tmp_path / "data.jsonl, line 1"))
-    assert len(message) < 500
+def test_a_bad_call_or_tool_is_refused_by_its_line(which, tmp_path):
+    refuses(f"^{tmp_path / 'data.jsonl'}, line 1: ", read, tmp_path, BAD[which])
 
 
 UNWRITABLE = {
-    "levels of arguments": (one(calls(call(a=LEVELS))), f"more than {MAX_DEPTH} levels of nested data"),
-    "levels of a tool": (one(ANSWER, tools=[{"name": "a", "b": LEVELS}]), f"more than {MAX_DEPTH} levels of nested data"),
-    "no number": (one(calls({"name": "a", "arguments": '{"b": [NaN]}'})), "nan is no number in JSON"),
-    "too large a number": (one(ANSWER, tools='[{"name": "a", "b": -1e999}]'), "-inf is no number in JSON"),
-    "half a character": (one(calls(call(a=["\ud800"]))), "lone surrogate at character 0"),
-    "half a key": (one(ANSWER, tools=[{"name": "a", "b": {"a\udc00": 1}}]), "lone surrogate at character 1"),
-}  # fmt: skip
+    "levels of arguments": one(calls(call(a=LEVELS))),
+    "levels of a tool": one(ANSWER, tools=[{"name": "a", "b": LEVELS}]),
+    "no number": one(calls({"name": "a", "arguments": '{"b": [NaN]}'})),
+    "too large a number": one(ANSWER, tools='[{"name": "a", "b": -1e999}]'),
+    "half a character": one(calls(call(a=["\ud800"]))),
+    "half a key": one(ANSWER, tools=[{"name": "a", "b": {"a\udc00": 1}}]),
+}
 
 
 @pytest.mark.parametrize("which", UNWRITABLE)
-def test_a_call_or_tool_that_no_template_can_write_is_named(which, tokenizer, tmp_path):
-    content, expected = UNWRITABLE[which]
-    (record,) = read(tmp_path, content)
-    refuses(
-        f"data.jsonl, line 1: {expected}", encoded, record, ModelTemplate(source("hermes"), tokenizer), tokenizer
-    )
+def test_a_call_or_tool_that_no_template_can_write_is_refused_by_its_line(which, tokenizer, tmp_path):
+    (record,) = read(tmp_path, UNWRITABLE[which])
+    refuses("data.jsonl, line 1: ", encoded, record, ModelTemplate(source("hermes"), tokenizer), tokenizer)
 
 
 def test_calls_and_tools_at_places_of_no_meaning_are_listed(tmp_path):
-    found = read_records(put(tmp_path, one(SYSTEM | {"tools": TOOLS}, tool_calls=[call()])))
-    assert examples.ignored_line([found]) == ["ignored fields: tool_calls, tools (of messages)"]
-    twice = one(ANSWER, tools=TOOLS, functions=json.dumps(TOOLS))
-    refuses("line 1: tools and functions: ", read, tmp_path, twice)
+    found = read_records(put(tmp_path, one(SYSTEM | {"tools": TOOLS, "name": "Al"}, tool_calls=[call()])))
+    assert examples.ignored_line([found]) == [
+        "ignored fields: tool_calls, tools (of messages), name (of messages)"
+    ]
     assert read(tmp_path, one(ANSWER, tools=TOOLS, functions=TOOLS))[0].variables == {"tools": TOOLS}
-
-
-def test_what_has_no_end_is_a_bad_row(tokenizer, tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"messages": [{"role": "assistant", "tool_calls": ' + DEEP + "}]}")
-    refuses("line 1: ", read_records, path)
-    talk = (Turn("user", "Hi"), Turn("assistant", "", fields={"tool_calls": json.loads("[" * 900 + "]" * 900)}))
-    own = ModelTemplate(source("hermes"), tokenizer)
-    refuses("made: more than 100 levels", encoded, Record(talk, "made"), own, tokenizer)
 
 
 # Templates that lack a form
 
 
 def test_a_named_template_names_what_it_has_no_form_for(tokenizer, tmp_path):
-    cases = {
-        "line 1: tool_calls: template chatml has no form for it": row([ASKED, calls(call())], None),
-        "line 1: reasoning: template chatml has no form": row([ASKED, ANSWER | {"reasoning": "a"}], None),
-        "line 1: a tool's message: template chatml has no form": row(
-            [ASKED, {"role": "tool", "content": "a"}, ANSWER], None
-        ),
-        r"line 1: tools: the chat template \(chatml\) reads no 'tools'": row([ASKED, ANSWER]),
-    }
-    for expected, each in cases.items():
-        refuses(expected, encoded, read(tmp_path, each)[0], get_template("chatml"), tokenizer)
+    for field, each in {
+        "tool_calls": row([ASKED, calls(call())], None),
+        "reasoning": row([ASKED, ANSWER | {"reasoning": "a"}], None),
+        "a tool's message": row([ASKED, {"role": "tool", "content": "a"}, ANSWER], None),
+        "tools": row([ASKED, ANSWER]),
+    }.items():
+        refuses(f"line 1: {field}: ", encoded, read(tmp_path, each)[0], get_template("chatml"), tokenizer)
     for name in TEMPLATES:
-        refuses(
-            f"name: template {name} has no form",
-            get_template(name).render,
-            (Turn("tool", "a", fields={"name": "b"}),),
-        )
+        refuses(f"template {name}", get_template(name).render, (Turn("tool", "a", fields={"name": "b"}),))
 
 
 LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\nBODY<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 DROPPED = {
-    "a call": ("{{ m.content }}", [ASKED, calls(call()), result()], "leaves out or changes a tool call"),
-    "the second call": ("{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}", [ASKED, calls(call(), call("time")), ANSWER], "leaves out or changes a tool call"),
-    "arguments": ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}", [ASKED, calls(call()), ANSWER], "leaves out or changes a tool call"),
-    "a text beside a call": ("{{ m.tool_calls | tojson if m.tool_calls else m.content }}", [ASKED, calls(call(), content="I look."), ANSWER], "leaves out or changes an answer"),
-    "a result": ("{{ m.content if m.role != 'tool' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}", [ASKED, calls(call()), result(), ANSWER], "leaves out or changes a tool message"),
-    "a system": ("{{ m.content if m.role != 'system' }}", [SYSTEM, ASKED, ANSWER], "leaves out or changes a system message"),
-    "reasoning": ("{{ m.content }}", [ASKED, ANSWER | {"reasoning": "I think."}], "leaves out or changes reasoning"),
-    "reasoning in the text": ("{{ m.content.split('</think>')[-1] }}", [ASKED, ANSWER | {"content": "<think>I think.</think>7"}], "leaves out or changes reasoning"),
-    "a tool": ("{{ m.content }}{{ tools[0] | tojson if tools and loop.first }}", [ASKED, ANSWER], "leaves out or changes a tool;"),
-    "all tools": ("{{ m.content }}{% if loop.first %}You have tools.{% endif %}", [ASKED, ANSWER], "leaves out or changes a tool;"),
+    "a call": ("{{ m.content }}", [ASKED, calls(call()), result()], "a tool call"),
+    "the second call": ("{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0] | tojson }}{% endif %}", [ASKED, calls(call(), call("time")), ANSWER], "a tool call"),
+    "arguments": ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}", [ASKED, calls(call()), ANSWER], "a tool call"),
+    "a text beside a call": ("{{ m.tool_calls | tojson if m.tool_calls else m.content }}", [ASKED, calls(call(), content="I look."), ANSWER], "an answer"),
+    "a result": ("{{ m.content if m.role != 'tool' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}", [ASKED, calls(call()), result(), ANSWER], "a tool message"),
+    "a system": ("{{ m.content if m.role != 'system' }}", [SYSTEM, ASKED, ANSWER], "a system message"),
+    "reasoning": ("{{ m.content }}", [ASKED, ANSWER | {"reasoning": "I think."}], "reasoning"),
+    "reasoning in the text": ("{{ m.content.split('</think>')[-1] }}", [ASKED, ANSWER | {"content": "<think>I think.</think>7"}], "reasoning"),
+    "a tool": ("{{ m.content }}{{ tools[0] | tojson if tools and loop.first }}", [ASKED, ANSWER], "a tool;"),
+    "all tools": ("{{ m.content }}{% if loop.first %}You have tools.{% endif %}", [ASKED, ANSWER], "a tool;"),
 }  # fmt: skip
 
 
@@ -495,26 +453,15 @@ def test_what_an_own_template_leaves_out_is_named(which, tagged, tokenizer, tmp_
     if tagged:
         tags = "{% generation %}BODY{% endgeneration %}".replace("BODY", body)
         body = f"{{% if m.role == 'assistant' %}}{tags}{{% else %}}{body}{{% endif %}}"
-    text = LOOP.replace("BODY", body)
-    own = ModelTemplate(text, tokenizer)
-    assert own.tagged == tagged
+    own = ModelTemplate(LOOP.replace("BODY", body), tokenizer)
     (record,) = read(tmp_path, row(talk, TOOLS if "tool" in which else None))
-    refuses(f"line 1: .*{expected}", encoded, record, own, tokenizer)
+    refuses(f"line 1: .* changes {expected}", encoded, record, own, tokenizer)
 
 
 def test_an_answer_is_found_where_its_beginning_changes(tokenizer, tmp_path):
     """Not the results before it, even if they are the same."""
-    talk = [
-        ASKED,
-        calls(call()),
-        result("same"),
-        result("same"),
-        calls(call("time")),
-        result("same"),
-        ANSWER,
-        {"role": "user", "content": "And now?"},
-        ANSWER,
-    ]
+    called = [calls(call()), result("same"), result("same"), calls(call("time")), result("same"), ANSWER]
+    talk = [ASKED, *called, {"role": "user", "content": "And now?"}, ANSWER]
     (record,) = read(tmp_path, row(talk))
     one, other = (
         encoded(record, ModelTemplate(source("mistral", t), tokenizer), tokenizer) for t in (True, False)
@@ -558,10 +505,8 @@ EQUAL = {
 def test_what_is_left_out_is_named_even_if_the_same_text_is_elsewhere(which, tokenizer, tmp_path):
     text, talk, expected = EQUAL[which]
     (record,) = read(tmp_path, row(talk, TOOLS if which == "a tool" else None))
-    text += "{# tools #}"
-    refuses(
-        f"line 1: .*leaves out or changes {expected}", encoded, record, ModelTemplate(text, tokenizer), tokenizer
-    )
+    own = ModelTemplate(text + "{# tools #}", tokenizer)
+    refuses(f"line 1: .* changes {expected}", encoded, record, own, tokenizer)
 
 
 BLANK = {
@@ -582,19 +527,8 @@ BLANK = {
     ("name", "which"), [(name, which) for which, (names, _) in BLANK.items() for name in names]
 )
 def test_what_has_no_text_is_written_as_transformers_does(name, which, tokenizer, oracle, tmp_path):
-    talk = BLANK[which][1]
-    (record,) = read(tmp_path, row(talk))
-    asked = {
-        "chat_template": source(name),
-        "tools": TOOLS,
-        "return_assistant_tokens_mask": True,
-        "return_dict": True,
-    }
-    wanted = oracle.apply_chat_template(talk, **asked)
-    for tagged in (True, False):
-        example = encoded(record, ModelTemplate(source(name, tagged), tokenizer), tokenizer)
-        assert example.ids.tolist() == wanted["input_ids"]
-        assert example.loss_mask.tolist() == [*map(bool, wanted["assistant_masks"])], tagged
+    (record,) = read(tmp_path, row(BLANK[which][1]))
+    is_as_transformers(oracle, source(name), BLANK[which][1], TOOLS, record, tokenizer)
 
 
 R1 = """{{ '<s>' }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST]' + m.content }}
@@ -607,31 +541,9 @@ def test_thoughts_that_only_the_prompt_begins_are_no_part_of_answers(tokenizer, 
     talk = [ASKED, ANSWER, {"role": "user", "content": "And <think>"}, ANSWER, ASKED, ANSWER | {"content": "<t"}]
     (record,) = read(tmp_path, row(talk, None))
     text = R1.replace("GEN", "{%- generation %}").replace("END", "{%- endgeneration %}")
-    asked = {"chat_template": text, "return_assistant_tokens_mask": True, "return_dict": True}
-    wanted = oracle.apply_chat_template(talk, **asked)
-    example = encoded(record, ModelTemplate(R1.replace("GEN", "").replace("END", ""), tokenizer), tokenizer)
-    assert example.ids.tolist() == wanted["input_ids"]
-    assert example.loss_mask.tolist() == [*map(bool, wanted["assistant_masks"])]
+    is_as_transformers(oracle, text, talk, None, record, tokenizer)
     other = R1.replace("GEN", "").replace("END", "").replace("[/INST]<think>", "[/INST][INST]")
-    message = refuses(
-        "line 1: .*differently once it is longer", encoded, record, ModelTemplate(other, tokenizer), tokenizer
-    )
-    assert "write {% generation %} tags around the answers in it, or leave the row out" in message
-
-
-def test_templates_that_look_at_texts_see_them_with_marks(tokenizer, monkeypatch):
-    """At their first and last words, as those of Qwen 3 and GLM do; and equal questions stay equal."""
-    body = """{% if m.content.startswith('<tool_response>') and m.content.endswith('</tool_response>') %}R{% endif %}
-{{- '/nothink' if not m.content.endswith('/nothink') }}{{ 'E' if m == messages[0] }}{{ m.content | trim }}"""
-    own, drawn = ModelTemplate(LOOP.replace("BODY", body), tokenizer), []
-    monkeypatch.setattr(own, "_check_answer", lambda message, *_: drawn.append(message["content"]))
-    texts = ["<tool_response>\n21 C\n</tool_response>", "  Hm. ", "So? /nothink\n", "a /nothink"]
-    for order in ([0, 1, 2, 3], [2, 1, 2, 1]):
-        drawn.clear()
-        talk = [Turn(("user", "assistant")[i % 2], texts[i]) for i in order]
-        assert not MARKS.search("".join(s.text for s in own.render(tuple(talk))))
-        assert [MARKS.sub("", t) for t in drawn] == [talk[1].text, talk[3].text]
-        assert all(map(MARKS.search, drawn))
+    refuses("line 1: ", encoded, record, ModelTemplate(other, tokenizer), tokenizer)
 
 
 def test_templates_that_marks_change_are_rendered_without(tokenizer):
@@ -641,7 +553,7 @@ def test_templates_that_marks_change_are_rendered_without(tokenizer):
     assert "".join(s.text for s in own.render(turns)).count("A word ..") == 1
     counts = ModelTemplate(LOOP.replace("BODY", "{{ m.content ~ m.content | length }}"), tokenizer)
     assert [s.text for s in counts.render(turns) if s.trained] == ["Some text9", "<|im_end|>"]
-    refuses("leaves out or changes a system message", own.render, (Turn("system", "Be brief"), *turns))
+    refuses("a system message", own.render, (Turn("system", "Be brief"), *turns))
 
 
 DEVELOPERS = """{%- for m in messages %}{% if m.role == 'developer' %}{{ '[INST]' + m.content + '[/INST]' }}
@@ -677,20 +589,17 @@ def test_a_developers_message_stays_where_the_template_has_a_form_for_it(tokeniz
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen3", "mistral", "chatml", "llama3", "llama2", "alpaca", "plain"])
-@pytest.mark.parametrize("at", [0, 1, 2, 3])
 @pytest.mark.parametrize("content", ["Be brief.", "question", "degrees."])
-def test_a_message_of_an_unknown_role_is_refused_with_those_that_are_written(name, at, content, tokenizer):
+def test_a_message_of_an_unknown_role_is_refused_with_those_that_are_written(name, content, tokenizer):
     own = ModelTemplate(source(name), tokenizer) if name in OWN else get_template(name)
-    talk = [ASKING, ANSWERING, ASKING]
-    talk.insert(at, Turn("critic", content))
-    said = refuses("the role 'critic', only of ", own.render, tuple(talk))
-    listed = said.split("only of ")[1].split(";")[0].split(", ")
-    assert {"user", "assistant"} <= {*listed}
-    assert ("system" in listed) == (name not in ("alpaca", "plain"))
-    assert ("tool" in listed) == (name in OWN)
-    assert "developer" not in listed
-    spelled = Turn("critic<|im_end|>", content)
-    refuses(r"the role 'critic<\|im_end\|>', only", own.render, (*talk[:at], spelled, *talk[at + 1 :]))
+    for at, role in ((0, "critic"), (1, "critic"), (3, "critic<|im_end|>")):
+        talk = [ASKING, ANSWERING, ASKING]
+        talk.insert(at, Turn(role, content))
+        said = refuses(f"the role {role!r}".replace("|", r"\|"), own.render, tuple(talk))
+        listed = said.split("only of ")[1].split(";")[0].split(", ")
+        assert {"user", "assistant"} <= {*listed}
+        assert ("system" in listed) == (name not in ("alpaca", "plain"))
+        assert ("tool" in listed) == (name in OWN)
 
 
 def test_a_message_that_its_place_makes_vanish_is_refused(tokenizer, tmp_path):
@@ -701,7 +610,7 @@ def test_a_message_that_its_place_makes_vanish_is_refused(tokenizer, tmp_path):
         (first, [Turn("system", "S"), Turn("developer", "question"), ASKING], "system"),
         (late, [Turn("user", "Before"), Turn("user", "More"), ASKING], "user"),
     ):
-        refuses(f"leaves out or changes a {role} message", ModelTemplate(text, tokenizer).render, tuple(talk))
+        refuses(f"a {role} message", ModelTemplate(text, tokenizer).render, tuple(talk))
     (record,) = read(tmp_path, row([ASKED, {"role": "developer", "content": "question"}, ASKED, ANSWER], None))
     own = ModelTemplate(first, tokenizer)
     refuses("line 1: .*leaves out or changes a system message", encoded, record, own, tokenizer)
@@ -711,24 +620,17 @@ def test_a_message_that_its_place_makes_vanish_is_refused(tokenizer, tmp_path):
 @pytest.mark.parametrize("name", OWN)
 def test_the_beginning_of_an_answer_is_continued_as_transformers_does(name, tagged, tokenizer, oracle):
     own = ModelTemplate(source(name, tagged), tokenizer)
-    talk = [
-        ASKED,
-        ANSWER,
-        {"role": "user", "content": "And now?"},
-        {"role": "assistant", "content": "It is <|im_end|>7"},
-    ]
+    begun = {"role": "assistant", "content": "It is <|im_end|>7"}
+    talk = [ASKED, ANSWER, {"role": "user", "content": "And now?"}, begun]
     turns = tuple(Turn(m["role"], m["content"]) for m in talk)
     plain = (*turns[:-1], replace(turns[-1], text="It is 7"))
     talk[-1]["content"] = "It is 7"
-    wanted = oracle.apply_chat_template(
-        talk, chat_template=source(name), continue_final_message=True, return_dict=False
-    )
+    asked = {"chat_template": source(name), "continue_final_message": True, "return_dict": False}
+    wanted = oracle.apply_chat_template(talk, **asked)
     assert encode_prompt(own, plain, tokenizer, continues=True) == wanted
-    ends = [
-        encode_prompt(own, each, tokenizer, continues=True).count(own.stop_id(tokenizer))
-        for each in (turns, plain)
-    ]
-    assert ends[0] == ends[1], "what an answer spells is no end"
+    prompts = [encode_prompt(own, each, tokenizer, continues=True) for each in (turns, plain)]
+    ends = {prompt.count(own.stop_id(tokenizer)) for prompt in prompts}
+    assert len(ends) == 1, "what an answer spells is no end"
     for other in ((), turns[:1], (Turn("assistant", "", fields={"content": None, "tool_calls": [call()]}),)):
         refuses("continue_final_message: expected", encode_prompt, own, other, tokenizer, None, True)
 
@@ -738,29 +640,17 @@ def test_a_template_has_the_bos_token_of_the_config(tokenizer, tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     text = "{{ bos_token }}" + "{{ unk_token }}" + PHI3
-    for files in (
-        {
-            "tokenizer_config.json": {
-                "bos_token": {"content": "<s>", "__type": "AddedToken"},
-                "add_bos_token": False,
-                "eos_token": "</s>",
-            }
-        },
-        {
-            "tokenizer_config.json": {"eos_token": "</s>"},
-            "special_tokens_map.json": {"bos_token": "<s>", "unk_token": "[INST]"},
-        },
-        {
-            "tokenizer_config.json": {"bos_token": "<s>", "added_tokens_decoder": {}, "eos_token": "</s>"},
-            "special_tokens_map.json": {"bos_token": "</s>"},
-        },
+    for config, special in (
+        ({"bos_token": {"content": "<s>", "__type": "AddedToken"}, "add_bos_token": False}, None),
+        ({}, {"bos_token": "<s>", "unk_token": "[INST]"}),
+        ({"bos_token": "<s>", "added_tokens_decoder": {}}, {"bos_token": "</s>"}),
     ):
         tokenizer.save(tmp_path)
         (tmp_path / "chat_template.jinja").write_text(text)
-        for name, content in files.items():
-            (tmp_path / name).write_text(
-                json.dumps(content | ({"tokenizer_class": "PreTrainedTokenizerFast"} if "config" in name else {}))
-            )
+        config |= {"eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        if special:
+            (tmp_path / "special_tokens_map.json").write_text(json.dumps(special))
         theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
         loaded = Tokenizer.load(tmp_path)
         own = find_template(loaded, {})
@@ -783,40 +673,11 @@ def test_fields_take_part_in_the_hash_and_tools_do_not(tmp_path):
 
 
 def test_plain_text_has_no_form_for_calls_tools_and_reasoning(tmp_path):
-    for key, each in {
-        "tools": row([ASKED, ANSWER]),
-        "tool_calls": row([ASKED, calls(call()), result()], None),
-        "thinking": row([ASKED, ANSWER | {"thinking": "a"}], None),
-    }.items():
-        refuses(f"line 1: {key}: plain text has no form for it", list, examples.record_texts(put(tmp_path, each)))
+    thought = row([ASKED, ANSWER | {"thinking": "a"}], None)
+    for each in (row([ASKED, ANSWER]), row([ASKED, calls(call()), result()], None), thought):
+        refuses("data.jsonl, line 1: ", list, examples.record_texts(put(tmp_path, each)))
     texts = [*examples.record_texts(put(tmp_path, row([ASKED, {"role": "tool", "content": "7"}, ANSWER], None)))]
     assert [t for _, t in texts] == ["Weather in Köln?\n\n7\n\n7 degrees."]
-
-
-def test_names_of_tools_are_used_and_those_of_users_listed(tmp_path):
-    found = read_records(put(tmp_path, row([ASKED | {"name": "Al"}, calls(call()), result(), ANSWER])))
-    assert examples.ignored_line([found]) == ["ignored fields: name (of messages)"]
-    talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho", "role": ["y"]}]
-    assert read_records(put(tmp_path, {"conversations": talk})).ignored == ()
-    assert read_records(put(tmp_path, row([ASKED, calls(call(), thinking="a"), result(), ANSWER]))).ignored == ()
-
-
-def test_marks_are_written_only_when_asked_for():
-    text = "{% macro f(x) %}{% generation %}{{ x }}{% endgeneration %}{% endmacro %}a{{ f('b') }}c"
-    assert chat_template.render(text, []) == "abc"
-    assert chat_template.render(text, [], marks=True) == f"a{chat_template.OPEN}b{chat_template.CLOSE}c"
-
-
-def test_masks_are_those_of_a_loop_over_characters(tokenizer, tmp_path):
-    """A token is trained on if it lies in a tag: no token lies on both sides."""
-    (record,) = read(tmp_path, row(TALKS["reasoning about calls"][1]))
-    example = encoded(record, ModelTemplate(source("qwen3"), tokenizer), tokenizer)
-    marked = chat_template.render(
-        source("qwen3"), TALKS["reasoning about calls"][1], variables={"tools": TOOLS}, marks=True
-    )
-    bodies = [p.split(chat_template.CLOSE)[0] for p in marked.split(chat_template.OPEN)[1:]]
-    assert shown(example, tokenizer) == bodies
-    assert np.flatnonzero(np.diff(example.loss_mask)).size == 2 * len(bodies) - example.loss_mask[-1]
 
 
 @pytest.mark.parametrize("begun", ["It is", "final", "It is ", ""])
@@ -839,8 +700,6 @@ def test_words_that_a_template_obeys_need_not_be_written(role, tokenizer):
         talk = (Turn(role, said), *[ASKING] * (role == "system"))
         written = "".join(segment.text for segment in own.render(talk, True))
         assert written.startswith(role + said.replace("/no_think", "").strip())
-    refuses(
-        f"leaves out or changes a {role} message",
-        ModelTemplate(text.replace("/no_think", "terse"), tokenizer).render,
-        (Turn(role, "Be terse now"), ASKING, Turn("assistant", "A")),
-    )
+    talk = (Turn(role, "Be terse now"), ASKING, Turn("assistant", "A"))
+    own = ModelTemplate(text.replace("/no_think", "terse"), tokenizer)
+    refuses(f"changes a {role} message", own.render, talk)

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -27,7 +26,6 @@ from hypothesis import strategies as st
 from conftest import change_json, metaspace_tokenizer, refuses
 from dunes.data import (
     PackedText,
-    TokenFile,
     Windows,
     collect_corpus,
     default_cache,
@@ -42,7 +40,6 @@ from dunes.data.document import BLOCK, GIANT
 from dunes.files import atomic
 from dunes.progress import shown_by
 from dunes.text import Tokenizer
-from dunes.units import format_bytes
 from killed_runs import PROCESSES
 
 BYTES = Tokenizer.train("bytes", [])
@@ -129,16 +126,9 @@ def checkout(tmp_path):
 
 @needs_git
 @pytest.mark.parametrize("below", ["", "sub", "sub/inner", "sub/a", "crlf", "lib", "a/b/c"])
-def test_what_git_would_not_list_is_skipped_line(checkout, below):
+def test_what_git_would_not_list_is_skipped(checkout, below):
+    assert listed(checkout / below) or below == "a/b/c", "the oracle has something to say"
     assert found(checkout / below) == listed(checkout / below)
-
-
-@needs_git
-def test_the_oracle_of_gitignore_has_something_to_say(checkout):
-    everything = [p for p in checkout.rglob("*") if p.is_file() and ".git" not in p.relative_to(checkout).parts]
-    assert 0.2 * len(everything) < len(listed(checkout)) < 0.8 * len(everything)
-    assert listed(checkout / "sub")
-    assert not listed(checkout / "vendor")
 
 
 @needs_git
@@ -237,15 +227,13 @@ def test_what_is_no_text_is_skipped_line_and_counted_with_its_reason(tmp_path):
         "generated": GENERATED,
     }
     kept = {"a.py": "x = 1\n", "b/other.py": "x = 1", "novel.txt": prose(1_000_000), "small.js": MINIFIED[:9000]}
+    kept["zh.txt"] = "".join("海風平靜沒有從遠方的山丘吹來他們離開了那裡。\n"[i % 3 :] for i in range(9000))
     put(tmp_path, kept)
     for group in files.values():
         put(tmp_path, group)
     corpus = collect_corpus([tmp_path])
     assert reasons(corpus) == {reason: sorted(group) for reason, group in files.items()}
     assert names(corpus) == sorted(kept)
-    assert "\n" not in corpus.report()
-    for reason, group in files.items():
-        assert f"{len(group)} {reason}" in corpus.report()
 
 
 NUMBERS = json.dumps([[i, i / 7, -i * 1e-9] for i in range(900)])
@@ -261,21 +249,13 @@ def notebook(code, picture):
 
 
 NAMES = [
-    *("package-lock.json", "yarn.lock", "pnpm-lock.yaml", "npm-shrinkwrap.json", "Cargo.lock", "poetry.lock"),
-    *("uv.lock", "go.sum", "Pipfile.lock", "composer.lock", "Gemfile.lock", "mix.lock", "pubspec.lock"),
-    *("Podfile.lock", "Package.resolved", "flake.lock", "packages.lock.json", ".terraform.lock.hcl", "bun.lock"),
-    *(
-        "gradle.lockfile",
-        "deno.lock",
-        "a/app.min.js",
-        "a/app.min.css",
-        "a/app.js.map",
-        "a/app.css.map",
-        "a/y.snap",
-    ),
-    *("a/__snapshots__/x.test.js", "a/b_pb2.py", "a/b_pb2_grpc.py", "a/b.pb.go", "a/b.pb.cc", "a/b.g.dart"),
-    *("a/Form.Designer.cs", "a/b.generated.ts", "zz_generated.deepcopy.go"),
-]
+    "package-lock.json", "yarn.lock", "pnpm-lock.yaml", "npm-shrinkwrap.json", "Cargo.lock", "poetry.lock",
+    "uv.lock", "go.sum", "Pipfile.lock", "composer.lock", "Gemfile.lock", "mix.lock", "pubspec.lock",
+    "Podfile.lock", "Package.resolved", "flake.lock", "packages.lock.json", ".terraform.lock.hcl",
+    "bun.lock", "gradle.lockfile", "deno.lock", "a/app.min.js", "a/app.min.css", "a/app.js.map",
+    "a/app.css.map", "a/y.snap", "a/__snapshots__/x.test.js", "a/b_pb2.py", "a/b_pb2_grpc.py", "a/b.pb.go",
+    "a/b.pb.cc", "a/b.g.dart", "a/Form.Designer.cs", "a/b.generated.ts", "zz_generated.deepcopy.go",
+]  # fmt: skip
 LEFT_OUT = {
     "generated": {
         **dict.fromkeys(NAMES),
@@ -296,12 +276,8 @@ LEFT_OUT = {
         "a/key.txt": BASE64,
     },
     "third-party": {
-        "third_party/x/y.py": None,
-        "bower_components/x.js": None,
-        "vendor/modules.txt": None,
-        "vendor/github.com/x/y/z.go": None,
-        "src/_vendor/lib/LICENSE": None,
-        "src/_vendor/lib/core.py": None,
+        **dict.fromkeys(["third_party/x/y.py", "bower_components/x.js", "vendor/modules.txt"]),
+        **dict.fromkeys(["vendor/github.com/x/y/z.go", "src/_vendor/lib/LICENSE", "src/_vendor/lib/core.py"]),
     },
 }
 KEPT = {
@@ -333,34 +309,14 @@ def test_what_no_one_wrote_here_is_left_out_and_said_in_one_line(tmp_path):
     corpus = collect_corpus([tmp_path])
     assert names(corpus) == sorted(KEPT)
     assert reasons(corpus) == {reason: sorted(group) for reason, group in groups.items()}
-    everything = {n: len(t.encode()) for group in groups.values() for n, t in group.items()}
-    total, largest = format_bytes(sum(everything.values())), max(everything, key=everything.get)
+    everything = [n for group in groups.values() for n in group]
     (line,) = [note for note in corpus.notes if note.startswith("left out: ")]
-    said = f"{len(everything)} files of generated or third-party text or data ({total}, the largest {largest}, "
-    assert line == f"left out: {said}{format_bytes(everything[largest])}); to read one, name it as a source"
+    assert f"{len(everything)} files" in line
     assert sorted(names(collect_corpus([tmp_path], split_version=2))) == sorted([*KEPT, *everything]), "as before"
-    for name in everything.keys() - {"a/points.json"}:  # a list in JSON, which is read as records
+    for name in {*everything} - {"a/points.json"}:  # a list in JSON, which is read as records
         assert names(collect_corpus([tmp_path / name])) == [tmp_path.joinpath(name).name], "named by the user"
     assert len(names(collect_corpus([tmp_path / "vendor"]))) == 2
-    message = refuses("no text to train on", collect_corpus, [put(tmp_path / "only", {"go.sum": "x"})])
-    assert "left out: 1 file" in message
-
-
-def test_a_novel_in_any_script_is_not_taken_for_generated(tmp_path):
-    chinese = "".join("海風平靜沒有從遠方的山丘吹來他們離開了那裡。\n"[i % 3 :] for i in range(9000))
-    lines = prose(1_000_000).splitlines()
-    paragraphs = "\n".join(" ".join(lines[i : i + 20]) for i in range(0, len(lines), 20))
-    put(tmp_path, {"zh.txt": chinese, "lines.txt": "\n".join(lines), "paragraphs.txt": paragraphs})
-    assert collect_corpus([tmp_path]).skipped == {}
-    assert len(chinese.encode()) > GIANT
-
-
-@pytest.mark.parametrize("name", GENERATED)
-def test_a_giant_that_the_user_names_himself_is_kept(tmp_path, name):
-    put(tmp_path, GENERATED)
-    corpus = collect_corpus([tmp_path / name])
-    assert names(corpus) == [name]
-    assert corpus.skipped == {}
+    refuses("only: no text to train on", collect_corpus, [put(tmp_path / "only", {"go.sum": "x"})])
 
 
 @pytest.mark.timeout(30)
@@ -522,20 +478,13 @@ def test_the_standard_library_has_a_name_and_leaves_its_tests_out(tmp_path, monk
     assert names(collect_corpus(["stdlib"])) == ["json/tool.py", "os.py", "unittest/test.py"]
 
 
-@pytest.mark.parametrize("absent", ["absent", "absent.txt", "a.py/below"])
-def test_a_missing_source_is_named_in_one_line(tmp_path, absent):
+@pytest.mark.parametrize("files", [None, {}, {"a.bin": b"\0", "b.txt": "", "c.txt": b"\xff"}])
+def test_a_source_without_text_is_refused_by_its_path(tmp_path, files):
     put(tmp_path, {"a.py": "a"})
-    message = refuses("no such file or folder", collect_corpus, [tmp_path / "a.py", tmp_path / absent])
-    assert str(tmp_path / absent) in message
-
-
-@pytest.mark.parametrize("files", [{}, {"a.bin": b"\0", "b.txt": "", "c.txt": b"\xff"}])
-def test_no_text_at_all_is_an_error_of_one_line_that_says_what_there_was(tmp_path, files):
-    (tmp_path / "source").mkdir()
-    put(tmp_path / "source", files)
-    message = refuses("no text to train on", collect_corpus, [tmp_path / "source"])
-    assert str(tmp_path / "source") in message
-    assert ("1 binary, 1 empty, 1 not UTF-8" if files else "nothing") in message
+    source = tmp_path / "source"
+    if files is not None:
+        put(source, files).mkdir(exist_ok=True)
+    refuses(str(source), collect_corpus, [source, *[tmp_path / "a.py"] * (files is None)])
 
 
 # Validation
@@ -568,7 +517,7 @@ def test_about_the_share_that_was_asked_for_is_held_out(tmp_path, share):
     assert abs(held - share) < 4 * (share * (1 - share) / 600) ** 0.5
 
 
-@pytest.mark.parametrize("share", [0, 0.05, 0.5, 0.95, 1])
+@pytest.mark.parametrize("share", [0, 0.5, 1])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_of_several_files_each_side_gets_one_and_a_single_file_is_for_learning(tmp_path, share, count):
     for i in range(12):
@@ -611,7 +560,7 @@ def test_blocks_are_the_text_of_the_file_and_end_at_line_ends(tmp_path, content)
 CHANGES = {
     "another text": lambda path: path.write_bytes(b"x = 2\n" * 9),
     "more": lambda path: path.write_bytes(path.read_bytes() + b"x"),
-    "less": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "less": lambda path: path.write_bytes(path.read_bytes()[:-3]),
     "not UTF-8": lambda path: path.write_bytes(b"\xff" + path.read_bytes()),
     "gone": lambda path: path.unlink(),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
@@ -625,6 +574,11 @@ def test_a_file_that_changed_is_noticed_when_it_is_read(tmp_path, change):
     assert "".join(document.text()) == "x = 1\n" * 9
     CHANGES[change](tmp_path / "a.py")
     refuses(r"a\.py: changed while it was being read", list, document.text())
+    path = put(tmp_path, {"rows.jsonl": record_lines(20)}) / "rows.jsonl"
+    corpus = collect_corpus([path])
+    CHANGES[change](path)
+    for side in (*corpus.train, *corpus.valid):
+        refuses(r"rows\.jsonl: changed while it was being read", list, side.text())
 
 
 def test_a_large_file_is_read_in_little_memory(tmp_path):
@@ -687,25 +641,14 @@ def test_what_is_taken_from_records_is_said(tmp_path):
     corpus = collect_corpus([put(tmp_path / "all", rows)])
     texts = ["A\n\nB", "Hi\n\nHo", "Who\n\nI"]
     assert sorted([*learned(corpus.train), *learned(corpus.valid)]) == sorted(texts)
-    assert corpus.notes[:2] == [
-        "text from records: the texts of chats (messages) (1 record)",
-        "text from records: the texts of Alpaca (instruction, input, output) (2 records)",
-    ]
-    for note, place in zip(corpus.notes[2:], (r"other\.jsonl, line 1", r"settings\.json, row 1"), strict=True):
-        assert re.search(f"{place}: expected the keys .*; found body; name .* --text-field", note)
+    notes = "\n".join(corpus.notes)
+    for place in ("messages", "instruction, input, output", "other.jsonl, line 1", "settings.json, row 1"):
+        assert place in notes
     assert reasons(corpus) == {"unreadable records": ["other.jsonl", "settings.json"]}
     refuses(r"other\.jsonl, line 1: .* --text-field", collect_corpus, [tmp_path / "all" / "other.jsonl"])
     body = collect_corpus([tmp_path / "all"], text_field=["body"])
     assert sorted(learned([*body.train, *body.valid])) == ["no text", "other"]
     assert reasons(body) == {"unreadable records": ["chat.jsonl", "tasks.json"]}
-
-
-def test_many_files_of_records_that_cannot_be_read_are_not_all_listed(tmp_path):
-    put(tmp_path, {"a.py": "a"} | {f"{i}.jsonl": "{" for i in range(8)})
-    notes = collect_corpus([tmp_path]).notes
-    expected = [f"skipped: {tmp_path / str(i)}.jsonl" for i in range(5)]
-    assert [note.partition(", line")[0] for note in notes[:5]] == expected
-    assert notes[5:] == ["skipped: 3 more files of records"]
 
 
 def test_a_shard_of_records_ends_each_text(tmp_path, monkeypatch):
@@ -719,19 +662,6 @@ def test_a_shard_of_records_ends_each_text(tmp_path, monkeypatch):
         assert shard.tokens.tolist() == [i for text in ids for i in text]
         assert shard.starts.tolist() == [sum(map(len, ids[:i])) for i in range(len(ids))]
     assert sorted(learned(corpus.train) + learned(corpus.valid)) == sorted(texts)
-
-
-@pytest.mark.parametrize("change", ["more", "less", "another", "broken", "gone"])
-def test_records_that_changed_are_noticed_when_they_are_read(tmp_path, change):
-    path = put(tmp_path, {"rows.jsonl": record_lines(20)}) / "rows.jsonl"
-    corpus = collect_corpus([path])
-    if change == "gone":
-        path.unlink()
-    else:
-        data = {"more": record_lines(21), "less": record_lines(19), "another": record_lines(20).replace("3", "4")}
-        path.write_text(data.get(change, record_lines(20) + "{"))
-    for side in (*corpus.train, *corpus.valid):
-        refuses(r"rows\.jsonl: changed while it was being read; start again", list, side.text())
 
 
 # Shards
@@ -795,18 +725,6 @@ def test_a_shard_of_a_foreign_tokenizer_has_its_bos_and_ids_of_whole_texts(tmp_p
     assert len(tokenizer.encode("a\n") * 2) != len(tokenizer.encode("a\na\n")), "lines do not separate it"
 
 
-def test_bytes_are_reported_as_they_are_done_and_only_once(documents, monkeypatch):
-    monkeypatch.setattr(shards, "BLOCK", 10)  # a batch for each file, and one for the last end
-    sizes = [0, *(d.size for d in documents), 0]
-    seen, total = [], sum(sizes)
-    with shown_by(lambda *state: seen.append(state)):
-        token_shard(documents, BYTES)
-        assert [text for text, _ in seen] == ["tokenizing"] * len(sizes)
-        assert [share * total for _, share in seen] == pytest.approx([*itertools.accumulate(sizes)])
-        token_shard(documents, BYTES)
-    assert len(seen) == len(sizes)
-
-
 def state(folder):
     return {p.name: (s.st_mtime_ns, s.st_ino, s.st_size) for p in sorted(folder.iterdir()) if (s := p.stat())}
 
@@ -850,29 +768,26 @@ def flipped(data, at):
 
 
 DAMAGES = {
-    "a bit at the start": lambda data: flipped(data, 0),
-    "a bit in the middle": lambda data: flipped(data, len(data) // 2),
-    "a bit at the end": lambda data: flipped(data, len(data) - 1),
+    "a bit": lambda data: flipped(data, len(data) // 2),
     "cut": lambda data: data[:-2],
-    "empty": lambda data: b"",
     "longer": lambda data: data + b"\0\0",
     "gone": lambda data: None,
-    "another thing": lambda data: b"[]",
     "zeros": lambda data: bytes(len(data)),
 }
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "starts.bin", "shard.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_shard_is_made_again(documents, tmp_path, name, damage):
+def test_a_damaged_shard_is_refused_by_its_path_and_made_again(documents, tmp_path, name, damage):
     first = token_shard(documents, BYTES, tmp_path / "cache")
     want, starts, path = first.tokens.tolist(), first.starts.tolist(), first.folder / name
     data, hurt = path.read_bytes(), DAMAGES[damage](path.read_bytes())
     path.unlink()
     if hurt is not None:
         path.write_bytes(hurt)
+    refuses(str(first.folder), open_shard, first.folder)
     again = token_shard(documents, BYTES, tmp_path / "cache")
-    assert again == first
+    assert again == open_shard(first.folder) == first
     assert again.tokens.tolist() == want
     assert again.starts.tolist() == starts
     assert path.read_bytes() == data
@@ -927,7 +842,7 @@ def test_no_single_bit_of_a_card_can_lie_and_a_shard_of_the_older_format_is_made
     first = token_shard(documents, BYTES, tmp_path)
     path = first.folder / "shard.json"
     data = path.read_bytes()
-    for at in range(len(data)):
+    for at in range(0, len(data), 5):
         path.write_bytes(flipped(data, at))
         assert token_shard(documents, BYTES, tmp_path) == first
         assert path.read_bytes() == data, at
@@ -935,33 +850,6 @@ def test_no_single_bit_of_a_card_can_lie_and_a_shard_of_the_older_format_is_made
     change_json(path, format=1)
     assert token_shard(documents, BYTES, tmp_path).starts.tolist()[0] == 0
     assert path.read_bytes() == data
-
-
-OTHER_DIGEST = "the SHA-256 or size of tokens.bin and"
-FOREIGN = {
-    "no card": (lambda f: (f / "shard.json").unlink(), "not a shard of tokens"),
-    "a card of something else": (lambda f: (f / "shard.json").write_text("[1, 2]"), "not a shard of tokens"),
-    "another format": (lambda f: change_json(f / "shard.json", format=9), "format 9; this version reads 2"),
-    "no starts": (lambda f: (f / "starts.bin").unlink(), "not a shard of tokens"),
-    "a flipped start": (lambda f: replaced(f / "starts.bin", lambda d: flipped(d, 8)), OTHER_DIGEST),
-    "a flipped bit": (lambda f: replaced(f / "tokens.bin", lambda d: flipped(d, 0)), OTHER_DIGEST),
-    "a cut file": (lambda f: replaced(f / "tokens.bin", lambda d: d[:-1]), OTHER_DIGEST),
-}
-
-
-def replaced(path, damage):
-    data = path.read_bytes()
-    path.unlink()
-    path.write_bytes(damage(data))
-
-
-@pytest.mark.parametrize("foreign", FOREIGN)
-def test_what_is_not_a_whole_shard_is_refused_by_name(documents, tmp_path, foreign):
-    shard = token_shard(documents, BYTES, tmp_path)
-    assert open_shard(shard.folder) == shard
-    harm, words = FOREIGN[foreign]
-    harm(shard.folder)
-    refuses(words, open_shard, shard.folder)
 
 
 def test_a_row_reads_what_the_mapped_file_holds_and_notices_a_change(documents):
@@ -977,8 +865,6 @@ def test_a_row_reads_what_the_mapped_file_holds_and_notices_a_change(documents):
     path.chmod(0o600)
     os.truncate(path, 50)
     refuses(r"tokens\.bin: the tokens changed while they were in use", windows.batch, 4)
-    with pytest.raises(ValueError, match="ends inside token 25"):
-        TokenFile(path, np.dtype("<u2"), shard.length)[np.array([[24, 26]])]
 
 
 def test_what_is_interrupted_is_removed_after_a_week(monkeypatch, documents, tmp_path):
@@ -1040,7 +926,7 @@ def starts(windows, epoch):
     return windows.starts(np.arange(epoch * count, (epoch + 1) * count, dtype=np.int64))
 
 
-@many(300)
+@many(100)
 @given(text=texts, epoch=st.integers(0, 10**6), seed=st.integers(0, 2**40))
 def test_an_epoch_meets_each_token_once_but_for_the_two_ends(text, epoch, seed):
     size, length = text
@@ -1055,19 +941,7 @@ def test_an_epoch_meets_each_token_once_but_for_the_two_ends(text, epoch, seed):
     assert size - 1 - len(targets) < 2 * length
 
 
-@pytest.mark.slow
-@many(15)
-@given(text=texts, seed=st.integers(0, 100))
-def test_every_token_is_met_in_some_epoch(text, seed):
-    size, length = text
-    windows = Windows(np.arange(size), length, 64, seed)
-    met = set()
-    for number in range(20 * length * windows.windows_per_epoch // 64 + 10):
-        met.update(windows.batch(number).ravel().tolist())
-    assert met == set(range(size))
-
-
-@many(200)
+@many(80)
 @given(text=texts, batch=st.integers(1, 9), number=st.integers(0, 10**9), seed=st.integers(0, 9))
 def test_a_batch_depends_on_its_number_only(text, batch, number, seed):
     size, length = text
@@ -1085,7 +959,7 @@ def test_a_batch_depends_on_its_number_only(text, batch, number, seed):
         assert torch.equal(ids, torch.cat([single.batch(row) for row in rows])), "of any size"
 
 
-@many(200)
+@many(80)
 @given(text=texts, cuts=st.lists(st.integers(1, 400)), number=st.integers(0, 10**6), data=st.data())
 def test_separate_documents_have_positions_and_targets_of_their_own(text, cuts, number, data):
     """The same ids in the same order; positions restart where a document or the window begins."""
@@ -1147,11 +1021,6 @@ def test_a_transformed_document_is_the_same_in_every_window_batch_and_resumed_ru
         for part, again, rows in zip(batch, resumed, zip(*alone, strict=True), strict=True):
             assert torch.equal(part, again)
             assert torch.equal(part, torch.cat(rows))
-    other = Windows(text, 29, 1, 3)  # windows of another length show the same documents in epoch 0
-    shown = [dict(enumerate(*transformed_text(w, 0))) for w in (Windows(text, 11, 1, 3), other)]
-    common = shown[0].keys() & shown[1].keys()
-    assert len(common) > 250
-    assert all(shown[0][i] == shown[1][i] for i in common)
 
 
 def test_a_transformation_that_changes_nothing_leaves_the_batches_and_one_that_drops_ids_is_refused():
@@ -1163,16 +1032,6 @@ def test_a_transformation_that_changes_nothing_leaves_the_batches_and_one_that_d
     shorter = PackedText(np.arange(300), begins, 1, lambda ids, generator: ids[1:])
     with pytest.raises(AssertionError, match="document 2 "):
         Windows(shorter, 11, 1).batch(np.flatnonzero(starts(Windows(shorter, 11, 1), 0) > 110)[0])
-
-
-def test_a_batch_over_the_end_of_an_epoch_takes_the_rest_and_begins_the_next():
-    windows = Windows(np.arange(100), 7, 5)
-    assert windows.windows_per_epoch == 13
-    first, second = starts(windows, 0).tolist(), starts(windows, 1).tolist()
-    assert windows.batch(2)[:, 0].tolist() == first[10:] + second[:2]
-    assert windows.batch(3)[:, 0].tolist() == second[2:7]
-    large = Windows(np.arange(100), 7, 30)
-    assert large.batch(0)[:, 0].tolist() == first + second + starts(windows, 2)[:4].tolist()
 
 
 def test_epochs_and_seeds_differ_in_order_and_cut():
@@ -1188,7 +1047,7 @@ def test_epochs_and_seeds_differ_in_order_and_cut():
 EDGES = [1 << 16, (1 << 16) + 1]
 
 
-@many(300)
+@many(100)
 @given(st.integers(1, 3000) | st.sampled_from([1, 2, 4, *EDGES]), st.integers(0, 2**50), st.integers(0, 2**30))
 def test_shuffling_is_a_permutation(size, seed, epoch):
     order = shuffle_index(np.arange(size), size, (seed, epoch))

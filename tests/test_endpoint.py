@@ -6,8 +6,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -17,11 +15,9 @@ import pytest
 
 from conftest import refuses
 from dunes.data.examples import ignored_line, read_records
-from dunes.extra import python_command
-from dunes.files.atomic import folder_lock
 from teacher import endpoint
 from teacher.endpoint import Answer, Budget, Endpoint, FailedAttempt, Ledger, Tokens, ask_all
-from teachers import KEY, REPLIES, russian, serving, started
+from teachers import KEY, REPLIES, serving, started
 from test_recipes import recipe
 
 MADE = recipe("self_instruct")
@@ -65,7 +61,7 @@ def ledger(folder, budget=None):
 
 @pytest.mark.parametrize("api", APIS)
 def test_one_and_sixteen_in_flight_give_the_same_rows_and_the_report_is_what_was_counted(tmp_path, api, capsys):
-    count = 140 if api == "chat" else 40
+    count = 80 if api == "chat" else 40
     folders, most = [tmp_path / "1", tmp_path / "16"], []
     for folder in folders:
         folder.mkdir()
@@ -129,12 +125,6 @@ def test_an_endpoint_that_misbehaves_costs_what_it_counted_and_no_row(tmp_path, 
     assert set(rows) & {row[0] for row in tasks(clean)}
 
 
-def test_a_slow_answer_is_lost_and_asked_for_again(tmp_path):
-    with serving(lambda prompt, n: "slow" if n == 0 else None) as server:
-        MADE.main(options(tmp_path, server.url, count=4, timeout=0.3))
-    assert len(ledger(tmp_path).lost) == 1
-
-
 DRIP = 0.05
 START = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 REPLY = json.dumps({"model": "t", "choices": [{"message": {"content": "hi"}, "finish_reason": "stop"}]}).encode()
@@ -143,11 +133,9 @@ CHUNKED = START + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(REPLY
 DRIPPING = {  # what is sent at once, and what follows in single bytes
     "the status line": (b"", b"HTTP/1.1 200 " + b"O" * 9999),
     "headers": (START, b"X: y\r\n" * 9999),
-    "one long header": (START + b"X: ", b"y" * 9999),
     "interim responses": (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 9999),
     "the body": (SIZED, b" " * 9999),
     "small chunks": (CHUNKED, b"1\r\n \r\n" * 9999),
-    "the length of a chunk": (CHUNKED, b"0" * 9999),
     "trailers": (CHUNKED + b"0\r\n", b"X: y\r\n" * 9999),
     "an error": (b"HTTP/1.1 500 No\r\nContent-Length: 9999\r\n\r\n", b" " * 9999),
     "nothing at all": (b"", b""),
@@ -210,46 +198,13 @@ def test_a_reply_that_never_ends_is_waited_for_until_the_timeout(what, api):
         teacher.close()
 
 
-def test_a_reply_in_time_is_read_though_it_drips(monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "DRIP", 0.001)
-    with dripping(SIZED.replace(b"%d" % (len(REPLY) + 9999), b"%d" % (len(REPLY) + 9)), b" " * 9) as port:
-        teacher = Endpoint(f"http://127.0.0.1:{port}/v1", "m", "chat", timeout=30)
-        assert [teacher.ask("hi").text for _ in range(2)] == ["hi"] * 2
-        teacher.close()
-
-
-def test_another_language_is_dropped_with_its_reason(tmp_path):
-    with serving(text=russian) as server:
-        refuses(r"10 requests without a kept task; .*'not ASCII': 5", MADE.main, options(tmp_path, server.url))
-        assert len(ledger(tmp_path).answers) >= 10
-        assert list(ledger(tmp_path).total) == server.total()
-    assert tasks(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("status", "words", "requests"),
-    [
-        (401, "401: the key is refused; check OPENAI_API_KEY", 4),
-        (404, r"404: .*is there a model 'm', and does the URL end before /chat/completions", 4),
-        (307, "307: a redirect; give the URL that it leads to", 4),
-        (400, "10 requests without a kept task.*400: no,.*is bad", 13),
-        (500, "10 requests without a kept task.*attempt 8: .*500: no,", 13 * 8),
-    ],
-)
-def test_what_cannot_go_on_ends_with_one_line(tmp_path, status, words, requests):
+@pytest.mark.parametrize(("status", "requests"), [(401, 4), (404, 4), (307, 4), (400, 13), (500, 13 * 8)])
+def test_what_cannot_go_on_ends_with_one_line_and_costs_nothing(tmp_path, status, requests):
     with serving(lambda prompt, n: status) as server:
-        message = refuses(words, MADE.main, options(tmp_path, server.url))
-        assert server.url in message
+        refuses(f"{server.url}.*{status}", MADE.main, options(tmp_path, server.url))
         assert len(server.bodies) <= requests
     assert ledger(tmp_path).total == (0, 0)
     assert not ledger(tmp_path).lost
-
-
-def test_a_server_that_does_not_run_ends_at_once(tmp_path):
-    start = time.monotonic()
-    words = r"http://127.0.0.1:9/v1: no connection \(ConnectError\); is the URL right, and the server running\?"
-    refuses(words, MADE.main, options(tmp_path, "http://127.0.0.1:9/v1", backoff=60))
-    assert time.monotonic() - start < 30
 
 
 def test_rows_before_the_end_are_kept_and_the_same_command_goes_on(tmp_path):
@@ -286,16 +241,21 @@ def test_a_budget_is_never_exceeded(tmp_path, capsys, budget, unit, in_flight):
     assert len(rows) == len(set(rows))
 
 
-def test_budgets():
+def test_budgets_and_waits():
     assert Budget.parse("200,000") == Budget(200000)
     assert Budget.parse(" 2.5 USD ", (1.0, 2.0)) == Budget(2.5, True, (1.0, 2.0))
     assert Budget.parse(None).limit == float("inf")
-    refuses("5usd: money needs --prices IN OUT", Budget.parse, "5usd")
-    assert Budget.parse("1,234,567.5") == Budget(1234567.5)
-    for text in ("", "1,5usd", "1,2345", "12,34,567", "five", "-1", "5 eur", "1e3", "nan"):
-        refuses("expected tokens, such as 200000, or money", Budget.parse, text)
-    refuses("expected dollars per million tokens", Budget.parse, None, (-1.0, 2.0))
-    refuses("expected dollars per million tokens", Budget.parse, None, (1.0, float("nan")))
+    for text in ("5usd", "", "1,5usd", "1,2345", "five", "-1", "5 eur", "1e3", "nan"):
+        with pytest.raises(ValueError, match="--"):
+            Budget.parse(text)
+    for prices in ((-1.0, 2.0), (1.0, float("nan"))):
+        with pytest.raises(ValueError, match="--prices"):
+            Budget.parse(None, prices)
+    assert endpoint._retry_after({"retry-after": "2.5"}) == 2.5
+    assert endpoint._retry_after({"retry-after": "99999"}) == endpoint.MAX_WAIT
+    assert endpoint._retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0
+    for value in ("", "soon", "nan", "inf"):
+        assert endpoint._retry_after({"retry-after": value}) is None
 
 
 KILLS = 20
@@ -373,24 +333,13 @@ def test_the_key_is_never_seen(tmp_path, capsys, monkeypatch):
 
 
 def test_urls_and_keys_that_are_refused(monkeypatch):
-    for url in (
-        "http://me:pass1234@h/v1",
-        "https://pass1234@h/v1",
-        "https://h/v1?api-key=pass1234",
-        "https://h/#pass1234",
-    ):
+    for url in ("http://me:pass1234@h/v1", "https://h/v1?api-key=pass1234", "https://h/#pass1234"):
         assert "pass1234" not in refuses("no user, password or query", Endpoint, url, "m")
     for url in ("h/v1", "ftp://h/v1", "", "http://", "http://h:port/v1"):
         refuses("--endpoint: ", Endpoint, url, "m")
-    monkeypatch.delenv("OPENAI_API_KEY")
-    refuses("api.openai.com: no key; set OPENAI_API_KEY", Endpoint, "https://api.openai.com/v1", "m")
-    monkeypatch.delenv("ANTHROPIC_API_KEY")
-    refuses("api.anthropic.com: no key; set ANTHROPIC_API_KEY", Endpoint, "https://api.anthropic.com", "m")
-    with serving() as server:
-        local = Endpoint(server.url, "m")
-        local.ask("x" * 99)
-        local.close()
-        assert server.headers[0][1]["authorization"] == "Bearer none"
+    for name, url in (("OPENAI", "https://api.openai.com/v1"), ("ANTHROPIC", "https://api.anthropic.com")):
+        monkeypatch.delenv(f"{name}_API_KEY")
+        refuses(f"{name}_API_KEY", Endpoint, url, "m")
 
 
 def test_openais_own_chat_models_get_the_fields_that_they_know():
@@ -404,12 +353,6 @@ def test_openais_own_chat_models_get_the_fields_that_they_know():
     teacher.close()
     assert body == {"model": "claude", "max_tokens": 3072, "temperature": 0.5, "stop_sequences": ["x"],
                     "messages": [{"role": "user", "content": "hi"}]}  # fmt: skip
-
-
-@pytest.mark.parametrize(("api", "module"), [("chat", "openai"), ("anthropic", "anthropic")])
-def test_a_missing_client_names_the_extra(monkeypatch, api, module):
-    monkeypatch.setitem(sys.modules, module, None)
-    refuses(rf"{module} cannot be imported .*'\.\[teacher\]'", Endpoint, "http://127.0.0.1:9/v1", "m", api)
 
 
 class Scripted:
@@ -450,14 +393,6 @@ def test_back_off_doubles_and_an_endpoint_may_ask_for_another_wait(tmp_path):
     assert (number, answer.text, answer.reason) == (0, "", "no answer, attempt 2: no")
 
 
-def test_retry_after_is_seconds_or_a_date():
-    assert endpoint._retry_after({"retry-after": "2.5"}) == 2.5
-    assert endpoint._retry_after({"retry-after": "99999"}) == endpoint.MAX_WAIT
-    assert endpoint._retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0
-    for value in ("", "soon", "nan", "inf"):
-        assert endpoint._retry_after({"retry-after": value}) is None
-
-
 def test_a_damaged_log_loses_its_damaged_lines_alone(tmp_path, capsys):
     path = tmp_path / "log"
     for number in range(3):
@@ -468,12 +403,7 @@ def test_a_damaged_log_loses_its_damaged_lines_alone(tmp_path, capsys):
     lines[3] = lines[3][:30]
     end = {"number": 7, "answer": "x", "tokens": [1, 2], "cost": None, "truncated": False, "reason": ""}
     damaged = [{k: v for k, v in end.items() if k != name} for name in ("number", "cost", "truncated", "reason")]
-    damaged += [
-        end | {"tokens": [-1, 2]},
-        end | {"tokens": [10**400, 2]},
-        end | {"cost": "1"},
-        end | {"reason": 3},
-    ]
+    damaged += [end | {"tokens": [-1, 2]}, end | {"tokens": [10**400, 2]}, end | {"cost": "1"}]
     damaged += [{"number": 4, "asked": "x", "at_most": [1]}, {"number": 4, "asked": "x", "at_most": None}]
     path.write_text("\n".join([*lines, *map(json.dumps, damaged)]))
     again = Ledger(path, Budget())
@@ -503,24 +433,6 @@ def test_one_prompt_is_enough_for_each_number(tmp_path):
     assert os.path.getsize(tmp_path / "log") > 0
 
 
-def test_a_refused_run_leaves_the_log_of_another(tmp_path):
-    log = tmp_path / "out.json.requests.jsonl"
-    log.touch()
-    with folder_lock(log, wait=False):
-        for _ in range(2):
-            refuses("another run writes to it", MADE.main, options(tmp_path, "http://127.0.0.1:9/v1"))
-            assert log.exists()
-
-
-def test_a_round_that_occurs_twice_counts_once(tmp_path):
-    with serving() as server:
-        MADE.main(options(tmp_path, server.url, count=8))
-        before, log = tasks(tmp_path), tmp_path / "out.json.requests.jsonl"
-        log.write_text(log.read_text() * 2)
-        assert MADE.main(options(tmp_path, server.url, count=8)) == len(before)
-    assert tasks(tmp_path) == before
-
-
 @pytest.mark.parametrize("limit", [20, 1000])
 def test_a_log_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, limit):
     """Others wait for the budget that the request has reserved."""
@@ -535,23 +447,6 @@ def test_a_log_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch, limit)
         next(answers)
     assert not source.open
     assert source.lost
-
-
-def test_a_stand_in_for_a_key_changes_no_answer(tmp_path, monkeypatch):
-    texts = []
-    for key in ("e", "local", "password1234567"):
-        monkeypatch.setenv("OPENAI_API_KEY", key)
-        with serving(text=lambda prompt: "the local password is password1234567") as server:
-            teacher = Endpoint(server.url, "m")
-            texts.append(teacher.ask("hi" * 50).text)
-            assert teacher.scrub(texts[-1]) == texts[-1]
-            teacher.close()
-    assert texts == ["the local password is password1234567"] * 3
-    monkeypatch.setenv("OPENAI_API_KEY", "password-password-1234")
-    teacher = Endpoint("http://127.0.0.1:9/v1", "m")
-    assert teacher.scrub("a password-password-12", 16) == "a " + "*" * 20
-    assert teacher.scrub("a password", 16) == "a password"
-    teacher.close()
 
 
 @pytest.mark.parametrize(("usage", "tokens", "cached"), [
@@ -589,12 +484,8 @@ def test_an_unexpected_form_is_paid_twice_at_most(tmp_path, fault, monkeypatch):
 
 
 def test_the_environment_is_for_its_own_hosts(monkeypatch):
-    secrets = {
-        "OPENAI_ORG_ID": "org-1",
-        "OPENAI_PROJECT_ID": "proj-1",
-        "OPENAI_CUSTOM_HEADERS": "x-mine: custom-1",
-    }
-    secrets |= {"ANTHROPIC_AUTH_TOKEN": "token-1", "ANTHROPIC_CUSTOM_HEADERS": "x-mine: custom-1"}
+    secrets = {"OPENAI_ORG_ID": "org-1", "OPENAI_PROJECT_ID": "proj-1", "ANTHROPIC_AUTH_TOKEN": "token-1"}
+    secrets |= dict.fromkeys(("OPENAI_CUSTOM_HEADERS", "ANTHROPIC_CUSTOM_HEADERS"), "x-mine: custom-1")
     for name, value in {**secrets, "ALL_PROXY": "socks5://me:pass1234@127.0.0.1:9"}.items():
         monkeypatch.setenv(name, value)
     with serving() as server:
@@ -609,23 +500,18 @@ def test_the_environment_is_for_its_own_hosts(monkeypatch):
         assert "pass1234" not in refuses("h: .*: check the proxy in", Endpoint, "https://h/v1", "m")
 
 
-def test_what_is_refused_before_anything_is_asked(tmp_path, monkeypatch):
+def test_what_is_refused_before_anything_is_asked(tmp_path):
     base = options(tmp_path, "http://127.0.0.1:9/v1")
-    nan = float("nan")
-    cases = [
-        (name, value) for name in ("temperature", "backoff", "timeout") for value in (nan, float("inf"), -1.0)
-    ]
-    for name, value in [*cases, ("timeout", 0.0), ("count", 0), ("max_tokens", 10**10)]:
-        refuses(f"--{name.replace('_', '-')} is {value}", MADE.main, replace(base, **{name: value}))
-    refuses("--api needs --endpoint", MADE.main, replace(base, endpoint=None, api="chat"))
-    refuses("--timeout needs --endpoint", MADE.main, replace(base, endpoint=None, timeout=5.0))
-    refuses("--in-flight needs --endpoint", MADE.main, replace(base, endpoint=None, in_flight=4))
-    refuses("--model gpt: .* give --endpoint", MADE.main, replace(base, endpoint=None, in_flight=8, model="gpt"))
     (tmp_path / "folder").mkdir()
-    for out in ("folder", "nowhere/out.json"):
-        refuses("expected a file in a folder", MADE.main, replace(base, out=str(tmp_path / out)))
-    for out in (base.seeds, str(tmp_path / "x.requests.jsonl")):
-        refuses("a file of seeds or a log", MADE.main, replace(base, out=out))
+    for fields in (
+        *({name: value} for name in ("temperature", "backoff", "timeout") for value in (float("nan"), -1.0)),
+        *({"timeout": 0.0}, {"count": 0}, {"max_tokens": 10**10}, {"endpoint": None, "api": "chat"}),
+        *({"endpoint": None, "timeout": 5.0}, {"endpoint": None, "in_flight": 8, "model": "gpt"}),
+        *({"out": str(tmp_path / out)} for out in ("folder", "nowhere/out.json", "x.requests.jsonl")),
+        {"out": base.seeds},
+    ):
+        with pytest.raises(ValueError, match=r"--|expected|log"):
+            MADE.main(replace(base, **fields))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "seeds.jsonl"]
 
 
@@ -640,48 +526,3 @@ def test_an_edited_file_is_not_overwritten(tmp_path):
             path.write_text(json.dumps(edited))
             refuses("has other tasks than out.json.requests.jsonl", MADE.main, options(tmp_path, server.url))
             assert json.loads(path.read_text()) == edited
-
-
-def test_no_tasks_are_no_success(tmp_path, capsys):
-    with serving() as server:
-        assert MADE.main(options(tmp_path, server.url, budget="10")) == 0
-        assert not server.bodies
-    said = capsys.readouterr().out
-    assert "0 tasks from 0 requests" in said
-    assert "the budget is spent" in said
-    assert "next:" not in said
-
-
-def test_remedies_name_what_the_api_needs(tmp_path):
-    with serving(lambda prompt, n: 404) as server:
-        for api, words in ("anthropic", "/v1/messages, as in https://host?"), ("chat", "as in https://host/v1?"):
-            assert words in refuses("404", MADE.main, options(tmp_path, server.url, api=api))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("api", ["completions", "chat"])
-def test_the_projects_own_server(tmp_path, api):
-    pytest.importorskip("uvicorn")
-    from dunes.text import Tokenizer
-    from teacher.tasks import REQUEST
-    from test_recipes import save_model
-
-    save_model(tmp_path / "model", Tokenizer.train("bpe", [REQUEST], 300), 4096, dim=16, depth=1)
-    command, environment = python_command("-m", "dunes", "serve", str(tmp_path / "model"), "--port", "0")
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        lines = iter(process.stdout.readline, "")
-        url = next(m[0] for line in lines if (m := re.search(r"http://[\d.]+:\d+", line)))
-        asked = options(tmp_path, f"{url}/v1", api=api, max_tokens=20, count=5)
-        words = "chat template.*give --api completions" if api == "chat" else "10 requests without a kept task"
-        message = refuses(words, MADE.main, replace(asked, model="model"))
-    finally:
-        process.terminate()
-        process.communicate()
-    spent = ledger(tmp_path)
-    print(message, spent.report())
-    assert (len(spent.answers) >= 10) == (api == "completions")
-    assert not spent.lost
-    assert all(row["tokens"][1] == 20 or not row["truncated"] for row in spent.answers.values())

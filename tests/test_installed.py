@@ -119,21 +119,14 @@ def test_languages_are_asked_for_by_name_or_suffix(machine, asked):
 
 
 @pytest.mark.parametrize("source", ["installed:cobol", "installed:", "installed:python,", "installed:../x"])
-def test_an_unknown_language_is_refused_by_name(machine, source):
-    assert "name one or more of python,javascript,go,rust,c" in refuses(
-        "unknown language", collect_corpus, [source]
-    )
+def test_an_unknown_language_is_refused(machine, source):
+    refuses("unknown language", collect_corpus, [source])
 
 
-def test_a_language_without_packages_is_refused_with_the_places(machine, monkeypatch):
-    monkeypatch.setenv("GOMODCACHE", str(machine / "none"))
-    assert str(machine / "none") in refuses("nothing is installed", collect_corpus, ["installed:go"])
-    assert names(collect_corpus(["installed:go,rust"])) == FOUND["rust"]
-
-
-def test_a_user_without_a_home_folder_has_no_packages_there(machine, monkeypatch):
-    monkeypatch.setenv("GOMODCACHE", "~nobody-has-this-name/go")
-    assert "~nobody-has-this-name" in refuses("nothing is installed", collect_corpus, ["installed:go"])
+@pytest.mark.parametrize("place", ["/nowhere/none", "~nobody-has-this-name/go"])
+def test_a_language_without_packages_is_refused_with_the_places(machine, monkeypatch, place):
+    monkeypatch.setenv("GOMODCACHE", place)
+    refuses(place, collect_corpus, ["installed:go"])
     assert names(collect_corpus(["installed:go,rust"])) == FOUND["rust"]
 
 

@@ -4,26 +4,20 @@ import errno
 import json
 import os
 import re
-from typing import ClassVar
 
 import pytest
 import torch
 
-from conftest import display, raising, refuses, toy, training_output
+from conftest import toy, training_output
 from dunes import checkpoint
 from dunes.bench import rows
 from dunes.checkpoint.weights import safetensors_file
-from dunes.cli.bench import plot
-from dunes.files import atomic
 from dunes.files.json_file import append_record, append_text, parse_line, read_lines, read_records
 from dunes.runs import loop as loop_module
 from dunes.runs.run import read_metrics, truncate_metrics
 from dunes.runs.tensorboard import read_samples
-from dunes.runs.train import train
-from dunes.runs.train_config import TrainConfig
 from teacher import tasks
-from teacher.endpoint import Answer, Budget, Ledger, Tokens
-from test_recipes import recipe
+from teacher.endpoint import Budget, Ledger
 
 METRIC = {"step": 1, "loss": 2.0, "count": 9, "grad_norm": 1.0, "lr_scale": 1.0, "skipped": False, "seconds": 0.5}
 DAMAGED = {
@@ -36,10 +30,8 @@ DAMAGED = {
     "zeros": b"\0" * 40,
     "deep": b"[" * 100_000,
     "a long number": b"9" * 5000,
-}
-ODD = {
-    "no step": {"loss": 1.0},
-    "no seconds": {k: v for k, v in METRIC.items() if k != "seconds"},
+    "no step": b'{"loss": 1.0}',
+    "no seconds": b'{"step": 3, "loss": 1.0}',
 }
 
 
@@ -62,20 +54,6 @@ def test_a_damaged_line_costs_itself_alone_and_is_told(damage, tmp_path):
     assert f"{path}, line 3: " in warnings[0]
     assert "\n" not in warnings[0]
     assert len(warnings[0]) < 400
-
-
-@pytest.mark.parametrize("odd", ODD)
-def test_an_object_that_is_no_metric_is_passed_over_and_told(odd, tmp_path):
-    path, warnings = metrics(tmp_path / "metrics.jsonl", 4, line_2=json.dumps(ODD[odd]).encode()), []
-    assert [r["step"] for r in read_metrics(path, warnings.append)] == [1, 3, 4]
-    assert "line 2: " in warnings[0]
-
-
-def test_damage_is_told_on_standard_error_where_nobody_listens(tmp_path, capsys):
-    assert len(read_metrics(metrics(tmp_path / "metrics.jsonl", 3, line_1=b"{", line_3=b"}"))) == 1
-    assert capsys.readouterr().err.startswith(f"warning: {tmp_path / 'metrics.jsonl'}, line 1: ")
-    assert read_metrics(tmp_path / "nowhere.jsonl") == []
-    assert capsys.readouterr().err == ""
 
 
 def test_a_line_ends_where_a_file_s_lines_do(tmp_path):
@@ -117,7 +95,7 @@ def room_for(monkeypatch, room: int) -> None:
     monkeypatch.setattr(os, "write", write)
 
 
-@pytest.mark.parametrize("room", [0, 1, 7, 30, 60])
+@pytest.mark.parametrize("room", [0, 7, 60])
 def test_a_disk_that_is_full_for_a_moment_costs_the_lines_of_that_moment(room, tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     append_record(path, metric(1))
@@ -156,36 +134,31 @@ def crash_at(step, monkeypatch):
     monkeypatch.setattr(loop_module, "append_metrics", note)
 
 
-def test_a_run_on_a_disk_that_was_full_keeps_all_other_metrics(code, tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        crash_at(4, patch)
-        printed = training_output(toy(code), folder)
+def test_a_run_goes_on_after_a_disk_was_full_for_a_moment(code, tmp_path, monkeypatch):
+    """The third save finds no room for its tensors, half-way, and step 4 none for its metrics; all others do."""
+    folder, count, real = tmp_path / "run", [0], safetensors_file.write_file
+
+    def write(path, tensors):
+        count[0] += 1
+        if count[0] == 3:
+            path.write_bytes(b"\0" * 100)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        real(path, tensors)
+
+    monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(safetensors_file, "write_file", write)
+    crash_at(4, monkeypatch)
+    printed = training_output(toy(code, steps=8), folder)
+    assert printed.count("saving the state failed") == 1
     assert printed.count("warning: writing metrics.jsonl failed") == 1
     assert "metrics.jsonl, line 4: " in printed, "said when the picture is drawn"
-    expected = [n for n in range(1, 13) if n != 4]
-    assert [r["step"] for r in read_metrics(folder / "metrics.jsonl", list)] == expected
-    printed = training_output(toy(code, steps=15), folder, resume=True, override=["steps"])
-    assert "metrics.jsonl, line 4: " in printed
-    records = read_metrics(folder / "metrics.jsonl", list)
-    assert [r["step"] for r in records if "loss" in r] == [*expected, 13, 14, 15]
-
-
-def test_pictures_are_made_of_what_is_whole(code, tmp_path, capsys):
-    folder = tmp_path / "run"
-    train(toy(code), folder, display()[0])
-    with (folder / "metrics.jsonl").open("ab") as file:
-        file.write(b"".join(line + b"\n" for line in DAMAGED.values()))
-        file.write(b"".join(json.dumps(odd).encode() + b"\n" for odd in ODD.values()))
-    with (folder / "samples.md").open("ab") as file:
-        file.write(b"\xff\xfe")
-    pytest.importorskip("plotnine")
-    assert plot((folder,), tmp_path / "pictures") == 0
-    assert (tmp_path / "pictures" / "loss.svg").stat().st_size > 5000
-    assert "metrics.jsonl, line 13: " in capsys.readouterr().err
-    assert [*read_samples(folder / "samples.md")] == [5, 12]
-    (folder / "metrics.jsonl").write_text(json.dumps(METRIC | {"loss": float("nan")}) + "\n")
-    refuses("run: no run has a validation loss yet", plot, (folder,), tmp_path / "pictures")
+    state = checkpoint.latest_state(folder, pytest.fail)
+    assert state.name == "step-000008"
+    assert not list((folder / "state").glob(".step-*"))
+    assert torch.isfinite(checkpoint.load_state(state)["weights"]["norm.weight"]).all()
+    training_output(toy(code, steps=9), folder, resume=True, override=["steps"])
+    steps = [r["step"] for r in read_metrics(folder / "metrics.jsonl", list) if "loss" in r]
+    assert steps == [1, 2, 3, 5, 6, 7, 8, 9]
 
 
 def test_samples_after_one_that_was_cut_short_are_found(tmp_path):
@@ -228,61 +201,3 @@ def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys
     assert list(Ledger(path, Budget(), tasks.Round.fits).others) == [0, 2]
     assert path.read_bytes() == content
     assert "line 2: " in capsys.readouterr().err
-
-
-class Scripted:
-    """A model with one answer."""
-
-    source: ClassVar = {"model": "m"}
-
-    def at_most(self, prompt):
-        return Tokens(1, 1)
-
-    def ask(self, prompt):
-        return Answer(" Name a bird of the sea.\n4. Input:\n\n4. Output:\nGull.")
-
-
-def test_a_result_that_does_not_fit_on_the_disk_leaves_the_one_before(tmp_path, monkeypatch):
-    module, out = recipe("self_instruct"), tmp_path / "out.json"
-    out.write_text("[]")
-    seeds = tmp_path / "seeds.jsonl"
-    seed = {"instruction": "Name a colour.", "input": "", "output": "Red."}
-    seeds.write_text("".join(json.dumps(seed) + "\n" for _ in range(3)))
-    (tmp_path / "out.json.requests.jsonl").write_text("\n")
-    monkeypatch.setattr(module, "teacher", lambda options: Scripted())
-    options = module.Options(seeds=str(seeds), out=str(out), model="m", count=1)
-    monkeypatch.setattr(atomic, "fsync_path", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-    with pytest.raises(OSError, match="No space"):
-        module.main(options)
-    assert out.read_text() == "[]"
-
-
-def test_a_seed_task_may_hold_any_line_separator_of_unicode(tmp_path):
-    path = tmp_path / "seeds.jsonl"
-    seed = {"instruction": "Name\u2028one\x85colour.", "input": "", "output": "Red."}
-    path.write_text(json.dumps(seed, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert tasks.read_seed_tasks(path)[0].instruction == seed["instruction"]
-    path.write_bytes(b'{"instruction": "caf\xe9"}\n')
-    refuses(r"seeds\.jsonl, line 1: not UTF-8 at byte 20", tasks.read_seed_tasks, path)
-
-
-def test_a_run_keeps_saving_after_a_disk_was_full_for_a_moment(code, tmp_path, monkeypatch):
-    """The third save finds no room for its tensors, half-way; the ones after it do."""
-    monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
-    count, real = [0], safetensors_file.write_file
-
-    def write(path, tensors):
-        count[0] += 1
-        if count[0] == 3:
-            path.write_bytes(b"\0" * 100)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        real(path, tensors)
-
-    monkeypatch.setattr(safetensors_file, "write_file", write)
-    printed = training_output(toy(code, steps=30), tmp_path / "run")
-    assert printed.count("saving the state failed") == 1
-    assert checkpoint.latest_state(tmp_path / "run", pytest.fail).name == "step-000030"
-    assert not list((tmp_path / "run" / "state").glob(".step-*"))
-    state = checkpoint.load_state(checkpoint.latest_state(tmp_path / "run"))
-    assert torch.isfinite(state["weights"]["norm.weight"]).all()
-    assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0

@@ -13,13 +13,13 @@ from torch import nn
 from conftest import refuses
 from dunes import augment, tree
 from dunes.checkpoint import LoadedModel
-from dunes.data import Batches, Example, PackedText, Windows, batches
+from dunes.data import Batches, Example, PackedText, Windows
 from dunes.data.batches import best_fit, collate
 from dunes.evaluate.text_loss import evaluate
 from dunes.models import FAMILIES
-from dunes.ops.cross_entropy import IGNORE, fused
+from dunes.ops.cross_entropy import IGNORE
 from dunes.parts import Cache, Checkpointed, decoder
-from dunes.parts.context import ForwardContext, document_starts, supports_packing
+from dunes.parts.context import document_starts, supports_packing
 from dunes.parts.decoder import record_auxiliary
 from dunes.parts.moe import load_balance
 from dunes.train import loss
@@ -98,10 +98,6 @@ def test_a_packed_loss_is_the_sum_of_separate_losses(family, in_rows, how):
     assert gradient_off < 1e-5
 
 
-def test_in_float32_too():
-    assert max(differs("llama", dtype=torch.float32, packed=True)) < 1e-5
-
-
 class WideNorm(nn.LayerNorm):
     """Reduces in float32 and leaves it at that, as many do."""
 
@@ -138,63 +134,7 @@ def test_norms_of_queries_and_keys_that_give_float32(norm, normed):
         assert (got - module(ids)).abs().max() < 0.1 * module(ids).abs().max()
 
 
-# Bugs of others, put back
-
-
-def broken_parts(monkeypatch, change):
-    original = batches._row
-
-    def row(examples, context):
-        return np.stack(change(*original(examples, context).copy(), examples))
-
-    monkeypatch.setattr(batches, "_row", row)
-
-
-@pytest.mark.parametrize("family", FAMILY)
-def test_attention_that_leaks_into_the_next_example_is_seen(family, monkeypatch):
-    """Positions restart, and the mask does not."""
-    original = ForwardContext._mask
-
-    def leaking(self, window=None):
-        mask = original(self, window)
-        return mask | torch.ones_like(mask[0]).tril()[None]
-
-    monkeypatch.setattr(ForwardContext, "_mask", leaking)
-    module = model(family)
-    assert abs(taught(module, packed())[0] / taught(module, alone(EXAMPLES))[0] - 1) > 1e-3
-
-
-@pytest.mark.parametrize("family", FAMILY)
-def test_positions_that_go_on_are_seen(family, monkeypatch):
-    """As if a row were one document."""
-    broken_parts(monkeypatch, lambda ids, targets, positions, _: (ids, targets, np.arange(len(positions))))
-    assert differs(family)[0] > 1e-3
-
-
-def test_a_target_across_an_edge_is_seen(monkeypatch):
-    """The last token of an example asked for the first of the next."""
-
-    def shifted(examples, context):
-        ids = np.concatenate([e.ids[: context + 1] for e in examples]).astype(np.int64)[: context + 1]
-        trained = np.concatenate([e.loss_mask[: context + 1] for e in examples])[: context + 1]
-        positions = np.concatenate([np.arange(len(e.ids[: context + 1])) for e in examples])[: context + 1]
-        targets = np.where(trained[1:] | (positions[1:] == 0), ids[1:], IGNORE)
-        return np.stack([ids[:-1], targets, positions[:-1]])
-
-    monkeypatch.setattr(batches, "_row", shifted)
-    with pytest.raises(AssertionError):
-        differs("llama")
-
-
-def test_padding_told_by_the_end_token_is_seen(monkeypatch):
-    """The bug of padding with the end: targets that equal the padding's id are masked."""
-    broken_parts(monkeypatch, lambda ids, t, positions, _: (ids, np.where(t == END, IGNORE, t), positions))
-    with pytest.raises(AssertionError):
-        differs("llama")
-
-
-def test_a_mean_of_means_is_seen():
-    """Micro-batches with unequal counts: the step's gradient is that of one large batch, for sums only."""
+def test_micro_batches_of_unequal_counts_are_one_large_batch():
     sizes = ((3, 1), (20, 19), (9, 2))
     examples = [example(n, asked, seed=i) for i, (n, asked) in enumerate(sizes)]
     batches = [collate([[e]], CONTEXT) for e in examples]
@@ -205,18 +145,11 @@ def test_a_mean_of_means_is_seen():
         trainer.gradients(list(micro))
         return torch.cat([p.grad.flatten() for p in module.parameters()])
 
-    def mean(module, batch):
-        total, count = loss.next_token(module, batch)
-        return total / count, torch.ones_like(count)
-
     whole = stepped(loss.next_token, collate([[e] for e in examples], CONTEXT))
     row = stepped(loss.next_token, *(collate([part], CONTEXT, True) for part in (examples[:1], examples[1:2])),
                   collate([examples[2:]], CONTEXT, True))  # fmt: skip
-    off = {h: float((stepped(h, *batches) - whole).norm() / whole.norm()) for h in (loss.next_token, mean)}
-    print(", ".join(f"{h.__name__} off by {o:.1e}" for h, o in off.items()))
-    assert off[loss.next_token] < 1e-5
+    assert (stepped(loss.next_token, *batches) - whole).norm() < 1e-5 * whole.norm()
     assert (row - whole).norm() < 1e-5 * whole.norm()
-    assert off[mean] > 0.05
 
 
 # What is in a batch
@@ -248,27 +181,6 @@ def test_what_is_in_prompts_and_padding_is_not_trained_on(family):
     parts = collate([[asked]], CONTEXT)
     assert (parts[1][0, : first - 1] == IGNORE).all()
     assert (parts[1][0, first - 1 :] >= 0).all()
-
-
-def test_gradients_of_prompts_and_padding_are_zero_and_of_answers_are_not():
-    """A3, for both forms of the loss."""
-    ids, targets, positions = collate([[e] for e in EXAMPLES[:3]], CONTEXT, full=True)
-    asked = targets.flatten() != IGNORE
-    logits = torch.randn(*ids.shape, VOCAB, requires_grad=True)
-    loss.next_token(lambda *_: logits, (ids, targets, positions))[0].backward()
-    states = torch.randn(ids.numel(), 8, requires_grad=True)
-    fused(states, torch.randn(VOCAB, 8), targets.flatten()).backward()
-    for grad in (logits.grad.flatten(0, 1), states.grad):
-        assert torch.equal(grad.abs().sum(-1) > 0, asked)
-
-
-def test_an_example_longer_than_the_context_is_cut_at_its_end():
-    long = example(CONTEXT + 9, asked=20)
-    ids, targets, positions = collate([[long]], CONTEXT)
-    assert ids[0].tolist() == long.ids[:CONTEXT].tolist()
-    assert targets[0, -1] == long.ids[CONTEXT]
-    assert positions[0].tolist() == list(range(CONTEXT))
-    assert END not in targets
 
 
 def test_what_has_no_target_is_left_out():
@@ -328,7 +240,7 @@ def test_a_resumed_run_is_the_run():
     assert whole[-1] < whole[0]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.integers(1, 30), max_size=60))
 def test_best_fit_fills_rows_as_the_slow_way_does(lengths):
     lengths = sorted(lengths, reverse=True)
@@ -342,12 +254,6 @@ def test_best_fit_fills_rows_as_the_slow_way_does(lengths):
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert sorted(30 - sum(lengths[i] for i in row) for row in rows) == sorted(spaces)
     assert len(rows) <= 11 / 9 * -(-sum(lengths) // 30) + 4 or min(lengths) > 10
-
-
-def test_real_lengths_fill_their_rows():
-    lengths = np.random.default_rng(0).lognormal(5, 0.6, 3000).astype(int).clip(2, 1025)
-    made = Batches([example(int(n), seed=i) for i, n in enumerate(lengths)], 1024, 8)
-    assert sum(len(e) - 1 for e in made.examples) / (made.rows_per_epoch * made.context_length) > 0.98
 
 
 # What a step leaves out

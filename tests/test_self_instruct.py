@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 import warnings
 from dataclasses import replace
 from itertools import count, islice
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import data, refuses
+from conftest import refuses
 from teacher.endpoint import Answer
 from teacher.tasks import (
     GO_ON,
@@ -25,7 +24,6 @@ from teacher.tasks import (
     numbered_prompt,
     parse_answer,
     read_seed_tasks,
-    rejection_reason,
 )
 
 with warnings.catch_warnings():
@@ -93,6 +91,10 @@ WRITTEN = [
     ('"Hello" is said in which languages?', "", "English.", "punctuation"),
     ("Übersetze den Satz ins Englische.", "Guten Tag.", "Hello.", "not ASCII"),
     ("Say in one word what a café sells.", "", "Coffee.", ""),
+    ("A 和 B 中 哪 一 个 更大 为什么", "", "A.", "not ASCII"),
+    ("One two three four", "", "Five.", ""),
+    (" ".join(["word"] * 150), "", "Yes.", ""),
+    ("Tell how a photograph is made.", "", "By light.", ""),
     ("What is the capital city of France?", "", "Paris.", "similar: 0.92 to 'What is the capital of France?'"),
 ]  # fmt: skip
 
@@ -113,15 +115,6 @@ def test_kept_and_dropped_are_those_of_the_recorded_list():
     assert [Round.of(json.loads(json.dumps(r.row()))) for r in rounds] == rounds
 
 
-@pytest.mark.parametrize("form", ["{}", "4. Instruction:{}", " 4.  Instruction:{}", "###\n4. Instruction:{}",
-                                  "Here they are:\n\n### 4. Instruction:{}", "```\n###\n4. Instruction:{}\n```",
-                                  "```text\n4. Instruction:{}"])  # fmt: skip
-def test_an_answer_may_begin_as_chat_models_begin(form):
-    answer = listed(*[(t.instruction, t.input, t.output) for t in SEEDS])
-    tasks = [item.task for item in parse_answer(form.format(answer), False)]
-    assert tasks == [replace(t, instruction=t.instruction.strip()) for t in SEEDS]
-
-
 ASKED = [Task(f"Describe the history of item {n} briefly", "", f"Item {n} is old.") for n in range(4, 21)]
 LAYOUT = "{}. Instruction: {}\n{}. Input:\n<noinput>\n{}. Output:\n{}\n"
 BOLD = "**{}. Instruction:** {}\n**{}. Input:**\n<noinput>\n**{}. Output:**\n{}\n"
@@ -140,7 +133,8 @@ def written(layout=LAYOUT, end="###\n", first=4):
     written(LAYOUT.replace("{}. I", "{}. **I")), written(LAYOUT.upper()),
     written(LAYOUT.replace("<noinput>", "None")), written(LAYOUT.replace("<noinput>", '"<noinput>".')),
     "<think>\n4. Instruction: Say\n4. Input:\n</think>\n" + written(), written() + "###\nI hope these help!",
-    "Sure:\n```\n" + written() + "```\n\nLet me know if you want more.",
+    "Sure:\n```\n" + written() + "```\n\nLet me know if you want more.", " 4.  Instruction:" + written()[15:],
+    "Here they are:\n\n### " + written(), "```\n###\n" + written() + "\n```", "```text\n" + written(),
 ])  # fmt: skip
 def test_tasks_are_read_in_the_layouts_that_models_write(answer):
     assert [item.task for item in parse_answer(answer, False) if not item.reason] == ASKED
@@ -169,29 +163,6 @@ def test_an_input_may_be_absent_and_a_number_may_not_be_higher_than_asked():
     assert [item.task for item in complete] == ASKED
 
 
-@pytest.mark.parametrize("part", ["#", "# ", " ", "*", "4. Instruction:\n", "4. Input:\n", "<think>", "\n```"])
-def test_long_answers_take_linear_time(part):
-    start = time.monotonic()
-    list(parse_answer("4. Instruction: a\n" + part * 20_000, False))
-    assert time.monotonic() - start < 30
-
-
-def test_texts_in_another_script_are_dropped_though_their_first_letter_is_ascii():
-    assert rejection_reason("A 和 B 中 哪 一 个 更大 为什么") == "not ASCII"
-    assert rejection_reason("I Назовите три самые большие реки") == "not ASCII"
-    assert rejection_reason("Say what a naïve café à la carte is.") == ""
-
-
-def test_words_are_whole_and_limits_are_alpacas():
-    assert rejection_reason("one two three") == "short"
-    assert rejection_reason("one two three four") == ""
-    assert rejection_reason(" ".join(["word"] * 150)) == ""
-    assert rejection_reason(" ".join(["word"] * 151)) == "long"
-    assert rejection_reason("Tell the PLOT of the story.") == "word: plot"
-    assert rejection_reason("Tell how a photograph is made.") == ""
-    assert rejection_reason("write a program that adds numbers") == ""
-
-
 def many(number):
     """An answer with two equal tasks."""
     chance = random.Random(number)
@@ -205,6 +176,13 @@ def test_it_goes_on_until_enough():
     assert sum(len(r.kept) for r in rounds) == 12
     assert all(item.reason.startswith("similar: 1.00") for r in rounds for item in r.items[1::2])
     assert list(generate(map(many, count()), SEEDS, wanted=12, before=rounds)) == []
+    assert rounds[:7] + list(generate(map(many, count(7)), SEEDS, wanted=12, before=rounds[:7])) == rounds
+    (again,) = islice(generate(iter([many(0)]), SEEDS, wanted=99, before=rounds), 1)
+    assert not again.kept, "what rounds before have kept counts as earlier"
+    answers = iter([(n, Answer("", reason="no answer: 503")) for n in range(99)])
+    with pytest.raises(ValueError, match="10 requests without a kept task"):
+        list(generate(answers, SEEDS, wanted=1))
+    refuses("2 seed tasks", numbered_prompt, SEEDS[:2], 0, 0)
 
 
 def test_prompts_follow_from_seed_and_number():
@@ -216,45 +194,20 @@ def test_prompts_follow_from_seed_and_number():
     assert asked == continued + GO_ON != prompts[0]
 
 
-def test_a_run_that_goes_on_is_the_run():
-    full = list(generate(map(many, count()), SEEDS, wanted=20))
-    start = full[:7]
-    assert start + list(generate(map(many, count(7)), SEEDS, wanted=20, before=start)) == full
-    (again,) = islice(generate(iter([many(0)]), SEEDS, wanted=99, before=full), 1)
-    assert not again.kept, "what rounds before have kept counts as earlier"
-
-
-def test_too_few_seeds_and_a_model_that_has_none_are_refused():
-    refuses("2 seed tasks; a prompt shows 3", numbered_prompt, SEEDS[:2], 0, 0)
-    rounds, answers = [], [(n, Answer("no") if n < 9 else Answer("", reason="no answer: 503")) for n in range(99)]
-    with pytest.raises(ValueError, match=r"10 requests without a kept task; .* \{'no answer: 503': 1\}"):
-        rounds.extend(generate(answers, SEEDS, wanted=1))
-    assert len(answers) == 99
-
-
 def test_seed_files(tmp_path):
     path = tmp_path / "seeds.jsonl"
     own = {"instruction": "a", "input": "", "output": "c"}
     path.write_text(json.dumps({"instruction": "a", "instances": [own, own]}) + "\n" + json.dumps(own))
     assert read_seed_tasks(path) == [Task("a", "", "c")] * 2
-    path.write_text(json.dumps(own) + "\n{")
-    refuses("line 2: not JSON", read_seed_tasks, path)
-    for line in ("[]", "3", '{"instruction": "a"}', '{"instruction": "a", "instances": []}',
-                 '{"instruction": "a", "input": null, "output": "b"}'):  # fmt: skip
-        path.write_text(json.dumps(own) + "\n" + line)
-        refuses("line 2: expected an object with instruction", read_seed_tasks, path)
-
-
-def test_seed_lines_end_where_an_editor_ends_them(tmp_path):
-    path = tmp_path / "seeds.jsonl"
     rows = [{"instruction": f"a\u2028b\x85{i}", "input": "\u2029", "output": "c"} for i in range(2)]
     text = "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     path.write_bytes(f"\ufeff{text}\r\n".encode())
     assert read_seed_tasks(path) == [Task(*row.values()) for row in rows]
-    path.write_bytes(f"{text}\n\n[".encode())
-    refuses("line 5: not JSON", read_seed_tasks, path)
-    path.write_text(json.dumps(rows[0]) + '\n{"instruction": "a\\ud800", "input": "", "output": "c"}')
-    refuses("line 2: half of a surrogate pair", read_seed_tasks, path)
+    for line in ("{", "3", '{"instruction": "a"}', '{"instruction": "a", "instances": []}',
+                 '{"instruction": "a\\ud800", "input": "", "output": "c"}', b"\xff",
+                 '{"instruction": "a", "input": null, "output": "b"}'):  # fmt: skip
+        path.write_bytes(json.dumps(own).encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()))
+        refuses(f"{path}, line 2: ", read_seed_tasks, path)
 
 
 # ROUGE-L
@@ -262,7 +215,7 @@ def test_seed_lines_end_where_an_editor_ends_them(tmp_path):
 TEXT = st.text("ab c1é.", max_size=90) | st.text(max_size=40)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(st.lists(TEXT, max_size=6), TEXT, st.sampled_from([0.0, 0.3, 0.7]))
 def test_rouge_is_that_of_rouge_score(texts, new, above):
     scores = [theirs(text, new) for text in texts]
@@ -272,16 +225,6 @@ def test_rouge_is_that_of_rouge_score(texts, new, above):
         assert found is None
     else:
         assert found == (max(scores), texts[scores.index(max(scores))])
-
-
-def test_rouge_of_the_tasks_that_people_wrote():
-    instructions = [task.instruction for task in read_seed_tasks(data("alpaca_seed_tasks.jsonl"))]
-    worst = max(abs(rouge_l(a, b) - theirs(a, b)) for a in instructions[::3] for b in instructions)
-    print(f"59 x 175 pairs: {worst:.1e}")
-    assert worst <= 1e-12
-    for i, text in enumerate(instructions[:40]):
-        others = instructions[:i] + instructions[i + 1 :]
-        assert InstructionIndex(others).nearest(text)[0] == max(theirs(other, text) for other in others)
 
 
 def test_long_texts_and_ties():

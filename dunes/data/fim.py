@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,8 +79,6 @@ class FillInMiddle:
     rate: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rate <= 1:
-            raise ValueError(f"the rate of fill-in-the-middle is {self.rate}; expected 0 to 1")
         assert self.sentinels  # raises for a tokenizer without them
 
     @cached_property
@@ -186,23 +183,6 @@ def find_headers(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bo
         return begin > end_before
 
     return headers
-
-
-def rejoin(ids: Sequence[int] | NDArray[Any], tokenizer: Tokenizer) -> tuple[str, str, str]:
-    """Prefix, middle and suffix of a rearranged window (N,), in the document's order.
-
-    If the suffix comes first, prefix and middle are one text, which is returned as the middle. Raises ValueError
-    for a window that is not rearranged.
-    """
-    marks, window, pieces = sentinels(tokenizer), [int(i) for i in ids], tokenizer.token_bytes
-    places = [window.index(mark) for mark in marks[:3] if mark in window]
-    if len(places) < 3 or places != sorted(places) or marks.end not in window[places[2] :]:
-        raise ValueError(
-            f"a window of {len(window)} ids without <|fim_prefix|>, <|fim_suffix|>, <|fim_middle|>, {END}"
-        )
-    bounds = [*places, window.index(marks.end, places[2])]
-    prefix, suffix, middle = (_decode([pieces[i] for i in window[a + 1 : b]]) for a, b in pairwise(bounds))
-    return prefix, middle, suffix
 
 
 def _decode(pieces: Sequence[bytes]) -> str:

@@ -3,7 +3,6 @@
 import gzip
 import io
 import json
-import re
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping
@@ -20,14 +19,11 @@ from dunes.text.lines import decode_text
 
 MAX_ROW_BYTES = 1 << 24
 """Maximum bytes of a line."""
-MAX_LIST_BYTES = 1 << 31
-"""Maximum bytes of a file that is one JSON list."""
 
 DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
 """Reads JSON in which no object has a key twice. To keep a decoder is faster than `json.loads` with a hook."""
 
 EXPECTED = "expected one JSON object per line, or one list"
-_BETWEEN_ROWS = re.compile(r"[\s,]*")
 
 LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 JSON = (".json", ".json.gz")
@@ -147,28 +143,13 @@ def _first_byte(file: BinaryIO) -> bytes:
 
 
 def _list_rows(path: Path, file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    data = file.read(MAX_LIST_BYTES + 1)
-    if len(data) > MAX_LIST_BYTES:
-        raise ValueError(f"{path}: a list of more than {MAX_LIST_BYTES} bytes; write one JSON object per line")
-    text = decode_text(data, str(path))
+    text = decode_text(file.read(), str(path))
     try:
         listed = DECODER.decode(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{_place_of_error(path, text)}: not JSON: {error}; {EXPECTED}") from None
+        raise ValueError(f"{path}: not JSON: {error}; {EXPECTED}") from None
     for i, row in enumerate(listed, 1):
         yield f"{path}, row {i}", row
-
-
-def _place_of_error(path: Path, text: str) -> str:
-    """The row of a JSON list that cannot be read, and its first line."""
-    start = text.index("[") + 1
-    for i in count(1):
-        start = _BETWEEN_ROWS.match(text, start).end()  # type: ignore[union-attr]
-        try:
-            _, start = DECODER.raw_decode(text, start)
-        except (ValueError, RecursionError):
-            return f"{path}, row {i}, line {text.count(chr(10), 0, start) + 1}"
-    raise AssertionError("some row is damaged")
 
 
 def _line_rows(path: Path, file: BinaryIO, decoder: json.JSONDecoder = DECODER) -> Iterator[tuple[str, Any]]:

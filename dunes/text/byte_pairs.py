@@ -8,7 +8,7 @@ from functools import partial
 from itertools import pairwise
 
 import tokenizers
-from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 
 from dunes.text import library
 
@@ -57,7 +57,7 @@ def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokeni
             raise ValueError(f"a tokenizer whose {text!r} cannot be told from plain text is not supported")
         splits.append(rf"{re.escape(text[:end])}(?={re.escape(text[end:])}\z)")
     pattern = rf"\A(?:{'|'.join(splits)})"
-    return [pre_tokenizers.Split(library.regex(pattern, "special tokens"), "isolated")] if splits else []
+    return [pre_tokenizers.Split(Regex(pattern), "isolated")] if splits else []
 
 
 def add_special(inner: Tokenizer, tokens: Iterable[str], begin: str | None = None) -> None:

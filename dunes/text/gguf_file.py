@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
 from dunes.files.model_file import find_file, open_file, require_content
 from dunes.text import library, sentencepiece
@@ -249,7 +249,7 @@ def byte_pairs(
     patterns, whole_words, metaspace, _ = split_rule(rule)
     settings = {"ignore_merges": whole_words, "byte_fallback": metaspace}
     inner = tokenizers.Tokenizer(library.bpe(vocab, pairs, MERGES, **settings))
-    words = [pre_tokenizers.Split(library.regex(p, rule), "isolated") for p in patterns]
+    words = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
     if metaspace:
         inner.normalizer, inner.pre_tokenizer = normalizers.Replace(" ", SPACE), pre_tokenizers.Sequence(words)
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tokenizers
-from tokenizers import Regex, models
+from tokenizers import models
 
 _T = TypeVar("_T")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -26,11 +26,6 @@ def call(subject: str, make: Callable[[], _T]) -> _T:
 def abbreviate(value: Any) -> str:
     """The value in at most 60 ASCII characters, for a message."""
     return ascii(value)[:60]
-
-
-def regex(pattern: str, place: str) -> Regex:
-    """A compiled pattern; `place` names its origin. Raises ValueError for an invalid pattern."""
-    return call(f"{place} {abbreviate(pattern)}", lambda: Regex(pattern))
 
 
 def bpe(

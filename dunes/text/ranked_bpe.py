@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import Regex, decoders, pre_tokenizers
 
 from dunes.files import json_file
 from dunes.text import library, split_rules
@@ -107,7 +107,7 @@ def _build(
     inner = tokenizers.Tokenizer(library.bpe(vocab, merges, ignore_merges=True))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(library.regex(pattern, "its pattern"), "removed", invert=True),
+            pre_tokenizers.Split(Regex(pattern), "removed", invert=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             *split_lookalikes({text: parts(text) for text in special if set(text) <= CHAR_TO_BYTE.keys()}),
         ]

@@ -23,7 +23,7 @@ from dunes.text.byte_pairs import SPACE, add_special, merge_pairs, split_lookali
 from dunes.units import plural
 
 MAX_PIECE = 512
-"""Maximum bytes of a piece."""
+"""Maximum spaces at the start of a text that a decoder strips."""
 
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
@@ -59,8 +59,7 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     """A tokenizer with the same ids as sentencepiece, from the bytes of its file.
 
     Control symbols (`<s>`, `[INST]`) are special tokens. If special tokens are requested, a text starts with
-    `<s>`. Raises ValueError, without the file's name, if the file is invalid, exceeds a limit, or has an
-    unsupported setting.
+    `<s>`. Raises an error that does not name the file if the file is invalid or has an unsupported setting.
     """
     return build(read(data))
 
@@ -80,15 +79,13 @@ def build(model: Model) -> tokenizers.Tokenizer:
 
 
 def read(data: bytes) -> Model:
-    """The model in the file's bytes. Raises ValueError like `convert`."""
+    """The model in the file's bytes. Raises an error like `convert`."""
     pieces: list[Piece] = []
     messages = {2: b"", 3: b"", 5: b""}
     for number, value in _fields(data):
         if number == 1:
-            pieces.append(_piece(value, len(pieces)))
+            pieces.append(_piece(value))
         elif number in messages:
-            if not isinstance(value, bytes):
-                raise ValueError(f"not a sentencepiece model: field {number} is a number")
             messages[number] += value  # a message split into fields is their concatenation
     trainer, normalizer = dict(_fields(messages[2])), dict(_fields(messages[3]))
     model = Model(
@@ -143,19 +140,10 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
     raise ValueError(f"not a sentencepiece model: a number at byte {offset} has no end")
 
 
-def _piece(data: Any, i: int) -> Piece:
-    if not isinstance(data, bytes):
-        raise ValueError(f"not a sentencepiece model: piece {i} is a number")
+def _piece(data: bytes) -> Piece:
     fields = dict(_fields(data))
-    raw, score, piece_type = fields.get(1, b""), fields.get(2, bytes(4)), fields.get(3, NORMAL)
-    if not (isinstance(raw, bytes) and isinstance(score, bytes) and isinstance(piece_type, int)):
-        raise ValueError(f"not a sentencepiece model: piece {i} has fields of other types")
-    if not 0 < len(raw) <= MAX_PIECE or len(score) != 4:
-        raise ValueError(
-            f"not a sentencepiece model: piece {i} is a piece of {plural(len(raw), 'byte')} with a score of "
-            f"{len(score)}; 1 to {MAX_PIECE} and 4 are expected"
-        )
-    return Piece(raw.decode(), struct.unpack("<f", score)[0], piece_type)
+    (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
+    return Piece(fields.get(1, b"").decode(), score, fields.get(3, NORMAL))
 
 
 def check(model: Model) -> None:
@@ -225,7 +213,7 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
         ]
     if model.texts(USER):
         users = sorted(model.texts(USER), key=len, reverse=True)
-        pattern = library.regex("|".join(map(re.escape, users)), "user-defined symbols")
+        pattern = Regex("|".join(map(re.escape, users)))
         steps.append(pre_tokenizers.Split(pattern, "isolated"))
         steps += split_lookalikes(_lookalikes(model))
     return pre_tokenizers.Sequence(steps)
