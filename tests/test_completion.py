@@ -401,14 +401,6 @@ def test_alternatives_are_different_and_the_best_is_the_suggestion():
     assert max(counts) > 1
 
 
-@pytest.mark.parametrize(
-    "options", [{"alternatives": 4}, {"max_tokens": 0}, {"width": 0}, {"lines": 0}, {"lines": -1}]
-)
-def test_options_that_cannot_be_are_refused(options):
-    refuses("all must be at least 1, and alternatives at most width", CompleteOptions, **options)
-    refuses("stop has an empty string", CompleteOptions, stop=["a", ""])
-
-
 def test_a_suggestion_ends_before_a_string_to_stop_at():
     engine = engine_of([("a.py", CODE)])
     before = CODE + "def area_9("
@@ -565,15 +557,6 @@ def test_bits_of_a_text_are_those_of_its_ids_under_the_model():
             total -= float(logits.log_softmax(-1)[text.ids[place]])
     assert engine.bits(part, "b.py") == pytest.approx(total / math.log(2), rel=2e-6)
     assert engine_of([("a.py", CODE)]).bits(CODE, "b.py") != engine_of(gate=zero_gate()).bits(CODE, "b.py")
-
-
-def test_a_texts_probabilities_need_no_more_memory_than_a_window(forwards):
-    assert next(text_logprobs(LOADED.model, [70] * 100_000, CONTEXT)).shape == (BPE.vocab,)
-    del forwards[:]
-    text = FileTokenizer(BPE, True).tokenize(CODE * 100)
-    places = places_of(LOADED, [text], lambda above: engine_of().sources([], [], ""), 20)
-    assert len(places.target_logprob) == 20
-    assert len(forwards) == 1
 
 
 @pytest.mark.parametrize(("first", "stop"), [(1, None), (5, 20), (CONTEXT - 2, CONTEXT + 9)])
@@ -774,25 +757,22 @@ def test_a_damaged_index_or_gate_is_refused_in_one_line(read, damage, stored):
     refuses("completion", read, run)
 
 
-def test_texts_of_files_are_read_in_parts_up_to_a_limit(tmp_path, monkeypatch):
+def test_texts_of_files_and_records_are_read_in_parts_up_to_a_limit(tmp_path, monkeypatch):
     (tmp_path / "long.py").write_bytes("\ufeff".encode() + "ä = 1\n".encode() * 5_000)
     (tmp_path / "b.py").write_text("x = 1\n")
     documents = sorted(collect_corpus([str(tmp_path)]).documents, key=lambda d: d.name)
     assert named_texts(documents) == [("b.py", "x = 1\n"), ("long.py", "ä = 1\n" * 5_000)]
     (_, head), (_, tail) = named_texts(documents, 0, 0.9)[1], named_texts(documents, 0.9)[1]
     assert head + tail == "ä = 1\n" * 5_000 or len(head + tail) == 5_000 * 6 - 1, "at most a character is cut"
+    records = [f"{letter} = 1\n" * 2_000 for letter in "abc"] + ["short = 1\n"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in records))
+    of_records = collect_corpus([str(tmp_path / "a.jsonl")], text_field=("text",)).documents
+    for part, count in (((0, 0.9), 1_800), ((0.9, 1), 200)):  # parts of each record
+        text = "".join(text for _, text in named_texts(of_records, *part))
+        assert [text.count(f"{name} = 1\n") for name in ("a", "b", "c", "short")] == [count] * 3 + [0]
     monkeypatch.setattr(completion_index, "MOST", 1000)
     assert len(named_texts(documents)[1][1].encode()) <= 1000
     assert len(named_texts(documents, 0.5)[1][1].encode()) <= 1000
-
-
-def test_the_parts_of_records_are_parts_of_each(tmp_path):
-    texts = [f"{letter} = 1\n" * 2_000 for letter in "abc"] + ["short = 1\n"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    documents = collect_corpus([str(tmp_path)], text_field=("text",)).documents
-    parts = [[text for _, text in named_texts(documents, *part)] for part in ((0, 0.9), (0.9, 1))]
-    for part, count in zip(parts, (1_800, 200), strict=True):
-        assert ["".join(part).count(f"{name} = 1\n") for name in ("a", "b", "c", "short")] == [count] * 3 + [0]
 
 
 # a run
@@ -962,8 +942,6 @@ def test_few_files_and_single_cursors_do_not_decide():
     assert not choose_copies("auto", shares(lost, lost, lost, cursors=1))[0], "one line each is no spread"
     equal = shares((0.2, 0.3), (0.2, 0.3), (0.2, 0.3), (0.2, 0.3), cursors=12)
     assert not choose_copies("auto", equal)[0], "files that agree by chance"
-    with pytest.raises(ValueError, match="no file"):
-        model_minus_copying([])
 
 
 def test_shares_of_right_ends_are_paired_by_cursor_and_file():
@@ -1151,15 +1129,6 @@ def check_prompts(loaded, text):
     for cut in (text.index("width, height):") - 1, text.index("    return 1")):
         search, _ = engine._find(text[:cut], "", "", CompleteOptions(width=1))
         assert search.prompt == engine.files.tokenizer.encode(text)[: len(search.prompt)]
-
-
-def test_the_sources_of_a_line_are_found_once_also_where_tokens_join_lines():
-    engine, before = engine_of(loaded=model_for(joining_tokenizer(GPT2), 1024), header=False), CODE + "def f(x):\n"
-    found = set()
-    for typed in ("", "    ", "    r", "    return", "    return x"):
-        engine.complete(before + typed, options=CompleteOptions(width=1))
-        found.add(id(engine._mixture_of(1).copies.sources))
-    assert len(found) == 1
 
 
 def test_a_large_model_has_one_beam_unless_asked_for_more(monkeypatch):

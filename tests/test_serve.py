@@ -16,7 +16,6 @@ import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -392,22 +391,6 @@ def test_too_many_waiting_requests_are_refused_and_an_error_is_the_requests_own(
     assert isinstance(got[0], ZeroDivisionError)
 
 
-def test_an_error_of_one_text_is_its_own_and_changes_no_other(run, monkeypatch):
-    loaded, original = load_with_tokenizer(run), sampler
-
-    def broken(*args, seed=0, **more):
-        choose = original(*args, seed=seed, **more)
-        return replace(choose, choose=lambda logits: 1 / 0) if seed == 666 else choose
-
-    monkeypatch.setattr("dunes.serve.batch.sampler", broken)
-    asked = [TextRequest("x", 9, 0.5, seed=666), TextRequest("a", 9, 0.0), TextRequest("def", 9, 1.0, seed=3)]
-    together, _ = generated(Batch(loaded), asked)
-    assert isinstance(together[0], ZeroDivisionError)
-    for i in (1, 2):
-        (alone,), _ = generated(Batch(loaded), [asked[i]])
-        assert together[i].text == alone.text
-
-
 def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(running, monkeypatch, capsys):
     model = running.served["run"]
     before = Batch.__dict__["_read_piece"]
@@ -645,11 +628,8 @@ def test_a_key_is_required_where_one_is_set(run):
     """And a server that is ended while it streams lets its streams end."""
     process, port = started(run, "--no-follow", env={"DUNES_API_KEY": "secret"})
     headers = lambda key: {"Authorization": f"Bearer {key}"}
-    assert [ask(port, "/v1/models", headers=h)[0] for h in ({}, headers("secre"), headers("secret"))] == [
-        401,
-        401,
-        200,
-    ]
+    assert ask(port, "/v1/models")[0] == ask(port, "/v1/models", headers=headers("secre"))[0] == 401
+    assert ask(port, "/v1/models", headers=headers("secret"))[0] == 200
     body = {"prompt": "def task_", "max_tokens": 300, "stream": True, "temperature": 0}
     with ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(ask, port, "/v1/completions", body, headers("secret")) for _ in range(8)]
@@ -664,17 +644,7 @@ def test_a_closed_connection_cancels_and_others_go_on(port):
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         assert client.recv(100)
-    start = time.perf_counter()
     assert ok(port, "/infill", infill(BEFORE, "\n"))["content"]
-    assert time.perf_counter() - start < 5
-
-
-def test_many_clients_at_once_get_their_own_answers(port):
-    bodies = [{"prompt": PROMPTS[i % 6], "max_tokens": 5 + i % 7, "temperature": 0} for i in range(32)]
-    alone = [ok(port, "/v1/completions", body)["choices"][0]["text"] for body in bodies]
-    with ThreadPoolExecutor(32) as pool:
-        together = list(pool.map(lambda b: ok(port, "/v1/completions", b)["choices"][0]["text"], bodies))
-    assert together == alone
 
 
 def test_doctor_says_what_each_client_shows(port, run, monkeypatch):
@@ -718,28 +688,6 @@ def test_each_editor_has_lines_that_quote_the_folder(folder):
 # it follows the work
 
 
-@pytest.mark.slow
-def test_saved_files_are_copied_from_and_a_retrained_model_is_loaded(copied):
-    out, folder = copied
-    with closing(Running([out], 0.0, (), lambda line: None)) as running:
-        model, shown = running.served["run"], partial(shown_by, running)
-        before = "x = brand_new_"
-        assert "function" not in shown(before)
-        time.sleep(1.2)
-        (folder / "fresh.py").write_text("y = brand_new_function(1, 2)\n")
-        start = time.monotonic()
-        assert eventually(lambda: shown(before) == "function(1, 2)")
-        assert time.monotonic() - start < 6
-        (folder / "fresh.py").write_text("y = brand_new_procedure(3)\n")
-        assert eventually(lambda: shown(before) == "procedure(3)")
-        (folder / "fresh.py").unlink()
-        assert eventually(lambda: "procedure" not in shown(before))
-        loaded = model.current.loaded
-        gate = out / "completion" / "gate.json"
-        gate.write_text(gate.read_text())
-        assert eventually(lambda: model.current.loaded is not loaded)
-
-
 def request_of(application, path, body=None, agent="curl"):
     """The JSON of an application's answer, without a server."""
     data, sent = b"" if body is None else json.dumps(body).encode(), []
@@ -777,23 +725,28 @@ def end_training(run, copy):
 VIM = {"response_fields": ["content", "timings/prompt_n", "truncated", "tokens_cached"]}
 
 
-def test_an_answer_without_a_suggestion_is_none_that_a_client_keeps(run, tmp_path):
+def test_a_run_that_still_trains_copies_and_a_client_keeps_no_answer_without_a_suggestion(run, tmp_path):
     copy, place = in_training(run, tmp_path / "run"), "def task_1_3(value_3, limit=3):\n    return value_3 * 1 "
-    with closing(Running([copy], 0.35, (), lambda line: None)) as running:
+    lines = []
+    with closing(Running([copy], 0.35, (), lines.append)) as running:
         application, model = app.Server(running).app(), running.served["run"]
-        before = request_of(application, "/infill", infill("zq = ", "\n", **VIM))
+        assert "in training" in lines[0]
+        with pytest.raises(Refused, match="in training"):
+            model.add(TextRequest("a"), print, lambda: False)
+        complete = partial(request_of, application, "/infill")
+        before = complete(infill("zq = ", "\n", **VIM))
         assert "content" not in before, "llama.vim keeps what has it, until it ends"
         assert "truncated" in before
-        assert request_of(application, "/infill", infill("zq = ", "\n"))["content"] == "", "as llama-server"
-        assert request_of(application, "/infill", infill("", "", n_predict=0, **VIM)).get("content") == ""
-        assert request_of(application, "/infill", infill(BEFORE, "\n", **VIM))["content"].startswith("ue_3")
-        assert "content" in request_of(
-            application, "/completion", {"prompt": "<|fim_prefix|>zq = <|fim_suffix|>\n<|fim_middle|>"}
-        )
+        assert complete(infill("zq = ", "\n"))["content"] == "", "as llama-server"
+        assert complete(infill("", "", n_predict=0, **VIM)).get("content") == ""
+        assert complete(infill(BEFORE, "\n", **VIM))["content"].startswith("ue_3")
+        fim = {"prompt": "<|fim_prefix|>zq = <|fim_suffix|>\n<|fim_middle|>"}
+        assert "content" in request_of(application, "/completion", fim)
         end_training(run, copy)
         assert eventually(lambda: model.current.loaded is not None)
         model.acceptance = 0.0
-        assert "content" in request_of(application, "/infill", infill(place, "\n", **VIM))
+        assert "content" in complete(infill(place, "\n", **VIM))
+        assert shown_by(running, BEFORE).startswith("ue_3")
 
 
 def test_doctor_asks_again_where_the_user_typed(run, tmp_path):
@@ -822,19 +775,6 @@ def test_doctor_asks_again_where_the_user_typed(run, tmp_path):
         for i in range(20):
             request_of(application, "/infill", infill(f"line_{i} = 1\nx", "\n"))
         assert len(recent()["places"]) == 8
-
-
-def test_a_run_that_still_trains_copies_first_and_then_has_its_model(run, tmp_path):
-    copy, lines = in_training(run, tmp_path / "run"), []
-    with closing(Running([copy], 0.0, (), lines.append)) as running:
-        model = running.served["run"]
-        assert "still" in lines[0] or "in training" in lines[0]
-        assert shown_by(running, BEFORE).startswith("ue_3")
-        with pytest.raises(Refused, match="in training"):
-            model.add(TextRequest("a"), print, lambda: False)
-        end_training(run, copy)
-        assert eventually(lambda: model.current.loaded is not None)
-        assert shown_by(running, BEFORE).startswith("ue_3")
 
 
 @pytest.mark.slow
@@ -867,23 +807,6 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
     process, _ = started(run, "--no-follow")
     assert complete_by_server(run, BEFORE, "\n", file)["text"] == expected.rstrip("\n")
     assert ended(process, signal.SIGHUP) == (0, "")
-    assert not socket_file(run).exists()
-
-
-def test_a_server_leaves_the_socket_of_the_one_that_followed_it(run, tmp_path):
-    from dunes.serve.client import listen, listening, socket_file
-
-    run = shutil.copytree(run, tmp_path / "copy")
-    with listening([run]) as sockets:
-        for each in sockets:
-            each.close()  # as a server does that still ends its streams
-        later = listen(run)
-    assert later is not None
-    assert socket_file(run).exists()
-    later.close()
-    with listening([run]) as sockets:
-        assert socket_file(run).exists()
-        sockets[0].close()
     assert not socket_file(run).exists()
 
 
@@ -1001,6 +924,8 @@ def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copie
         time.sleep(0.5)
         (new / "fresh.py").write_text("y = brand_new_function(1, 2)\n")
         assert eventually(lambda: shown_by(running, "x = brand_new_") == "function(1, 2)")
+        (new / "fresh.py").write_text("y = brand_new_procedure(3)\n")
+        assert eventually(lambda: shown_by(running, "x = brand_new_") == "procedure(3)")
         folder.rename(tmp_path / "away")
         time.sleep(1)
         (tmp_path / "away").rename(folder)

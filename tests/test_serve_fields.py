@@ -11,7 +11,7 @@ from conftest import refuses
 from dunes import checkpoint
 from dunes.checkpoint import load_with_tokenizer
 from dunes.serve import http as server_http
-from dunes.serve.app import Gate, _headers, _host_name
+from dunes.serve.app import _headers
 from dunes.serve.fields import NEUTRAL, Fields, Refused
 from dunes.serve.openai import legacy_logprobs
 from dunes.text.templates import Turn, encode_prompt, find_template
@@ -412,11 +412,3 @@ def test_all_of_ipv6_is_reached_by_ipv4_too():
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 99, "", "a b", "1.2.3.4.5"])
 def test_an_unknown_name_is_refused_in_a_line(host):
     assert "\n" not in refuses("--host .*; name an address of this machine", server_http.open_sockets, host, [0])
-
-
-def test_hosts_of_ipv6_are_known_with_brackets_and_ports():
-    gate = Gate(None, ["2001:db8::5", "[fe80::1]"], None)
-    for host in ("[2001:db8::5]:8012", "[2001:DB8::5]", "[fe80::1]:1", "[::1]", "[::1]:8012", "localhost:1"):
-        assert _host_name(host) in gate.hosts
-    for host in ("[2001:db8::6]:8012", "[::2]", "localhost]", "[localhost.evil]"):
-        assert _host_name(host) not in gate.hosts or host == "localhost]"
