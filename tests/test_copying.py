@@ -26,7 +26,6 @@ from dunes.generate.copying import (
     followers,
     index_ids,
     last_match,
-    line_at,
     mixture_loss,
     top_ids,
 )
@@ -189,15 +188,6 @@ def test_the_last_longest_match_of_bytes_is_that_of_a_search():
         assert last_match(text, context) == (n, expected)
         if n:
             assert expected < len(text)
-
-
-def test_a_line_ends_with_its_line_its_file_or_its_size():
-    text = b"one\ntwo\r\nend\0first\n"
-    assert line_at(text, 0, 99) == b"one\n"
-    assert line_at(text, 4, 2) == b"tw"
-    assert line_at(text, 4, 99) == b"two\r\n"
-    assert line_at(text, 9, 99) == b"end", "not the first line of the next file"
-    assert line_at(text, len(text), 9) == b""
 
 
 PIECES = [b"", b"\n", b"a", b"b", b"ab", b" = ", b"1", b"12"]

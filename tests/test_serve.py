@@ -312,14 +312,6 @@ def test_a_cancelled_text_frees_its_row(run):
     assert not batch.active
 
 
-def test_prompts_that_cannot_be_read_are_refused(run):
-    batch = Batch(load_with_tokenizer(run))
-    for prompt, said in (("x = 1\n" * 99, "exceeds the available context size"), ((1, 10**6), "token 1000000")):
-        with pytest.raises(Refused, match=said):
-            batch.add(TextRequest(prompt), print, lambda: False)
-    assert not batch.active
-
-
 # the worker
 
 
