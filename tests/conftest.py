@@ -86,7 +86,6 @@ SLOW = re.compile(
     | test_preferences.py::test_stopped_and_resumed.*lora
     | test_recipes.py::test_mixtral_tiny
     | test_runs.py::test_the_rest_of_a_line_is_learned
-    | test_serve.py::test_texts_of_a_recurrent_model
     | test_tokenizer_conversion.py::test_shipped_tekken.*240911
 """,
     re.VERBOSE,

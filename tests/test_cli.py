@@ -10,14 +10,13 @@ from typing import get_args
 
 import pytest
 
-from conftest import refuses, run_python
-from dunes import checkpoint, measure
+from conftest import refuses_command, run_python
+from dunes import checkpoint
 from dunes.bench.subject import of_shape
-from dunes.cli import main as command
-from dunes.cli import training, verbs
+from dunes.cli import main as cli
+from dunes.cli import training
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import sampler
-from dunes.inference.sampling_options import SamplingOptions
 from dunes.inference.text_generator import TextGenerator
 from dunes.measure import DEVICES
 from dunes.models import FAMILIES
@@ -59,7 +58,7 @@ def test_help_comes_without_torch_and_each_verb_shows_an_example():
                 main.main()
             assert verb == "bench" or "torch" not in sys.modules, verb
     """
-    verbs = sorted(("", *command.VERBS), key=lambda verb: verb == "bench")  # its registry holds what computes
+    verbs = sorted(("", *cli.VERBS), key=lambda verb: verb == "bench")  # its registry holds what computes
     done = run_python(script, *verbs)
     assert done.returncode == 0, done.stderr
     for verb, text in zip(verbs, done.stdout.split("\0")[1:], strict=True):
@@ -70,21 +69,6 @@ def test_help_comes_without_torch_and_each_verb_shows_an_example():
 def test_the_version_comes_without_torch():
     printed = without_torch("--version").stdout
     assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", printed)
-
-
-@pytest.mark.parametrize(
-    "begin",
-    [
-        lambda: verbs.generate("nowhere", SamplingOptions()),
-        lambda: verbs.chat("nowhere"),
-        lambda: verbs.complete("nowhere", f"{__file__}:5:3"),
-    ],
-)
-def test_verbs_that_generate_keep_freed_memory(begin, monkeypatch):
-    kept = []
-    monkeypatch.setattr(measure, "keep_freed_memory", lambda: kept.append(True))
-    refuses("nowhere", begin)
-    assert kept
 
 
 @pytest.mark.slow
@@ -152,13 +136,15 @@ def test_errors_of_a_verb_parsed_alone_name_the_options_of_others(monkeypatch, c
     """They are printed once."""
     monkeypatch.setattr(sys, "argv", ["dunes", "generate", "m", "--lora-rank", "4", "--steps", "x"])
     with pytest.raises(SystemExit, match="2"):
-        command._main()
+        cli._main()
     printed, errors = capsys.readouterr()
     assert (printed, errors.count("Unrecognized options")) == ("", 1)
     assert "in dunes train --help" in errors
 
 
-@pytest.mark.slow
+UNDO = ("--undo", "nowhere", "out")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -173,32 +159,14 @@ def test_errors_of_a_verb_parsed_alone_name_the_options_of_others(monkeypatch, c
         (["complete", "nowhere", "file"], "expected FILE:LINE:COLUMN"),
         (["eval", "nowhere"], "nowhere: no such folder"),
         (["bench", "compare", "a.jsonl", "b.jsonl"], "no such file"),
+        (["augment", "expand", *UNDO, "--blocks", "2", "--after", "1"], "--blocks and --after"),
+        (["augment", "experts", *UNDO, "--split", "cluster"], "--split"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch):
+def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
-    done = dunes(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("dunes: ")
-    assert done.stderr.count("\n") == 1
-    assert words in done.stderr
+    refuses_command(words, command(*arguments))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "options", "flags"),
-    [
-        ("expand", ["--blocks", 2, "--after", 1], "--blocks and --after"),
-        ("experts", ["--experts", 4, "--top-k", 4], "--experts and --top-k"),
-        ("experts", ["--split", "cluster"], "--split"),
-    ],
-)
-def test_other_options_beside_undo_are_refused(change, options, flags, tmp_path):
-    done = dunes("augment", change, "--undo", "nowhere", tmp_path / "out", *options)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr == f"dunes: --undo takes back all of the change; omit {flags}\n"
 
 
 def test_who_stops_reading_is_told_nothing():
@@ -212,10 +180,12 @@ def test_who_stops_reading_is_told_nothing():
 
 
 def test_train_generate_complete_eval(code, tmp_path, command, monkeypatch):
-    run = tmp_path / "run"
-    done = dunes("train", code, "--out", run, "--steps", 20, "--size", "60k", "--context-length", 32)
-    assert done.returncode == 0, done.stderr
-    assert "done after 20 steps" in done.stdout
+    for name, count in (("PLACES", 100), ("CURSORS", 16)):
+        monkeypatch.setattr(f"dunes.completion.fit.{name}", (0.0, count, count))
+    run, options = tmp_path / "run", ("--steps", 20, "--size", "60k", "--context-length", 32, "--threads", 1)
+    status, printed, errors = command("train", code, "--out", run, *options)
+    assert status == 0, errors
+    assert "done after 20 steps" in printed
     loaded, file = checkpoint.load(run), code / "module_1.py"
     text = TextGenerator(loaded).text("def ", 9, sampler(0.8, top_k=50, seed=1))
     _, printed, errors = command("generate", run, "def ", "--max-tokens", 9, "--seed", 1)

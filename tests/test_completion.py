@@ -4,8 +4,6 @@ import json
 import math
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -20,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import hard_strings
-from conftest import display, metaspace_tokenizer, refuses, toy, training_output
+from conftest import change_json, display, metaspace_tokenizer, refuses, toy, training_output
 from dunes import tree
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import remember_sources, split_documents
@@ -38,7 +36,6 @@ from dunes.completion.completer import (
 )
 from dunes.completion.copy_gate import (
     Places,
-    _chunks,
     even_share,
     fit_gate,
     places_of,
@@ -199,7 +196,7 @@ def test_a_cancelled_request_leaves_an_engine_that_answers(width):
     """Cancelled after any number of forwards; the next request has the suggestion of a new engine."""
     cut, asked = (CODE + "    result = wid", "", "b.py"), 0
     expected = engine_of([("a.py", CODE)]).complete(*cut, options=CompleteOptions(width=width))
-    for most in range(30):
+    for most in (0, 1, 2, 4, 8, 16, 32, 64):
         engine, questions = engine_of([("a.py", CODE)]), chain(repeat(False, most), repeat(True))
         try:
             engine.complete(*cut, options=CompleteOptions(width=width, cancelled=partial(next, questions)))
@@ -209,41 +206,6 @@ def test_a_cancelled_request_leaves_an_engine_that_answers(width):
             break
         assert close(engine.complete(*cut, options=CompleteOptions(width=width)), expected)
     assert asked > 1
-
-
-def search_at(engine, prompt, copies, options=DEFAULTS):
-    """The search at a cursor."""
-    mixture = engine._mixture_of(options.width or engine.width)
-    search = LineSearch(mixture, prompt, options, engine.loaded.context_length - len(prompt))
-    mixture.begin(copies, engine.gate, prompt, search.limit, options.cancelled)
-    return search
-
-
-def test_a_hopeless_line_is_chosen_by_its_first_word(monkeypatch):
-    engine, asked = engine_of([("a.py", CODE)]), []
-    monkeypatch.setattr("dunes.completion.search.HOPELESS", 1.0)
-    monkeypatch.setattr(LineSearch, "_decode", lambda self, beam: beam)
-    monkeypatch.setattr(LineSearch, "_or_copy", lambda self, beam: beam)
-    monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: asked.append(beam) or -beam.total)
-    suggestion = engine.complete(CODE + "    result = wid", "", "b.py")
-    assert len(asked) > 1
-    assert suggestion.line == pytest.approx(math.exp(min(beam.total for beam in asked)))
-
-
-def test_beams_without_all_that_is_typed_are_not_hopeless(monkeypatch):
-    """Their ids of a part of it are improbable in any text, so they go on."""
-    engine = engine_of([("a.py", CODE)], zero_gate())
-    id_of = engine.files.pieces.index
-    part, line = Beam((id_of(b"r"),), (-9.0,)), Beam((id_of(b"r"), id_of(b"x")), (-9.0, -1.0))
-    monkeypatch.setattr("dunes.completion.search.beam_search", lambda *_, **__: [part])
-    monkeypatch.setattr(LineSearch, "_decode", lambda self, beam: line)
-    monkeypatch.setattr(LineSearch, "_or_copy", lambda self, beam: beam)
-    monkeypatch.setattr(LineSearch, "_word_logprob", lambda self, beam: hopeless.append(beam) or 0.0)
-    prompt, hopeless = [id_of(b"a")], []
-    assert search_at(engine, prompt, Copies(engine.sources([]), b"re", 1)).beams() == [line]
-    assert not hopeless
-    assert search_at(engine, prompt, Copies(engine.sources([]), b"r", 1)).beams() == [line]
-    assert hopeless == [part]
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -311,26 +273,20 @@ def test_suggestions_of_typed_lines_are_as_probable_as_given_what_is_typed(width
     assert given.word == pytest.approx(min(1, 4 * whole.word), rel=1e-6, abs=0)
 
 
-def test_a_line_is_hopeless_given_what_is_typed(monkeypatch):
-    engine = engine_of([("a.py", CODE)], zero_gate())
-    beams = [Beam((engine.files.line("x")[0],), (-5.0,))]
-    search = search_at(engine, [70], Copies(engine.sources([]), b"x", 1))
-    assert search._is_hopeless(beams)
-    monkeypatch.setattr(Mixture, "typed_logprob", lambda *_: -3.0)
-    assert not search._is_hopeless(beams)
-
-
 def test_a_line_without_a_word_is_the_last_choice(monkeypatch):
     engine = engine_of([("a.py", CODE)])
     beam = lambda *pieces: Beam(tuple(map(engine.files.pieces.index, pieces)), (-1.0,) * len(pieces))
-    search = lambda typed: search_at(engine, [70], Copies(engine.sources([]), typed, 1))
-    assert search(b"")._word_logprob(beam(b"a", b"x")) == -2
-    assert search(b"a")._word_logprob(beam(b"a", b"x")) == -2
-    assert search(b"")._word_logprob(beam(b"a", b"(", b"x")) == -1
-    for typed, empty in [(b"", beam(b" ")), (b"a", beam(b"a")), (b"a", beam(b"a", b" ")), (b"", beam(b"\xe6"))]:
-        assert search(typed)._word_logprob(empty) == -math.inf
+
+    def word_logprob(typed, beam):
+        mixture, copies = engine._mixture_of(3), Copies(engine.sources([]), typed, 1)
+        mixture.begin(copies, engine.gate, [70], 9, lambda: False)
+        return LineSearch(mixture, [70], DEFAULTS, 9)._word_logprob(beam)
+
+    assert word_logprob(b"", beam(b"a", b"x")) == word_logprob(b"a", beam(b"a", b"x")) == -2
+    assert word_logprob(b"", beam(b"a", b"(", b"x")) == -1
     end = Beam((engine.files.tokenizer.eos,), (-1.0,))
-    assert search(b"")._word_logprob(end) == -math.inf
+    for typed, empty in [(b"", beam(b" ")), (b"a", beam(b"a")), (b"a", beam(b"a", b" ")), (b"", end)]:
+        assert word_logprob(typed, empty) == -math.inf
     monkeypatch.setattr(LineSearch, "beams", lambda self: [end])
     assert engine.complete(CODE) == Suggestion("", math.exp(-1), math.exp(-1)), "as probable as its line"
 
@@ -345,17 +301,6 @@ def test_requests_with_other_widths_and_cancelled_ones_forget_nothing(forwards):
         engine.complete(*cut, CompleteOptions(width=width))
         counts.append(len(forwards))
     assert 0 < counts[0] < counts[1] == counts[2] == counts[3]
-
-
-def test_ids_of_a_copy_that_the_model_lacks_are_not_proposed(monkeypatch):
-    engine, asked = engine_of([("a.py", CODE)]), []
-    mixture = engine._mixture_of(1)
-    engine.complete(CODE, "", "b.py", CompleteOptions(width=1))
-    monkeypatch.setattr(Copies, "propose", lambda self, ids, limit: [5, BPE.vocab - 1, BPE.vocab, 5])
-    along = mixture.logits.after_one
-    monkeypatch.setattr(mixture.logits, "after_one", lambda text, more=(): asked.append(more) or along(text, more))
-    mixture.after_one([5, 6, 7], 16)
-    assert asked == [[5, BPE.vocab - 1]]
 
 
 def test_a_suggestion_goes_on_at_the_cursor_also_inside_a_token():
@@ -419,26 +364,15 @@ def test_a_prompt_leaves_room_and_has_the_end_of_the_text_above():
     assert all(30 <= len(window([0] * n, 40)) <= 40 for n in range(40, 90))
 
 
-def test_a_suggestion_ends_within_its_limit(monkeypatch):
-    engine, asked = engine_of([("a.py", "x" * 500)], loaded=model_for(BPE, 256, **TRAINED)), []
-    monkeypatch.setattr("dunes.completion.search.LIMIT", 5)
-    found = LineSearch.beams
-    monkeypatch.setattr(LineSearch, "beams", lambda self: asked.extend(found(self)) or asked[-1:])
-    engine.complete("xxxxxxxx", options=CompleteOptions(width=2))
-    engine.complete("xxxxxxxx", options=CompleteOptions(width=2, max_tokens=2))
-    assert len(asked[0].ids) <= 5
-    assert len(asked[1].ids) <= 2
-
-
 @pytest.mark.parametrize("width", [1, 3])
 def test_an_improbable_line_is_not_written_to_its_end(width, monkeypatch):
     engine, options = engine_of([("a.py", CODE)]), CompleteOptions(width=width)
     monkeypatch.setattr(LineSearch, "_or_copy", lambda self, beam: beam)
     monkeypatch.setattr("dunes.completion.search.BEAMED", 2)
     monkeypatch.setattr("dunes.completion.search.HOPELESS", -math.inf)
-    whole = [engine.complete(before, "", name, options) for before, _, name in CUTS]
+    whole = [engine.complete(before, "", name, options) for before, _, name in CUTS[2:8]]
     monkeypatch.setattr("dunes.completion.search.HOPELESS", 0.0)
-    parts = [engine.complete(before, "", name, options) for before, _, name in CUTS]
+    parts = [engine.complete(before, "", name, options) for before, _, name in CUTS[2:8]]
     same_line = [full.text.startswith(part.text.rstrip()) for full, part in zip(whole, parts, strict=True)]
     assert all(same_line) or width > 1, "of several lines, that of the most probable first word"
     assert sum(len(part.text) for part in parts) < 0.7 * sum(len(full.text) for full in whole)
@@ -446,7 +380,7 @@ def test_an_improbable_line_is_not_written_to_its_end(width, monkeypatch):
 
 def test_alternatives_are_different_and_the_best_is_the_suggestion():
     engine, counts = engine_of([("a.py", CODE)]), []
-    for before, _, name in CUTS:
+    for before, _, name in CUTS[2:9]:
         best = engine.complete(before, "", name)
         found = engine.alternatives(before, "", name, CompleteOptions(alternatives=3))
         assert close(found[0], best)
@@ -454,14 +388,6 @@ def test_alternatives_are_different_and_the_best_is_the_suggestion():
         assert all(each.text for each in found[1:])
         counts.append(len(found))
     assert max(counts) > 1
-
-
-@pytest.mark.parametrize(
-    "options", [{"alternatives": 4}, {"max_tokens": 0}, {"width": 0}, {"lines": 0}, {"lines": -1}]
-)
-def test_options_that_cannot_be_are_refused(options):
-    refuses("all must be at least 1, and alternatives at most width", CompleteOptions, **options)
-    refuses("stop has an empty string", CompleteOptions, stop=["a", ""])
 
 
 def test_a_suggestion_ends_before_a_string_to_stop_at():
@@ -609,25 +535,17 @@ def test_a_part_that_mixes_tokens():
 
 def test_bits_of_a_text_are_those_of_its_ids_under_the_model():
     """With a gate of zeros: also in a text longer than the context, each id with at least half of it."""
+    part = CODE[:250] + OTHER
     engine, total = engine_of([("a.py", CODE)], zero_gate()), 0.0
-    text = engine.files.tokenize(CODE + OTHER, "b.py")
+    text = engine.files.tokenize(part, "b.py")
     assert len(text.ids) > CONTEXT
     with torch.no_grad():
         for place in range(text.starts[0], len(text.ids)):
             done = 0 if place <= CONTEXT else CONTEXT + (place - 1 - CONTEXT) // (CONTEXT // 2) * (CONTEXT // 2)
             logits = LOADED.model(torch.tensor([text.ids[max(0, done - CONTEXT // 2) : place]]))[0, -1]
             total -= float(logits.log_softmax(-1)[text.ids[place]])
-    assert engine.bits(CODE + OTHER, "b.py") == pytest.approx(total / math.log(2), rel=2e-6)
+    assert engine.bits(part, "b.py") == pytest.approx(total / math.log(2), rel=2e-6)
     assert engine_of([("a.py", CODE)]).bits(CODE, "b.py") != engine_of(gate=zero_gate()).bits(CODE, "b.py")
-
-
-def test_a_texts_probabilities_need_no_more_memory_than_a_window(forwards):
-    assert next(text_logprobs(LOADED.model, [70] * 100_000, CONTEXT)).shape == (BPE.vocab,)
-    del forwards[:]
-    text = FileTokenizer(BPE, True).tokenize(CODE * 100)
-    places = places_of(LOADED, [text], lambda above: engine_of().sources([], [], ""), 20)
-    assert len(places.target_logprob) == 20
-    assert len(forwards) == 1
 
 
 @pytest.mark.parametrize(("first", "stop"), [(1, None), (5, 20), (CONTEXT - 2, CONTEXT + 9)])
@@ -638,28 +556,6 @@ def test_log_probabilities_in_blocks_are_those_at_once(first, stop, monkeypatch)
     rows = list(text_logprobs(LOADED.model, ids, CONTEXT, first, stop))
     assert len(rows) == len(at_once) == (len(ids) if stop is None else stop) - first
     assert torch.allclose(torch.stack(rows), torch.stack(at_once), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_places_take_no_memory_for_each_id_of_the_vocabulary():
-    """Neither a view of the log-probabilities nor holes in the heap: 200 KB a place for 50,000 ids."""
-    code = """
-import resource
-from dunes import measure
-from test_completion import *
-torch.set_num_threads(1)
-measure.keep_freed_memory()
-loaded = LoadedModel(random_model(vocab=50_000, context=CONTEXT, seed=0), BPE, CONTEXT, TRAINED)
-engine = engine_of([("a.py", CODE)], loaded=loaded)
-texts = [engine.files.tokenize(CODE * 8, str(number)) for number in range(4)]
-peaks = []
-for most in (200, 1000):
-    assert most - 100 < len(places_of(loaded, texts, engine.sources, most).target) <= most
-    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-print(peaks[1] - peaks[0])
-"""
-    grown = int(subprocess.run([sys.executable, "-c", code], cwd=TESTS, check=True, capture_output=True).stdout)
-    assert grown < 800 * 4 * 50_000 / 3
 
 
 @pytest.mark.slow
@@ -685,30 +581,6 @@ def test_records_without_names_are_copied_from_and_open_files_without_one_are_no
     opened = engine_of()
     opened.update("", "zebra = unnamed(1)\n")
     assert opened.far("b.py") == engine_of().far("b.py")
-
-
-@pytest.mark.slow
-def test_a_long_text_is_not_sorted_anew_for_each_line():
-    text = FileTokenizer(BPE, True).tokenize("x = 1\n" * 2_000, "a.py")
-    sources, calls = engine_of().sources([], [], ""), []
-    places = list(scored_places(LOADED, text, lambda above: calls.append(len(above)) or sources))
-    assert len(places) == len(text.ids) - text.starts[0]
-    assert len(calls) < 700
-    starts = [*text.starts, len(text.ids)]
-    lengths = [max(n for n in calls if n <= start) for start in starts[1:-1]]
-    assert all(n >= start - max(start / 100, 0) - 8 for n, start in zip(lengths, starts[1:-1], strict=True))
-
-
-@pytest.mark.parametrize(("size", "most"), [(5, 9), (1000, 50), (1000, 200), (1000, 999), (64, 63)])
-def test_places_are_all_over_a_text(size, most):
-    chunks = _chunks(size, most, np.random.default_rng(0))
-    places = [first + i for first, count in chunks for i in range(count)]
-    assert len({*places}) == len(places), "each once"
-    assert min(size, most) * 0.9 <= len(places) <= min(size, most)
-    assert 0 <= min(places) <= max(places) < size
-    assert len(chunks) == 1 or (
-        chunks[0][0] < size / len(chunks) and chunks[-1][0] >= size - size / len(chunks) - 1
-    )
 
 
 def test_places_from_an_index_on_are_those_of_the_text():
@@ -737,8 +609,8 @@ def test_the_gate_of_the_thresholds_has_not_seen_their_texts():
     assert not torch.equal(final.up.weight, changed.up.weight)
 
 
-@pytest.mark.parametrize("minutes", [0.5, 3, 6, 15, 60, 600])
-@pytest.mark.parametrize("per_token", [1e-7, 2e-5, 1e-4, 1e-3, 6e-3, 1.0])
+@pytest.mark.parametrize("minutes", [0.5, 15, 600])
+@pytest.mark.parametrize("per_token", [1e-7, 1e-3, 1.0])
 @pytest.mark.parametrize(("shares", "most"), [(completion_fit.SHARES, 0.15), (completion_fit.ALONE, 0.5)])
 def test_the_fit_takes_at_most_its_share_of_the_run(minutes, per_token, shares, most):
     size = FitSize.of(60 * minutes, per_token, shares)
@@ -825,111 +697,72 @@ def test_an_index_and_a_gate_are_read_as_they_were_written(stored):
     assert read_index(run / "none") is read_gate(run / "none") is None
 
 
-def change_tensor(name, change):
+def change_tensors(name, **changes):
+    """Give these tensors of a file other values, which functions make of them."""
+
     def apply(folder):
-        tensors = load_file(folder / "index.safetensors")
-        tensors[name] = change(tensors[name].copy())
-        save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, folder / "index.safetensors")
+        tensors = load_file(folder / name)
+        save_file(tensors | {key: change(tensors[key]) for key, change in changes.items()}, folder / name)
 
     return apply
 
 
-def change_json(name, change):
-    def apply(folder):
-        (folder / name).write_text(json.dumps(change(json.loads((folder / name).read_text()))))
+def change_record(name, **changes):
+    return lambda folder: change_json(folder / name, **changes)
 
-    return apply
+
+def write(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
 
 
 def cut(name, size):
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 
 
-def set_item(place, value):
-    def change(array):
-        array[place] = value
-        return array
-
-    return change
+def remove(name):
+    return lambda folder: (folder / name).unlink()
 
 
-def with_files(change):
-    return lambda record: record | {"files": change(record["files"])}
+DAMAGES = [(read_index, damage) for damage in (
+    cut("index.safetensors", 900), cut("index.safetensors", 0), remove("index.safetensors"),
+    cut("files.json", 30), write("files.json", b"\xff\xfe\0"), write("files.json", b"[1]"),
+    change_record("files.json", format=99), change_record("files.json", files=...),
+    change_record("files.json", files=5), change_record("files.json", files=[["a"]]),
+    change_record("files.json", files=[["a", math.inf, 0]]),
+    change_tensors("index.safetensors", text=lambda text: np.full_like(text, 255)),
+)]  # fmt: skip
+DAMAGES += [(read_gate, damage) for damage in (
+    cut("gate.safetensors", 100), remove("gate.safetensors"), cut("gate.json", 3),
+    change_record("gate.json", format="1"), change_record("gate.json", inputs=None),
+    change_record("gate.json", inputs=[]), change_record("gate.json", inputs=Gate.INPUTS[::-1]),
+    change_tensors("gate.safetensors", **{"up.weight": lambda weight: weight[:3]}),
+)]  # fmt: skip
 
 
-BROKEN_INDEX = {
-    "truncated": cut("index.safetensors", 900),
-    "empty": cut("index.safetensors", 0),
-    "missing": lambda folder: (folder / "index.safetensors").unlink(),
-    "no list": cut("files.json", 30),
-    "binary list": lambda folder: (folder / "files.json").write_bytes(b"\xff\xfe\0"),
-    "a list": change_json("files.json", lambda record: [record]),
-    "another format": change_json("files.json", lambda record: record | {"format": 99}),
-    "without files": change_json("files.json", lambda record: {"format": 1}),
-    "no UTF-8": change_tensor("text", set_item(5, 255)),
-    "no numbers": change_json("files.json", with_files(lambda f: [["a", "b", None, []]])),
-    "infinite": change_json("files.json", with_files(lambda f: [["a", "b", math.inf, 0]])),
-    "short rows": change_json("files.json", with_files(lambda f: [["a"]])),
-    "no rows": change_json("files.json", with_files(lambda f: 5)),
-}
-
-
-def change_gate(change):
-    def apply(folder):
-        tensors = {name: change(p.numpy().copy()) for name, p in Gate().state_dict().items()}
-        save_file(tensors, folder / "gate.safetensors")
-
-    return apply
-
-
-BROKEN_GATE = {
-    "truncated": cut("gate.safetensors", 100),
-    "missing": lambda folder: (folder / "gate.safetensors").unlink(),
-    "another shape": change_gate(lambda p: np.zeros((3, 3), np.float32)),
-    "fewer names": change_json("gate.json", lambda record: record | {"inputs": record["inputs"][1:]}),
-    "names in a number": change_json("gate.json", lambda record: record | {"inputs": 5}),
-    "no names": change_json("gate.json", lambda record: record | {"inputs": None}),
-    "lists as names": change_json(
-        "gate.json", lambda record: record | {"inputs": [[n] for n in record["inputs"]]}
-    ),
-    "no facts": cut("gate.json", 3),
-    "another format": change_json("gate.json", lambda record: record | {"format": "1"}),
-}
-
-
-DAMAGES = [(read_index, damage, name) for name, damage in BROKEN_INDEX.items()]
-DAMAGES += [(read_gate, damage, name) for name, damage in BROKEN_GATE.items()]
-
-
-@pytest.mark.parametrize(("read", "damage"), [each[:2] for each in DAMAGES], ids=[each[2] for each in DAMAGES])
+@pytest.mark.parametrize(("read", "damage"), DAMAGES)
 def test_a_damaged_index_or_gate_is_refused_in_one_line(read, damage, stored):
     run, _ = stored
     damage(run / "completion")
-    with pytest.raises(ValueError, match="completion") as error:
-        read(run)
-    assert "\n" not in str(error.value)
-    assert type(error.value) is ValueError
+    refuses("completion", read, run)
 
 
-def test_texts_of_files_are_read_in_parts_up_to_a_limit(tmp_path, monkeypatch):
+def test_texts_of_files_and_records_are_read_in_parts_up_to_a_limit(tmp_path, monkeypatch):
     (tmp_path / "long.py").write_bytes("\ufeff".encode() + "ä = 1\n".encode() * 5_000)
     (tmp_path / "b.py").write_text("x = 1\n")
     documents = sorted(collect_corpus([str(tmp_path)]).documents, key=lambda d: d.name)
     assert named_texts(documents) == [("b.py", "x = 1\n"), ("long.py", "ä = 1\n" * 5_000)]
     (_, head), (_, tail) = named_texts(documents, 0, 0.9)[1], named_texts(documents, 0.9)[1]
     assert head + tail == "ä = 1\n" * 5_000 or len(head + tail) == 5_000 * 6 - 1, "at most a character is cut"
+    records = [f"{letter} = 1\n" * 2_000 for letter in "abc"] + ["short = 1\n"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in records))
+    of_records = collect_corpus([str(tmp_path / "a.jsonl")], text_field=("text",)).documents
+    for part, count in (((0, 0.9), 1_800), ((0.9, 1), 200)):  # parts of each record
+        text = "".join(text for _, text in named_texts(of_records, *part))
+        assert [text.count(f"{name} = 1\n") for name in "abc"] == [count] * 3
+        assert "short" not in text
     monkeypatch.setattr(completion_index, "MOST", 1000)
     assert len(named_texts(documents)[1][1].encode()) <= 1000
     assert len(named_texts(documents, 0.5)[1][1].encode()) <= 1000
-
-
-def test_the_parts_of_records_are_parts_of_each(tmp_path):
-    texts = [f"{letter} = 1\n" * 2_000 for letter in "abc"] + ["short = 1\n"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    documents = collect_corpus([str(tmp_path)], text_field=("text",)).documents
-    parts = [[text for _, text in named_texts(documents, *part)] for part in ((0, 0.9), (0.9, 1))]
-    for part, count in zip(parts, (1_800, 200), strict=True):
-        assert ["".join(part).count(f"{name} = 1\n") for name in ("a", "b", "c", "short")] == [count] * 3 + [0]
 
 
 # a run
@@ -1069,7 +902,7 @@ def skills(kind, random, files):
     return random.beta(3 * base + 0.01, 3 * (1 - base) + 0.01, (2, files))
 
 
-@pytest.mark.parametrize("files", [3, 5, 8, 20])
+@pytest.mark.parametrize("files", [3, 20])
 @pytest.mark.parametrize("kind", ["by file", "alike", "all or nothing", "few files are much better"])
 def test_no_true_difference_seldom_drops_a_model(kind, files):
     random, tries, cursors = np.random.default_rng(0), 1500, max(4, 64 // files)
@@ -1099,8 +932,6 @@ def test_few_files_and_single_cursors_do_not_decide():
     assert not choose_copies("auto", shares(lost, lost, lost, cursors=1))[0], "one line each is no spread"
     equal = shares((0.2, 0.3), (0.2, 0.3), (0.2, 0.3), (0.2, 0.3), cursors=12)
     assert not choose_copies("auto", equal)[0], "files that agree by chance"
-    with pytest.raises(ValueError, match="no file"):
-        model_minus_copying([])
 
 
 def test_shares_of_right_ends_are_paired_by_cursor_and_file():
@@ -1127,23 +958,21 @@ def test_shares_of_right_ends_are_paired_by_cursor_and_file():
     assert paired_shares(ask_cursors((model, copying), [], 80)) == []
 
 
-@pytest.mark.slow
-def test_copying_alone_knows_open_files_and_has_options(programs, tmp_path, monkeypatch):
-    train_to(tmp_path / "run", programs, vocab_size=330)
-    completer = FolderCompleter(tmp_path / "run")
+def test_copying_alone_knows_open_files_and_has_options(stored):
+    completer = FolderCompleter(stored[0], loaded=LOADED)
     completer.copies = True
     name, text = completer.index.texts()[0]
-    line = "fresh_value = make_it_anew(1, 2)"
-    completer.update(name, f"{line}\n{text}")
-    assert completer.complete("fresh_value = ").text == "make_it_anew(1, 2)"
-    assert completer.complete("fresh_value = ", options=CompleteOptions(stop=["(1"])).text == "make_it_anew"
-    short = completer.complete("fresh_value = ", options=CompleteOptions(max_tokens=4)).text
+    complete = lambda **options: completer.complete("fresh_value = ", options=CompleteOptions(**options)).text
+    completer.update(name, f"fresh_value = make_it_anew(1, 2)\n{text}")
+    assert complete() == "make_it_anew(1, 2)"
+    assert complete(stop=["(1"]) == "make_it_anew"
+    short = complete(max_tokens=4)
     assert "make_it_anew(1, 2)".startswith(short)
     assert len(short) < 18
     with pytest.raises(Cancelled):
-        completer.complete("fresh_value = ", options=CompleteOptions(cancelled=lambda: True))
+        complete(cancelled=lambda: True)
     completer.update(name, None)
-    assert "make_it_anew" not in completer.complete("fresh_value = ").text
+    assert "make_it_anew" not in complete()
 
 
 @pytest.mark.slow
@@ -1292,15 +1121,6 @@ def check_prompts(loaded, text):
         assert search.prompt == engine.files.tokenizer.encode(text)[: len(search.prompt)]
 
 
-def test_the_sources_of_a_line_are_found_once_also_where_tokens_join_lines():
-    engine, before = engine_of(loaded=model_for(joining_tokenizer(GPT2), 1024), header=False), CODE + "def f(x):\n"
-    found = set()
-    for typed in ("", "    ", "    r", "    return", "    return x"):
-        engine.complete(before + typed, options=CompleteOptions(width=1))
-        found.add(id(engine._mixture_of(1).copies.sources))
-    assert len(found) == 1
-
-
 def test_a_large_model_has_one_beam_unless_asked_for_more(monkeypatch):
     texts, cut = [("a.py", CODE)], CUTS[2]
     small, asked = engine_of(texts), CompleteOptions(alternatives=3)
@@ -1331,14 +1151,6 @@ def test_a_budget_that_was_kept_beside_the_gate_is_used(stored):
     assert FolderCompleter(run, loaded=LOADED).prompt_tokens == 40
 
 
-def test_the_part_of_a_long_text_seldom_moves():
-    line = "x = 1234\n"
-    texts = [line * n for n in range(30_000, 30_100)]
-    starts = {len(text) - len(near_text(text)) for text in texts}
-    assert len(starts) == 1
-    assert 150_000 <= len(near_text(texts[0])) <= 200_000
-
-
 def test_without_text_above_the_file_has_used_no_id_before_the_cursor():
     engine = engine_of()
     uses = engine.sources([], engine.files.encode_continuation("x = 1\n" * 9), "").uses
@@ -1346,52 +1158,8 @@ def test_without_text_above_the_file_has_used_no_id_before_the_cursor():
     assert not uses[:, 1:].any()
 
 
-def test_an_old_gate_is_refused_without_losing_the_index(stored):
-    run, _ = stored
-    BROKEN_GATE["another format"](run / "completion")
-    refuses(r"not in format 2.* remove gate\.json", read_gate, run)
-    (run / "completion" / "gate.json").unlink()
-    assert read_gate(run) is None
-    assert read_index(run) is not None
-
-
-def with_inputs(*names):
-    """A gate whose inputs are these."""
-
-    class Other(Gate):
-        INPUTS = names
-
-    return Other
-
-
-@pytest.mark.parametrize(
-    ("change", "lost"),
-    [
-        (lambda names: (*names, "new"), ()),
-        (lambda names: ("new", *names[::-1]), ()),
-        (lambda names: names[1:], (0,)),
-        (lambda names: names[:3] + names[4:-1] + ("new",) + names[-1:], (3,)),
-    ],
-    ids=["added", "reordered", "removed", "exchanged"],
-)
-def test_a_gate_knows_its_inputs_by_name(stored, change, lost, monkeypatch):
-    """Gates on disk outlive a change of their features; a new one has no weight."""
-    run, _ = stored
-    torch.manual_seed(0)
-    before = Gate(hidden=5)
-    save_file({name: p.numpy() for name, p in before.state_dict().items()}, run / "completion/gate.safetensors")
-    names = change(Gate.INPUTS)
-    monkeypatch.setattr(copy_gate, "Gate", with_inputs(*names))
-    gate, _ = read_gate(run)
-    inputs = torch.randn(7, len(Gate.INPUTS))
-    inputs[:, list(lost)] = 0
-    values = dict(zip(Gate.INPUTS, inputs.T, strict=True))
-    now = torch.stack([values.get(name, torch.randn(7)) for name in names], 1)
-    outputs = [g.down(torch.tanh(g.up(x))) for g, x in ((before, inputs), (gate, now))]
-    assert torch.allclose(*outputs, atol=1e-6)
-
-
-def test_a_gate_that_misleads_is_drawn_to_its_model():
+def test_a_gate_that_misleads_is_drawn_to_its_model(monkeypatch):
+    monkeypatch.setattr(copy_gate, "STEPS", (60, 60))
     places, misled = noise_places(300, 2), noise_places(300, 3)
     misled = misled._replace(target=misled.target.roll(1), target_logprob=misled.target_logprob.roll(1))
     gate = fit_gate(misled)

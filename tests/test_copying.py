@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dunes.completion.copy_mixture import RememberedLogits, assign_rows
+from dunes.completion.copy_mixture import RememberedLogits
 from dunes.completion.search import Beam, beam_search
-from dunes.generate import PrefixCache, copying, generate, prefix_cache
+from dunes.generate import PrefixCache, generate, prefix_cache
 from dunes.generate.context_index import ContextIndex, sorted_contexts
 from dunes.generate.copying import (
     CANDIDATES,
@@ -26,7 +26,6 @@ from dunes.generate.copying import (
     followers,
     index_ids,
     last_match,
-    line_at,
     mixture_loss,
     top_ids,
 )
@@ -63,7 +62,7 @@ def brute_matches(text, context, depth):
 @pytest.mark.parametrize("depth", [1, 4, 32])
 def test_matches_are_those_of_a_search_for_every_length(depth):
     longest = 0
-    for chance, alphabet, text in texts(250):
+    for chance, alphabet, text in texts(150):
         index = ContextIndex(np.array(text, np.uint32), depth=depth)
         for _ in range(4):
             start = chance.randrange(len(text) + 1)
@@ -113,19 +112,9 @@ def test_without_ranges_no_position_in_them_is_found():
         assert len(index.order) == len(text), "the index itself is as it was"
 
 
-def test_at_most_about_so_many_positions_are_spread_over_a_match():
-    index = ContextIndex(np.zeros(1000, np.uint8))
-    (match,) = index.matches([0])
-    assert len(index.positions(match)) == 999
-    few = index.positions(match, 10).tolist()
-    assert 10 <= len(few) < 20
-    assert {*few} <= {*index.positions(match).tolist()}
-    assert max(few) - min(few) > 800
-
-
 def test_the_longest_match_is_the_last_one_of_all_lengths():
     longest = 0
-    for chance, alphabet, text in texts(400, seed=8):
+    for chance, alphabet, text in texts(150, seed=8):
         dtype, size = chance.choice([(np.uint8, 256), (np.uint16, 1 << 16), (np.uint32, (1 << 32) - 1)])
         text, alphabet = [i % size for i in text], [i % size for i in alphabet[:300]]
         depth, hidden = chance.choice([1, 5, 64]), sorted(chance.randrange(len(text) + 1) for _ in range(2))
@@ -170,7 +159,7 @@ def test_blended_probabilities_of_a_small_text():
 
 def test_blended_probabilities_are_those_of_the_definition_and_leave_some_for_others():
     seen = 0
-    for chance, alphabet, text in texts(250, seed=3):
+    for chance, alphabet, text in texts(150, seed=3):
         context = text[: chance.randrange(len(text) + 1)] + random_text(chance, alphabet, chance.randrange(2))
         found = followers(ContextIndex(np.array(text, np.uint32)), context)
         expected, length = brute_followers(text, context)
@@ -184,7 +173,7 @@ def test_blended_probabilities_are_those_of_the_definition_and_leave_some_for_ot
         assert 0 < found.probs.sum() <= 1 + 1e-9
         assert found.probs.sum() < 1 - 1e-6 or found.length > 4
         seen += 1
-    assert seen > 100
+    assert seen > 60
 
 
 def test_the_last_longest_match_of_bytes_is_that_of_a_search():
@@ -199,27 +188,6 @@ def test_the_last_longest_match_of_bytes_is_that_of_a_search():
         assert last_match(text, context) == (n, expected)
         if n:
             assert expected < len(text)
-
-
-def test_sources_of_bytes_with_and_without_an_index_match_alike():
-    chance = random.Random(5)
-    for _ in range(300):
-        text = bytes(chance.choices(b"abc", k=chance.randrange(1, 40)))
-        context = bytes(chance.choices(b"abc", k=chance.randrange(6)))
-        index = ContextIndex(np.frombuffer(text, np.uint8))
-        (length, positions), (n, last) = (s.longest(context) for s in (TextSource(text, index), TextSource(text)))
-        assert length == n
-        assert positions == sorted(positions, reverse=True)
-        assert not last or positions[0] == last[0] or len(positions) >= 8
-
-
-def test_a_line_ends_with_its_line_its_file_or_its_size():
-    text = b"one\ntwo\r\nend\0first\n"
-    assert line_at(text, 0, 99) == b"one\n"
-    assert line_at(text, 4, 2) == b"tw"
-    assert line_at(text, 4, 99) == b"two\r\n"
-    assert line_at(text, 9, 99) == b"end", "not the first line of the next file"
-    assert line_at(text, len(text), 9) == b""
 
 
 PIECES = [b"", b"\n", b"a", b"b", b"ab", b" = ", b"1", b"12"]
@@ -271,19 +239,6 @@ def test_the_models_top_ids_are_candidates_too_with_how_the_file_uses_them():
     assert kinds[5] == pytest.approx([1, 0, 0, 0, 0, 0, 0, 2]), "it begins with a space"
 
 
-def test_kinds_of_text():
-    rows = Vocabulary([b"", b"\n\n", b" x(", "é".encode(), b"\t", b"_{"], encode).kinds
-    assert rows[:, :7].tolist() == [
-        [0, 0, 0, 0, 0, 1, 0],
-        [0, 1, 0, 0, 0, 1, 0],
-        [1, 0, 1, 0, 0, 0, 1],
-        [0, 0, 1, 1, 0, 0, 0],
-        [1, 0, 0, 0, 0, 1, 0],
-        [0, 0, 1, 0, 0, 0, 1],
-    ]
-    assert Vocabulary([], encode).kinds.shape == (0, len(Vocabulary.NAMES))
-
-
 def test_top_ids_of_the_model_can_gain_without_a_source():
     logprobs, gate = torch.randn(len(PIECES)).log_softmax(-1), gate_of()
     copies, ids = Copies(sources_of()), [2]
@@ -296,18 +251,6 @@ def test_top_ids_of_the_model_can_gain_without_a_source():
     assert copies.candidates([2, 3]).features.shape == (0, Copies.FEATURES)
     assert copies.propose([2, 3], 9) == ()
     assert Copies(sources_of(b"ab")).candidates([]).ids.tolist() == []
-
-
-def test_ids_that_are_allowed_are_candidates_even_if_they_are_improbable(monkeypatch):
-    monkeypatch.setattr(copying, "TOP", 1)
-    asked = []
-    copies = Copies(sources_of())
-    monkeypatch.setattr(Copies, "candidates", lambda self, ids, top: asked.append(top) or NO_CANDIDATES)
-    logprobs = torch.tensor([0.1, 0.6, 0.05, 0.25]).log()
-    gate_of().mix(copies, logprobs, [2], torch.tensor([True, False, True, False]))
-    gate_of().mix(copies, logprobs, [2], torch.zeros(4, dtype=torch.bool))
-    gate_of().mix(copies, logprobs, [2])
-    assert asked == [[1, 0], [1], [1]]
 
 
 def test_the_next_ids_begin_with_the_typed_bytes():
@@ -334,9 +277,6 @@ def test_the_next_ids_begin_with_the_typed_bytes():
 def random_candidates(ids, seed=0):
     draw = torch.Generator().manual_seed(seed)
     return Candidates(torch.tensor(ids, dtype=torch.long), torch.randn(len(ids), Copies.FEATURES, generator=draw))
-
-
-NO_CANDIDATES = random_candidates([])
 
 
 def gate_of(scale=2.0):
@@ -538,27 +478,6 @@ def test_remembered_logits_are_those_of_the_model(family):
             assert len(forwards) == count, "they are remembered"
             texts += asked
     assert worst < 2e-4
-
-
-def test_logits_are_remembered_for_one_more_request():
-    known, forwards = RememberedLogits(model_of(), 2), []
-    known.cache.model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    counts = []
-    for text in ([3, 2], [3, 2], [3], [3], [3, 2]):
-        known.begin(4)
-        known.after([text])
-        counts.append(len(forwards))
-    assert counts == [1, 1, 2, 2, 3], "the last [3, 2] was three requests ago"
-    known.begin(4)
-    assert known.get([3, 2]) is not None
-    assert known.get([3]) is None
-
-
-def test_a_text_gets_the_row_that_holds_it():
-    assert assign_rows([[1, 2], [1], [3]], [[1, 9], [3, 4]]) == {1: [1, 9], 2: [3, 4]}
-    rows = assign_rows([[1], [1], [2]], [[1, 5], [1, 6], [1, 7]])
-    assert sorted(rows) == [0, 1, 2]
-    assert sorted(rows.values()) == [[1, 5], [1, 6], [1, 7]]
 
 
 @torch.no_grad()

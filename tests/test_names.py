@@ -1,6 +1,5 @@
 """The names of a place in a suggestion: half-typed words, copied lines, definitions."""
 
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -19,18 +18,8 @@ from dunes.text import Tokenizer
 from test_completion import BPE, CODE, LOADED, copying_gate, zero_gate
 
 NAMES = [
-    "frobnicate",
-    "zorbify_all",
-    "quuxMargin",
-    "blargTheta",
-    "wibble_wobble",
-    "splonk",
-    "grumbleSort",
-    "snarf_up",
-    "plugh2",
-    "xyzzy_turn",
-    "flumpWidth",
-    "crinkle_edge",
+    *("frobnicate", "zorbify_all", "quuxMargin", "blargTheta", "wibble_wobble", "splonk", "grumbleSort"),
+    *("snarf_up", "plugh2", "xyzzy_turn", "flumpWidth", "crinkle_edge"),
 ]
 OPENED = "".join(f"def {name}(first, second):\n    return first + second\n\n\n" for name in NAMES)
 
@@ -144,52 +133,24 @@ def test_a_repetition_with_another_name_is_a_suggestion_of_all_completers(gate):
         source = "copies" if isinstance(completer, CopyCompleter) else "model"
         assert best == Suggestion("other, 3)", *REPEATED, source=source)
         assert best.text not in [other.text for other in others]
-        texts = [
-            (before + "oth", "", CompleteOptions()),
-            (before, ")\n", CompleteOptions()),
-            (before, "", CompleteOptions(stop=[", 3"])),
-        ]
-        assert [completer.alternatives(b, a, "b.py", o)[0].text for b, a, o in texts] == [
-            "er, 3)",
-            "other, 3",
-            "other",
-        ]
+        for text, after, options, expected in (
+            (before + "oth", "", CompleteOptions(), "er, 3)"),
+            (before, ")\n", CompleteOptions(), "other, 3"),
+            (before, "", CompleteOptions(stop=[", 3"]), "other"),
+        ):
+            assert completer.alternatives(text, after, "b.py", options)[0].text == expected
 
 
-C = "static int append(struct buffer *buffer, const char *text)\n{\n}\n"
+LOCK = "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n"
+DEFER = "\tp.mutex.Lock()\n\tdefer "
 COPIED = [
-    (
-        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
-        "\tp.mutex.Lock()\n\tdefer ",
-        "c.guard.Unlock()",
-        "p.mutex.Unlock()",
-    ),
-    (
-        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
-        "\tp.mutex.Lock()\n\tdefer ",
-        "p.guard.Unlock()",
-        "p.mutex.Unlock()",
-    ),
-    (
-        "take(&queue->lock);\n\tfree(&queue->lock);\n}\n",
-        "\ttake(&stats->guard);\n\tfree(",
-        "&queue->lock);",
-        "&stats->guard);",
-    ),
+    (LOCK, DEFER, "c.guard.Unlock()", "p.mutex.Unlock()"),
+    (LOCK, DEFER, "p.guard.Unlock()", "p.mutex.Unlock()"),
+    (LOCK, f"func (c *C) F(guard) {{\n{DEFER}", "c.guard.Unlock()", "c.guard.Unlock()"),
+    (LOCK, "\tif p {\n\tdefer ", "c.guard.Unlock()", "c.guard.Unlock()"),
+    ("take(&q->lock);\n\tfree(&q->lock);\n}\n", "\ttake(&stats->key);\n\tfree(", "&q->lock);", "&stats->key);"),
     ("a = make(1)\na.close()\n\n", "    statement = make(1)\n    ", "a.close()", "statement.close()"),
     ("var a = one(1)\n\tdefer a.free()\n}\n", "\tvar b = two(2)\n\tdefer ", "a.free()", "b.free()"),
-    (
-        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
-        "func (c *C) F(guard) {\n\tp.mutex.Lock()\n\tdefer ",
-        "c.guard.Unlock()",
-        "c.guard.Unlock()",
-    ),
-    (
-        "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\n",
-        "\tif p {\n\tdefer ",
-        "c.guard.Unlock()",
-        "c.guard.Unlock()",
-    ),
 ]
 
 
@@ -200,7 +161,7 @@ def test_a_copied_line_gets_the_names_of_the_lines_above_the_cursor(above, typed
     assert near == (Suggestion(text, *RENAMED) if text != suggested else Suggestion(text, 0.1, 0.05))
 
 
-LOCKED = "c.guard.Lock()\n\tdefer c.guard.Unlock()\n\t}\nfunction f(x) {\n\tp.mutex.Lock()\n\tdefer "
+LOCKED = f"{LOCK}function f(x) {{\n{DEFER}"
 
 
 def test_a_copied_line_with_other_names_keeps_the_lines_behind_it():
@@ -213,51 +174,25 @@ def test_a_line_that_repeats_the_next_one_is_not_suggested_after_its_names_chang
 
 
 HEADERS = [
-    (
-        "static int put(struct buffer *buffer, size_t length)\n{\n",
-        "struct buffer *buffer, size_t length)",
-        "buffer, length)",
-    ),
-    (
-        "func put(buffer io.Writer, length []int) error {\n",
-        "buffer io.Writer, length []int) error {",
-        "buffer, length)",
-    ),
-    (
-        "def put(buffer: Buffer, length: int = 3) -> int:\n",
-        "buffer: Buffer, length: int = 3) -> int:",
-        "buffer, length)",
-    ),
-    (
-        "fn put(buffer: Buffer, mut length: f32) -> f32 {\n",
-        "buffer: Buffer, mut length: f32) -> f32 {",
-        "buffer, length)",
-    ),
-    (
-        "export function put(buffer: B, length?: number): B {\n",
-        "buffer: B, length?: number): B {",
-        "buffer, length)",
-    ),
-    (
-        "pub fn put(buffer: []const u8, length: u8) u8 {\n",
-        "buffer: []const u8, length: u8) u8 {",
-        "buffer, length)",
-    ),
-    ("def put(buffer: Buffer, other: int):\n", "buffer: Buffer, other: int):", "buffer, "),
-    ("def put(other: Buffer, length: int):\n", "other: Buffer, length: int):", ""),
+    ("static int put(struct buffer *buffer, size_t length)\n{\n", ..., "buffer, length)"),
+    ("func put(buffer io.Writer, length []int) error {\n", ..., "buffer, length)"),
+    ("def put(buffer: Buffer, length: int = 3) -> int:\n", ..., "buffer, length)"),
+    ("fn put(buffer: Buffer, mut length: f32) -> f32 {\n", ..., "buffer, length)"),
+    ("export function put(buffer: B, length?: number): B {\n", ..., "buffer, length)"),
+    ("pub fn put(buffer: []const u8, length: u8) u8 {\n", ..., "buffer, length)"),
+    ("def put(buffer: Buffer, other: int):\n", ..., "buffer, "),
+    ("def put(other: Buffer, length: int):\n", ..., ""),
     ("def put(other, length: int):\n", "1, length: int):", "1, length)"),
     ("def put(buffer, length=3):\n", "buffer, length=3)", "buffer, length=3)"),
     ("def put(name: str):\n", "name: other)", "name: other)"),
-    (
-        "put(buffer: Buffer, length: int)\n",
-        "buffer: Buffer, length: int)",
-        "buffer: Buffer, length: int)",
-    ),  # no definition
+    ("put(buffer: Buffer, length: int)\n", ..., "buffer: Buffer, length: int)"),  # no definition
 ]
+"""Headers, what is suggested in a call (... for the rest of the header), and what is shown."""
 
 
 @pytest.mark.parametrize(("header", "suggested", "text"), HEADERS)
 def test_a_call_does_not_go_on_with_the_header_of_the_definition(header, suggested, text):
+    suggested = header.partition("put(")[2].partition("\n")[0] if suggested is ... else suggested
     before = f"{header}\n\nfunction f(buffer, length) {{\n    return put("
     assert best_at(before, suggested).text == text
     assert best_at(before.removeprefix(header), suggested, opened=["", header]).text == text
@@ -329,24 +264,8 @@ def test_the_explanation_is_that_of_the_suggestion():
 
 
 ODD = [
-    "",
-    "\n",
-    "(",
-    ")",
-    "((((",
-    "a(",
-    "a(b: c",
-    "日本(語: x",
-    "\ud800",
-    "x" * 5000,
-    "a*" * 2000,
-    "\\",
-    "a\0b",
-    "$x",
-    "def ",
-    "\t" * 500,
-    "\nfoo()",
-    "    \r\n    foo()",
+    *("", "\n", "(", ")", "((((", "a(", "a(b: c", "日本(語: x", "\ud800", "x" * 5000, "a*" * 2000, "\\", "a\0b"),
+    *("$x", "def ", "\t" * 500, "\nfoo()", "    \r\n    foo()"),
 ]
 
 
@@ -356,4 +275,4 @@ def test_odd_texts_are_no_errors(before):
         for after in ("", "\n", ")", "x" * 100):
             sources = [] if "\ud800" in before + suggested else [before + suggested]
             place = replace(place_of(before, suggested, after), sources=[TextSource(s.encode()) for s in sources])
-            assert re.match(r"(?s).*", place.suggestions()[0].text)
+            assert isinstance(place.suggestions()[0].text, str)

@@ -16,7 +16,7 @@ from dunes.augment import apply_change
 from dunes.data import TokenFile, collect_corpus
 from dunes.generate import PrefixCache
 from dunes.inference.text_generator import TextGenerator
-from dunes.parts import Cache, CacheFormat, ForwardContext, QuantizedCache, RollingCache
+from dunes.parts import Cache, CacheFormat, ForwardContext, QuantizedCache
 from dunes.text import Tokenizer
 from dunes.train import Trainer, muon, next_token
 
@@ -51,33 +51,29 @@ def test_a_model_of_own_parts_that_type_checks_trains_and_generates():
     assert len(typed_parts.run(iter([torch.randint(11, (2, 8))]))) == 4
 
 
-def objects(tmp_path):
-    """What public functions give a user, with a part of its repr."""
-    model, tokenizer = build(), Tokenizer.train("chars", ["abc def"])
-    yield tokenizer, "Tokenizer(WordLevel, 17 ids)"
+def test_each_object_says_what_it_is_on_a_line(tmp_path):
+    model, (text, ids) = build(), (tmp_path / "text", tmp_path / "ids")
     checkpoint.save(model, tmp_path / "model", Tokenizer.train("chars", ["ab"]), 32)
     loaded = checkpoint.load(tmp_path / "model")
-    yield loaded, "LoadedModel(llama, 28.4k parameters, context length 32, Tokenizer(WordLevel, 12 ids))"
-    yield checkpoint.describe(tmp_path / "model"), "Hugging Face format, "
-    yield TextGenerator(loaded), "context length 32"
     trainer = Trainer(model, muon(model), next_token)
     next(trainer.run([torch.zeros(2, 8, dtype=torch.long)]))
-    yield trainer, "CombinedOptimizer, float32, after step 1)"
-    yield apply_change(model, "lora", rank=2), "Change(lora at 14 places: where="
-    for cache in (Cache(2, 16), RollingCache(2, 16), QuantizedCache(2, 16, format=CacheFormat(4))):
-        yield cache, f"{type(cache).__name__}(2 rows of {cache.capacity} slots, 0 tokens so far, 0 layers)"
-    yield PrefixCache(model, 2), "PrefixCache(ids in its rows: 0, 0; None)"
-    yield ForwardContext.of(torch.zeros(2, 8, dtype=torch.long)), "ForwardContext(positions (1, 8), None)"
-    (tmp_path / "text").mkdir()
-    for i in range(20):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"text {i} " * 20)
-    yield collect_corpus([str(tmp_path / "text")]), "training file"
-    (tmp_path / "ids").write_bytes(bytes(20))
-    yield TokenFile(tmp_path / "ids", torch.zeros(1, dtype=torch.int16).numpy().dtype, 10), "10 ids of int16"
-
-
-def test_each_object_says_what_it_is_on_a_line(tmp_path):
-    for value, part in objects(tmp_path):
+    text.mkdir()
+    (text / "a.txt").write_text("a text " * 20)
+    ids.write_bytes(bytes(20))
+    for value, part in (
+        (loaded, "LoadedModel(llama, "),
+        (loaded.tokenizer, "Tokenizer("),
+        (TextGenerator(loaded), "context length 32"),
+        (checkpoint.describe(tmp_path / "model"), "Hugging Face format, "),
+        (trainer, "after step 1)"),
+        (apply_change(model, "lora", rank=2), "Change(lora at 14 places"),
+        (Cache(2, 16), "Cache(2 rows of 16 slots"),
+        (QuantizedCache(2, 16, format=CacheFormat(4)), "QuantizedCache(2 rows"),
+        (PrefixCache(model, 2), "PrefixCache("),
+        (ForwardContext.of(torch.zeros(2, 8, dtype=torch.long)), "ForwardContext(positions (1, 8)"),
+        (collect_corpus([str(text)]), "training file"),
+        (TokenFile(ids, torch.zeros(1, dtype=torch.int16).numpy().dtype, 10), "10 ids of int16"),
+    ):
         assert part in repr(value)
         assert " at 0x" not in repr(value)
         assert "\n" not in repr(value)

@@ -13,28 +13,27 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from conftest import display, eventually, raising, toy
+from conftest import display, eventually, raising, refuses_command, toy
 from dunes import checkpoint
 from dunes.checkpoint import load_with_tokenizer
 from dunes.completion import Suggestion
 from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.search import CompleteOptions
-from dunes.generate import sampler
+from dunes.generate import Request, Token, sampler
 from dunes.inference.text_generator import TextGenerator
 from dunes.runs.train import train
 from dunes.serve import app, follow
-from dunes.serve.app import compact
 from dunes.serve.batch import Batch, Row
 from dunes.serve.doctor import _replayed, examine
-from dunes.serve.editors import EDITORS, config
+from dunes.serve.editors import EDITORS, config, url
 from dunes.serve.fields import Refused, parse
 from dunes.serve.requests import Answer, LineRequest, TextRequest, fill_in_the_middle
 from dunes.serve.running import Running
@@ -247,31 +246,22 @@ def mixed_requests():
 
 
 @pytest.mark.slow
-def test_sixty_four_texts_side_by_side_are_those_alone(run, monkeypatch):
+@pytest.mark.parametrize(("family", "count"), [("llama", 64), ("qwen3_next", 20)])
+def test_texts_side_by_side_are_those_alone(family, count, run, tmp_path, monkeypatch):
     monkeypatch.setattr("dunes.generate.prefix_cache.FIRST", 8)  # prompts are read in pieces
     monkeypatch.setattr("dunes.generate.prefix_cache.LEAST", 4)
-    loaded, requests = load_with_tokenizer(run), mixed_requests()
+    if family == "qwen3_next":  # a recurrent state
+        run, tokenizer = tmp_path, Tokenizer.train("bytes", [])
+        model = random_model(family, 0.2, vocab=tokenizer.vocab, dim=64, depth=3, context=96)
+        checkpoint.save(model, run, tokenizer, 96)
+    loaded, requests = load_with_tokenizer(run), mixed_requests()[:count]
     together, pieces = generated(Batch(loaded), requests)
-    assert len(Batch(loaded).rows) == 1
     for i, (request, answer) in enumerate(zip(requests, together, strict=True)):
         (alone,), _ = generated(Batch(loaded), [request])
         assert [t.id for t in answer.tokens] == [t.id for t in alone.tokens], i
         assert answer.text == alone.text == pieces[i]
         off = [abs(a.logprob - b.logprob) for a, b in zip(answer.tokens, alone.tokens, strict=True)]
         assert max(off, default=0) < 1e-4
-
-
-def test_texts_of_a_recurrent_model_side_by_side_are_those_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("dunes.generate.prefix_cache.FIRST", 8)
-    monkeypatch.setattr("dunes.generate.prefix_cache.LEAST", 4)
-    tokenizer = Tokenizer.train("bytes", [])
-    model = random_model("qwen3_next", 0.2, vocab=tokenizer.vocab, dim=64, depth=3, context=96)
-    checkpoint.save(model, tmp_path, tokenizer, 96)
-    loaded, requests = load_with_tokenizer(tmp_path), mixed_requests()[:20]
-    together, _ = generated(Batch(loaded), requests)
-    for request, answer in zip(requests, together, strict=True):
-        (alone,), _ = generated(Batch(loaded), [request])
-        assert [t.id for t in answer.tokens] == [t.id for t in alone.tokens]
 
 
 def test_a_text_of_the_batch_is_that_of_the_generator(run):
@@ -293,21 +283,24 @@ def test_a_stop_across_tokens_ends_the_text_before_it(run, stop):
     assert (answer.reason, answer.stopped_at) == (("word", stop) if stop in whole.text else (whole.reason, ""))
 
 
-def test_pieces_have_whole_characters_and_stops_are_exact_for_any_cut():
-    tokenizer = __import__("dunes.text", fromlist=["Tokenizer"]).Tokenizer.train("bytes", [])
-    text = "a🙂é日 stop ab STO P STOP rest"
-    from dunes.generate import Request, Token
+def row_fed_with(text, **settings):
+    """A row that has got the bytes of a text as tokens, and what it emitted."""
+    tokenizer, seen = Tokenizer.train("bytes", []), []
+    row = Row(TextRequest("x", 99, **settings), Request([1], 99), tokenizer, seen.append, lambda: False)
+    for id in tokenizer.encode(text):
+        if row.request.unfinished:
+            row.push(Token(id, 0.0))
+            row.request.ids.append(id)
+    row.finish()
+    return row, [part for part in seen if not part.reason]
 
-    for stop in ("STOP", "日", "🙂é", " st", "zzz"):
-        seen = []
-        row = Row(TextRequest("x", 99, stop=[stop]), Request([1], 99), tokenizer, seen.append, lambda: False)
-        for id in tokenizer.encode(text):
-            if row.request.unfinished:
-                row.push(Token(id, 0.0))
-                row.request.ids.append(id)
-        row.finish()
-        assert "".join(e.text for e in seen if not e.reason) == text.partition(stop)[0]
-        assert all("�" not in e.text for e in seen)
+
+@pytest.mark.parametrize("stop", ["STOP", "日", "🙂é", " st", "zzz"])
+def test_pieces_have_whole_characters_and_stops_are_exact_for_any_cut(stop):
+    text = "a🙂é日 stop ab STO P STOP rest"
+    _, parts = row_fed_with(text, stop=[stop])
+    assert "".join(part.text for part in parts) == text.partition(stop)[0]
+    assert all("�" not in part.text for part in parts)
 
 
 def test_a_cancelled_text_frees_its_row(run):
@@ -316,14 +309,6 @@ def test_a_cancelled_text_frees_its_row(run):
     batch.advance()
     cancelled.set()
     batch.advance()
-    assert not batch.active
-
-
-def test_prompts_that_cannot_be_read_are_refused(run):
-    batch = Batch(load_with_tokenizer(run))
-    for prompt, said in (("x = 1\n" * 99, "exceeds the available context size"), ((1, 10**6), "token 1000000")):
-        with pytest.raises(Refused, match=said):
-            batch.add(TextRequest(prompt), print, lambda: False)
     assert not batch.active
 
 
@@ -398,22 +383,6 @@ def test_too_many_waiting_requests_are_refused_and_an_error_is_the_requests_own(
     assert isinstance(got[0], ZeroDivisionError)
 
 
-def test_an_error_of_one_text_is_its_own_and_changes_no_other(run, monkeypatch):
-    loaded, original = load_with_tokenizer(run), sampler
-
-    def broken(*args, seed=0, **more):
-        choose = original(*args, seed=seed, **more)
-        return replace(choose, choose=lambda logits: 1 / 0) if seed == 666 else choose
-
-    monkeypatch.setattr("dunes.serve.batch.sampler", broken)
-    asked = [TextRequest("x", 9, 0.5, seed=666), TextRequest("a", 9, 0.0), TextRequest("def", 9, 1.0, seed=3)]
-    together, _ = generated(Batch(loaded), asked)
-    assert isinstance(together[0], ZeroDivisionError)
-    for i in (1, 2):
-        (alone,), _ = generated(Batch(loaded), [asked[i]])
-        assert together[i].text == alone.text
-
-
 def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(running, monkeypatch, capsys):
     model = running.served["run"]
     before = Batch.__dict__["_read_piece"]
@@ -427,22 +396,6 @@ def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(running, monkey
     running.worker.submit(TextRequest("def", 5, 0.0), later.append)
     assert eventually(lambda: later and later[-1].reason)
     assert model.current.batch is not None
-
-
-class Gone:
-    """A stream whose reader has gone."""
-
-    write = flush = raising(OSError("nobody reads"))
-
-
-def test_an_error_whose_line_nobody_reads_ends_nothing(running, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Gone())
-    monkeypatch.setattr(running.served["run"].current.completer, "alternatives", lambda *args: 1 / 0)
-    got = []
-    running.worker.submit(LineRequest("a"), got.append)
-    assert eventually(lambda: got)
-    monkeypatch.undo()
-    assert shown_by(running, BEFORE)
 
 
 # HTTP
@@ -622,6 +575,13 @@ def test_the_tokens_of_the_page_have_the_probabilities_of_the_line_that_it_shows
         ("/v1/completions", {"prompt": []}, 400, "prompt"),
         ("/v1/completions", {"prompt": "x = 1\n" * 500}, 400, "exceeds the available context size"),
         ("/v1/completions", {}, 400, "prompt"),
+        ("/v1/completions", {"prompt": "a", "suffix": "b", "logprobs": 1}, 400, "log-probabilities"),
+        ("/v1/completions", {"prompt": "a", "stream": True, "stream_options": 3}, 400, "stream_options"),
+        ("/completion", {"prompt": ["x"] * 40, "n_cmpl": 4}, 400, "160 choices"),
+        ("/completion", {"prompt": "a", "mirostat": 2}, 400, "mirostat"),
+        ("/completion", {"prompt": "x = 1\n" * 500_000}, 400, "exceeds the available context size"),
+        ("/infill", infill("a", "b", filename="/" + "a/" * 200_000), 400, "filename"),
+        ("/infill", infill("a", "b", filename="a\0b"), 400, "filename"),
         ("/completion", {"prompt": "a", "grammar": "root ::= x"}, 400, "grammar"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, 400, "no chat template"),
         ("/v1/chat/completions", {"messages": []}, 400, "messages"),
@@ -644,47 +604,30 @@ def test_unlimited_is_the_servers_own_limit(port):
         assert ok(port, "/infill", infill(BEFORE, "\n", n_predict=limit))["content"].startswith("ue_3")
 
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        *("evil.com", "localhost.evil.com", "127.0.0.1.evil.com", "", "evil.com:8012"),
-        *("0.0.0.0", "[::2]", "localhost@evil.com"),
-    ],
-)
-def test_other_hosts_and_origins_get_nothing(port, host):
-    assert ask(port, "/health", headers={"Host": host})[0] in (400, 403)
-    assert ask(port, "/health", headers={"Origin": f"http://{host}"})[0] == 403
-
-
-def test_this_machines_names_are_answered(port):
+def test_hosts_and_origins_of_this_machine_alone_are_answered(port):
+    foreign = ("evil.com", "localhost.evil.com", "127.0.0.1.evil.com", "", "evil.com:8012", "0.0.0.0", "[::2]")
+    for host in (*foreign, "localhost@evil.com"):
+        assert ask(port, "/health", headers={"Host": host})[0] in (400, 403)
+        assert ask(port, "/health", headers={"Origin": f"http://{host}"})[0] == 403
     for host in ("localhost", "LOCALHOST:99", "127.0.0.1", "[::1]:8012", "localhost."):
         assert ask(port, "/health", headers={"Host": host})[0] == 200
-    for origin in ("http://localhost:3000", "vscode-webview://abc"):
-        assert ask(port, "/health", headers={"Origin": origin})[0] == 200
-    assert ask(port, "/health", headers={"Origin": "null"})[0] == 403
+    for origin, status in {"http://localhost:3000": 200, "vscode-webview://abc": 200, "null": 403}.items():
+        assert ask(port, "/health", headers={"Origin": origin})[0] == status
 
 
 @pytest.mark.slow
 def test_a_key_is_required_where_one_is_set(run):
+    """And a server that is ended while it streams lets its streams end."""
     process, port = started(run, "--no-follow", env={"DUNES_API_KEY": "secret"})
-    assert ask(port, "/v1/models")[0] == 401
-    assert ask(port, "/v1/models", headers={"Authorization": "Bearer secre"})[0] == 401
-    assert ask(port, "/v1/models", headers={"Authorization": "Bearer secret"})[0] == 200
-    threads = [threading.Thread(target=_stream, args=(port, out := [], "secret")) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.5)
-    status, errors = ended(process)
-    for thread in threads:
-        thread.join(20)
-    assert (status, errors) == (0, "")
-    assert out is not None
-
-
-def _stream(port, out, key):
+    headers = lambda key: {"Authorization": f"Bearer {key}"}
+    assert ask(port, "/v1/models")[0] == ask(port, "/v1/models", headers=headers("secre"))[0] == 401
+    assert ask(port, "/v1/models", headers=headers("secret"))[0] == 200
     body = {"prompt": "def task_", "max_tokens": 300, "stream": True, "temperature": 0}
-    headers = {"Authorization": f"Bearer {key}"}
-    out.append(ask(port, "/v1/completions", body, headers))
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(ask, port, "/v1/completions", body, headers("secret")) for _ in range(8)]
+        time.sleep(0.5)
+        assert ended(process) == (0, "")
+        assert all(stream.result(20)[1].endswith(b"data: [DONE]\n\n") for stream in streams)
 
 
 def test_a_closed_connection_cancels_and_others_go_on(port):
@@ -693,17 +636,7 @@ def test_a_closed_connection_cancels_and_others_go_on(port):
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         assert client.recv(100)
-    start = time.perf_counter()
     assert ok(port, "/infill", infill(BEFORE, "\n"))["content"]
-    assert time.perf_counter() - start < 5
-
-
-def test_many_clients_at_once_get_their_own_answers(port):
-    bodies = [{"prompt": PROMPTS[i % 6], "max_tokens": 5 + i % 7, "temperature": 0} for i in range(32)]
-    alone = [ok(port, "/v1/completions", body)["choices"][0]["text"] for body in bodies]
-    with ThreadPoolExecutor(32) as pool:
-        together = list(pool.map(lambda b: ok(port, "/v1/completions", b)["choices"][0]["text"], bodies))
-    assert together == alone
 
 
 def test_doctor_says_what_each_client_shows(port, run, monkeypatch):
@@ -720,61 +653,31 @@ def test_doctor_says_what_each_client_shows(port, run, monkeypatch):
         [*examine("127.0.0.1:9")]
 
 
-def test_json_has_no_spaces_and_no_nan():
-    assert compact({"a": [1.5, float("nan")], "b": "x y"}) == b'{"a":[1.5,null],"b":"x y"}'
+def test_a_start_that_cannot_work_is_refused_at_once(run, tmp_path, command, monkeypatch):
+    monkeypatch.delenv("DUNES_API_KEY", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for words, *arguments in (
+            ("address already in use", run, "--port", taken.getsockname()[1]),
+            ("DUNES_API_KEY", run, "--host", "0.0.0.0"),
+            ("--acceptance is 2.0", run, "--acceptance", 2),
+            (str(tmp_path), tmp_path, "--port", 0),
+        ):
+            refuses_command(words, command("serve", *arguments))
 
 
-@pytest.mark.slow
-def test_a_start_that_cannot_work_is_refused_at_once(run, tmp_path):
-    def refused(*args, env=None):
-        command = [sys.executable, "-m", "dunes", "serve", *map(str, args)]
-        env = {**os.environ, **(env or {})}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
-        assert done.returncode == 2, done.stderr
-        assert done.stderr.count("\n") == 1
-        return done.stderr
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert "address already in use" in refused(run, "--port", taken.getsockname()[1])
-    assert "DUNES_API_KEY" in refused(run, "--host", "0.0.0.0")
-    assert "--acceptance is 2.0" in refused(run, "--acceptance", 2)
-    (tmp_path / "empty").mkdir()
-    assert "dunes: " in refused(tmp_path / "empty", "--port", 0)
-
-
-@pytest.mark.parametrize("editor", EDITORS)
-def test_each_editor_has_lines(editor):
-    lines = config(editor, "http://127.0.0.1:9000", "/m/run")
-    assert "http://127.0.0.1:9000" in lines or "/m/run" in lines
-    assert "{" not in lines.replace("{ ", "").replace("{\n", "").replace("{'", "") or editor != "vim"
-    assert "g:llama_config" not in config("vim", "http://127.0.0.1:8012", "/m/run")
+@pytest.mark.parametrize("folder", ["/m/it's", '/m/a"b\\c', "/m/plain"])
+def test_each_editor_has_lines_that_quote_the_folder(folder):
+    for editor in EDITORS:
+        lines = config(editor, url("::1", 9000), folder)
+        assert "http://[::1]:9000" in lines or "'dunes', 'lsp', '" in lines or '"lsp", "' in lines
+    server = tomllib.loads(config("helix", "http://x", folder))["language-server"]["dunes"]
+    assert server["args"] == ["lsp", folder]
+    line = next(line for line in config("nvim", "http://x", folder).splitlines() if "cmd" in line)
+    assert line.count("'") - line.count("\\'") == 8, "Lua's strings are closed"
+    assert (url("0.0.0.0", 1), url("localhost", 1)) == ("http://127.0.0.1:1", "http://localhost:1")
 
 
 # it follows the work
-
-
-@pytest.mark.slow
-def test_saved_files_are_copied_from_and_a_retrained_model_is_loaded(copied):
-    out, folder = copied
-    with closing(Running([out], 0.0, (), lambda line: None)) as running:
-        model, shown = running.served["run"], partial(shown_by, running)
-        before = "x = brand_new_"
-        assert "function" not in shown(before)
-        time.sleep(1.2)
-        (folder / "fresh.py").write_text("y = brand_new_function(1, 2)\n")
-        start = time.monotonic()
-        assert eventually(lambda: shown(before) == "function(1, 2)")
-        assert time.monotonic() - start < 6
-        (folder / "fresh.py").write_text("y = brand_new_procedure(3)\n")
-        assert eventually(lambda: shown(before) == "procedure(3)")
-        (folder / "fresh.py").unlink()
-        assert eventually(lambda: "procedure" not in shown(before))
-        loaded = model.current.loaded
-        gate = out / "completion" / "gate.json"
-        gate.write_text(gate.read_text())
-        assert eventually(lambda: model.current.loaded is not loaded)
 
 
 def request_of(application, path, body=None, agent="curl"):
@@ -814,23 +717,28 @@ def end_training(run, copy):
 VIM = {"response_fields": ["content", "timings/prompt_n", "truncated", "tokens_cached"]}
 
 
-def test_an_answer_without_a_suggestion_is_none_that_a_client_keeps(run, tmp_path):
+def test_a_run_that_still_trains_copies_and_a_client_keeps_no_answer_without_a_suggestion(run, tmp_path):
     copy, place = in_training(run, tmp_path / "run"), "def task_1_3(value_3, limit=3):\n    return value_3 * 1 "
-    with closing(Running([copy], 0.35, (), lambda line: None)) as running:
+    lines = []
+    with closing(Running([copy], 0.35, (), lines.append)) as running:
         application, model = app.Server(running).app(), running.served["run"]
-        before = request_of(application, "/infill", infill("zq = ", "\n", **VIM))
+        assert "in training" in lines[0]
+        with pytest.raises(Refused, match="in training"):
+            model.add(TextRequest("a"), print, lambda: False)
+        complete = partial(request_of, application, "/infill")
+        before = complete(infill("zq = ", "\n", **VIM))
         assert "content" not in before, "llama.vim keeps what has it, until it ends"
         assert "truncated" in before
-        assert request_of(application, "/infill", infill("zq = ", "\n"))["content"] == "", "as llama-server"
-        assert request_of(application, "/infill", infill("", "", n_predict=0, **VIM)).get("content") == ""
-        assert request_of(application, "/infill", infill(BEFORE, "\n", **VIM))["content"].startswith("ue_3")
-        assert "content" in request_of(
-            application, "/completion", {"prompt": "<|fim_prefix|>zq = <|fim_suffix|>\n<|fim_middle|>"}
-        )
+        assert complete(infill("zq = ", "\n"))["content"] == "", "as llama-server"
+        assert complete(infill("", "", n_predict=0, **VIM)).get("content") == ""
+        assert complete(infill(BEFORE, "\n", **VIM))["content"].startswith("ue_3")
+        fim = {"prompt": "<|fim_prefix|>zq = <|fim_suffix|>\n<|fim_middle|>"}
+        assert "content" in request_of(application, "/completion", fim)
         end_training(run, copy)
         assert eventually(lambda: model.current.loaded is not None)
         model.acceptance = 0.0
-        assert "content" in request_of(application, "/infill", infill(place, "\n", **VIM))
+        assert "content" in complete(infill(place, "\n", **VIM))
+        assert shown_by(running, BEFORE).startswith("ue_3")
 
 
 def test_doctor_asks_again_where_the_user_typed(run, tmp_path):
@@ -840,44 +748,25 @@ def test_doctor_asks_again_where_the_user_typed(run, tmp_path):
         recent = partial(request_of, application, "/recent")
         assert recent()["places"] == [], "the first request of a server is its own"
         for typed in ("    re", "    return", "    return ("):  # one line, key by key
-            shown = request_of(application, "/infill", infill(f"if zq:\n{typed}", "\n", **VIM))
-        assert "content" not in shown
+            request_of(application, "/infill", infill(f"if zq:\n{typed}", "\n", **VIM))
         request_of(application, "/infill", infill(BEFORE, "\n", **VIM))
         request_of(application, "/infill", infill("doctor = ", "\n"), agent="dunes")
         request_of(application, "/suggest", {"before": "page = "})
         told = recent()
-        assert "in training" in told["notes"]["run"]
+        assert told["notes"]["run"]
         assert [place["line"] for place in told["places"]] == [BEFORE.split("\n")[-1], "    return ("]
-        first, second = map(_replayed, told["places"])
-        assert "shows 'ue_3 * " in first.text
-        assert "shows nothing: its best suggestion is" in second.text
-        assert "50% are needed" in second.text
+        first, second = (_replayed(place).text for place in told["places"])
+        assert "shows 'ue_3 * " in first
+        assert "shows nothing" in second
         end_training(run, copy)
         assert eventually(lambda: model.current.loaded is not None)
         model.acceptance = 0.0
         told = recent()
         assert told["notes"] == {"run": ""}
-        texts = [_replayed(place).text for place in told["places"]]
-        assert texts[1].startswith("showed nothing, and would show '")
-        assert texts[1].endswith("it asks again when you type there")
-        told["places"][0]["now"] = "something else"
-        assert "llama.vim keeps" in _replayed(told["places"][0]).text
+        assert _replayed(told["places"][1]).text.startswith("showed nothing, and would show '")
         for i in range(20):
             request_of(application, "/infill", infill(f"line_{i} = 1\nx", "\n"))
         assert len(recent()["places"]) == 8
-
-
-def test_a_run_that_still_trains_copies_first_and_then_has_its_model(run, tmp_path):
-    copy, lines = in_training(run, tmp_path / "run"), []
-    with closing(Running([copy], 0.0, (), lines.append)) as running:
-        model = running.served["run"]
-        assert "still" in lines[0] or "in training" in lines[0]
-        assert shown_by(running, BEFORE).startswith("ue_3")
-        with pytest.raises(Refused, match="in training"):
-            model.add(TextRequest("a"), print, lambda: False)
-        end_training(run, copy)
-        assert eventually(lambda: model.current.loaded is not None)
-        assert shown_by(running, BEFORE).startswith("ue_3")
 
 
 @pytest.mark.slow
@@ -910,23 +799,6 @@ def test_a_folders_running_server_is_asked_to_complete(run, tmp_path, capsys, mo
     process, _ = started(run, "--no-follow")
     assert complete_by_server(run, BEFORE, "\n", file)["text"] == expected.rstrip("\n")
     assert ended(process, signal.SIGHUP) == (0, "")
-    assert not socket_file(run).exists()
-
-
-def test_a_server_leaves_the_socket_of_the_one_that_followed_it(run, tmp_path):
-    from dunes.serve.client import listen, listening, socket_file
-
-    run = shutil.copytree(run, tmp_path / "copy")
-    with listening([run]) as sockets:
-        for each in sockets:
-            each.close()  # as a server does that still ends its streams
-        later = listen(run)
-    assert later is not None
-    assert socket_file(run).exists()
-    later.close()
-    with listening([run]) as sockets:
-        assert socket_file(run).exists()
-        sockets[0].close()
     assert not socket_file(run).exists()
 
 
@@ -1044,6 +916,8 @@ def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copie
         time.sleep(0.5)
         (new / "fresh.py").write_text("y = brand_new_function(1, 2)\n")
         assert eventually(lambda: shown_by(running, "x = brand_new_") == "function(1, 2)")
+        (new / "fresh.py").write_text("y = brand_new_procedure(3)\n")
+        assert eventually(lambda: shown_by(running, "x = brand_new_") == "procedure(3)")
         folder.rename(tmp_path / "away")
         time.sleep(1)
         (tmp_path / "away").rename(folder)
@@ -1112,18 +986,15 @@ def test_files_that_changed_while_no_server_ran_are_known(copied, monkeypatch):
 
 def test_a_small_change_among_many_open_files_is_indexed_alone(run):
     completer = FolderCompleter(run)
-    many = {f"f{i}.py": f"name_{i} = first_call_{i}(1)\n" * 50 for i in range(100)}
-    completer.use(completer.with_texts(many))
-    sizes = []
+    completer.use(completer.with_texts({f"f{i}.py": f"name_{i} = first_call_{i}(1)\n" * 50 for i in range(100)}))
+    large = completer._open.parts[0]
     for i in range(12):
         texts = {f"g{i}.py": f"x = later_call_{i}(2)\n", "f3.py": f"y = changed_{i}(3)\n"}
         completer.use(completer.with_texts(texts))
-        sizes.append([len(index.text) for _, index in completer._open.parts])
-    assert all(len(part) <= 5 for part in sizes)
-    assert all(part[0] == sizes[0][0] for part in sizes), "the large one is not made again"
+    assert completer._open.parts[0][1].text is large[1].text, "the large one is not made again"
+    assert len(completer._open.parts) <= 5
     copied = lambda before: CopyNearest(completer.far("new.py")).complete(before).text
-    for i in range(12):
-        assert copied(f"x = later_call_{i}") == "(2)"
+    assert [copied(f"x = later_call_{i}") for i in range(12)] == ["(2)"] * 12
     assert copied("y = changed_") == "11(3)"
     assert copied("name_5 = first_call_5") == "(1)"
     completer.use(completer.with_texts({"f5.py": None}))
@@ -1141,25 +1012,6 @@ def test_a_replaced_model_is_let_go_and_chats_made_for_it_are_refused(running):
         model.add(request, print, lambda: False)
 
 
-def test_a_repeated_key_is_found_at_once():
-    body = "{" + ",".join(f'"{i}":1' for i in range(100_000)) + ',"b":1,"b":2}'
-    start = time.perf_counter()
-    with pytest.raises(Refused, match="'b' occurs twice"):
-        parse(body.encode())
-    assert time.perf_counter() - start < 5
-
-
-def test_large_prompts_and_paths_are_refused_before_the_work(port):
-    for path, body, status in (
-        ("/completion", {"prompt": "x = 1\n" * 500_000}, 400),
-        ("/infill", infill("a", "b", filename="/" + "a/" * 200_000), 400),
-        ("/infill", infill("a", "b", filename="a\0b"), 400),
-    ):
-        start = time.perf_counter()
-        assert ask(port, path, body)[0] == status
-        assert time.perf_counter() - start < 2
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -1174,15 +1026,6 @@ def test_a_stream_of_no_tokens_has_its_end(port, path, body):
     assert status == 200, content
     line = next(line for line in content.decode().splitlines() if line.strip())
     assert json.loads(line.removeprefix("data: "))
-
-
-def test_what_clients_send_without_effect_is_taken(port):
-    assert ok(port, "/completion", {"prompt": "a", "n_predict": 1})["model"] == "run"
-    assert ok(port, "/v1/completions", {"prompt": "a", "max_tokens": 1})["model"] == "run"
-    for form, refused in (("json_object", True), ("text", False)):
-        body = {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": form}}
-        status, content = ask(port, "/v1/chat/completions", body)
-        assert (status, b"response_format" in content) == (400, refused), "it has no chat template"
 
 
 def test_a_model_without_a_template_reads_ollamas_prompts_as_they_are(port):
@@ -1207,12 +1050,8 @@ def test_several_lines_and_no_tokens_are_answered(port):
     assert ok(port, "/completion", {"prompt": prompts[0], "n_predict": 0})["content"] == ""
     body = {"prompt": BEFORE, "suffix": "\n", "stream": False, "options": {"num_predict": 0}}
     assert ok(port, "/api/generate", body)["response"] == ""
-    assert ask(port, "/completion", {"prompt": ["x"] * 40, "n_cmpl": 4})[0] == 400
     assert len(ok(port, "/completion", {"prompt": [5, 6], "n_cmpl": 2, "n_predict": 3})) == 2
-    assert ask(port, "/v1/completions", {"prompt": "a", "suffix": "b", "logprobs": 1})[0] == 400
-    assert ask(port, "/completion", {"prompt": "a", "mirostat": 2})[0] == 400
-    assert ask(port, "/completion", {"prompt": "a", "mirostat": 0, "typical_p": 1.0, "n_predict": 1})[0] == 200
-    assert ask(port, "/v1/completions", {"prompt": "a", "stream": True, "stream_options": 3})[0] == 400
+    assert ok(port, "/completion", {"prompt": "a", "mirostat": 0, "n_predict": 1})["model"] == "run"
     body = {"prompt": "def task_", "n_predict": 3, "temperature": 0, "return_tokens": True}
     assert len(ok(port, "/completion", body)["tokens"]) == 3
     usage = ok(port, "/v1/completions", {"prompt": BEFORE, "suffix": "\n", "max_tokens": 99})["usage"]
@@ -1227,21 +1066,3 @@ def test_closed_requests_for_the_page_end_their_work_and_leave_the_queue(port):
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(head + body)
     assert eventually(lambda: ask(port, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200, 5)
-
-
-@pytest.mark.parametrize("folder", ["/m/it's", '/m/a"b\\c', "/m/plain"])
-def test_editors_lines_quote_the_folder(folder):
-    import tomllib
-
-    server = tomllib.loads(config("helix", "http://x", folder))["language-server"]["dunes"]
-    assert server["args"] == ["lsp", folder]
-    line = next(line for line in config("nvim", "http://x", folder).splitlines() if "cmd" in line)
-    assert line.count("'") - line.count("\\'") == 8, "Lua's strings are closed"
-
-
-def test_addresses_are_urls():
-    from dunes.serve.editors import url
-
-    assert url("::1", 1) == "http://[::1]:1"
-    assert url("0.0.0.0", 1) == "http://127.0.0.1:1"
-    assert url("localhost", 1) == "http://localhost:1"

@@ -10,20 +10,15 @@ import torch
 from conftest import refuses
 from dunes import checkpoint
 from dunes.checkpoint import load_with_tokenizer
-from dunes.generate import Request, Token
 from dunes.serve import http as server_http
-from dunes.serve.app import Gate, _headers, _host_name
-from dunes.serve.batch import Batch, Row
+from dunes.serve.app import _headers
 from dunes.serve.fields import NEUTRAL, Fields, Refused
 from dunes.serve.openai import legacy_logprobs
-from dunes.serve.requests import TextRequest
-from dunes.text import Tokenizer
 from dunes.text.templates import Turn, encode_prompt, find_template
-from small_models import random_model
 from test_adapter import pair
 from test_adapter_folders import TOKENS
 from test_chat_tools import ASKED, call, calls, result, source
-from test_serve import ended, started
+from test_serve import ended, row_fed_with, started
 
 USER = {"role": "user", "content": "ab"}
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/api/generate"
@@ -353,36 +348,12 @@ def test_a_request_without_a_prompt_loads_the_model(port, path, stream):
     assert "messages" in said(ask(port, CHAT, {"messages": []}))
 
 
-TEXTS = ["a🙂é日x", "\ufffd🙂\ufffd", "é" * 5, "\U0001f468\u200d\U0001f469 ok"]
-
-
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", ["a🙂é日x", "\ufffd🙂\ufffd", "é" * 5, "\U0001f468\u200d\U0001f469 ok"])
 def test_offsets_are_places_in_the_text_even_if_tokens_split_characters(text):
-    tokenizer, parts = Tokenizer.train("bytes", []), []
-    row = Row(TextRequest("x", 99, logprobs=0), Request([1], 99), tokenizer, parts.append, lambda: False)
-    for id in tokenizer.encode(text):
-        row.push(Token(id, 0.0))
-        row.request.ids.append(id)
-    row.finish()
+    row, parts = row_fed_with(text, logprobs=0)
     expected = [i for i, character in enumerate(text) for _ in character.encode()]
     assert legacy_logprobs(row.answer.tokens)["text_offset"] == expected
-    assert [
-        o for part in parts if not part.reason for o in legacy_logprobs(part.tokens)["text_offset"]
-    ] == expected
-
-
-def test_offsets_of_an_echoed_prompt_go_on_in_the_answer(tmp_path):
-    tokenizer = Tokenizer.train("bytes", [])
-    checkpoint.save(random_model("llama", vocab=tokenizer.vocab, context=96), tmp_path, tokenizer, 96)
-    batch, events = Batch(load_with_tokenizer(tmp_path)), []
-    batch.add(TextRequest("é🙂 x", 9, 0.0, echo=True, logprobs=1), events.append, lambda: False)
-    while batch.active:
-        batch.advance()
-    answer = events[-1]
-    offsets = legacy_logprobs(answer.tokens)["text_offset"]
-    assert offsets[: len("é🙂 x".encode()) + 1] == [0, 0, 1, 1, 1, 1, 2, 3, 4]
-    assert offsets == sorted(offsets)
-    assert offsets[-1] <= len(answer.text)
+    assert [o for part in parts for o in legacy_logprobs(part.tokens)["text_offset"]] == expected
 
 
 # addresses
@@ -441,11 +412,3 @@ def test_all_of_ipv6_is_reached_by_ipv4_too():
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 99, "", "a b", "1.2.3.4.5"])
 def test_an_unknown_name_is_refused_in_a_line(host):
     assert "\n" not in refuses("--host .*; name an address of this machine", server_http.open_sockets, host, [0])
-
-
-def test_hosts_of_ipv6_are_known_with_brackets_and_ports():
-    gate = Gate(None, ["2001:db8::5", "[fe80::1]"], None)
-    for host in ("[2001:db8::5]:8012", "[2001:DB8::5]", "[fe80::1]:1", "[::1]", "[::1]:8012", "localhost:1"):
-        assert _host_name(host) in gate.hosts
-    for host in ("[2001:db8::6]:8012", "[::2]", "localhost]", "[localhost.evil]"):
-        assert _host_name(host) not in gate.hosts or host == "localhost]"

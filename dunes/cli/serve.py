@@ -54,8 +54,6 @@ def serve(
     """
     if not 0 <= acceptance <= 1:
         raise ValueError(f"--acceptance is {acceptance}; expected a share between 0 and 1")
-    if not 0 <= port < 1 << 16:
-        raise ValueError(f"--port is {port}; expected 0 to 65535")
     if not models:
         raise ValueError("MODEL is missing; name a model folder, as runs/project")
     from dunes.serve.editors import config as editor_config

@@ -75,8 +75,6 @@ def finetune(
         out: Output folder for the adapter (with full: the model), its metrics and its training state.
         show: Print this many tokenized examples, with trained tokens highlighted.
     """
-    if show < 0:
-        raise ValueError(f"--show is {show}; it must be at least 0")
     config = FinetuneConfig(
         **vars(data), **vars(adapter), **vars(preference), **vars(optimization), **vars(hardware)
     )

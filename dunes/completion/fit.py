@@ -236,10 +236,8 @@ def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
 
     The sample is that of files, however many cursors they have. The variance between files counts for at least
     that of the cursors inside them, since a few files may agree by chance. With fewer than FEWEST files, the
-    interval is [-1, 1]. Raises ValueError without files.
+    interval is [-1, 1].
     """
-    if not files:
-        raise ValueError("no file to compare model and copying on")
     model, copying, cursors = np.array(files, float).T
     mean = float((model - copying).mean())
     if len(files) < FEWEST:
@@ -335,8 +333,6 @@ def interval(means: np.ndarray, seed: int = 0) -> Interval:
 
     For paired differences, pass the differences (F,). Raises ValueError without files.
     """
-    if not len(means):
-        raise ValueError("no file to take a mean over; pass sources with at least one line that is not left out")
     rows = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
     low, high = np.percentile(means[rows].mean(1), [2.5, 97.5])
     return Interval(float(means.mean()), float(low), float(high))

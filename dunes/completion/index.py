@@ -77,10 +77,10 @@ class TextIndex:
         return [(file.name, text) for file, text in zip(self.files, parts, strict=True)]
 
 
-def first_documents(documents: Sequence[Document], most: int = MOST) -> Sequence[Document]:
-    """As many of the first documents as fit into `most` bytes; always at least one, even if it is larger."""
+def first_documents(documents: Sequence[Document]) -> Sequence[Document]:
+    """As many of the first documents as fit into MOST bytes; always at least one, even if it is larger."""
     sizes = np.cumsum([document.size for document in documents])
-    return documents[: max(1, int(np.searchsorted(sizes, most, "right")))]
+    return documents[: max(1, int(np.searchsorted(sizes, MOST, "right")))]
 
 
 def named_texts(documents: Sequence[Document], first: float = 0, last: float = 1) -> list[tuple[str, str]]:

@@ -45,17 +45,6 @@ class CompleteOptions:
     cancelled: Callable[[], bool] = lambda: False
     files: Sequence[NamedText] = ()
 
-    def __post_init__(self) -> None:
-        width = WIDTH if self.width is None else self.width
-        least = min(self.lines, width, self.alternatives, 1 if self.max_tokens is None else self.max_tokens)
-        if least < 1 or self.alternatives > width:
-            raise ValueError(
-                f"lines is {self.lines}, width {width}, alternatives {self.alternatives} and max_tokens "
-                f"{self.max_tokens}; all must be at least 1, and alternatives at most width"
-            )
-        if "" in self.stop:
-            raise ValueError("stop has an empty string, with which every text begins")
-
     def limit(self, suggestion: Suggestion, shorten: Callable[[str, int | None], str]) -> Suggestion:
         """The suggestion cut at a stop string, and to `max_tokens` tokens by `shorten(text, max_tokens)`."""
         if ends := [place for stop in self.stop if (place := suggestion.text.find(stop)) >= 0]:

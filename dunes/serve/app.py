@@ -325,15 +325,13 @@ def _piece_of(data: bytes) -> Any:
 
 async def _fields(request: Request) -> Fields:
     """The fields of a request's body, received within its limits. Raises Refused."""
-    body, too_long = bytearray(), Refused(413, f"the body has more than {BODY} bytes")
-    if int(request.headers.get("content-length") or 0) > BODY:
-        raise too_long
+    body = bytearray()
     try:
         async with asyncio.timeout(RECEIPT):
             async for part in request.stream():
                 body += part
                 if len(body) > BODY:
-                    raise too_long
+                    raise Refused(413, f"the body has more than {BODY} bytes")
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {RECEIPT:.0f} s") from None
     content = parse(bytes(body)).body

@@ -91,14 +91,11 @@ def listen(folder: Path) -> socket.socket | None:
 def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
     """A context with listening sockets for these folders, where possible; their files are removed at its end."""
     listeners = {socket_file(folder): listener for folder in folders if (listener := listen(folder)) is not None}
-    bound = {file: file.stat().st_mtime_ns for file in listeners}
     try:
         yield [*listeners.values()]
     finally:
-        for file, time in bound.items():
-            with suppress(OSError):  # it may belong to a later server by now
-                if file.stat().st_mtime_ns == time:
-                    file.unlink()
+        for file in listeners:
+            file.unlink(missing_ok=True)
 
 
 def _is_served(file: Path) -> bool:

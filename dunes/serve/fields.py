@@ -17,8 +17,6 @@ from dunes.text.templates import Conversation, Turn, map_strings
 
 BODY = 4 << 20
 """Maximum bytes of a request's body."""
-TEXT = BODY
-"""Maximum characters of a text."""
 PATH = 4_096
 """Maximum characters of a path."""
 STOPS = 64
@@ -115,10 +113,7 @@ class Fields:
 
     def text(self, name: str, default: str | None = "") -> str:
         """The string in a field, with U+FFFD for lone surrogates; the field is required if the default is None."""
-        value = self._value(name, str, "a string", default)
-        if len(value) > TEXT:
-            raise self.refusal(name, f"{len(value)} characters; at most {TEXT}")
-        return valid_text(value)
+        return valid_text(self._value(name, str, "a string", default))
 
     def path(self, *names: str) -> str:
         """The path of a file, from the first of these fields that is present."""
