@@ -141,13 +141,13 @@ def main(
         vim.frames.clear()
         vim.type("G", 0.3)
         vim.type("o", 0.3)
-        for line in typed:
+        for n, line in enumerate(typed):
             beginning, bar, _ = line.partition("|")
+            vim.type("\r" * bool(n), 0.25)
             vim.type(beginning)
             if bar:
                 vim.wait(1.2)
                 vim.type("\t", 0.8)
-            vim.type("\r", 0.25)
         vim.wait(0.5)
         out.write_text(animation(vim.frames))
         vim.child.send("\x1b:q!\r")
