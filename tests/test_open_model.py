@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -30,6 +31,7 @@ from dunes.runs.corpus import choose_completion
 from dunes.runs.train import choose_trainable, train
 from dunes.runs.train_config import NONE, TrainConfig
 from dunes.serve.fields import Refused
+from dunes.serve.follow import Follower
 from dunes.serve.served import LoadedFolder, ServedModel
 from dunes.text import Tokenizer
 from real_models import smollm2
@@ -379,6 +381,23 @@ def test_a_base_that_changed_is_named_in_one_line_and_lines_are_copied(change, c
         served.require_batch()
     if change == "gone":
         refuses("--override base", train, TrainConfig(), folder, display()[0], resume=True, asked=[])
+
+
+def test_a_server_notices_a_base_that_is_put_back(copied):
+    folder, own = copied
+    away, said = shutil.move(own, own.parent / "away"), []
+    served = ServedModel(folder, "run", 0.35, say=said.append)
+    worker = SimpleNamespace(call=lambda work: SimpleNamespace(result=work))
+    follower = Follower(served, worker, said.append)
+    follower._load_again()
+    assert isinstance(served.current.completer, CopyCompleter)
+    shutil.move(away, own)
+    follower._load_again()
+    assert isinstance(served.current.completer, FolderCompleter)
+    shutil.move(own, away)
+    follower._load_again()
+    assert isinstance(served.current.completer, FolderCompleter), "it is in memory"
+    assert len(said) == 2, said
 
 
 def test_a_base_that_changed_while_it_was_in_use_is_refused(base, code, tmp_path, monkeypatch):
