@@ -23,6 +23,7 @@ from dunes.completion import fit as completion_fit
 from dunes.completion.completer import CopyCompleter, FolderCompleter, find_completer
 from dunes.completion.copy_gate import read_gate
 from dunes.completion.fit import FitSize
+from dunes.completion.index import read_index
 from dunes.completion.text import fim_form
 from dunes.data import collect_corpus
 from dunes.evaluate import completion as evaluation
@@ -179,6 +180,24 @@ def test_a_run_follows_its_base_to_another_place(copied):
     assert torch.equal(logits(folder), logits(elsewhere))
     assert contents(folder / "completion") == before
     assert "finished" in training_output(TrainConfig(), folder, resume=True, asked=[])
+
+
+def swap_ids(own):
+    content = json.loads((own / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    *_, a, b = vocab
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (own / "tokenizer.json").write_text(json.dumps(content))
+
+
+def test_another_tokenizer_of_the_same_weights_is_fitted_anew(copied):
+    folder, own = copied
+    before = read_index(folder).ids.items
+    swap_ids(own)
+    assert "finished" not in training_output(TrainConfig(), folder, **AGAIN)
+    assert len(read_index(folder).ids.items) == len(before)
+    assert (read_index(folder).ids.items != before).any()
+    assert "finished" in training_output(TrainConfig(), folder, **AGAIN)
 
 
 @pytest.mark.parametrize("overrides", [True, False])

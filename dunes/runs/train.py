@@ -427,9 +427,11 @@ class Reference:
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
     def is_finished(self, options: RunOptions, display: Display) -> bool:
-        """True if these weights were fitted, and no other option changes. If they have moved, the run follows."""
+        """True if weights and tokenizer were fitted, and no other option changes. If moved, the run follows."""
         fitted, changed = self.fitted, {*options.override}
         if changed - {"base"} or fitted.get("sha256") != self.identity["sha256"]:
+            return False
+        if Tokenizer.load(self.folder).json() != self.base.require_tokenizer().json():  # the index has its ids
             return False
         if (changed or fitted.get("files") != self.identity["files"]) and not options.dry_run:
             self.save()
