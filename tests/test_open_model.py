@@ -200,6 +200,14 @@ def test_another_tokenizer_of_the_same_weights_is_fitted_anew(copied):
     assert "finished" in training_output(TrainConfig(), folder, **AGAIN)
 
 
+def test_other_settings_of_the_same_weights_are_fitted_anew(copied):
+    folder, own = copied
+    before = read_gate(folder)[1]["loss"]
+    change_json(own / "config.json", rms_norm_eps=0.5)
+    assert "finished" not in training_output(TrainConfig(), folder, **AGAIN)
+    assert read_gate(folder)[1]["loss"] != before
+
+
 @pytest.mark.parametrize("overrides", [True, False])
 def test_other_weights_are_fitted_anew(overrides, copied):
     """Also at the same place."""
