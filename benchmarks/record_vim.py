@@ -6,6 +6,7 @@ FILE is copied, and keys are typed at its end: each of `--typed` is the beginnin
 suggestion. FOLDER has llama.vim; `dunes serve RUN` must run at the port. Needs vim, pexpect and pyte.
 """
 
+import os
 import shutil
 import tempfile
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import pexpect
 import pyte
 import tyro
+from tyro.conf import Positional
 
 ROWS, COLUMNS, WIDTH, HEIGHT = 20, 92, 8.4, 18
 COLORS = {"default": "#d8dee9", "brown": "#ebcb8b", "green": "#a3be8c", "blue": "#81a1c1", "cyan": "#88c0d0"}
@@ -38,7 +40,9 @@ class Recorder:
         self.screen = Screen(COLUMNS, ROWS)
         self.stream = pyte.ByteStream(self.screen)
         command = ["-u", str(settings), "-i", "NONE", str(file)]
-        self.child: Any = pexpect.spawn("vim", command, dimensions=(ROWS, COLUMNS), env={"TERM": "xterm-256color"})
+        self.child: Any = pexpect.spawn(
+            "vim", command, dimensions=(ROWS, COLUMNS), env=os.environ | {"TERM": "xterm-256color"}
+        )
         self.frames: list[tuple[float, list[str]]] = []
         self.start = time.monotonic()
 
@@ -106,9 +110,9 @@ def animation(frames: list[tuple[float, list[str]]], hold: float = 3.0) -> str:
 
 
 def main(
-    run: Path,
-    file: Path,
-    out: Path,
+    run: Positional[Path],
+    file: Positional[Path],
+    out: Positional[Path],
     plugin: Path,
     typed: tuple[str, ...] = (),
     port: int = 8012,
@@ -130,20 +134,20 @@ def main(
         settings.write_text(
             f"set nocompatible noswapfile noshowmode noruler noautoindent expandtab shiftwidth=4\n"
             f"set rtp^={plugin}\nsyntax on\nset background=dark\n"
-            f"let g:llama_config = {{'endpoint_fim': '{address}', 'endpoint': '{address}', 'show_info': 0}}\n"
+            f"let g:llama_config = {{'endpoint_fim': '{address}', 'show_info': 0}}\n"
         )
         vim = Recorder(copy, settings)
         vim.wait(1.0)
         vim.frames.clear()
         vim.type("G", 0.3)
         vim.type("o", 0.3)
-        for line in typed:
+        for n, line in enumerate(typed):
             beginning, bar, _ = line.partition("|")
+            vim.type("\r" * bool(n), 0.25)
             vim.type(beginning)
             if bar:
                 vim.wait(1.2)
                 vim.type("\t", 0.8)
-            vim.type("\r", 0.25)
         vim.wait(0.5)
         out.write_text(animation(vim.frames))
         vim.child.send("\x1b:q!\r")

@@ -220,6 +220,7 @@ def test_a_line_without_prospect_is_copied_unless_its_first_word_is_likely(width
         found[likely] = engine.complete(before, "", "b.py", options)
     assert "th * height" in found[0.0].text != found[-math.inf].text
     assert found[0.0].line < 0.05
+    assert [found[likely].source for likely in found] == ["copies", "model"]
     assert found[0.0].word >= found[0.0].line
     engine.gate = None
     assert engine.complete(before, "", "b.py", options).text != found[0.0].text, "the model is alone"

@@ -119,7 +119,9 @@ def test_a_line_that_repeats_the_one_above_has_its_own_name(before, rest):
 
 def test_a_repetition_replaces_a_less_probable_line():
     before = "first = padded(first, 3)\nsecond = padded("
-    assert best_at(before, "first, 3)", word=2 * REPEATED[1] - 0.01) == Suggestion("second, 3)", *REPEATED)
+    assert best_at(before, "first, 3)", word=2 * REPEATED[1] - 0.01) == Suggestion(
+        "second, 3)", *REPEATED, source="copies"
+    )
     assert best_at(before, "first, 3)", word=2 * REPEATED[1]).text == "first, 3)"
     assert best_at(before, "second, 3)", word=0.1).word == REPEATED[0]
     assert best_at(before, "first,\n  3\n)").text == "first,\n  3\n)", "it has as many lines as were asked for"
@@ -130,8 +132,7 @@ def test_a_repetition_with_another_name_is_a_suggestion_of_all_completers(gate):
     for completer in completers(gate):
         before = CODE + "    value = width(value, 3)\n    other = width("
         best, *others = completer.alternatives(before, "", "b.py", CompleteOptions(alternatives=3))
-        source = "copies" if isinstance(completer, CopyCompleter) else "model"
-        assert best == Suggestion("other, 3)", *REPEATED, source=source)
+        assert best == Suggestion("other, 3)", *REPEATED, source="copies")
         assert best.text not in [other.text for other in others]
         for text, after, options, expected in (
             (before + "oth", "", CompleteOptions(), "er, 3)"),
@@ -158,7 +159,9 @@ COPIED = [
 def test_a_copied_line_gets_the_names_of_the_lines_above_the_cursor(above, typed, suggested, text):
     near = best_at(f"{above}\nfunction f(x) {{\n{typed}", suggested)
     assert near == best_at(typed, suggested, sources=["x\0" + above + "\0y"]), "from an indexed file"
-    assert near == (Suggestion(text, *RENAMED) if text != suggested else Suggestion(text, 0.1, 0.05))
+    assert near == (
+        Suggestion(text, *RENAMED, source="copies") if text != suggested else Suggestion(text, 0.1, 0.05)
+    )
 
 
 LOCKED = f"{LOCK}function f(x) {{\n{DEFER}"

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -22,6 +23,7 @@ from dunes.completion import fit as completion_fit
 from dunes.completion.completer import CopyCompleter, FolderCompleter, find_completer
 from dunes.completion.copy_gate import read_gate
 from dunes.completion.fit import FitSize
+from dunes.completion.index import read_index
 from dunes.completion.text import fim_form
 from dunes.data import collect_corpus
 from dunes.evaluate import completion as evaluation
@@ -30,6 +32,7 @@ from dunes.runs.corpus import choose_completion
 from dunes.runs.train import choose_trainable, train
 from dunes.runs.train_config import NONE, TrainConfig
 from dunes.serve.fields import Refused
+from dunes.serve.follow import Follower
 from dunes.serve.served import LoadedFolder, ServedModel
 from dunes.text import Tokenizer
 from real_models import smollm2
@@ -177,6 +180,32 @@ def test_a_run_follows_its_base_to_another_place(copied):
     assert torch.equal(logits(folder), logits(elsewhere))
     assert contents(folder / "completion") == before
     assert "finished" in training_output(TrainConfig(), folder, resume=True, asked=[])
+
+
+def swap_ids(own):
+    content = json.loads((own / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    *_, a, b = vocab
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (own / "tokenizer.json").write_text(json.dumps(content))
+
+
+def test_another_tokenizer_of_the_same_weights_is_fitted_anew(copied):
+    folder, own = copied
+    before = read_index(folder).ids.items
+    swap_ids(own)
+    assert "finished" not in training_output(TrainConfig(), folder, **AGAIN)
+    assert len(read_index(folder).ids.items) == len(before)
+    assert (read_index(folder).ids.items != before).any()
+    assert "finished" in training_output(TrainConfig(), folder, **AGAIN)
+
+
+def test_other_settings_of_the_same_weights_are_fitted_anew(copied):
+    folder, own = copied
+    before = read_gate(folder)[1]["loss"]
+    change_json(own / "config.json", rms_norm_eps=0.5)
+    assert "finished" not in training_output(TrainConfig(), folder, **AGAIN)
+    assert read_gate(folder)[1]["loss"] != before
 
 
 @pytest.mark.parametrize("overrides", [True, False])
@@ -379,6 +408,23 @@ def test_a_base_that_changed_is_named_in_one_line_and_lines_are_copied(change, c
         served.require_batch()
     if change == "gone":
         refuses("--override base", train, TrainConfig(), folder, display()[0], resume=True, asked=[])
+
+
+def test_a_server_notices_a_base_that_is_put_back(copied):
+    folder, own = copied
+    away, said = shutil.move(own, own.parent / "away"), []
+    served = ServedModel(folder, "run", 0.35, say=said.append)
+    worker = SimpleNamespace(call=lambda work: SimpleNamespace(result=work))
+    follower = Follower(served, worker, said.append)
+    follower._load_again()
+    assert isinstance(served.current.completer, CopyCompleter)
+    shutil.move(away, own)
+    follower._load_again()
+    assert isinstance(served.current.completer, FolderCompleter)
+    shutil.move(own, away)
+    follower._load_again()
+    assert isinstance(served.current.completer, FolderCompleter), "it is in memory"
+    assert len(said) == 2, said
 
 
 def test_a_base_that_changed_while_it_was_in_use_is_refused(base, code, tmp_path, monkeypatch):

@@ -9,7 +9,8 @@ from typing import Literal, Protocol
 
 __all__ = ["Cancelled", "LineCompleter", "Source", "Suggestion"]
 Source = Literal["model", "copies"]
-"""The source of a suggestion: the model, or copying alone."""
+"""The source of a suggestion: the model with copies, or a copied line that the model was not asked for or gave a
+probability below 10 %."""
 
 
 @dataclass(frozen=True)

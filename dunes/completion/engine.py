@@ -17,7 +17,7 @@ from torch import nn
 
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import trained_text
-from dunes.completion import Suggestion
+from dunes.completion import Source, Suggestion
 from dunes.completion.copy_gate import scored_places
 from dunes.completion.copy_mixture import Mixture, RememberedLogits
 from dunes.completion.index import TextIndex, index_texts
@@ -170,7 +170,8 @@ class CompletionEngine:
         for rest, beam in found:
             word = max(beam.total, search.logprob(beam, first_word(rest))) if rest else beam.total
             first, full = (math.exp(min(p, 0.0)) for p in (word, beam.total))
-            suggestions.setdefault(rest, Suggestion(rest, first, full, search.ends(beam)))
+            source: Source = "copies" if beam.is_copied else "model"
+            suggestions.setdefault(rest, Suggestion(rest, first, full, search.ends(beam), source))
         best, *others = suggestions.values()
         return [best, *(suggestion for suggestion in others if suggestion.text)]
 

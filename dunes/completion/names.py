@@ -155,7 +155,7 @@ def repeated(place: Place, best: Suggestion) -> Suggestion | None:
         size = len(new) - (not more and old[-1:] != new[-1:])
         rest = _rest(typed + more, above, _renaming(old[:size], new[:size]))
         if rest and not (more and above.endswith(rest)):
-            return Suggestion(more + rest, *REPEATED)
+            return Suggestion(more + rest, *REPEATED, source="copies")
     return None
 
 
@@ -179,7 +179,7 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
             is_alike = [found.get(a, a) for a in copied] == [found.get(a, a) for a in tokens]
             rest = _rest(place.typed, place.typed + best.text, names) if is_alike else ""
             if rest and not {*tokens} & {*names.values()}:
-                return replace(best, text=rest, word=RENAMED[0], line=RENAMED[1])
+                return replace(best, text=rest, word=RENAMED[0], line=RENAMED[1], source="copies")
     return None
 
 

@@ -58,10 +58,11 @@ DEFAULTS = CompleteOptions()
 
 
 class Beam(NamedTuple):
-    """Ids after the prompt, and the log-probability (nats) of each id."""
+    """Ids after the prompt, and the log-probability (nats) of each id; True if they are those of a copied line."""
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    is_copied: bool = False
 
     @property
     def total(self) -> float:
@@ -145,7 +146,7 @@ class LineSearch:
         copy = self.score(ids)
         words = [first_word(self._data(candidate).decode(errors="ignore")) for candidate in (beam, copy)]
         is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
-        return beam if is_likely else copy
+        return beam if is_likely else copy._replace(is_copied=True)
 
     def score(self, ids: Sequence[int]) -> Beam:
         """The beam of these ids with log-probabilities given the typed text."""

@@ -427,14 +427,20 @@ class Reference:
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
     def is_finished(self, options: RunOptions, display: Display) -> bool:
-        """True if these weights were fitted, and no other option changes. If they have moved, the run follows."""
+        """True if this base was fitted, and no other option changes. If it has moved, the run follows."""
         fitted, changed = self.fitted, {*options.override}
-        if changed - {"base"} or fitted.get("sha256") != self.identity["sha256"]:
+        if changed - {"base"} or not fitted or not self._has_fitted(fitted):
             return False
         if (changed or fitted.get("files") != self.identity["files"]) and not options.dry_run:
             self.save()
         display.line(f"{self.folder}: finished; it completes lines with the model in {self.place}")
         return True
+
+    def _has_fitted(self, fitted: Mapping[str, Any]) -> bool:
+        """True if the base has the weights and settings of this record, and the tokenizer of the index's ids."""
+        settings = adapter_base_of(self.base.architecture.outline(), described_family(self.base)).settings
+        same = fitted.get("sha256") == self.identity["sha256"] and fitted.get("config") == settings
+        return same and Tokenizer.load(self.folder).json() == self.base.require_tokenizer().json()
 
     def save(self) -> None:
         """Write the reference and the run's config."""

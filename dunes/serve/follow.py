@@ -17,7 +17,7 @@ from dunes.completion.completer import training_sources
 from dunes.completion.index import MOST, named_texts
 from dunes.data.document import header_name, plain_document
 from dunes.data.files import SourceFile, Walk
-from dunes.serve.served import ServedModel, file_time, model_stamp
+from dunes.serve.served import ServedModel, file_time
 from dunes.serve.worker import Worker
 
 PERIOD = 1.0
@@ -91,9 +91,9 @@ class Follower(threading.Thread):
         self._take_in([path for path in self._files if path not in self._stamps])
 
     def _load_again(self) -> None:
-        """Load the model again if its folder has changed; report a failure once, and try again later."""
+        """Load the model again if it is outdated; report a failure once, and try again later."""
         self._seconds_left -= PERIOD
-        if model_stamp(self.model.folder) == self.model.current.stamp or self._seconds_left > 0:
+        if not self.model.is_outdated or self._seconds_left > 0:
             return
         self._seconds_left, self._wait = self._wait, min(2 * self._wait, PATIENCE)
         try:

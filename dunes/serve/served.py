@@ -6,6 +6,7 @@ If a request names no path, its file is recognised by its lines.
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,6 +23,10 @@ from torch import nn
 from dunes import measure
 from dunes.augment import lora
 from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.base import file_stamps
+from dunes.checkpoint.formats.adapter import is_reference
+from dunes.checkpoint.loading import base_folder
+from dunes.checkpoint.model_folder import read_card
 from dunes.completion import Suggestion
 from dunes.completion.completer import (
     CopyCompleter,
@@ -65,6 +70,7 @@ class LoadedFolder:
 
     def __init__(self, folder: Path, name: str, adapters: Sequence[Path], say: Callable[[str], object]) -> None:
         self.stamp, self.chats = model_stamp(folder), dict[str, ChatModel]()
+        self.base_stamp = base_stamp(folder)
         self.batch: Batch | None = None
         chat, notes = None, list[str]()
         load = partial(load_chat_engine, str(folder), adapters, measure.device())
@@ -180,6 +186,14 @@ class ServedModel:
         if was_copying and not new.copies:
             self._say(f"{self.name}: its model completes lines from now on")
         gc.collect()  # engines are cycles, and the old one has a model
+
+    @property
+    def is_outdated(self) -> bool:
+        """True if the folder has changed since it was loaded, or a base that could not be loaded."""
+        current = self.current
+        is_missing = isinstance(current.completer, CopyCompleter)
+        has_base_changed = is_missing and base_stamp(self.folder) != current.base_stamp
+        return has_base_changed or model_stamp(self.folder) != current.stamp
 
     def take_in(self, worker: Worker, texts: Mapping[str, str | None]) -> None:
         """From now on, complete lines with these texts of files, by name; None for a deleted file. Thread-safe.
@@ -314,6 +328,14 @@ def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> 
 def model_stamp(folder: Path) -> tuple[int, ...]:
     """A stamp that changes when a model, its gate or its index is written into a folder."""
     return tuple(file_time(folder / name) for name in FILES)
+
+
+def base_stamp(folder: Path) -> Sequence[Sequence[int]]:
+    """Sizes and times of the files of the base that a run only refers to; empty without such a base."""
+    with suppress(ValueError, OSError):
+        if is_reference(read_card(folder)):
+            return [*file_stamps(base_folder(folder)).values()]
+    return []
 
 
 def file_time(path: Path) -> int:
