@@ -25,6 +25,9 @@ LEAD = 1.5
 """Beam search ends once the best beam leads the second one by this many nats."""
 HOPELESS = -2.3
 """If a line's log-probability (nats) is below this, decoding stops and a copied line replaces it."""
+NEGLIGIBLE = -4.6
+"""If the log-probability (nats) of a copied line falls below this, its other ids are not evaluated: the model would
+read some tokens only for the value of a probability below 1 %."""
 LIKELY = -1.9
 """If a beam's first word has at least this log-probability (nats), a copy with another first word is rejected."""
 
@@ -135,8 +138,7 @@ class LineSearch:
     def _decode(self, beam: Beam) -> Beam:
         """The beam continued by greedy decoding until it ends, or until it has a complete word and is hopeless."""
         while len(beam.ids) < self.limit and not self.ends(beam):
-            text = self._data(beam).decode(errors="ignore")
-            if first_word(text) != text and self._is_hopeless([beam]):
+            if self._is_settled(beam):
                 break
             room = self.limit - len(beam.ids) - 1
             best = self.mixture.after_one([*self.prompt, *beam.ids], room).max(-1)
@@ -153,17 +155,24 @@ class LineSearch:
         ids = self.mixture.copies.propose(self.prompt, self.limit)
         if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
             return beam
-        copy = self.score(ids)
+        copy = self.score(ids, bounded=True)
         words = [first_word(self._data(candidate).decode(errors="ignore")) for candidate in (beam, copy)]
         is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
         return beam if is_likely else copy
 
-    def score(self, ids: Sequence[int]) -> Beam:
-        """The beam of these ids with log-probabilities given the typed text."""
-        beam = Beam()
+    def score(self, ids: Sequence[int], bounded: bool = False) -> Beam:
+        """The beam of these ids with log-probabilities given the typed text.
+
+        If `bounded`, ids after a complete word of a hopeless beam, and after a NEGLIGIBLE one, have 0, so that
+        totals are upper bounds.
+        """
+        beam, is_exact = Beam(), True
         for id in ids:
-            room = self.limit - len(beam.ids)
-            beam = beam.extend(id, float(self.mixture.after_one([*self.prompt, *beam.ids], room)[id]))
+            room, logprob = self.limit - len(beam.ids), 0.0
+            is_exact = is_exact and not (bounded and (self._is_settled(beam) or self._is_below(NEGLIGIBLE, beam)))
+            if is_exact:
+                logprob = float(self.mixture.after_one([*self.prompt, *beam.ids], room)[id])
+            beam = beam.extend(id, logprob)
         return self._condition(beam)
 
     def _condition(self, beam: Beam) -> Beam:
@@ -187,9 +196,17 @@ class LineSearch:
 
     def _is_hopeless(self, beams: Sequence[Beam]) -> bool:
         """True if the first beam, given the typed text, is below HOPELESS; False if a beam has not covered it."""
-        if any(map(self._uncovered, beams)):
-            return False
-        return beams[0].total < HOPELESS and beams[0].total - self.mixture.typed_logprob(self.prompt) < HOPELESS
+        return not any(map(self._uncovered, beams)) and self._is_below(HOPELESS, beams[0])
+
+    def _is_below(self, least: float, beam: Beam) -> bool:
+        """True if a beam has covered the typed text and, given it, a lower log-probability than `least`."""
+        is_low = beam.total < least and not self._uncovered(beam)
+        return is_low and beam.total - self.mixture.typed_logprob(self.prompt) < least
+
+    def _is_settled(self, beam: Beam) -> bool:
+        """True if a beam has a complete word and is hopeless."""
+        text = self._data(beam).decode(errors="ignore")
+        return first_word(text) != text and self._is_hopeless([beam])
 
     def _uncovered(self, beam: Beam) -> bytes:
         """Typed bytes that a beam has not covered yet."""
