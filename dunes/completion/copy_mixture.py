@@ -23,7 +23,7 @@ PROPOSED = 16
 """Maximum number of ids of a copy that are evaluated in one forward."""
 ROOM = 128
 """Cache capacities are multiples of this, since enlarging a cache copies all its keys and values."""
-PIECE = 128
+PIECE = 256
 """Minimum tokens of a prompt that are evaluated without a pause. With 135M parameters, pieces of 32 tokens took
 1.5 times (float32) to 2.5 times (bfloat16) as long per token."""
 FEW = 32

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -136,9 +137,13 @@ class LineSearch:
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
 
     def _decode(self, beam: Beam) -> Beam:
-        """The beam continued by greedy decoding until it ends, or until it has a complete word and is hopeless."""
+        """The beam continued by greedy decoding until it ends, or until it is hopeless and has a complete word.
+
+        If it is the only beam, a copied line replaces it once it is hopeless, so it needs no complete word.
+        """
         while len(beam.ids) < self.limit and not self.ends(beam):
-            if self._is_settled(beam):
+            is_replaced = self.options.width == 1 and self._is_hopeless([beam]) and self._copied
+            if is_replaced or self._is_settled(beam):
                 break
             room = self.limit - len(beam.ids) - 1
             best = self.mixture.after_one([*self.prompt, *beam.ids], room).max(-1)
@@ -150,15 +155,19 @@ class LineSearch:
     def _or_copy(self, beam: Beam) -> Beam:
         """The beam, or the line after the text's longest match if the beam is below HOPELESS. A beam whose likely
         first word differs from the copy's stays."""
-        if self.mixture.gate is None or (beam.ids and (beam.total >= HOPELESS or self._uncovered(beam))):
+        if (beam.ids and (beam.total >= HOPELESS or self._uncovered(beam))) or not self._copied:
             return beam
-        ids = self.mixture.copies.propose(self.prompt, self.limit)
-        if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
-            return beam
-        copy = self.score(ids, bounded=True)
+        copy = self.score(self._copied, bounded=True)
         words = [first_word(self._data(candidate).decode(errors="ignore")) for candidate in (beam, copy)]
         is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
         return beam if is_likely else copy
+
+    @cached_property
+    def _copied(self) -> Sequence[int]:
+        """The ids of the line after the text's longest match; empty without a gate, and if they do not end it."""
+        ids = self.mixture.copies.propose(self.prompt, self.limit) if self.mixture.gate else ()
+        fits = bool(ids) and len(ids) <= self.limit and max(ids) < len(self.pieces)
+        return ids if fits and self.ends(Beam(tuple(ids))) else ()
 
     def score(self, ids: Sequence[int], bounded: bool = False) -> Beam:
         """The beam of these ids with log-probabilities given the typed text.

@@ -276,7 +276,7 @@ class PieceReader:
     """Prefills texts in pieces of at least `least` tokens that take about `seconds` each."""
 
     def __init__(self, seconds: float = 0.03, least: int = LEAST) -> None:
-        self.seconds, self.least, self._size = seconds, least, float(FIRST)
+        self.seconds, self.least, self._size = seconds, least, float(max(FIRST, least))
 
     def read(self, cache: PrefixCache, row: int, text: Sequence[int]) -> Iterator[None]:
         """Prefill all but the last piece of a text into a row, and yield before each piece.
