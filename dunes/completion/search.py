@@ -27,8 +27,7 @@ LEAD = 1.5
 HOPELESS = -2.3
 """If a line's log-probability (nats) is below this, decoding stops and a copied line replaces it."""
 NEGLIGIBLE = -4.6
-"""If the log-probability (nats) of a copied line falls below this, its other ids are not evaluated: the model would
-read some tokens only for the value of a probability below 1 %."""
+"""Once the log-probability (nats) of a copied line is below this, its other ids are not evaluated."""
 LIKELY = -1.9
 """If a beam's first word has at least this log-probability (nats), a copy with another first word is rejected."""
 
@@ -138,12 +137,11 @@ class LineSearch:
 
     def _decode(self, beam: Beam) -> Beam:
         """The beam continued by greedy decoding until it ends, or until it is hopeless and has a complete word.
-
-        If it is the only beam, a copied line replaces it once it is hopeless, so it needs no complete word.
-        """
+        An only beam needs no word if there is a copied line, which replaces it."""
         while len(beam.ids) < self.limit and not self.ends(beam):
-            is_replaced = self.options.width == 1 and self._is_hopeless([beam]) and self._copied
-            if is_replaced or self._is_settled(beam):
+            text = self._data(beam).decode(errors="ignore")
+            has_word, is_alone = first_word(text) != text, self.options.width == 1
+            if self._is_hopeless([beam]) and (has_word or (is_alone and self._copied)):
                 break
             room = self.limit - len(beam.ids) - 1
             best = self.mixture.after_one([*self.prompt, *beam.ids], room).max(-1)
@@ -170,16 +168,13 @@ class LineSearch:
         return ids if fits and self.ends(Beam(tuple(ids))) else ()
 
     def score(self, ids: Sequence[int], bounded: bool = False) -> Beam:
-        """The beam of these ids with log-probabilities given the typed text.
-
-        If `bounded`, ids after a complete word of a hopeless beam, and after a NEGLIGIBLE one, have 0, so that
-        totals are upper bounds.
-        """
-        beam, is_exact = Beam(), True
+        """The beam of these ids with log-probabilities given the typed text; if `bounded`, 0 after a NEGLIGIBLE
+        beginning, so that sums are upper bounds."""
+        beam, is_enough = Beam(), False
         for id in ids:
             room, logprob = self.limit - len(beam.ids), 0.0
-            is_exact = is_exact and not (bounded and (self._is_settled(beam) or self._is_below(NEGLIGIBLE, beam)))
-            if is_exact:
+            is_enough = is_enough or (bounded and self._is_hopeless([beam], NEGLIGIBLE))
+            if not is_enough:
                 logprob = float(self.mixture.after_one([*self.prompt, *beam.ids], room)[id])
             beam = beam.extend(id, logprob)
         return self._condition(beam)
@@ -203,19 +198,11 @@ class LineSearch:
         lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
         return not any(map(self._uncovered, beams)) and (lead >= LEAD or self._is_hopeless(beams))
 
-    def _is_hopeless(self, beams: Sequence[Beam]) -> bool:
-        """True if the first beam, given the typed text, is below HOPELESS; False if a beam has not covered it."""
-        return not any(map(self._uncovered, beams)) and self._is_below(HOPELESS, beams[0])
-
-    def _is_below(self, least: float, beam: Beam) -> bool:
-        """True if a beam has covered the typed text and, given it, a lower log-probability than `least`."""
-        is_low = beam.total < least and not self._uncovered(beam)
-        return is_low and beam.total - self.mixture.typed_logprob(self.prompt) < least
-
-    def _is_settled(self, beam: Beam) -> bool:
-        """True if a beam has a complete word and is hopeless."""
-        text = self._data(beam).decode(errors="ignore")
-        return first_word(text) != text and self._is_hopeless([beam])
+    def _is_hopeless(self, beams: Sequence[Beam], least: float = HOPELESS) -> bool:
+        """True if the first beam, given the typed text, is below `least`; False if a beam has not covered it."""
+        if any(map(self._uncovered, beams)):
+            return False
+        return beams[0].total < least and beams[0].total - self.mixture.typed_logprob(self.prompt) < least
 
     def _uncovered(self, beam: Beam) -> bytes:
         """Typed bytes that a beam has not covered yet."""
