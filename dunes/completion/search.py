@@ -137,11 +137,10 @@ class LineSearch:
 
     def _decode(self, beam: Beam) -> Beam:
         """The beam continued by greedy decoding until it ends, or until it is hopeless and has a complete word.
-        An only beam needs no word if there is a copied line, which replaces it."""
+        It needs no word if a copied line will replace it."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
-            has_word, is_alone = first_word(text) != text, self.options.width == 1
-            if self._is_hopeless([beam]) and (has_word or (is_alone and self._copied)):
+            if self._is_hopeless([beam]) and (first_word(text) != text or self._will_be_copied(beam, text)):
                 break
             room = self.limit - len(beam.ids) - 1
             best = self.mixture.after_one([*self.prompt, *beam.ids], room).max(-1)
@@ -159,6 +158,11 @@ class LineSearch:
         words = [first_word(self._data(candidate).decode(errors="ignore")) for candidate in (beam, copy)]
         is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
         return beam if is_likely else copy
+
+    def _will_be_copied(self, beam: Beam, text: str) -> bool:
+        """True if the only beam, with the first part of a word, will be replaced however its word goes on."""
+        is_alone = self.options.width == 1 and bool(self._copied)
+        return is_alone and self.logprob(self._condition(beam), text) < LIKELY
 
     @cached_property
     def _copied(self) -> Sequence[int]:
@@ -198,8 +202,10 @@ class LineSearch:
         lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
         return not any(map(self._uncovered, beams)) and (lead >= LEAD or self._is_hopeless(beams))
 
-    def _is_hopeless(self, beams: Sequence[Beam], least: float = HOPELESS) -> bool:
-        """True if the first beam, given the typed text, is below `least`; False if a beam has not covered it."""
+    def _is_hopeless(self, beams: Sequence[Beam], least: float = math.inf) -> bool:
+        """True if the first beam, given the typed text, is below `least` and HOPELESS; False if a beam has not
+        covered it."""
+        least = min(least, HOPELESS)
         if any(map(self._uncovered, beams)):
             return False
         return beams[0].total < least and beams[0].total - self.mixture.typed_logprob(self.prompt) < least

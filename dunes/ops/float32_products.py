@@ -4,8 +4,8 @@ Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with A
 weights, one thread: 84 and 154 GFLOP/s). Converting a matrix to float32 takes less time than this saves. Results
 are rounded to bfloat16 only once, and are at least as exact.
 
-With AMX, oneDNN reorders the second matrix of a product. For few tokens x and weights w, `(w xT)T` has the same bits
-as `x wT`, and the weights are not reordered (135M, 5 tokens, one thread: a forward takes 58 instead of 66 ms).
+With AMX, oneDNN reorders the second matrix of a product. For few tokens x and weights w, `(w xT)T` has the same
+bits as `x wT`, and no weights are reordered (135M, 5 tokens, one thread: a forward takes 58 instead of 66 ms).
 
 The Gram matrix of inputs is the sum of x xT in float32. Only its upper triangle is computed, in panels of rows.
 For bfloat16 inputs, products in bfloat16 give the same matrix up to 1e-6, because products of two bfloat16 numbers
@@ -48,7 +48,7 @@ def multiplies_in_float32(weight: Tensor, tokens: int) -> bool:
 
 @contextmanager
 def weights_first(model: nn.Module, tokens: int) -> Iterator[None]:
-    """Multiplies the weights of linear layers with the inputs, if that is faster for a forward of `tokens` tokens."""
+    """Multiplies weights of linear layers with inputs if that is faster for a forward of `tokens` tokens."""
     weight = next(model.parameters())
     applies = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and 1 < tokens <= MOST_ROWS
     applies = applies and not float32_is_faster() and not torch.is_grad_enabled()
@@ -62,9 +62,10 @@ def weights_first(model: nn.Module, tokens: int) -> Iterator[None]:
             vars(linear).pop("forward", None)
 
 
-def _multiply_first(linear: nn.Linear, x: Tensor) -> Tensor:
+def _multiply_first(linear: Any, x: Tensor) -> Tensor:
     rows = x.reshape(-1, linear.in_features)
-    return torch.mm(linear.weight, rows.t()).t().contiguous().view(*x.shape[:-1], -1)
+    y: Tensor = torch.mm(linear.weight, rows.t()).t().contiguous()
+    return y.view(*x.shape[:-1], -1)
 
 
 _recorded: list[bool] = []
