@@ -19,11 +19,11 @@ from dunes.generate.copying import Copies, Gate, Sources
 from dunes.generate.prefix_cache import PADDED, PieceReader, PrefixCache, common_length
 from dunes.generate.step import CompiledStep
 
-PROPOSED = 16
-"""Maximum number of ids of a copy that are evaluated in one forward."""
+PROPOSED = 15
+"""Maximum number of ids of a copy that are evaluated in one forward, with one more before them."""
 ROOM = 128
 """Cache capacities are multiples of this, since enlarging a cache copies all its keys and values."""
-PIECE = 128
+PIECE = 256
 """Minimum tokens of a prompt that are evaluated without a pause. With 135M parameters, pieces of 32 tokens took
 1.5 times (float32) to 2.5 times (bfloat16) as long per token."""
 FEW = 32

@@ -210,8 +210,9 @@ class CompletionEngine:
         shown = self.complete(before, after, name, options).text
         search, found = self._find(before, after, name, options)
         (rest, beam), mixture, tokens = found[0], search.mixture, list[dict[str, Any]]()
-        if shown != rest:  # it got names of this place
-            rest, beam = shown, search.score(self._vocabulary.encode(mixture.copies.typed + shown.encode()))
+        is_same = shown == rest  # or it got names of this place
+        typed_and_shown = mixture.copies.typed + shown.encode()
+        rest, beam = shown, search.score(beam.ids if is_same else self._vocabulary.encode(typed_and_shown))
         decode = partial(bytes.decode, errors="replace")
         typed, mixed_sum, alone_sum = len(mixture.copies.typed), 0.0, 0.0
         for place, (id, logprob) in enumerate(zip(beam.ids, beam.logprobs, strict=True) if rest else ()):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ LEAD = 1.5
 """Beam search ends once the best beam leads the second one by this many nats."""
 HOPELESS = -2.3
 """If a line's log-probability (nats) is below this, decoding stops and a copied line replaces it."""
+NEGLIGIBLE = -4.6
+"""Once the log-probability (nats) of a copied line is below this, its other ids are not evaluated."""
 LIKELY = -1.9
 """If a beam's first word has at least this log-probability (nats), a copy with another first word is rejected."""
 
@@ -123,10 +126,11 @@ class LineSearch:
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
 
     def _decode(self, beam: Beam) -> Beam:
-        """The beam continued by greedy decoding until it ends, or until it has a complete word and is hopeless."""
+        """The beam continued by greedy decoding until it ends, or until it is hopeless and has a complete word.
+        It needs no word if a copied line will replace it."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
-            if first_word(text) != text and self._is_hopeless([beam]):
+            if self._is_hopeless([beam]) and (first_word(text) != text or self._will_be_copied(beam, text)):
                 break
             room = self.limit - len(beam.ids) - 1
             best = self.mixture.after_one([*self.prompt, *beam.ids], room).max(-1)
@@ -138,22 +142,35 @@ class LineSearch:
     def _or_copy(self, beam: Beam) -> Beam:
         """The beam, or the line after the text's longest match if the beam is below HOPELESS. A beam whose likely
         first word differs from the copy's stays."""
-        if self.mixture.gate is None or (beam.ids and (beam.total >= HOPELESS or self._uncovered(beam))):
+        if (beam.ids and (beam.total >= HOPELESS or self._uncovered(beam))) or not self._copied:
             return beam
-        ids = self.mixture.copies.propose(self.prompt, self.limit)
-        if not ids or len(ids) > self.limit or max(ids) >= len(self.pieces) or not self.ends(Beam(tuple(ids))):
-            return beam
-        copy = self.score(ids)
+        copy = self.score(self._copied, bounded=True)
         words = [first_word(self._data(candidate).decode(errors="ignore")) for candidate in (beam, copy)]
         is_likely = beam.ids and words[0] != words[1] and self.logprob(beam, words[0]) >= LIKELY
         return beam if is_likely else copy._replace(is_copied=True)
 
-    def score(self, ids: Sequence[int]) -> Beam:
-        """The beam of these ids with log-probabilities given the typed text."""
-        beam = Beam()
+    def _will_be_copied(self, beam: Beam, text: str) -> bool:
+        """True if the only beam, with the first part of a word, will be replaced however its word goes on."""
+        is_alone = self.options.width == 1 and bool(self._copied)
+        return is_alone and self.logprob(self._condition(beam), text) < LIKELY
+
+    @cached_property
+    def _copied(self) -> Sequence[int]:
+        """The ids of the line after the text's longest match; empty without a gate, and if they do not end it."""
+        ids = self.mixture.copies.propose(self.prompt, self.limit) if self.mixture.gate else ()
+        fits = bool(ids) and len(ids) <= self.limit and max(ids) < len(self.pieces)
+        return ids if fits and self.ends(Beam(tuple(ids))) else ()
+
+    def score(self, ids: Sequence[int], bounded: bool = False) -> Beam:
+        """The beam of these ids with log-probabilities given the typed text; if `bounded`, 0 after a NEGLIGIBLE
+        beginning, so that sums are upper bounds."""
+        beam, is_enough = Beam(), False
         for id in ids:
-            room = self.limit - len(beam.ids)
-            beam = beam.extend(id, float(self.mixture.after_one([*self.prompt, *beam.ids], room)[id]))
+            room, logprob = self.limit - len(beam.ids), 0.0
+            is_enough = is_enough or (bounded and self._is_hopeless([beam], NEGLIGIBLE))
+            if not is_enough:
+                logprob = float(self.mixture.after_one([*self.prompt, *beam.ids], room)[id])
+            beam = beam.extend(id, logprob)
         return self._condition(beam)
 
     def _condition(self, beam: Beam) -> Beam:
@@ -175,11 +192,13 @@ class LineSearch:
         lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
         return not any(map(self._uncovered, beams)) and (lead >= LEAD or self._is_hopeless(beams))
 
-    def _is_hopeless(self, beams: Sequence[Beam]) -> bool:
-        """True if the first beam, given the typed text, is below HOPELESS; False if a beam has not covered it."""
+    def _is_hopeless(self, beams: Sequence[Beam], least: float = math.inf) -> bool:
+        """True if the first beam, given the typed text, is below `least` and HOPELESS; False if a beam has not
+        covered it."""
+        least = min(least, HOPELESS)
         if any(map(self._uncovered, beams)):
             return False
-        return beams[0].total < HOPELESS and beams[0].total - self.mixture.typed_logprob(self.prompt) < HOPELESS
+        return beams[0].total < least and beams[0].total - self.mixture.typed_logprob(self.prompt) < least
 
     def _uncovered(self, beam: Beam) -> bytes:
         """Typed bytes that a beam has not covered yet."""

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from dunes import tree
 from dunes.cores import share_cores
 from dunes.generate.step import CompiledStep, Scores, model_state
-from dunes.ops.float32_products import float32_products, multiplies_in_float32
+from dunes.ops.float32_products import float32_products, multiplies_in_float32, weights_first
 from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 
 CHUNK = 2048
@@ -236,7 +236,7 @@ class PrefixCache:
         padded = any(len(row) < width for row in pending)
         piece = width if cache is None else cache.largest_piece or CHUNK
         cuts = [*range(0, width - last + 1, piece), width]
-        with float32_products(weight, ids.numel()):
+        with float32_products(weight, ids.numel()), weights_first(self.model, ids.numel()):
             for a, b in itertools.pairwise(cuts):
                 part, n = real[:, a:b], last if b == width else 0
                 positions = part.long().cumsum(1) - 1 if cache is None else cache.start(part if padded else b - a)
@@ -276,7 +276,7 @@ class PieceReader:
     """Prefills texts in pieces of at least `least` tokens that take about `seconds` each."""
 
     def __init__(self, seconds: float = 0.03, least: int = LEAST) -> None:
-        self.seconds, self.least, self._size = seconds, least, float(FIRST)
+        self.seconds, self.least, self._size = seconds, least, float(max(FIRST, least))
 
     def read(self, cache: PrefixCache, row: int, text: Sequence[int]) -> Iterator[None]:
         """Prefill all but the last piece of a text into a row, and yield before each piece.
