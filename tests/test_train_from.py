@@ -314,3 +314,18 @@ def test_a_base_that_changed_is_not_gone_on_with(kinds, option, converted, code,
         checkpoint.save(loaded.model, base, loaded.tokenizer, 64, architecture=loaded.architecture)
     for override in ((), ("corpus", "base")):
         refuses("the model", train, TrainConfig(), run, display()[0], resume=True, override=override)
+
+
+@pytest.mark.parametrize(("factor", "trainable"), [(1.0, ()), (1e4, ()), (1e4, ("all",))])
+def test_a_base_that_knows_less_than_chance_is_left_unless_it_is_asked_for(
+    factor, trainable, converted, code, tmp_path
+):
+    base = checkpoint.load_with_tokenizer(converted)
+    base.model.head.weight.data *= factor
+    checkpoint.save(base.model, tmp_path / "base", base.tokenizer, base.context_length)
+    shown, output = display()
+    config = going_on(tmp_path / "base", code, steps=2, trainable=trainable)
+    assert train(config, tmp_path / "run", shown) == 0
+    chosen = json.loads((tmp_path / "run/state/plan.json").read_text())["base"]
+    assert bool(chosen) == (factor == 1.0 or bool(trainable))
+    assert ("bits/byte on this text" in output.getvalue()) == (not chosen)

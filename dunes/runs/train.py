@@ -7,9 +7,11 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -79,6 +81,9 @@ TYPICAL_RATE = 10_000
 LR = 0.006
 """Default peak learning rate of Muon with --from: a third of the rate for a new model (docs/log/training.md,
 "Training on")."""
+SCORED, SCORED_BLOCKS, CHANCE = 4_000, 64, 8.5
+"""Characters, and blocks of text at most, on which a base is scored before a run, and the bits per byte from which
+on the run begins without it; random bytes have 8, a random model some hundredths more (docs/log/completion.md, "A base of thirty minutes")."""
 ADAMW_FROM = 30_000_000
 """Number of trained parameters from which on AdamW is the default with --from: better with published weights of
 135M, worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
@@ -107,7 +112,12 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
                     return 0
             corpus = gather(ready)
             if not run_options.resume:  # resumed runs have chosen; older ones have None
-                ready, reasons = choose_trainable(ready, corpus, base)
+                asked = ready
+                ready, reasons = choose_trainable(asked, corpus, base)
+                if base and ready.trains and not asked.trainable and (said := tells_nothing(base, corpus)):
+                    display.line(f"{asked.base}: {said}")
+                    base = None
+                    ready, reasons = choose_trainable(replace(asked, base=""), corpus, None)
             corpus = with_test_files(ready, corpus)
         for line in (corpus.report(), *corpus.notes, *reasons):
             display.detail(line)
@@ -250,6 +260,18 @@ def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
             raise
         return False
     return True
+
+
+def tells_nothing(base: LoadedModel, corpus: Corpus) -> str:
+    """A sentence on a base that predicts the text no better than chance, so that a new model learns more; else ""."""
+    text = "".join(islice(chain.from_iterable(d.text() for d in corpus.valid or corpus.train), SCORED_BLOCKS))
+    ids = np.array(base.require_tokenizer().encode(text[:SCORED]), np.int64)
+    if len(ids) < 2 or (bits := evaluate(base, ids).bits_per_byte) < CHANCE:
+        return ""
+    return (
+        f"{bits:.1f} bits/byte on this text before training, and random bytes have 8: a new model is "
+        "trained instead (--trainable all trains this one)"
+    )
 
 
 def choose_trainable(
