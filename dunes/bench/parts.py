@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, median, stdev
 from time import process_time
+from typing import Any
 
 import torch
 
@@ -69,7 +70,11 @@ class Plan:
         if len(self.variants) < 2:
             raise ValueError("nothing to compare; name variants, for example --vary mlp=gated,gelu norm=layer")
         for variant in self.variants[1:]:
-            fixed = {"size": self.size or "2x64", "tokenizer": self.tokenizer, "context_length": 256}
+            fixed: dict[str, Any] = {
+                "size": self.size or "2x64",
+                "tokenizer": self.tokenizer,
+                "context_length": 256,
+            }
             config = TrainConfig(sources=("-",), parts=_parts(variant), **fixed)
             architecture_for(config, vocabulary(config))
 
