@@ -320,7 +320,7 @@ REFUSED = {
     "form quantized": {"model": "moe", "method": "qlora"},
     "experts of DoRA": {"model": "mixtral", "method": "dora"},
     "adapted": {"model": "adapted"},
-    "an adapter": {"model": "adapter"},
+    "an adapter": {"model": "adapter", "method": "full"},
     "no answers": {"data": "questions.json"},
     "no targets for validation": {"data": "one.json", "val_fraction": 0.2},
     "no targets in the validation file": {"val_data": "questions.json"},

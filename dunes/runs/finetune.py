@@ -140,9 +140,7 @@ def load_base(config: FinetuneConfig) -> LoadedModel:
         with torch.device("meta"):
             model = base.architecture.build()
             apply_method(model, resolve_targets(config, base), fill=False)
-            peft_factors(
-                model, family=described_family(base)
-            )  # raises for an adapter that PEFT's format cannot express
+            peft_factors(model, family=described_family(base))  # raises for what PEFT's format cannot express
     return base
 
 

@@ -412,7 +412,7 @@ def loss_pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """
     parts: Any = result if isinstance(result, (tuple, list)) and len(result) in (2, 3) else (result, None)
     loss, count, *metrics = parts
-    if isinstance(count, Real) and not isinstance(count, bool):
+    if not isinstance(count, bool) and isinstance(count, Real):
         count = torch.tensor(float(count), dtype=torch.float64)
     values = isinstance(loss, Tensor) and isinstance(count, Tensor) and loss.numel() == count.numel() == 1
     if not values or not loss.is_floating_point() or count.dtype == torch.bool or "loss" in dict(*metrics):
