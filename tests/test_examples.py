@@ -261,7 +261,8 @@ def test_variables_of_a_record_reach_a_template_that_reads_them(bpe, tmp_path):
     refuses("reads no 'messages'", list, tokenize_records([hidden], own, bpe))
 
 
-BAD = {
+DONE = {"role": "assistant", "content": "c"}
+BAD = {  # each with one defect
     "nothing": b"",
     "no end": lines(FORMS["text"]) + '\n{"text": "' + "a" * MAX_ROW_BYTES,
     "an empty list": b"[]",
@@ -277,17 +278,17 @@ BAD = {
     "no list": lines({"messages": "Hi"}),
     "no message": lines({"messages": []}),
     "no message object": lines(said("Hi")),
-    "an unknown role": lines(said({"role": "poet", "content": "x"})),
+    "an unknown role": lines(said({"role": "poet", "content": "x"}, DONE)),
     "a call": lines(said({"role": "assistant", "tool_calls": [{}]})),
     "tools": lines(FORMS["messages"] | {"tools": [{}]}),
-    "a picture": lines(said({"role": "user", "content": [{"type": "image_url"}]})),
+    "a picture": lines(said({"role": "user", "content": [{"type": "image_url"}]}, DONE)),
     "pictures": lines(FORMS["alpaca"] | {"images": ["a.png"]}),
     "a refusal": lines(said({"role": "assistant", "content": "", "refusal": "No"})),
     "part of a turn": lines(said({"role": "assistant", "content": "ab", "train_detail": [{"end_offset": 1}]})),
     "a mask": lines(said({"role": "assistant", "content": "ab", "mask": 1})),
     "another train": lines(said({"role": "assistant", "content": "a", "train": "no"})),
     "contradiction": lines(said({"role": "assistant", "content": "a", "train": False, "weight": 1})),
-    "a trained prompt": lines(said({"role": "user", "content": "a", "train": True})),
+    "a trained prompt": lines(said({"role": "user", "content": "a", "train": True}, DONE)),
     "two systems": lines(FORMS["messages"] | {"system": "a", "system_prompt": "b"}),
     "another system": lines(said({"role": "system", "content": "b"}, {"role": "assistant", "content": "c"}) | {"system": "a"}),
     "system of no text": lines(FORMS["alpaca"] | {"system": 3}),
@@ -300,9 +301,9 @@ BAD = {
     "a masked assistant": lines(FORMS["sharegpt"] | {"mask": "Assistant"}),
     "a preference": lines({"conversations": [*FORMS["sharegpt"]["conversations"], {"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"}}),
     "a suffix": lines(FORMS["completion"] | {"suffix": "c"}),
-    "a weight": lines(said({"role": "user", "content": "a", "weight": 0.5})),
+    "a weight": lines(said({"role": "user", "content": "a", "weight": 0.5}, DONE)),
     "no answer": lines(said({"role": "user", "content": "a"})),
-    "sharegpt's": lines({"conversations": [{"from": "human", "text": "a"}]}),
+    "sharegpt's": lines({"conversations": [{"from": "human", "text": "a"}, {"from": "gpt", "value": "b"}]}),
 }  # fmt: skip
 
 

@@ -257,30 +257,33 @@ def piece(text, kind=1, score=b"\0\0\0\0"):
     return field(1, field(1, text) + varint(2 << 3 | 5) + score + field(3, kind))
 
 
-UNK, A = piece(b"<unk>", 2), piece(b"a")
-
-
-SENTENCEPIECE = [
+UNK, A, MERGES = piece(b"<unk>", 2), piece(b"a"), field(2, field(3, 2))
+GOOD = A + UNK + MERGES
+SENTENCEPIECE = [  # each with one defect
     b"",
     b"\xff" * 20,
     b"\x0a\xff\xff\xff\xff\x7f",
-    field(1, 7),
-    field(1, field(1, b"a") + field(3, b"x")),
-    piece(b"a" * 513),
-    piece(b"\xff"),
-    A,
-    A + UNK + piece(b"b", 2),
-    A + UNK + piece(b"b", 1, b"\0\0\xc0\x7f"),
-    A + UNK + piece(b"b", 9),
-    A + UNK + piece(b"b", 5),
+    GOOD + field(1, 7),
+    GOOD + field(1, field(1, b"b") + field(3, b"x")),
+    GOOD + piece(b"\xff"),
+    GOOD + A,
+    A + MERGES,
+    GOOD + piece(b"b", 2),
+    GOOD + piece(b"b", 1, b"\0\0\xc0\x7f"),
+    GOOD + piece(b"b", 9),
+    GOOD + piece(b"b", 5),
     A + UNK + field(2, field(3, 3)),
-    A + UNK + field(2, field(35, 1)),
-    A + UNK + field(2, field(3, 2)) + field(3, field(5, 0)),
+    A + UNK + field(2, field(3, 2) + field(35, 1)),
+    GOOD + field(3, field(5, 0)),
     A + UNK + field(2, field(3, 2) + field(24, 1)),
     A + UNK,
-    A + UNK + field(2, field(3, 2)) + field(3, field(2, b"\xff" * 9)),
-    A + UNK + piece(b"ab") + piece(b"abb", 1) + field(2, field(3, 2)),
+    GOOD + field(3, field(2, b"\xff" * 9)),
+    GOOD + piece(b"ab") + piece(b"abb", 1),
 ]
+
+
+def test_the_file_without_a_defect_is_read():
+    assert Tokenizer(sentencepiece.convert(GOOD)).vocab == 2
 
 
 def test_a_sentencepiece_model_that_is_cut_or_changed_is_read_or_refused_but_nothing_else():
@@ -300,7 +303,7 @@ CONFIG = {"pattern": ".", "default_vocab_size": 265, "default_num_special_tokens
 TEKKENS = [
     {"config": {}},
     {"vocab": None},
-    {"vocab": [{"rank": 0, "token_bytes": "AQ=="}] * 300},
+    {"vocab": [small_tekken()["vocab"][1], small_tekken()["vocab"][0], *small_tekken()["vocab"][2:]]},
     {"vocab": [{"rank": 0, "token_bytes": "!"}] * 300},
     {"config": CONFIG | {"pattern": "("}},
     {"config": CONFIG | {"default_vocab_size": 9999}},
@@ -500,7 +503,7 @@ def test_llama_3_files_give_the_ids_of_its_own_code(tmp_path):
 
 BYTES = [bytes([b]) for b in range(256)]
 LLAMA_3 = [
-    b"IQ== 0\nIg== 2\n", b"IQ== 0\n", b"IQ== 0\n!! 1\n", b"IQ== 0\n\nIQ== 1\n",
+    ranked(BYTES).replace(b" 7\n", b" 9\n"), b"IQ== 0\n", b"IQ== 0\n!! 1\n", b"IQ== 0\n\nIQ== 1\n",
     ranked([*BYTES, b"\7"]), ranked([*BYTES, b"<|eot_id|>"]),
 ]  # fmt: skip
 BROKEN = [
