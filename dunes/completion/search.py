@@ -136,7 +136,7 @@ class LineSearch:
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
 
     def _decode(self, beam: Beam) -> Beam:
-        """The beam continued greedily until it ends, or is hopeless with a complete word or with a copy instead."""
+        """The beam continued greedily until it ends, or is hopeless with a complete word or a copy instead."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
             if self._is_hopeless([beam]) and (first_word(text) != text or self._will_be_copied(beam, text)):
