@@ -2,11 +2,8 @@
 
 import math
 import socket
-from collections.abc import Callable
 
 import pytest
-import torch
-from torch import nn
 
 from dunes.checkpoint import LoadedModel
 from dunes.completion import copy_mixture, search
@@ -17,7 +14,6 @@ from dunes.completion.search import CompleteOptions
 from dunes.completion.text import FileTokenizer
 from dunes.generate.copying import Gate
 from dunes.generate.prefix_cache import PieceReader, PrefixCache
-from dunes.ops import float32_products
 from dunes.serve import http
 from dunes.text import Tokenizer
 from small_models import random_model
@@ -92,27 +88,3 @@ def test_the_first_piece_of_a_prompt_has_at_least_the_minimum():
     for _ in PieceReader(seconds=0, least=PIECE).read(cache, 0, [1] * (PIECE + 9)):
         pass
     assert cache.forwards == 1
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 16, 17])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_few_rows_are_multiplied_with_the_weights_first(
-    tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(float32_products, "float32_is_faster", lambda: False)
-    products: list[object] = []
-    multiply: Callable[..., object] = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *args: products.append(args) or multiply(*args))
-    plain, biased = nn.Linear(12, 5, bias=False), nn.Linear(12, 5)
-    model = nn.ModuleDict({"plain": plain, "biased": biased}).to(dtype)
-    for p in model.parameters():
-        nn.init.uniform_(p.requires_grad_(False), -8, 8).round_()  # so that sums are exact in any order
-    x = torch.randint(-4, 5, (1, tokens, 12)).to(dtype)
-    expected = plain(x), biased(x)
-    products.clear()
-    with torch.no_grad(), float32_products.weights_first(model, tokens):
-        got = plain(x), biased(x)
-    assert all(map(torch.equal, got, expected))
-    assert got[0].is_contiguous()
-    assert len(products) == (dtype == torch.bfloat16 and tokens in (2, 16))
-    assert not any("forward" in vars(module) for module in model.modules())

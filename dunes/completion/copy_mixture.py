@@ -19,8 +19,8 @@ from dunes.generate.copying import Copies, Gate, Sources
 from dunes.generate.prefix_cache import PADDED, PieceReader, PrefixCache, common_length
 from dunes.generate.step import CompiledStep
 
-PROPOSED = 15
-"""Maximum number of ids of a copy that are evaluated in one forward, with one more before them."""
+PROPOSED = 16
+"""Maximum number of ids of a copy that are evaluated in one forward."""
 ROOM = 128
 """Cache capacities are multiples of this, since enlarging a cache copies all its keys and values."""
 PIECE = 256

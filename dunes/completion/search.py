@@ -126,8 +126,7 @@ class LineSearch:
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
 
     def _decode(self, beam: Beam) -> Beam:
-        """The beam continued by greedy decoding until it ends, or until it is hopeless and has a complete word.
-        It needs no word if a copied line will replace it."""
+        """The beam continued greedily until it ends, or is hopeless with a complete word or a copy instead."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
             if self._is_hopeless([beam]) and (first_word(text) != text or self._will_be_copied(beam, text)):
@@ -150,9 +149,9 @@ class LineSearch:
         return beam if is_likely else copy._replace(is_copied=True)
 
     def _will_be_copied(self, beam: Beam, text: str) -> bool:
-        """True if the only beam, with the first part of a word, will be replaced however its word goes on."""
-        is_alone = self.options.width == 1 and bool(self._copied)
-        return is_alone and self.logprob(self._condition(beam), text) < LIKELY
+        """True if the only beam, with this part of a word, will be replaced however its word goes on."""
+        may_be = self.options.width == 1 and bool(self._copied)
+        return may_be and self.logprob(self._condition(beam), text) < LIKELY
 
     @cached_property
     def _copied(self) -> Sequence[int]:
@@ -193,8 +192,7 @@ class LineSearch:
         return not any(map(self._uncovered, beams)) and (lead >= LEAD or self._is_hopeless(beams))
 
     def _is_hopeless(self, beams: Sequence[Beam], least: float = math.inf) -> bool:
-        """True if the first beam, given the typed text, is below `least` and HOPELESS; False if a beam has not
-        covered it."""
+        """True if the first beam, given what is typed, is below both; False if a beam has not covered it."""
         least = min(least, HOPELESS)
         if any(map(self._uncovered, beams)):
             return False

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from dunes import tree
 from dunes.cores import share_cores
 from dunes.generate.step import CompiledStep, Scores, model_state
-from dunes.ops.float32_products import float32_products, multiplies_in_float32, weights_first
+from dunes.ops.float32_products import float32_products, multiplies_in_float32
 from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 
 CHUNK = 2048
@@ -236,7 +236,7 @@ class PrefixCache:
         padded = any(len(row) < width for row in pending)
         piece = width if cache is None else cache.largest_piece or CHUNK
         cuts = [*range(0, width - last + 1, piece), width]
-        with float32_products(weight, ids.numel()), weights_first(self.model, ids.numel()):
+        with float32_products(weight, ids.numel()):
             for a, b in itertools.pairwise(cuts):
                 part, n = real[:, a:b], last if b == width else 0
                 positions = part.long().cumsum(1) - 1 if cache is None else cache.start(part if padded else b - a)

@@ -1,11 +1,8 @@
-"""Matrix products and attention of bfloat16 tensors, computed in other ways on CPUs where these are faster.
+"""Matrix products and attention of bfloat16 tensors, computed in float32 on CPUs where this is faster.
 
 Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024
 weights, one thread: 84 and 154 GFLOP/s). Converting a matrix to float32 takes less time than this saves. Results
 are rounded to bfloat16 only once, and are at least as exact.
-
-With AMX, oneDNN reorders the second matrix of a product. For few tokens x and weights w, `(w xT)T` has the same
-bits as `x wT`, and no weights are reordered (135M, 5 tokens, one thread: a forward takes 58 instead of 66 ms).
 
 The Gram matrix of inputs is the sum of x xT in float32. Only its upper triangle is computed, in panels of rows.
 For bfloat16 inputs, products in bfloat16 give the same matrix up to 1e-6, because products of two bfloat16 numbers
@@ -17,12 +14,11 @@ are exact in float32 and AMX accumulates in float32. They are faster (4,096 toke
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dunes import measure
@@ -30,8 +26,6 @@ from dunes.ops.operation import without_autocast
 
 MIN_TOKENS = 128
 """Fewest tokens for float32 products; with 64, the gain equals the cost of conversion (10M, 124M parameters)."""
-MOST_ROWS = 16
-"""Most tokens for products with the weights first; with 32, the gain equals the cost of transposing the result."""
 PANELS, NARROWEST = 8, 256  # of the Gram matrix, and rows of a panel
 
 
@@ -44,28 +38,6 @@ def multiplies_in_float32(weight: Tensor, tokens: int) -> bool:
     """True if float32 products make a forward of `tokens` tokens faster, for weights like `weight`."""
     applies = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and tokens >= MIN_TOKENS
     return applies and float32_is_faster()
-
-
-@contextmanager
-def weights_first(model: nn.Module, tokens: int) -> Iterator[None]:
-    """Multiplies weights of linear layers with inputs if that is faster for a forward of `tokens` tokens."""
-    weight = next(model.parameters())
-    applies = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and 1 < tokens <= MOST_ROWS
-    applies = applies and not float32_is_faster() and not torch.is_grad_enabled()
-    plain = [m for m in model.modules() if applies and type(m) is nn.Linear and m.bias is None]
-    for linear in plain:
-        vars(linear)["forward"] = partial(_multiply_first, linear)
-    try:
-        yield
-    finally:
-        for linear in plain:
-            vars(linear).pop("forward", None)
-
-
-def _multiply_first(linear: Any, x: Tensor) -> Tensor:
-    rows = x.reshape(-1, linear.in_features)
-    y: Tensor = torch.mm(linear.weight, rows.t()).t().contiguous()
-    return y.view(*x.shape[:-1], -1)
 
 
 _recorded: list[bool] = []

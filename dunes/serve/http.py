@@ -86,8 +86,7 @@ def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socke
             missing = error
             continue
         sockets[-1].setblocking(False)
-        # Connections inherit it; asyncio sets it only where sockets name their protocol. With it missing, the body
-        # of a reply waits 40 ms for the client to acknowledge the head.
+        # Connections inherit it. Without it, a reply's body waits 40 ms until the client acknowledges its head.
         sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = sockets[-1].getsockname()[1]
     if len(sockets) == count:
