@@ -35,7 +35,9 @@ def is_caught(number: int, mutation: dict[str, Any]) -> bool:
         source = checkout / "dunes" / mutation["file"]
         text = source.read_text()
         if text.count(mutation["old"]) != 1:
-            raise ValueError(f"{mutation['file']}: {text.count(mutation['old'])} times {mutation['old']!r}; expected 1")
+            raise ValueError(
+                f"{mutation['file']}: {text.count(mutation['old'])} times {mutation['old']!r}; expected 1"
+            )
         source.write_text(text.replace(mutation["old"], mutation["new"]))
         environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
         tests = [f"tests/{name}" for name in mutation["tests"] if (checkout / "tests" / name).exists()]

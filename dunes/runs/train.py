@@ -83,7 +83,7 @@ LR = 0.006
 "Training on")."""
 SCORED, SCORED_BLOCKS, CHANCE = 4_000, 64, 8.5
 """Characters, and blocks of text at most, on which a base is scored before a run, and the bits per byte from which
-on the run begins without it; random bytes have 8, a random model some hundredths more (docs/log/completion.md, "A base of thirty minutes")."""
+on the run begins without it. Random bytes have 8, a random model a little more (docs/log/completion.md)."""
 ADAMW_FROM = 30_000_000
 """Number of trained parameters from which on AdamW is the default with --from: better with published weights of
 135M, worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
@@ -263,7 +263,7 @@ def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
 
 
 def tells_nothing(base: LoadedModel, corpus: Corpus) -> str:
-    """A sentence on a base that predicts the text no better than chance, so that a new model learns more; else ""."""
+    """A sentence for a base that predicts the text no better than chance: a new model learns more. Otherwise ""."""
     text = "".join(islice(chain.from_iterable(d.text() for d in corpus.valid or corpus.train), SCORED_BLOCKS))
     ids = np.array(base.require_tokenizer().encode(text[:SCORED]), np.int64)
     if len(ids) < 2 or (bits := evaluate(base, ids).bits_per_byte) < CHANCE:
