@@ -263,7 +263,7 @@ def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
 
 
 def tells_nothing(base: LoadedModel, corpus: Corpus) -> str:
-    """A sentence for a base that predicts the text no better than chance: a new model learns more. Otherwise ""."""
+    """A sentence for a base that predicts the text no better than chance, so that a new model is better; or ""."""
     text = "".join(islice(chain.from_iterable(d.text() for d in corpus.valid or corpus.train), SCORED_BLOCKS))
     ids = np.array(base.require_tokenizer().encode(text[:SCORED]), np.int64)
     if len(ids) < 2 or (bits := evaluate(base, ids).bits_per_byte) < CHANCE:
