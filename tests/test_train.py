@@ -357,7 +357,7 @@ def test_a_loss_that_is_none_is_refused(name):
     refuses(".", stepped, lambda model, pair: LOSSES[name](*next_token(model, pair)))
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_that_cannot_be_are_refused_before_a_weight_changes(setting):
     refuses(next(iter(setting)), stepped, next_token, **setting)
 
