@@ -322,9 +322,10 @@ def test_a_base_that_knows_less_than_chance_is_left_unless_it_is_asked_for(
 ):
     base = checkpoint.load_with_tokenizer(converted)
     base.model.head.weight.data *= factor
-    checkpoint.save(base.model, tmp_path / "base", base.tokenizer, base.context_length)
+    facts = {"trained": {"sources": ["elsewhere"], "complete": True}}
+    checkpoint.save(base.model, tmp_path / "base", base.tokenizer, base.context_length, facts)
     shown, output = display()
-    config = going_on(tmp_path / "base", code, steps=2, trainable=trainable)
+    config = going_on(tmp_path / "base", code, steps=2, trainable=trainable, complete=True)
     assert train(config, tmp_path / "run", shown) == 0
     chosen = json.loads((tmp_path / "run/state/plan.json").read_text())["base"]
     assert bool(chosen) == (factor == 1.0 or bool(trainable))

@@ -18,6 +18,9 @@ MAX_BYTES = 64 << 20
 """Size limit of a JSON file in bytes; the index of a published model of 90,000 tensors has nine megabytes."""
 MAX_CONFIG_BYTES = 8 << 20
 """Size limit of a tokenizer's config file in bytes; most config files have about a kilobyte."""
+MAX_ITEMS = 2_000_000
+"""Maximum number of commas and opening brackets in a JSON file. Each may begin a Python object, which takes about
+twenty times as much memory as its text."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -36,6 +39,8 @@ def read_if_present(path: Path) -> dict[str, Any]:
 
 def parse(text: bytes, path: Path) -> dict[str, Any]:
     """The object in the bytes of a JSON file; `path` is for error messages. Raises ValueError like `read`."""
+    if (items := sum(map(text.count, (b",", b"[", b"{")))) > MAX_ITEMS:
+        raise ValueError(f"{path}: {items:,} commas and brackets; a JSON file has at most {MAX_ITEMS:,}")
     try:
         content = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:

@@ -114,7 +114,13 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
             if not run_options.resume:  # resumed runs have chosen; older ones have None
                 asked = ready
                 ready, reasons = choose_trainable(asked, corpus, base)
-                if base and ready.trains and not asked.trainable and (said := tells_nothing(base, corpus)):
+                if (
+                    base
+                    and ready.complete
+                    and ready.trains
+                    and not asked.trainable
+                    and (said := tells_nothing(base, corpus))
+                ):
                     display.line(f"{asked.base}: {said}")
                     base = None
                     ready, reasons = choose_trainable(replace(asked, base=""), corpus, None)
@@ -263,7 +269,12 @@ def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
 
 
 def tells_nothing(base: LoadedModel, corpus: Corpus) -> str:
-    """A sentence for a base that predicts the text no better than chance, so that a new model is better; or ""."""
+    """A sentence for a base that dunes trained on other text, and that predicts this no better than chance; or "".
+
+    A base that was changed, or that a function of the user's builds, is wanted for more than what it knows.
+    """
+    if not trained_text(base.card) or records(base) or base.architecture.function:
+        return ""
     text = "".join(islice(chain.from_iterable(d.text() for d in corpus.valid or corpus.train), SCORED_BLOCKS))
     ids = np.array(base.require_tokenizer().encode(text[:SCORED]), np.int64)
     if len(ids) < 2 or (bits := evaluate(base, ids).bits_per_byte) < CHANCE:
