@@ -16,6 +16,7 @@ import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -381,6 +382,22 @@ def test_too_many_waiting_requests_are_refused_and_an_error_is_the_requests_own(
     running.worker.call(lambda: None).result(20)
     assert eventually(lambda: got)
     assert isinstance(got[0], ZeroDivisionError)
+
+
+def test_an_error_of_one_text_is_its_own_and_changes_no_other(run, monkeypatch):
+    loaded, original = load_with_tokenizer(run), sampler
+
+    def broken(*args, seed=0, **more):
+        choose = original(*args, seed=seed, **more)
+        return replace(choose, choose=lambda logits: 1 / 0) if seed == 666 else choose
+
+    monkeypatch.setattr("dunes.serve.batch.sampler", broken)
+    asked = [TextRequest("x", 9, 0.5, seed=666), TextRequest("a", 9, 0.0), TextRequest("def", 9, 1.0, seed=3)]
+    together, _ = generated(Batch(loaded), asked)
+    assert isinstance(together[0], ZeroDivisionError)
+    for i in (1, 2):
+        (alone,), _ = generated(Batch(loaded), [asked[i]])
+        assert together[i].text == alone.text
 
 
 def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(running, monkeypatch, capsys):

@@ -221,14 +221,19 @@ def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
 
 
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
-    """The gate of a run and its facts; None if the run has no gate. Raises ValueError for a damaged gate, and for
-    one with other inputs than this version's."""
+    """The gate of a run and its facts; None if the run has no gate. Raises ValueError for a damaged gate.
+
+    The weights of an input stand under its name: inputs that the gate does not know get zeros, and those that this
+    version does not have are left out.
+    """
     find_file(run, f"{FOLDER}/gate.safetensors")
     if (facts := read_record(run, "gate.json", FORMAT, REMEDY)) is None:
         return None
     with damage_reported(run, "gate", REMEDY):
-        if facts["inputs"] != [*Gate.INPUTS]:
-            raise ValueError("its inputs are not those of this version")
-        gate = Gate()
-        gate.load_state_dict(load_file(run / FOLDER / "gate.safetensors"))
+        tensors = load_file(run / FOLDER / "gate.safetensors")
+        columns = dict(zip(facts["inputs"], tensors["up.weight"].unbind(1), strict=True))
+        unknown = torch.zeros_like(tensors["up.bias"])
+        tensors["up.weight"] = torch.stack([columns.get(name, unknown) for name in Gate.INPUTS], 1)
+        gate = Gate(len(unknown))
+        gate.load_state_dict(tensors)
         return gate.requires_grad_(False), facts

@@ -6,11 +6,13 @@ from functools import partial
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from dunes.augment import row_adapters
 from dunes.checkpoint import LoadedModel
-from dunes.generate import PrefixCache, Request, Token, generate_all, limit_vocab, prompt_tokens, sampler
+from dunes.generate import PrefixCache, Request, Sampler, Token, generate_all, limit_vocab, prompt_tokens, sampler
 from dunes.generate.prefix_cache import PieceReader, common_length
+from dunes.generate.sampling import greedy
 from dunes.generate.step import CompiledStep
 from dunes.serve.fields import Refused
 from dunes.serve.requests import Answer, Event, TextRequest, TokenText
@@ -34,6 +36,8 @@ class Row:
     tokenizer: Tokenizer
     emit: Callable[[Event], None]
     is_cancelled: Callable[[], bool]
+    errors: Sequence[Exception] = ()
+    """Errors raised by the sampler of this text."""
     pieces: Iterator[None] | None = None
     ready: bool = False
     """True once all of the prompt but its last piece is in the cache."""
@@ -81,6 +85,21 @@ class Row:
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of the text that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
+    """A sampler that adds an error to `errors` and returns the most probable id, so that other texts continue."""
+    if choose.choose is greedy:
+        return choose  # it cannot fail, and compiled steps recognise it
+
+    def pick(logits: Tensor) -> Tensor:
+        try:
+            return choose.choose(logits)
+        except Exception as error:
+            errors.append(error)
+            return logits.argmax(-1)
+
+    return Sampler(choose.processors, pick)
 
 
 def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
@@ -155,8 +174,9 @@ class Batch:
         tops = text.logprobs or 0
         adapter = self._adapters.get(text.model, self._default)
         stops = {*self.tokenizer.stops, *text.stop_ids}
-        request = Request(ids, text.max_tokens, choose, stops, tops, adapter)
-        row = Row(text, request, self.tokenizer, emit, is_cancelled)
+        errors: list[Exception] = []
+        request = Request(ids, text.max_tokens, _collect_errors(choose, errors), stops, tops, adapter)
+        row = Row(text, request, self.tokenizer, emit, is_cancelled, errors)
         if text.echo:
             self._echo(row, ids, tops)
         if not text.max_tokens:
@@ -211,10 +231,13 @@ class Batch:
             tokens = next(self._tokens, None)
         for place, token in enumerate(tokens or ()):
             current = self.rows[place]
-            if current is not None and token is not None:
+            if current is not None and token is not None and not current.errors:
                 current.push(token)
         for place, current in enumerate(self.rows):
-            if current is not None and current.ready and not current.request.unfinished:
+            if current is not None and current.errors:
+                current.emit(current.errors[0])
+                self.rows[place] = None
+            elif current is not None and current.ready and not current.request.unfinished:
                 current.finish()
                 self.rows[place] = None
 
