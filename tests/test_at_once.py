@@ -189,7 +189,9 @@ def test_what_a_dead_process_left_goes_and_what_a_living_one_writes_stays(tmp_pa
     finally:
         living.kill()
         living.join()
-    atomic.write_file(tmp_path / "x", b"x")
+    with (tmp_path / "x").open("rb") as reader:
+        atomic.write_file(tmp_path / "x", b"longer")
+        assert reader.read() == b"x", "a reader has the old file, not half of the new one"
     assert hidden(tmp_path) == [".dunes-theirs.new"]
 
 

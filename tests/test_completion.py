@@ -59,7 +59,7 @@ from dunes.completion.search import DEFAULTS, Beam, CompleteOptions, LineSearch
 from dunes.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.data import collect_corpus
 from dunes.generate import decode
-from dunes.generate.copying import Copies, Gate
+from dunes.generate.copying import Candidates, Copies, Gate
 from dunes.generate.decode import text_logprobs
 from dunes.runs.train import train
 from dunes.text import Tokenizer
@@ -1210,6 +1210,15 @@ def test_a_gate_that_misleads_is_drawn_to_its_model(monkeypatch):
     assert copy_gate.best_factor(good, places) == 1
     good.scale(0)
     assert torch.allclose(places.loss(good), -places.target_logprob, atol=1e-5)
+
+
+def test_a_place_has_the_rest_of_the_probability():
+    logprobs, places = torch.randn(50).log_softmax(-1), Places.zeros(1)
+    candidates = Candidates(torch.tensor([3, 7, 11]), torch.zeros(3, Copies.FEATURES))
+    places.set(0, 7, logprobs, candidates)
+    total = places.logprobs[0, :3].exp().sum() + places.rest_logprob[0].exp()
+    assert float(total) == pytest.approx(1)
+    assert (int(places.target[0]), float(places.target_logprob[0])) == (1, float(logprobs[7]))
 
 
 def noise_places(count, seed):

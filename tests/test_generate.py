@@ -141,6 +141,15 @@ def test_texts_go_on_from_a_snapshot_of_a_recurrent_state(rows, monkeypatch):
         assert prompts is first or read[0][1] == 4  # the 20 ids but the 16 of a snapshot
 
 
+def test_ids_that_another_adapter_read_are_read_again():
+    cache = PrefixCache(made("llama"), 2)
+    cache.reserve(CONTEXT)
+    cache.logits({0: [1, 2, 3], 1: [4, 5, 6]})
+    assert all(cache.ids)
+    cache.set_adapter(0, "other")
+    assert [bool(ids) for ids in cache.ids] == [False, True]
+
+
 def test_a_row_read_by_itself_has_several_snapshots(monkeypatch):
     monkeypatch.setattr(recurrent_cache, "INTERVAL", 8)
     monkeypatch.setattr(prefix_cache, "PADDED", 0)

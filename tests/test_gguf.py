@@ -188,6 +188,17 @@ def test_a_file_with_other_values_is_not_kept(dtype, name, tmp_path, tokenizer, 
     assert not list(out.parent.iterdir())
 
 
+def test_queries_and_keys_have_the_rows_of_llama_cpp():
+    """The rows as its converter permutes them: two halves of each head become pairs."""
+    architecture = tiny("llama", 300)[1]
+    rules = {rule.ours[0]: rule for rule in form.weight_names(architecture)}
+    for name, heads in (("q", architecture.config.heads), ("k", architecture.config.kv_heads)):
+        weight = torch.randn(heads * 8, 5)
+        theirs = weight.reshape(heads, 2, 4, 5).swapaxes(1, 2).reshape(-1, 5)
+        rule = rules[f"blocks.{{i}}.attn.{name}.weight"]
+        assert torch.equal(rule.save(weight), theirs) and torch.equal(rule.load(theirs), weight)
+
+
 def test_a_layout_that_is_not_read_back_is_an_error(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(form, "to_pairs", lambda weight, heads: weight)
     words = r"blocks\.0\.attn\.q\.weight: the written file has other values"

@@ -115,7 +115,7 @@ def test_every_epoch_has_each_row_once_in_another_order():
     assert first.tolist() != second.tolist()
     resumed = rows.indices(3)
     assert torch.equal(torch.cat([next(resumed) for _ in range(2)]), order[12:])
-    assert rows.steps(2) == 5
+    assert (rows.steps(2), rows.steps(1)) == (5, 3)
     x, y = next(rows.batches())
     assert torch.equal(x, y)
 

@@ -26,7 +26,7 @@ from dunes.parts import (
     Rotary,
     cache_for,
 )
-from dunes.parts.attention import DifferentialAttention, GatedAttention
+from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
 from dunes.parts.position import Alibi
 from dunes.parts.recurrent_cache import RecurrentCache
 from dunes.tree import watch
@@ -370,3 +370,18 @@ def test_inputs_of_earlier_blocks_are_added():
         x = block(x)
     assert (model(ids) - plain.logits(plain.norm(x))).abs().max() <= 1e-9
     assert (model(ids) - plain(ids)).abs().max() > 1e-3
+
+
+def test_values_are_mixed_with_those_of_the_first_layer():
+    torch.manual_seed(0)
+    first, later, plain = (ValueResidualAttention(16, 2, first=n != 1) for n in range(3))
+    plain.load_state_dict({name: t for name, t in later.state_dict().items() if name != "mix"})
+    later.mix.data.fill_(0.3)
+    x, ctx = torch.randn(1, 5, 16), ForwardContext.of(torch.zeros(1, 5, 16))
+    first.heads(x, ctx)
+    values = later.heads(x, ctx)[2]
+    torch.testing.assert_close(
+        values,
+        0.7 * plain.v(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        + 0.3 * first.v(x).unflatten(-1, (2, 8)).transpose(1, 2),
+    )

@@ -27,6 +27,7 @@ from dunes.generate import (
     look_up,
     sampler,
 )
+from dunes.generate.speculate import _correct
 from dunes.inference.sampling_options import SamplingOptions
 from dunes.parts import RollingCache
 from dunes.text import Tokenizer
@@ -327,3 +328,11 @@ def test_the_verb_refuses_a_draft_with_another_tokenizer_before_it_writes(folder
     big, other = str(folders / "big"), str(folders / "other")
     refuses("vocabulary", verbs.generate, big, SamplingOptions(), "ab", draft=other)
     assert not capsys.readouterr().out
+
+
+def test_a_proposed_id_that_is_accepted_or_replaced_has_the_models_distribution():
+    """Mean over what a proposer draws from `q`: equation 1 of https://arxiv.org/abs/2211.17192."""
+    p, q = torch.rand(2, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1).pow(3)
+    p, q = p / p.sum(), q / q.sum()
+    drawn = sum(q[proposed] * _correct(p, q, proposed) for proposed in range(20))
+    assert (drawn - p).abs().max() < 1e-12

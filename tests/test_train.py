@@ -122,6 +122,13 @@ def test_the_gradient_is_that_of_the_mean_over_counted_targets():
     assert (weights(model) - weights(twin)).abs().max() < 1e-7
 
 
+def test_a_gradient_below_the_limit_stays_as_it_is():
+    models = plain(), plain()
+    for model, limit in zip(models, (1e3, None), strict=True):
+        one_step(model, train.sgd(model, 0.5), next_token, [masked(1)], clip=limit)
+    assert torch.equal(*map(weights, models))
+
+
 def measured(model, pair):
     """With the accuracy as a metric, and counts and losses by row."""
     total, count = next_token(model, pair)
