@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from adapters import trained
 from dunes import augment, checkpoint
 from dunes.checkpoint import state
+from dunes.checkpoint.model_folder import read_consistently
 from dunes.data import collect_corpus
 from dunes.data.shards import token_shard
 from dunes.files import atomic
+from small_models import random_model
 from test_faults import TOKENIZER, read_model, read_state, save_model, save_state, small
 
 FORK = multiprocessing.get_context("fork")
@@ -225,3 +228,17 @@ def test_an_older_save_leaves_nothing_that_would_be_read_with_the_new_one(tmp_pa
     assert "chat_template.jinja" not in checkpoint.load(tmp_path).tokenizer.extra_files
     assert not (tmp_path / "added_tokens.json").exists()
     assert (tmp_path / "mine.txt").exists()
+
+
+def test_what_was_read_while_it_was_saved_is_read_again(tmp_path):
+    """Else, weights of one save could have the tokenizer of another."""
+    models, seen = [random_model("llama", seed=seed, context=16) for seed in (0, 1)], []
+    checkpoint.save(models[0], tmp_path / "model", None, 16)
+
+    def read(folder):
+        seen.append(load_file(folder / "model.safetensors"))
+        if len(seen) == 1:
+            checkpoint.save(models[1], folder, None, 16)
+        return len(seen)
+
+    assert read_consistently(tmp_path / "model", read) == 2

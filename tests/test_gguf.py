@@ -196,7 +196,8 @@ def test_queries_and_keys_have_the_rows_of_llama_cpp():
         weight = torch.randn(heads * 8, 5)
         theirs = weight.reshape(heads, 2, 4, 5).swapaxes(1, 2).reshape(-1, 5)
         rule = rules[f"blocks.{{i}}.attn.{name}.weight"]
-        assert torch.equal(rule.save(weight), theirs) and torch.equal(rule.load(theirs), weight)
+        assert torch.equal(rule.save(weight), theirs)
+        assert torch.equal(rule.load(theirs), weight)
 
 
 def test_a_layout_that_is_not_read_back_is_an_error(tmp_path, tokenizer, monkeypatch):
