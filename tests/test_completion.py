@@ -401,6 +401,13 @@ def test_a_suggestion_ends_before_a_string_to_stop_at():
         assert found == whole[: whole.index(stop)]
 
 
+@pytest.mark.parametrize(
+    "options", [{"stop": ("\n", "")}, {"lines": 0}, {"width": -1}, {"alternatives": 0}, {"max_tokens": 0}], ids=str
+)
+def test_options_that_no_line_can_meet_are_refused(options):
+    refuses("no line would be found", CompleteOptions, **options)
+
+
 @pytest.mark.parametrize("lines", [1, 3])
 def test_white_space_alone_is_no_suggestion_and_no_line_end_ends_one(lines, monkeypatch):
     engine = engine_of([("a.py", "x = 1   \ny = 2\n\n\n" * 9)])

@@ -144,6 +144,7 @@ def test_the_bootstrap_resamples_files_not_cursors():
     assert 0.04 < many.high - many.mean < 0.06
     assert interval(means) == found
     assert interval(np.array([0.1, 0.2]) - np.array([0.1, 0.2])).percent("+") == "+0.0 [+0.0, +0.0]"
+    refuses("no file", interval, np.array([]))
 
 
 # keystrokes

@@ -157,6 +157,8 @@ def test_half_of_the_middles_end_at_line_ends(arranged):
 
 
 def test_the_rate_is_that_asked_for(arranged):
+    for rate in (-0.1, 50, math.nan):
+        refuses("0 to 1", FillInMiddle, BYTES, rate)
     for rate in (0.0, 0.25, 0.9):
         fill = FillInMiddle(BYTES, rate)
         results = [fill(window(BYTES, n), np.random.default_rng(n)) for n in range(600)]

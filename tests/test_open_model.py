@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from conftest import change_json, display, metaspace_tokenizer, raising, refuses, training_output, write_programs
 from dunes import checkpoint, measure
+from dunes.checkpoint import loading
 from dunes.checkpoint.base import BaseWeights
 from dunes.checkpoint.export import export_gguf
 from dunes.checkpoint.formats.adapter import is_reference
@@ -33,7 +34,7 @@ from dunes.runs.train import choose_trainable, train
 from dunes.runs.train_config import NONE, TrainConfig
 from dunes.serve.fields import Refused
 from dunes.serve.follow import Follower
-from dunes.serve.served import LoadedFolder, ServedModel
+from dunes.serve.served import LoadedFolder, ServedModel, base_stamp
 from dunes.text import Tokenizer
 from real_models import smollm2
 from small_models import random_model
@@ -425,6 +426,15 @@ def test_a_server_notices_a_base_that_is_put_back(copied):
     follower._load_again()
     assert isinstance(served.current.completer, FolderCompleter), "it is in memory"
     assert len(said) == 2, said
+
+
+def test_a_server_never_asks_the_hub_whether_a_base_is_back(copied, monkeypatch):
+    """It looks every second, and each request takes up to ten."""
+    folder, own = copied
+    shutil.rmtree(own)
+    change_json(folder / "adapter_config.json", base_model_name_or_path="org/name")
+    monkeypatch.setattr(loading, "locate_model", lambda *a: pytest.fail("asked"))
+    assert base_stamp(folder) == []
 
 
 def test_a_base_that_changed_while_it_was_in_use_is_refused(base, code, tmp_path, monkeypatch):

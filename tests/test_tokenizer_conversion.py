@@ -279,6 +279,8 @@ SENTENCEPIECE = [  # each with one defect
     A + UNK,
     GOOD + field(3, field(2, b"\xff" * 9)),
     GOOD + piece(b"ab") + piece(b"abb", 1),
+    GOOD + piece(b""),
+    GOOD + piece(b"a" * 513),
 ]
 
 

@@ -115,8 +115,8 @@ def is_adapter(folder: Path) -> bool:
     return (readable / ADAPTER).is_file() and not (readable / CONFIG).is_file()
 
 
-def base_folder(folder: Path) -> Path:
-    """The folder of an adapter's base: at its absolute path, at its relative path, or a copy from the Hub.
+def base_folder(folder: Path, fetch: bool = True) -> Path:
+    """The folder of an adapter's base: at its absolute path, at its relative path, or, with `fetch`, from the Hub.
 
     Raises ValueError, with a remedy, if none of these exists.
     """
@@ -130,7 +130,7 @@ def base_folder(folder: Path) -> Path:
     if isinstance(relative, str) and (folder / relative).exists():
         return (folder / relative).resolve()
     remedy = OTHER_BASE.format(folder) if is_reference(record) else f"name it: dunes chat BASE --adapter {folder}"
-    if not isinstance(name, str) or not NAME.fullmatch(name):
+    if not fetch or not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{folder}: its base {quote(name)} does not exist; {remedy}")
     revision = peft.get("revision")
     try:

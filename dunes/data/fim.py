@@ -79,6 +79,8 @@ class FillInMiddle:
     rate: float
 
     def __post_init__(self) -> None:
+        if not 0 <= self.rate <= 1:
+            raise ValueError(f"the rate of fill-in-the-middle is {self.rate}; expected 0 to 1")
         assert self.sentinels  # raises for a tokenizer without them
 
     @cached_property

@@ -331,10 +331,10 @@ def model_stamp(folder: Path) -> tuple[int, ...]:
 
 
 def base_stamp(folder: Path) -> Sequence[Sequence[int]]:
-    """Sizes and times of the files of the base that a run only refers to; empty without such a base."""
+    """Sizes and times of the files of the base that a run only refers to; empty if it has none on this machine."""
     with suppress(ValueError, OSError):
         if is_reference(read_card(folder)):
-            return [*file_stamps(base_folder(folder)).values()]
+            return [*file_stamps(base_folder(folder, fetch=False)).values()]
     return []
 
 

@@ -23,7 +23,7 @@ from dunes.text.byte_pairs import SPACE, add_special, merge_pairs, split_lookali
 from dunes.units import plural
 
 MAX_PIECE = 512
-"""Maximum spaces at the start of a text that a decoder strips."""
+"""Maximum bytes of a piece. The time to find the merges of a piece is quadratic in its length."""
 
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
@@ -142,8 +142,10 @@ def _varint(data: bytes, offset: int) -> tuple[int, int]:
 
 def _piece(data: bytes) -> Piece:
     fields = dict(_fields(data))
-    (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
-    return Piece(fields.get(1, b"").decode(), score, fields.get(3, NORMAL))
+    (score,), text = struct.unpack("<f", fields.get(2, bytes(4))), fields.get(1, b"")
+    if not 0 < len(text) <= MAX_PIECE:
+        raise ValueError(f"a piece has {plural(len(text), 'byte')}; expected 1 to {MAX_PIECE}")
+    return Piece(text.decode(), score, fields.get(3, NORMAL))
 
 
 def check(model: Model) -> None:
