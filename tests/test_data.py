@@ -13,6 +13,7 @@ import subprocess
 import sysconfig
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -437,6 +438,22 @@ def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "stat", lambda path, **more: status)
     with pytest.raises(OSError, match="not a plain file any more"):
         files.open_plain(tmp_path / "a.py")
+
+
+def test_what_may_not_be_read_is_skipped_line_and_counted(tmp_path, monkeypatch):
+    put(tmp_path, {"a.py": "a", "closed/b.py": "b", "closed.py": "c", "open/.gitignore": "d", "open/e.py": "e"})
+    scandir, read, opened = os.scandir, Path.open, os.open
+
+    def refuse(path):
+        if Path(path).name in ("closed", "closed.py", ".gitignore"):
+            raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", lambda path: refuse(path) or scandir(path))
+    monkeypatch.setattr(Path, "open", lambda path, *rest, **more: refuse(path) or read(path, *rest, **more))
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: refuse(path) or opened(path, *rest, **more))
+    corpus = collect_corpus([tmp_path])
+    assert names(corpus) == ["a.py", "open/e.py"]
+    assert sorted(corpus.skipped["unreadable"]) == ["closed", "closed.py", "open/.gitignore"]
 
 
 def test_file_names_that_are_not_utf8_do_no_harm(tmp_path):

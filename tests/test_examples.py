@@ -31,7 +31,7 @@ from dunes.data.examples import RECORD_FORMATS, Record
 from dunes.data.records import MAX_ROW_BYTES
 from dunes.flags import parse_fields
 from dunes.ops.cross_entropy import IGNORE
-from dunes.runs.finetune_data import large_texts, read_dataset, split_tails, split_windows
+from dunes.runs.finetune_data import read_dataset, split_tails, split_windows
 from dunes.text import END, Tokenizer
 from dunes.text.chat_template import render
 from dunes.text.lines import line_parts
@@ -867,11 +867,3 @@ def test_texts_beside_conversations_hide_no_answer_without_an_end(bpe, monkeypat
     endless = examples.Example(answer.ids, answer.loss_mask & (answer.ids != bpe.eos))
     report = data_report([endless, *text], [], 99, bpe.vocab, get_template("plain"), bpe)
     refuses("never a target", check_report, report)
-
-
-def test_large_texts_are_those_that_are_more_than_the_share():
-    from_size = [Record((Turn("text", "a" * n),), f"{n}", "text") for n in (1000, 60, 40, 40)]
-    spoken = [Record(chat("user", "assistant"), "x", "messages")]
-    assert large_texts([*from_size, *spoken], 0.05) == from_size[:2]
-    assert large_texts(from_size, 0.5) == from_size[:1]
-    assert large_texts(spoken, 0.05) == []

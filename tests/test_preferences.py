@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from dunes.augment import attach
 from dunes.augment.lora import set_adapter
 from dunes.data import Example, read_records
 from dunes.data.batches import PairBatches
+from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import count_leaked, split_records, tokenize_records
 from dunes.data.preflight import data_report
 from dunes.evaluate.preferences import reference_logprobs, score_pairs
@@ -26,10 +28,10 @@ from dunes.runs.finetune import choose_options, finetune, load_base
 from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate
 from dunes.runs.finetune_data import FinetuneData
 from dunes.runs.run import METRICS, read_metrics
-from dunes.runs.tensorboard import scalars
 from dunes.text import Tokenizer, templates
 from dunes.train.loss import dpo_loss, next_token_loss
 from test_finetune import ALL, base_in, finetuned
+from test_ranks import run_ranks
 from test_runs import assert_same_training, stopping_at
 
 VOCAB, CONTEXT = 60, 24
@@ -326,6 +328,42 @@ def test_dropout_of_the_model_is_off_and_of_adapters_on():
     assert first != second
 
 
+def forms_of(a, b):
+    """One prompt, "Say A.\n\nAnd B." after a system message, in rows that differ in their answers."""
+    system, text = f"Be {b}.", f"Say {a}.\n\nAnd {b}."
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    answers = [(f"{a} {i}", f"{b} {i}") for i in range(6)]
+    talk = [{"role": "assistant", "content": part} for part in answers[5]]
+    prompts = (
+        {"instruction": f"Say {a}.", "input": f"And {b}.", "system": system},
+        {"prompt": text, "system_prompt": system},
+        {"prompt": turns},
+        {"prompt": f"{system}\n\n{text}"},  # mistral's template has the system message in the question
+        {"conversations": [{"from": "human", "value": f" {text}"}], "system": system},
+    )
+    rows = [p | {"chosen": c, "rejected": d} for p, (c, d) in zip(prompts, answers, strict=False)]
+    return [*rows, {"chosen": [*turns, talk[0]], "rejected": [*turns, talk[1]]}]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_prompts_that_are_rendered_equally_are_on_one_side_or_counted_as_leaks(given, bases, tmp_path):
+    pairs = list(itertools.permutations(WORDS, 2))[:20]
+    groups = [forms_of(*pair) for pair in pairs]
+    if given:  # of each prompt, one form for validation
+        held = [group.pop(i % 6) for i, group in enumerate(groups[:12])]
+        new = {"prompt": "Say nothing.", "chosen": "", "rejected": "No"}
+        path = written(tmp_path / "held.jsonl", [*held, new])
+    rows = written(tmp_path / "rows.jsonl", [row for same in zip(*groups, strict=False) for row in same])
+    valid = str(path) if given else ""
+    config = asked(bases, rows, template="mistral", val_data=valid, split_version=SPLIT_VERSION)
+    show, out = display()
+    data = choose_options(FinetuneData.read(config, load_base(config), show), show)
+    leaks = "12 validation pairs have" if given else "0 validation pairs have"
+    assert f"{leaks} a prompt of the training data" in " ".join(out.getvalue().split())
+    if not given:
+        assert {*Counter(int(e.place.rpartition(" ")[2]) % 20 for e in data.valid).values()} == {6}
+
+
 # Runs.
 
 
@@ -376,7 +414,7 @@ def test_the_first_loss_is_ln_2_and_the_reference_is_the_model_without_adapters(
 
 @pytest.mark.parametrize("options", [{}, {"length_normalized": True, "beta": 5.0, "method": "full", "lr": 0.001}])
 def test_the_margin_grows_and_validation_pairs_are_reported(options, bases, rows, tmp_path):
-    out = finetuned(asked(bases, rows, steps=60, **options), tmp_path / "run", examples=1)
+    finetuned(asked(bases, rows, steps=60, **options), tmp_path / "run", examples=1)
     lines = logged(tmp_path / "run")
     assert lines[-1]["metrics"]["margin"] > 0.5
     assert lines[-1]["loss"] < 0.6
@@ -384,16 +422,10 @@ def test_the_margin_grows_and_validation_pairs_are_reported(options, bases, rows
     assert checks[-1]["validation_margin"] > checks[0]["validation_margin"]
     assert checks[-1]["validation_accuracy"] > 0.8
     assert {"validation_chosen_loss", "validation_loss"} <= checks[-1].keys()
-    shown = scalars(checks[-1])
-    assert shown["validation_margin"] == checks[-1]["validation_margin"]
-    assert shown["pairs_per_second"] == checks[-1]["count"] / checks[-1]["seconds"]
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["finetuned"]["objective"] == "dpo"
     assert card["measured"]["loss"] < 0.6
     assert card["measured"]["accuracy"] > 0.8
-    assert "validation loss of preferences: 0.6931 before" in out
-    assert "perplexity" not in out
-    assert (tmp_path / "run" / "loss.png").is_file()
 
 
 def test_gradients_accumulate_to_the_same_steps(bases, rows, tmp_path):
@@ -426,6 +458,20 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, bases, rows, tmp_pa
     assert finetune(FinetuneConfig(), tmp_path / "halves", show, resume=True) == 0
     assert f"warning: {note}: not read" in out.getvalue()
     assert json.loads(note.read_text()) == right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_two_processes_prefer_as_one(method, bases, rows, tmp_path):
+    config = asked(bases, rows, method=method, micro_batch=1)
+    finetuned(config, tmp_path / "one")
+    texts, codes = run_ranks(2, finetune, config, tmp_path / "two")
+    assert codes == [0, 0], texts
+    one, two = ([r["loss"] for r in logged(tmp_path / name)] for name in ("one", "two"))
+    assert one == pytest.approx(two, abs=1e-5)
+    cards = [json.loads((tmp_path / name / "dunes.json").read_text())["measured"] for name in ("one", "two")]
+    assert cards[0]["loss"] == pytest.approx(cards[1]["loss"], abs=1e-5)
+    assert cards[0]["pairs"] == cards[1]["pairs"]
 
 
 @pytest.mark.parametrize(

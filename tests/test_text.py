@@ -104,16 +104,6 @@ def test_a_special_token_in_a_text_is_plain_text(kind, token, tmp_path):
         assert each.decode(ids) == text
 
 
-def test_a_larger_vocabulary_makes_fewer_tokens_and_the_first_are_the_same():
-    sizes = (256 + len(SPECIAL), 300, 1000)
-    made = [Tokenizer.train("bpe", [corpus()], size) for size in sizes]
-    assert [(t.vocab, len(t.token_bytes)) for t in made] == [(size, size) for size in sizes]
-    _, small, large = made
-    assert len(large.encode(corpus())) < 0.8 * len(small.encode(corpus()))
-    learned = small.vocab - len(SPECIAL)
-    assert large.token_bytes[:learned] == small.token_bytes[:learned]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_corpus_trains_the_same_tokenizer(kind):
     halves = corpus()[:20_000], corpus()[20_000:]
