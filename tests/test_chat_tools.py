@@ -458,20 +458,6 @@ def test_what_an_own_template_leaves_out_is_named(which, tagged, tokenizer, tmp_
     refuses(f"line 1: .* changes {expected}", encoded, record, own, tokenizer)
 
 
-def test_an_answer_is_found_where_its_beginning_changes(tokenizer, tmp_path):
-    """Not the results before it, even if they are the same."""
-    called = [calls(call()), result("same"), result("same"), calls(call("time")), result("same"), ANSWER]
-    talk = [ASKED, *called, {"role": "user", "content": "And now?"}, ANSWER]
-    (record,) = read(tmp_path, row(talk))
-    one, other = (
-        encoded(record, ModelTemplate(source("mistral", t), tokenizer), tokenizer) for t in (True, False)
-    )
-    assert one.loss_mask.tolist() == other.loss_mask.tolist()
-    two = read(tmp_path, row([ASKED, ANSWER, ANSWER, ASKED, ANSWER], None))[0]
-    one, other = (encoded(two, ModelTemplate(source("qwen3", t), tokenizer), tokenizer) for t in (True, False))
-    assert one.loss_mask.tolist() == other.loss_mask.tolist()
-
-
 # Strings that occur twice, and strings without text
 
 
@@ -519,6 +505,8 @@ BLANK = {
     "an answer": (("hermes", "qwen3", "mistral"), [ASKED, ANSWER | {"content": ""}, ASKED, ANSWER]),
     "a system": (("hermes", "qwen3"), [{"role": "system", "content": " "}, ASKED, ANSWER]),
     "an argument": (ALL, [ASKED, calls(call(city="", day=" ")), result("x"), ANSWER]),
+    "same results": (("mistral",), [ASKED, calls(call()), result("same"), result("same"), calls(call("time")), result("same"), ANSWER, {"role": "user", "content": "And now?"}, ANSWER]),
+    "answers in a row": (("qwen3",), [ASKED, ANSWER, ANSWER, ASKED, ANSWER]),
     "thoughts": (("qwen3",), [ASKED, ANSWER | {"content": "<think>\n\n</think>\n\nFine."}, ASKED, ANSWER | {"reasoning": ""}]),
 }  # fmt: skip
 

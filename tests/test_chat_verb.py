@@ -1,11 +1,6 @@
 """`dunes chat`: one way to the ids, the template's own stops, adapters that take turns on one base."""
 
 import os
-import pty
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +14,6 @@ from dunes.data.examples import read_records
 from dunes.generate import Token, sampler
 from dunes.inference import text_generator
 from dunes.inference.chat import Chat, ChatEngine, ChatModel, load_chat_engine, run
-from dunes.text import Tokenizer
 from dunes.text.templates import Turn, attach_template, encode_prompt, get_template
 from test_adapter import pair
 from test_adapter_folders import TOKENS
@@ -137,22 +131,6 @@ def test_piped_lines_are_commands_too_and_an_empty_line_separates_answers(bpe, s
     assert notes[1:] == ["(the answer is empty)"]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("/adapter other", "no adapter named 'other'"),
-        ("/huh x", "/huh is not a command"),
-        ("/save nowhere/a.jsonl", "No such file"),
-    ],
-)
-def test_a_piped_mistake_ends_the_conversation(line, message, bpe, scripted, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.chdir(tmp_path)
-    chat, script, _ = scripted(bpe, "chatml")
-    with pytest.raises((ValueError, OSError), match=message):
-        run(chat, ["a", line, "b"], lambda piece: None)
-    assert len(script.asked) == 1
-
-
 def texts(chat):
     return [turn.text for turn in chat.talk]
 
@@ -183,25 +161,6 @@ def test_another_answer_is_drawn_with_other_random_numbers(three):
     other = "".join(chat.retry())
     assert other != first
     assert texts(chat) == ["ab", other]
-
-
-def test_after_undo_only_ids_that_differ_are_evaluated(three):
-    chat = Chat(load_chat_engine(str(three / "base")), sampler(0.0), 8)
-    said(chat, "ab")
-    said(chat, "ba" * 20)
-    loaded, widths = chat.engine.chat_model().loaded, []
-    encode = lambda *turns: encode_prompt(get_template("chatml"), turns, loaded.tokenizer)
-    before = encode(*chat.talk[:2], Turn("user", "ba" * 20))
-    chat.command("/undo")
-    assert texts(chat)[0] == "ab"
-    assert len(chat.talk) == 2
-    with loaded.model.register_forward_pre_hook(lambda _, arguments: widths.append(arguments[0].shape[1])):
-        answered = said(chat, "c")
-    after = encode(*chat.talk[:2], Turn("user", "c"))
-    assert widths[0] == len(after) - next(i for i, id in enumerate(after) if id != before[i])
-    assert widths[0] < len(after) / 2
-    fresh = load_chat_engine(str(three / "base")).answer((*chat.talk[:2], Turn("user", "c")), sampler(0.0), 8)
-    assert answered == "".join(fresh)
 
 
 def test_a_saved_conversation_is_finetuning_data(bpe, scripted, tmp_path, monkeypatch):  # noqa: F811
@@ -289,15 +248,6 @@ def test_adapters_take_turns_on_one_base(three):
         assert "".join(own.answer(talk, sampler(0.0), 12, name)) == want[folder]
 
 
-def test_an_adapter_is_called_by_its_folder_too(three):
-    noted = []
-    chat = Chat(load_chat_engine(str(three / "one"), [three / "two"]), sampler(0.0), 5, note=noted.append)
-    for folder, name in (("one", "one"), ("two", "two"), ("base", "none")):
-        assert chat.command(f"/adapter {three / folder}")
-        assert chat.name == name
-    refuses("no adapter named", chat.command, "/adapter elsewhere/one")
-
-
 def test_what_cannot_be_spoken_to_is_refused_before_it_is_loaded(three, monkeypatch):
     (three / "x").mkdir()
     os.symlink(three / "one", three / "x" / "one")
@@ -317,18 +267,6 @@ def test_what_cannot_be_spoken_to_is_refused_before_it_is_loaded(three, monkeypa
     refuses("differently quantized bases", load_chat_engine, str(three / "base"), [three / "one", three / "small"])
 
 
-def test_a_base_without_a_template_is_named_and_the_adapter_stays(bpe, scripted):  # noqa: F811
-    chat, script, notes = scripted(bpe, "chatml")
-    engine = chat.engine
-    model = engine.chat_model().loaded.model
-    bare = ChatModel(Path("bare"), None, LoadedModel(model, Tokenizer.train("bytes", []), 1000))
-    chat.engine = replace(engine, models={**engine.models, "bare": bare})
-    run(chat, ["/adapter bare", "a"], lambda piece: None, interactive=True)
-    assert len(notes) == 1
-    assert "no chat template" in notes[0]
-    assert len(script.asked) == 1
-
-
 @pytest.mark.slow
 def test_the_verb_answers_once_or_line_by_line(three):
     want = alone(three / "one")
@@ -339,25 +277,6 @@ def test_the_verb_answers_once_or_line_by_line(three):
     lines = dunes("chat", three / "base", *options, text="ab\n/adapter one\n/new\nab\n/quit\nab\n")
     assert lines.returncode == 0, lines.stderr
     assert lines.stdout == f"{alone(three / 'two')}\n\n{want}\n"
-
-
-@pytest.mark.slow
-def test_a_terminal_has_a_conversation(three):
-    there, here = pty.openpty()
-    line = [sys.executable, "-m", "dunes", "chat", str(three / "base"), "--adapter", str(three / "one")]
-    line += ["--temperature", "0", "--max-tokens", "12"]
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    done = subprocess.Popen(line, stdin=here, env=os.environ | {"TERM": "dumb"}, **how)
-    os.close(here)
-    os.write(there, b"ab\n/adapter none\n/new\nab\n/adapter nobody\n/adapter\n\x04")
-    out, err = done.communicate(timeout=200)
-    os.close(there)
-    assert done.returncode == 0, err
-    assert alone(three / "one") in out
-    assert alone(three / "base") in out
-    assert "/help lists the commands" in err
-    assert "no adapter named 'nobody'" in err
-    assert "adapters: one, none (now)" in err
 
 
 def test_answers_stop_at_the_context(three):

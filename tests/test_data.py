@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sysconfig
 import time
-import tracemalloc
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,6 @@ from dunes.data import (
     PackedText,
     Windows,
     collect_corpus,
-    default_cache,
     document,
     files,
     open_shard,
@@ -510,13 +508,6 @@ def test_a_file_stays_on_its_side_when_others_come_go_and_change(tmp_path):
     assert sides(collect_corpus([tmp_path / "b" / "c"], 0.2)) == after
 
 
-@pytest.mark.parametrize("share", [0.05, 0.3])
-def test_about_the_share_that_was_asked_for_is_held_out(tmp_path, share):
-    put(tmp_path, {f"module_{i}.py": f"x = {i}\n" for i in range(600)})
-    held = len(collect_corpus([tmp_path], share).valid) / 600
-    assert abs(held - share) < 4 * (share * (1 - share) / 600) ** 0.5
-
-
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_of_several_files_each_side_gets_one_and_a_single_file_is_for_learning(tmp_path, share, count):
@@ -579,22 +570,6 @@ def test_a_file_that_changed_is_noticed_when_it_is_read(tmp_path, change):
     CHANGES[change](path)
     for side in (*corpus.train, *corpus.valid):
         refuses(r"rows\.jsonl: changed while it was being read", list, side.text())
-
-
-def test_a_large_file_is_read_in_little_memory(tmp_path):
-    line = b"def task(value): return value + 1  # " + b"x" * 60 + b"\n"
-    with (tmp_path / "large.py").open("wb") as file:
-        for _ in range(40):
-            file.write(line * (1_000_000 // len(line)))
-    tracemalloc.start()
-    try:
-        document = one(tmp_path / "large.py")
-        size = sum(map(len, document.text()))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert size == document.size > 38_000_000
-    assert peak < 25_000_000
 
 
 # Files of records
@@ -691,15 +666,6 @@ def test_a_shard_holds_the_ids_of_each_document_and_an_end(documents, tmp_path, 
     assert shard.starts.tolist() == [0, *(np.flatnonzero(shard.tokens == tokenizer.eos)[:-1] + 1).tolist()]
 
 
-def test_a_document_of_many_blocks_has_the_ids_of_the_whole(tmp_path):
-    lines = prose(BLOCK + 200_000).replace("hills", "hügel\r\n\n")
-    put(tmp_path, {"long.txt": lines})
-    tokenizer = Tokenizer.train("bpe", [lines[:50_000]], 400)
-    shard = token_shard([one(tmp_path / "long.txt")], tokenizer)
-    assert len(list(one(tmp_path / "long.txt").text())) > 1
-    assert shard.tokens.tolist() == [*tokenizer.encode(lines), tokenizer.eos]
-
-
 def test_tokenizers_that_differ_in_the_end_of_a_text_alone_have_shards_of_their_own(documents, tmp_path):
     for eos in ("<a>", "<b>"):
         tokenizer = Tokenizer.train("bpe", ["def main()"], 300)
@@ -740,17 +706,6 @@ def test_what_is_cached_is_not_written_again_and_only_the_owner_may_read_it(docu
     assert (first.folder / "tokens.bin").stat().st_mode & 0o777 == 0o400
     with pytest.raises(ValueError, match="read-only"):
         first.tokens[0] = 1
-
-
-def test_the_cache_lies_where_the_environment_says(documents, tmp_path, monkeypatch):
-    monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
-    assert token_shard(documents, BYTES).folder.parent == default_cache() == tmp_path / "home" / "tokens"
-    monkeypatch.delenv("DUNES_HOME")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert default_cache() == tmp_path / "xdg" / "dunes" / "tokens"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert default_cache() == tmp_path / ".cache" / "dunes" / "tokens"
 
 
 def test_another_text_order_or_tokenizer_has_another_key(documents, tmp_path):
@@ -824,18 +779,6 @@ def test_a_shard_whose_writer_was_killed_is_continued_after_its_intact_batches(d
         assert {path.name: path.read_bytes() for path in shard.folder.iterdir()} == content, (name, damage)
         assert [*cache.iterdir()] == [shard.folder]
         assert (len(encoded) == len(documents) + 1 - 3) == (damage in ("", "longer")), (name, damage)
-
-
-def test_a_shard_that_only_lacks_its_name_is_not_tokenized_again(documents, tmp_path, monkeypatch):
-    def interrupt(*_):  # not by a signal, which a shell's background job ignores
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            token_shard(documents, BYTES, tmp_path)
-    monkeypatch.setattr(shards, "_encode", lambda *_: pytest.fail("tokenized again"))
-    assert token_shard(documents, BYTES, tmp_path).tokens.tolist() == expected(documents, BYTES)
 
 
 def test_no_single_bit_of_a_card_can_lie_and_a_shard_of_the_older_format_is_made_again(documents, tmp_path):
@@ -1021,17 +964,6 @@ def test_a_transformed_document_is_the_same_in_every_window_batch_and_resumed_ru
         for part, again, rows in zip(batch, resumed, zip(*alone, strict=True), strict=True):
             assert torch.equal(part, again)
             assert torch.equal(part, torch.cat(rows))
-
-
-def test_a_transformation_that_changes_nothing_leaves_the_batches_and_one_that_drops_ids_is_refused():
-    begins = np.array([0, 9, 100])
-    plain, same = (PackedText(np.arange(300), begins, 1, t) for t in (None, lambda ids, generator: ids))
-    for number in range(60):
-        for a, b in zip(Windows(plain, 11, 2).batch(number), Windows(same, 11, 2).batch(number), strict=True):
-            assert torch.equal(a, b)
-    shorter = PackedText(np.arange(300), begins, 1, lambda ids, generator: ids[1:])
-    with pytest.raises(AssertionError, match="document 2 "):
-        Windows(shorter, 11, 1).batch(np.flatnonzero(starts(Windows(shorter, 11, 1), 0) > 110)[0])
 
 
 def test_epochs_and_seeds_differ_in_order_and_cut():

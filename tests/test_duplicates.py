@@ -200,15 +200,6 @@ def test_the_validation_part_has_its_share_of_the_text_of_each_kind_and_size(fil
     assert len({d.size for d in corpus.valid}) == 3, "small ones and large ones"
 
 
-def test_a_file_that_is_a_quarter_of_the_share_is_learned(tmp_path):
-    for i in range(40):
-        (tmp_path / f"{i}.py").write_text(f"x = {i}\n" * 1_000)
-    (tmp_path / "huge.py").write_text("".join(f"y = {i}\n" for i in range(20_000)))
-    corpus = collect_corpus([tmp_path])
-    assert "huge.py" in {d.name for d in corpus.train}
-    assert len(corpus.valid) > 5
-
-
 @pytest.mark.parametrize("count", [2, 12])
 def test_of_few_files_the_tails_are_for_validation(count, tmp_path):
     for i in range(count):

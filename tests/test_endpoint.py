@@ -241,7 +241,7 @@ def test_a_budget_is_never_exceeded(tmp_path, capsys, budget, unit, in_flight):
     assert len(rows) == len(set(rows))
 
 
-def test_budgets_and_waits():
+def test_budgets():
     assert Budget.parse("200,000") == Budget(200000)
     assert Budget.parse(" 2.5 USD ", (1.0, 2.0)) == Budget(2.5, True, (1.0, 2.0))
     assert Budget.parse(None).limit == float("inf")
@@ -251,11 +251,6 @@ def test_budgets_and_waits():
     for prices in ((-1.0, 2.0), (1.0, float("nan"))):
         with pytest.raises(ValueError, match="--prices"):
             Budget.parse(None, prices)
-    assert endpoint._retry_after({"retry-after": "2.5"}) == 2.5
-    assert endpoint._retry_after({"retry-after": "99999"}) == endpoint.MAX_WAIT
-    assert endpoint._retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0
-    for value in ("", "soon", "nan", "inf"):
-        assert endpoint._retry_after({"retry-after": value}) is None
 
 
 KILLS = 20
@@ -342,19 +337,6 @@ def test_urls_and_keys_that_are_refused(monkeypatch):
         refuses(f"{name}_API_KEY", Endpoint, url, "m")
 
 
-def test_openais_own_chat_models_get_the_fields_that_they_know():
-    teacher = Endpoint("https://api.openai.com/v1", "gpt", stop=("x",))
-    body = teacher._body("hi")
-    teacher.close()
-    assert body == {"model": "gpt", "max_completion_tokens": 3072, "temperature": 1.0,
-                    "messages": [{"role": "user", "content": "hi"}]}  # fmt: skip
-    teacher = Endpoint("https://api.anthropic.com", "claude", stop=("x",), temperature=0.5)
-    body = teacher._body("hi")
-    teacher.close()
-    assert body == {"model": "claude", "max_tokens": 3072, "temperature": 0.5, "stop_sequences": ["x"],
-                    "messages": [{"role": "user", "content": "hi"}]}  # fmt: skip
-
-
 class Scripted:
     """A teacher that fails as it is told."""
 
@@ -371,26 +353,6 @@ class Scripted:
         if self.failures:
             raise self.failures.pop(0)
         return Answer("text", tokens=Tokens(3, 4))
-
-
-def first_answer(teacher, path, **more):
-    answers = ask_all(teacher, str, Ledger(path, Budget()), in_flight=1, needed=lambda: 1, **more)
-    number, answer = next(answers)
-    answers.close()
-    return number, answer
-
-
-def test_back_off_doubles_and_an_endpoint_may_ask_for_another_wait(tmp_path):
-    teacher = Scripted(*(FailedAttempt("no") for _ in range(3)), FailedAttempt("no", wait=0.05))
-    assert first_answer(teacher, tmp_path / "log", backoff=0.1) == (0, Answer("text", tokens=Tokens(3, 4)))
-    gaps = [b - a for a, b in zip(teacher.asked, teacher.asked[1:], strict=False)]
-    for gap, wait in zip(gaps, (0.1, 0.2, 0.4, 0.05), strict=True):
-        assert 0.75 * wait <= gap < wait + 0.3
-    assert first_answer(Scripted(), tmp_path / "log") == (0, Answer("text", reason="")), "not asked again"
-    number, answer = first_answer(
-        Scripted(*(FailedAttempt("no") for _ in range(9))), tmp_path / "b", tries=2, backoff=0
-    )
-    assert (number, answer.text, answer.reason) == (0, "", "no answer, attempt 2: no")
 
 
 def test_a_damaged_log_loses_its_damaged_lines_alone(tmp_path, capsys):
@@ -414,23 +376,6 @@ def test_a_damaged_log_loses_its_damaged_lines_alone(tmp_path, capsys):
         [((0, 0), None), ((0, 1), None), ((1, 1), None)],
         [(None, None)],
     ]
-
-
-def test_one_prompt_is_enough_for_each_number(tmp_path):
-    """Only as many requests as tasks are needed are ahead, and none twice."""
-    asked, answers = [], []
-    source = Ledger(tmp_path / "log", Budget())
-    stream = ask_all(
-        Scripted(), lambda n: asked.append(n) or str(n), source, in_flight=16, needed=lambda: 3, done={1, 2}
-    )
-    for number, _ in stream:
-        answers.append(number)
-        if len(answers) == 5:
-            break
-    stream.close()
-    assert answers == [0, 3, 4, 5, 6]
-    assert asked == [0, 3, 4, 5, 6, 7, 8][: len(asked)]
-    assert os.path.getsize(tmp_path / "log") > 0
 
 
 @pytest.mark.parametrize("limit", [20, 1000])

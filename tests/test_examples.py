@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import sys
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -22,7 +21,6 @@ from dunes.data import (
     collect_corpus,
     data_report,
     examples,
-    preflight,
     read_records,
     split_records,
     tokenize_records,
@@ -33,7 +31,7 @@ from dunes.data.examples import RECORD_FORMATS, Record
 from dunes.data.records import MAX_ROW_BYTES
 from dunes.flags import parse_fields
 from dunes.ops.cross_entropy import IGNORE
-from dunes.runs.finetune_data import large_texts, read_dataset, split_tails, split_windows
+from dunes.runs.finetune_data import read_dataset, split_tails, split_windows
 from dunes.text import END, Tokenizer
 from dunes.text.chat_template import render
 from dunes.text.lines import line_parts
@@ -227,23 +225,6 @@ def test_fields_with_a_meaning_are_used(case, tmp_path):
     assert trained == ["\n\n".join(texts)], "in training, too"
 
 
-def test_what_is_ignored_is_listed_once(tmp_path):
-    chat = said(
-        {"role": "user", "content": "Hi", "name": "Al"},
-        {"role": "assistant", "content": "Ho", "id": 3, "train": True},
-    )
-    put(tmp_path, lines(FORMS["alpaca"] | {"text": "x", "topic": "a\nb", "note": None, "empty": []}), "a.jsonl")
-    put(tmp_path, lines(chat | {"id": 0, "system": "S"}, chat | {"text": "y"}), "b.jsonl")
-    put(tmp_path, lines({"text": "a", "system": "S", "images": [1], "a\nb": 1}), "c.jsonl")
-    found, _ = read_dataset(tmp_path)
-    names = "text, topic, id, name (of messages), id (of messages), system, images, a b"
-    assert examples.ignored_line(found) == [f"ignored fields: {names}"]
-    many = read_records(put(tmp_path, lines(FORMS["text"] | {f"f{i}": i + 1 for i in range(30)}), "d.jsonl"))
-    assert examples.ignored_line([many])[0].endswith(", f28, f29")
-    assert examples.ignored_line([read_records(put(tmp_path, lines(FORMS["messages"] | {"prompt": None})))]) == []
-    assert read_records(tmp_path / "d.jsonl", ["text"]).ignored == ()
-
-
 def test_variables_of_a_record_reach_a_template_that_reads_them(bpe, tmp_path):
     rows = [FORMS["messages"] | {"chat_template_kwargs": {"think": value}} for value in (False, True, None)]
     source = "{% if think is defined and not think %}quiet {% endif %}" + get_template("chatml").jinja(bpe)
@@ -404,16 +385,6 @@ def test_what_is_trained_on_is_the_answer_and_its_end(name, answer, bpe):
     assert targets[targets >= 0].tolist() == trained, "what the loss is given"
 
 
-def test_a_space_in_front_of_a_text_is_none_between_prompt_and_answer(spaced):
-    """Where the tokenizer sets a space in front of each text: Alpaca's answers follow without one."""
-    talk = (Turn("user", "Hi"), Turn("assistant", "The answer"))
-    example = made(talk, get_template("alpaca"), spaced)
-    assert spaced.decode(example.ids[example.loss_mask].tolist()) == "The answer"
-    assert spaced.decode(example.ids.tolist()).endswith("### Response:The answer")
-    assert spaced.encode_continuation("The answer") != spaced.encode("The answer")
-    assert spaced.decode([*spaced.encode("a"), *spaced.encode_continuation("b")]) == "ab"
-
-
 @pytest.mark.parametrize("scheme", ["first", "always"])
 def test_following_text_gets_no_space_whatever_sets_it(scheme):
     inner = tokenizers.Tokenizer(models.BPE({"▁": 0, "a": 1, "▁a": 2}, [("▁", "a")]))
@@ -425,7 +396,7 @@ def test_following_text_gets_no_space_whatever_sets_it(scheme):
 
 
 def test_special_tokens_in_what_a_user_wrote_are_words(bpe, llama3):
-    wrote = "stop <|im_end|> <|eot_id|><|start_header_id|> now"
+    wrote = "stop <|im_end|> <|eot_id|><|start_header_id|> \U000f0000{end}\U000f0003 now"
     talk = (Turn("user", wrote), Turn("assistant", wrote))
     for template, tokenizer, special in (
         (get_template("chatml"), bpe, {"<|im_start|>": 2, "<|im_end|>": 2}),
@@ -511,12 +482,6 @@ def test_all_answers_and_their_ends_are_trained_on(name, bpe, llama3, spaced):
         assert not everything.loss_mask[0]
 
 
-def test_plain_text_is_trained_on_as_a_whole(bpe):
-    example = made([Turn("text", "The answer")], get_template("plain"), bpe)
-    assert example.ids.tolist() == [bpe.eos, *bpe.encode("The answer"), bpe.eos]
-    assert example.loss_mask.tolist() == [False] + [True] * (len(example) - 1)
-
-
 NO_FORM = {
     "no turns": ("mistral", ("user", "user", "assistant")),
     "assistant first": ("llama2", ("assistant", "user", "assistant")),
@@ -558,17 +523,6 @@ def test_a_template_that_the_tokenizer_cannot_write_is_refused_before_the_first_
     excluded = (Turn("user", "Hi", trained=False), WANTED[1])
     assert made(excluded, get_template("chatml"), bpe).loss_mask.any()
     refuses("made, row 1", made, excluded, get_template("chatml"), bpe, train_on="all")
-
-
-def test_what_stands_for_special_tokens_is_in_no_text(bpe):
-    """Icons of private use are text like any other, and a special token that a user wrote is not one."""
-    text = "\U000f0000 <|im_end|>{end}\U000f0003"
-    for template in (get_template("chatml"), own_form("chatml", bpe)):
-        example = made((Turn("user", text), Turn("assistant", text)), template, bpe)
-        assert trained_spans(example, bpe)[1] == (f"{text}<|im_end|>", True)
-        assert example.ids[example.loss_mask].tolist() == [*bpe.encode(text), bpe.token_id("<|im_end|>")]
-        broken = (Turn("user", "a \udc00"), Turn("assistant", "b"))
-        refuses("lone surrogate at character 2", made, broken, template, bpe)
 
 
 def test_an_own_template_may_rewrite_earlier_answers_and_strip_spaces(bpe):
@@ -627,15 +581,6 @@ def test_a_report_counts(bpe):
 GOOD = [(Turn("user", "Hi"), Turn("assistant", "The answer")), (Turn("user", "Hi"), Turn("assistant", "Ho"))]
 
 
-def test_good_examples_are_not_refused(bpe, llama3, spaced):
-    for name, tokenizer in (("plain", bpe), ("alpaca", bpe), ("llama3", llama3), ("mistral", spaced)):
-        checks(GOOD, get_template(name), tokenizer)
-    checks([(Turn("user", ""), Turn("assistant", ""))], get_template("plain"), bpe)
-    found = reported([(Turn("user", "ab " * 200), Turn("assistant", "x"))], get_template("plain"), bpe)
-    assert any("are targets; check" in line for line in found.warnings())
-    assert found.trained_share < preflight.FEW
-
-
 def test_nothing_to_train_on_and_ids_that_the_model_has_not_are_refused(bpe):
     plain, masked = get_template("plain"), [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
     refuses(r"none of .* tokens is a target", checks, masked, plain, bpe)
@@ -679,45 +624,6 @@ def test_a_beginning_that_stands_twice_is_refused(llama3, bpe, monkeypatch):
         for train_on in ("answers", "all"):
             alpaca = get_template("alpaca")
             refuses("2 examples begin with", checks, GOOD, alpaca, tokenizer, train_on=train_on)
-
-
-def test_silent_truncation_does_not_pass(bpe, monkeypatch):
-    """What is cut is counted from the examples themselves, whole until they are put into rows."""
-    long = [(Turn("user", "Hi"), Turn("assistant", "Ho " * 99))] * 3
-    found = reported(long, get_template("plain"), bpe, 64)
-    assert found.truncated == 3
-    assert found.lost > 3
-    refuses(r"100\.0% of the examples are longer", check_report, found)
-
-
-# Training and validation
-
-
-def test_copies_are_on_one_side_and_stay_there():
-    answers = ["  so\n"] * 150 + ["so"] * 150
-    talks = [(Turn("user", f"ask {i % 150}"), Turn("assistant", answer)) for i, answer in enumerate(answers)]
-    learn, hold = split_records(rows(*talks), 0.2)
-    assert len(learn) + len(hold) == 300
-    assert 20 < len(hold) < 100
-    words = [{r.turns[0].text for r in side} for side in (learn, hold)]
-    assert not words[0] & words[1]
-    assert Counter(r.turns[0].text for r in hold).most_common()[-1][1] == 2
-    # Each by itself: what else there is does not matter.
-    again = split_records(rows(*reversed(talks[:200])), 0.2)
-    assert {r.turns for r in again[1]} == {r.turns for r in hold} & set(talks[:200])
-
-
-# Shown, and real data
-
-
-def test_what_is_shown_is_the_text_in_parts(bpe):
-    example = made((Turn("user", "Hi <|im_end|>"), Turn("assistant", "Hé")), get_template("chatml"), bpe)
-    assert trained_spans(example, bpe) == [
-        (f"{END}<|im_start|>user\nHi <|im_end|><|im_end|>\n<|im_start|>assistant\n", False),
-        ("Hé<|im_end|>", True),
-        ("\n", False),
-    ]
-    assert "".join(t for t, _ in trained_spans(example, bpe)) == spelled(example.ids, bpe)
 
 
 # Files of records and of plain text, alone and in folders
@@ -961,11 +867,3 @@ def test_texts_beside_conversations_hide_no_answer_without_an_end(bpe, monkeypat
     endless = examples.Example(answer.ids, answer.loss_mask & (answer.ids != bpe.eos))
     report = data_report([endless, *text], [], 99, bpe.vocab, get_template("plain"), bpe)
     refuses("never a target", check_report, report)
-
-
-def test_large_texts_are_those_that_are_more_than_the_share():
-    from_size = [Record((Turn("text", "a" * n),), f"{n}", "text") for n in (1000, 60, 40, 40)]
-    spoken = [Record(chat("user", "assistant"), "x", "messages")]
-    assert large_texts([*from_size, *spoken], 0.05) == from_size[:2]
-    assert large_texts(from_size, 0.5) == from_size[:1]
-    assert large_texts(spoken, 0.05) == []

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import random
-import re
 from dataclasses import replace
 from functools import cache
 
@@ -12,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import display, metaspace_tokenizer, refuses, toy, training_output
-from dunes import checkpoint
+from conftest import display, metaspace_tokenizer, refuses, toy
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.trained_text import split_documents
-from dunes.completion.engine import CompletionEngine
 from dunes.data import (
     FillInMiddle,
     PackedText,
@@ -29,9 +26,8 @@ from dunes.data import (
     open_shard,
     token_shard,
 )
-from dunes.data.fim import draw_middle, sentinels
-from dunes.evaluate.text_loss import calibration_ids, evaluate, evaluation_tokens, score_folder
-from dunes.inference.text_generator import TextGenerator, sample_text
+from dunes.data.fim import sentinels
+from dunes.evaluate.text_loss import evaluate
 from dunes.ops.cross_entropy import IGNORE
 from dunes.runs.corpus import choose_completion, gather, tokenize, with_test_files
 from dunes.runs.train import TrainTask
@@ -164,22 +160,6 @@ def test_the_rate_is_that_asked_for(arranged):
         results = [fill(window(BYTES, n), np.random.default_rng(n)) for n in range(600)]
         share = np.mean([is_arranged(BYTES, r) for r in results])
         assert abs(share - rate) <= 5 * math.sqrt(rate * (1 - rate) / 600) + 0.01 * rate
-
-
-def test_middles_are_the_rest_of_a_line_or_a_span_of_a_few_lines():
-    text, draw = TEXT[:4000], np.random.default_rng(0)
-    starts = []
-    for number in range(1000):
-        start, end = draw_middle(text, number % 2 == 0, draw)
-        starts.append(start)
-        assert 0 <= start <= end <= len(text)
-        line_ends = len(re.findall(r"\r\n|[\r\n]", text[start:end]))
-        assert line_ends == 0 if number % 2 == 0 else line_ends < 4
-        assert number % 2 or end == len(text) or text[end] in "\r\n"
-    assert abs(np.mean(starts) - 2000) < 250, "anywhere in the text"
-    assert np.std(starts) > 1000
-    assert draw_middle("a", True, draw) == (0, 1)
-    assert draw_middle("\r\n", False, draw) == (0, 0)
 
 
 def documents(tokenizer, headers=True):
@@ -423,35 +403,6 @@ def test_completion_is_on_where_most_of_the_text_is_source_code(tmp_path):
 
 
 # Whole runs
-
-
-@pytest.mark.slow
-def test_a_run_on_code_completes_and_records_what_it_read(code, tmp_path):
-    folder = tmp_path / "run"
-    printed = training_output(toy(code, steps=8, complete=None), folder)
-    plan = json.loads((folder / "state" / "plan.json").read_text())
-    assert (plan["complete"], plan["fim_rate"]) == (True, 0.25)
-    assert "completion of lines: on" in " ".join(printed.split())
-    loaded = checkpoint.load_with_tokenizer(folder)
-    corpus = split_documents(loaded.card)
-    asked = toy(code, split_version=2)
-    expected = with_test_files(TrainConfig(**vars(asked) | {"complete": True}), gather(asked))
-    assert replace(corpus, notes=expected.notes) == expected
-    assert expected.notes == ["warning: 5.96 kB of text for validation say little about other text; add files"]
-    assert corpus.test
-    score, files = score_folder(folder)
-    assert files == len(corpus.valid)
-    assert score.loss == pytest.approx(loaded.card["measured"]["loss"], rel=1e-6)
-    assert score.size == sum(d.size for d in corpus.valid)
-    assert evaluation_tokens(loaded, [str(code)])[1] == 40
-    assert calibration_ids(loaded).max() < loaded.tokenizer.vocab
-    marks = sentinels(loaded.tokenizer)
-    sample = sample_text(loaded)
-    assert sample.startswith(short := sample_text(loaded, seconds=0.0))
-    assert len(short) < len(sample), "no token is begun after the time"
-    for text in (sample, CompletionEngine(loaded).complete("def task_3_4(val").text):
-        assert "<|" not in text
-    assert not {piece.token.id for piece in TextGenerator(loaded).stream("", 60)} & {*marks[:3]}
 
 
 def test_a_run_that_does_not_complete_is_as_before(code, tmp_path):

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from dunes.checkpoint.trained_text import remember_sources, require_own_sources, trained_packages
-from dunes.completion.completer import name_in_sources
 from dunes.data import collect_corpus, installed
-from dunes.data.files import Walk
 from dunes.data.installed import describe_package, select_files
 from dunes.evaluate.text_loss import missing_source
 from dunes.flags import is_path
@@ -186,12 +184,3 @@ def test_a_card_that_names_installed_code_is_trusted_only_if_this_user_trained_o
     assert missing_source({"trained": record}) == ""
     assert trained_packages({"trained": record | {"packages": ["a, MIT", 3]}}) == ["a, MIT"]
     assert trained_packages({"trained": record | {"packages": 3}}) == []
-
-
-def test_a_server_names_and_follows_installed_files(machine, monkeypatch):
-    walk = Walk(["installed:go"])
-    file = next(walk.files())
-    assert walk.folders
-    record = {"sources": ["installed:go"], "follow_links": False}
-    monkeypatch.setattr("dunes.completion.completer.read_card", lambda folder: {"trained": record})
-    assert name_in_sources(file.path, machine) == FOUND["go"][0]

@@ -3,19 +3,16 @@
 import errno
 import json
 import os
-import re
 
 import pytest
 import torch
 
 from conftest import toy, training_output
 from dunes import checkpoint
-from dunes.bench import rows
 from dunes.checkpoint.weights import safetensors_file
 from dunes.files.json_file import append_record, append_text, parse_line, read_lines, read_records
 from dunes.runs import loop as loop_module
 from dunes.runs.run import read_metrics, truncate_metrics
-from dunes.runs.tensorboard import read_samples
 from teacher import tasks
 from teacher.endpoint import Budget, Ledger
 
@@ -159,33 +156,6 @@ def test_a_run_goes_on_after_a_disk_was_full_for_a_moment(code, tmp_path, monkey
     training_output(toy(code, steps=9), folder, resume=True, override=["steps"])
     steps = [r["step"] for r in read_metrics(folder / "metrics.jsonl", list) if "loss" in r]
     assert steps == [1, 2, 3, 5, 6, 7, 8, 9]
-
-
-def test_samples_after_one_that_was_cut_short_are_found(tmp_path):
-    path = tmp_path / "samples.md"
-    append_text(path, "## After 5 steps\n\n```\nfive\n```\n\n")
-    with path.open("ab") as file:
-        file.write(b"## After 50 steps\n\n```\nfif\xc3")
-    append_text(path, "## After 200 steps\n\n```\ntwo hundred\n```\n\n")
-    assert read_samples(path)[5] == "five"
-    assert read_samples(path)[200] == "two hundred"
-
-
-ROW = {"benchmark": "train", "seconds": 0.5, "amount": 10, "unit": "tokens"}
-
-
-def test_a_damaged_measurement_costs_itself_alone(tmp_path, capsys):
-    path = tmp_path / "laps.jsonl"
-    rows.append_row(path, ROW)
-    odd = [{"a": 1}]
-    with path.open("ab") as file:
-        for line in [*DAMAGED.values(), *(json.dumps(o).encode() for o in odd), b'{"benchm']:
-            file.write(line + b"\n" * (line != b'{"benchm'))
-    rows.append_row(path, ROW)
-    assert rows.read_rows(path) == [ROW, ROW]
-    words = capsys.readouterr().err
-    assert f"{path}, line 2: " in words
-    assert re.search(rf"{len(DAMAGED) + len(odd)} more", words)
 
 
 def test_rounds_that_were_paid_for_are_kept_after_a_damaged_one(tmp_path, capsys):

@@ -222,24 +222,6 @@ def test_a_batch_is_a_function_of_its_number(in_rows):
     assert not in_rows or {b[0].shape for b in walked} == {(3, CONTEXT)}
 
 
-def test_a_resumed_run_is_the_run():
-    def run(steps, state=None):
-        module = model("llama").float()
-        trainer = Trainer(module, torch.optim.AdamW(module.parameters(), 1e-2), nats, accumulate=2)
-        if state:
-            module.load_state_dict(state[0])
-            trainer.load_state_dict(state[1])
-        stream = Batches(EXAMPLES, CONTEXT, 2).batches(trainer.consumed)
-        losses = [step.loss for _, step in zip(range(steps), trainer.run(stream), strict=False)]
-        return losses, ({k: v.clone() for k, v in module.state_dict().items()}, trainer.state_dict())
-
-    whole, _ = run(5)
-    first, state = run(2)
-    second, _ = run(3, state)
-    assert whole == first + second
-    assert whole[-1] < whole[0]
-
-
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.integers(1, 30), max_size=60))
 def test_best_fit_fills_rows_as_the_slow_way_does(lengths):
@@ -254,22 +236,6 @@ def test_best_fit_fills_rows_as_the_slow_way_does(lengths):
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert sorted(30 - sum(lengths[i] for i in row) for row in rows) == sorted(spaces)
     assert len(rows) <= 11 / 9 * -(-sum(lengths) // 30) + 4 or min(lengths) > 10
-
-
-# What a step leaves out
-
-
-@pytest.mark.parametrize("in_rows", [True, False])
-def test_padding_goes_through_no_block_and_unasked_tokens_through_no_head(in_rows, monkeypatch):
-    module, sizes = model("llama"), []
-    module.blocks[0].register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape[1]))
-    head = decoder.linear_cross_entropy
-    monkeypatch.setattr(decoder, "linear_cross_entropy", lambda x, *rest: sizes.append(len(x)) or head(x, *rest))
-    ids, targets, positions = Batches(EXAMPLES, CONTEXT, 4, packed=in_rows).batch(0)
-    module(ids, positions, targets=targets)
-    for found, least in zip(sizes, (int((positions >= 0).sum()), int((targets != IGNORE).sum())), strict=True):
-        assert least <= found < least + decoder.PAD_MULTIPLE
-    assert sizes[1] <= sizes[0]
 
 
 def test_documents_of_rows_that_begin_anywhere():
@@ -345,15 +311,6 @@ def test_all_families_share_rows_with_what_is_put_on_them(family):
     augment.attach(module, rank=2)
     tree.replace(module, "blocks.*", Checkpointed)
     assert supports_packing(module)
-
-
-def test_who_may_mix_tokens_is_named_with_the_remedy():
-    module = of_own_parts("shift")
-    with pytest.warns(UserWarning, match="^Shifted may mix tokens, so .* set supports_packing = True"):
-        nats(module, packed()[0])
-    with pytest.warns(UserWarning, match="^moved_by_column may mix tokens"):
-        nats(of_own_parts("position"), packed()[0])
-    module(torch.zeros(2, 5, dtype=torch.long))  # without positions each row is a document
 
 
 def test_the_loss_reads_the_head_as_the_logits_do():

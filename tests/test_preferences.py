@@ -28,7 +28,6 @@ from dunes.runs.finetune import choose_options, finetune, load_base
 from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate
 from dunes.runs.finetune_data import FinetuneData
 from dunes.runs.run import METRICS, read_metrics
-from dunes.runs.tensorboard import scalars
 from dunes.text import Tokenizer, templates
 from dunes.train.loss import dpo_loss, next_token_loss
 from test_finetune import ALL, base_in, finetuned
@@ -415,7 +414,7 @@ def test_the_first_loss_is_ln_2_and_the_reference_is_the_model_without_adapters(
 
 @pytest.mark.parametrize("options", [{}, {"length_normalized": True, "beta": 5.0, "method": "full", "lr": 0.001}])
 def test_the_margin_grows_and_validation_pairs_are_reported(options, bases, rows, tmp_path):
-    out = finetuned(asked(bases, rows, steps=60, **options), tmp_path / "run", examples=1)
+    finetuned(asked(bases, rows, steps=60, **options), tmp_path / "run", examples=1)
     lines = logged(tmp_path / "run")
     assert lines[-1]["metrics"]["margin"] > 0.5
     assert lines[-1]["loss"] < 0.6
@@ -423,16 +422,10 @@ def test_the_margin_grows_and_validation_pairs_are_reported(options, bases, rows
     assert checks[-1]["validation_margin"] > checks[0]["validation_margin"]
     assert checks[-1]["validation_accuracy"] > 0.8
     assert {"validation_chosen_loss", "validation_loss"} <= checks[-1].keys()
-    shown = scalars(checks[-1])
-    assert shown["validation_margin"] == checks[-1]["validation_margin"]
-    assert shown["pairs_per_second"] == checks[-1]["count"] / checks[-1]["seconds"]
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())
     assert card["finetuned"]["objective"] == "dpo"
     assert card["measured"]["loss"] < 0.6
     assert card["measured"]["accuracy"] > 0.8
-    assert "validation loss of preferences: 0.6931 before" in out
-    assert "perplexity" not in out
-    assert (tmp_path / "run" / "loss.png").is_file()
 
 
 def test_gradients_accumulate_to_the_same_steps(bases, rows, tmp_path):

@@ -3,7 +3,6 @@
 import json
 import random
 import warnings
-from dataclasses import replace
 from itertools import count, islice
 
 import pytest
@@ -14,11 +13,9 @@ from conftest import refuses
 from teacher.endpoint import Answer
 from teacher.tasks import (
     GO_ON,
-    REQUEST,
     InstructionIndex,
     Round,
     Task,
-    build_prompt,
     filter_item,
     generate,
     numbered_prompt,
@@ -54,24 +51,6 @@ def listed(*items, first=4):
         for i, (asked, given, said) in enumerate(items, first)
     ]
     return "###\n".join(parts).removeprefix(f"{first}. Instruction:")
-
-
-def test_a_prompt_shows_tasks_in_its_layout_and_begins_the_next():
-    assert build_prompt(SEEDS[:3]) == REQUEST + (
-        "###\n1. Instruction: Name three birds of Asia\n1. Input:\n<noinput>\n1. Output:\nCrane, ibis, hoopoe.\n"
-        "###\n2. Instruction: Sort these numbers from small to large.\n2. Input:\n3, 1, 2\n2. Output:\n1, 2, 3\n"
-        "###\n3. Instruction: What is the capital of France?\n3. Input:\n<noinput>\n3. Output:\nParis.\n"
-        "###\n4. Instruction:"
-    )
-
-
-def test_what_was_shown_is_read_back_from_an_answer():
-    answer = listed(*[(t.instruction, t.input or "<NOinput>", t.output) for t in SEEDS])
-    items = list(parse_answer(answer, False))
-    assert [i.task for i in items] == [replace(t, instruction=t.instruction.strip()) for t in SEEDS]
-    assert not any(i.reason for i in items)
-    assert [i.reason for i in parse_answer(answer, True)] == ["", "", "", "truncated"]
-    assert [i.task for i in parse_answer(answer, True)][3] is None
 
 
 # A model that writes what is good and what is not, and the list that Alpaca's rules make of it

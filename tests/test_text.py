@@ -47,16 +47,6 @@ def many(examples):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", BYTE_LEVEL)
-@many(5000)
-@given(text=any_text | mixed)
-@example(text="\u2028\u2029\x85\x0b\x0c")
-def test_every_text_comes_back_from_its_ids(kind, text):
-    tokenizer = TOKENIZERS[kind]
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 @many(200)
 @given(text=st.text(ALPHABET))
 @example(text="aZb")
@@ -72,13 +62,6 @@ def test_each_byte_has_its_own_token(kind):
     pieces = TOKENIZERS[kind].token_bytes
     assert {bytes([b]) for b in range(256)} <= set(pieces)
     assert len(set(pieces)) == len(pieces) - len(SPECIAL) + 1, "no two ids stand for the same bytes"
-
-
-def test_pairs_merge_across_spaces_but_never_across_a_line_end():
-    pieces = TOKENIZERS["bpe"].token_bytes
-    assert [p for p in pieces if b"\n" in p] == [b"\n"]
-    assert any(re.fullmatch(rb"\w+ \w+.*", p) for p in pieces)
-    assert any(re.fullmatch(rb" +\w+", p) for p in pieces)
 
 
 @pytest.mark.parametrize("kind", BYTE_LEVEL)
@@ -119,16 +102,6 @@ def test_a_special_token_in_a_text_is_plain_text(kind, token, tmp_path):
         assert ids == each.encode(text)
         assert max(ids) < each.eos
         assert each.decode(ids) == text
-
-
-def test_a_larger_vocabulary_makes_fewer_tokens_and_the_first_are_the_same():
-    sizes = (256 + len(SPECIAL), 300, 1000)
-    made = [Tokenizer.train("bpe", [corpus()], size) for size in sizes]
-    assert [(t.vocab, len(t.token_bytes)) for t in made] == [(size, size) for size in sizes]
-    _, small, large = made
-    assert len(large.encode(corpus())) < 0.8 * len(small.encode(corpus()))
-    learned = small.vocab - len(SPECIAL)
-    assert large.token_bytes[:learned] == small.token_bytes[:learned]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,16 +185,6 @@ def test_a_stream_of_any_ids_begins_what_they_decode_to(kind, data):
     # A line end closes whatever was open.
     closed = [*ids, *tokenizer.encode("\n")]
     assert "".join(streamed(tokenizer, closed)) == tokenizer.decode(closed)
-
-
-def test_a_stream_serves_tokenizers_of_other_makes():
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, pre_tokenizers
-
-    inner = Inner(models.WordLevel({"▁a": 0, "▁bc": 1, "?": 2}, unk_token="?"))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer = Tokenizer(inner)
-    assert streamed(tokenizer, tokenizer.encode("a bc a")) == ["a", " bc", " a"]
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

@@ -11,7 +11,6 @@ from adapters import trained
 from conftest import raising
 from dunes.augment import adapter_active, attach, row_adapters
 from dunes.checkpoint import LoadedModel
-from dunes.completion.engine import CompletionEngine
 from dunes.generate import PrefixCache, Request, generate, generate_all, sampler
 from dunes.inference.chat import Chat, load_chat_engine
 from dunes.inference.text_generator import TextGenerator, cut_at_stop
@@ -239,20 +238,6 @@ def test_a_second_turn_evaluates_only_its_new_tokens(three):  # noqa: F811
     assert counts[turn + 1 :] == [1] * 11
     fresh = Chat(load_chat_engine(str(three / "base")), sampler(0.0), 12, talk=chat.talk[:2])
     assert "".join(fresh.say("cd")) == second
-
-
-def test_a_keystroke_evaluates_only_what_it_changes():
-    model = byte_model()
-    engine = CompletionEngine(LoadedModel(model, TOKENS, CONTEXT))
-    lines = ["ab", "abc", "abcd", "abcx"]
-    with evaluated(model) as counts:
-        got = []
-        for line in lines:
-            start = len(counts)
-            got.append(engine.complete(line).text)
-            assert counts[start] <= (3 if line == "ab" else 2)
-    fresh = (CompletionEngine(LoadedModel(model, TOKENS, CONTEXT)) for _ in lines)
-    assert got == [each.complete(line).text for each, line in zip(fresh, lines, strict=True)]
 
 
 byte_model = partial(random_model, noise=0.2, vocab=TOKENS.vocab, context=CONTEXT, seed=1)

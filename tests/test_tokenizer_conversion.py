@@ -225,17 +225,6 @@ def test_the_files_beside_a_tokenizer_say_where_texts_begin_and_end(files, begin
     assert list(tokenizer.encode_document(["a\n", "\nb"])) == [tokenizer.encode("a\n\nb")]
 
 
-def test_our_own_tokenizers_begin_a_text_after_the_end_of_another(tmp_path):
-    for kind in ("bpe", "bytes", "chars"):
-        tokenizer = Tokenizer.train(kind, ["abc\n"], 300)
-        tokenizer.save(tmp_path)
-        for each in (tokenizer, Tokenizer.load(tmp_path)):
-            assert each.document_start == [each.eos] == each.prompt("")
-            assert each.prompt("ab") == each.encode("ab")
-            assert each.stops == {each.eos}
-            assert list(each.encode_document(["a\n", "b"])) == [each.encode("a\n"), each.encode("b")]
-
-
 # --- files that lie
 
 
