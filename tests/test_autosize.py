@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import refuses, run_python
+from conftest import refuses
 from dunes import measure
 from dunes.augment import adapted, apply_change, attach, quantize, set_adapter
 from dunes.models import arcee, llama, mixtral, of_parts
@@ -88,33 +88,6 @@ def test_a_plan_that_leaves_nothing_open_is_not_measured(monkeypatch):
     assert autosize_run(whole, STDLIB, resumed=True) == (whole, [])
     refuses("--threads is 40000; this machine has", autosize.with_hardware, TrainConfig(threads=40_000))
     refuses(r"--weight-decay is -1", TrainConfig, weight_decay=-1.0)
-
-
-@pytest.mark.slow
-def test_a_run_whose_options_are_all_given_is_like_the_one_that_chose_them(monkeypatch):
-    monkeypatch.setattr(autosize, "measure_machine", lambda config: MACHINE)
-    asked = TrainConfig(sources=(), steps=5000, complete=True, dtype="float32", threads=1)
-    chosen, _ = autosize_run(asked, 100_000)
-    given = replace(asked, size=chosen.size, batch=chosen.batch, context_length=chosen.context_length)
-    assert chosen.weight_decay == autosize.WEIGHT_DECAY
-    assert autosize_run(given, 100_000)[0] == chosen
-    again = replace(chosen, dtype=None, steps=2, weight_decay=None)  # --resume --override steps dtype
-    assert autosize_run(again, 100_000, resumed=True)[0].weight_decay is None
-
-
-@pytest.mark.slow
-def test_what_is_open_is_chosen_and_explained(monkeypatch):
-    monkeypatch.setattr(autosize, "measure_machine", lambda config: MACHINE)
-    monkeypatch.setattr(autosize, "with_hardware", lambda c: replace(c, dtype="bfloat16", threads=2))
-    config, lines = autosize_run(TrainConfig(sources=(), context_length=64), STDLIB)
-    assert all((config.size, config.batch, config.context_length == 64))
-    assert (config.dtype, config.threads, config.matmul) == ("bfloat16", 2, 1.2e12)
-    assert len(lines) == 4
-    assert all("\n" not in line for line in lines)
-    assert "a larger model would be undertrained" in lines[2]
-    assert autosize_run(config, STDLIB) == (config, []), "and stays so"
-    given = autosize_run(TrainConfig(sources=(), size="1m"), STDLIB)[1]
-    assert "a larger model" not in given[2], "nobody chose"
 
 
 def test_text_met_again_is_worth_less_and_less():
@@ -240,33 +213,6 @@ def test_the_estimate_of_memory_grows_with_what_takes_it_and_names_it():
     few, many, most = (sum(estimate_memory(complete, text=size).values()) for size in (10**6, 10**7, 10**9))
     assert 5e8 < many - few < 8e8
     assert most < 1.5 * many, "the index has a limit"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("family", "most"), [("arcee", 1.1), ("mixtral", 1.25)])
-def test_the_estimate_is_what_a_run_takes(family, most, code, tmp_path):
-    """In a process of its own, with saves on the way; it promises a tenth once the heap has its holes.
-
-    The heap of a mixture gets them later: after 150 steps the estimate is 1.11 times what the run takes, after 30
-    steps 1.13 to 1.19 times.
-    """
-    script = """
-        import sys, torch
-        from pathlib import Path
-        from dunes import measure
-        from dunes.runs import loop, train
-        from dunes.runs.autosize import estimate_memory
-        from dunes.runs.train_config import TrainConfig, parse_size
-        from dunes.progress import Display
-        loop.SAVE_SECONDS = 1.0
-        shape = {"size": "3m", "vocab_size": 300, "batch": 16, "context_length": 256, "family": sys.argv[3]}
-        plan = TrainConfig(sources=(sys.argv[1],), dtype="float32", threads=1, steps=30, **shape)
-        said = sum(estimate_memory(plan).values())
-        assert train.train(plan, Path(sys.argv[2]), Display()) == 0
-        print(said / measure.peak_memory(torch.device("cpu")))
-    """
-    done = run_python(script, code, tmp_path / "run", family, check=True)
-    assert 0.9 < float(done.stdout.split()[-1]) < most
 
 
 def test_less_is_lost_to_fragmentation_if_less_is_trained():

@@ -1,19 +1,15 @@
 """A model is a family, a config and its changes: made, trained, saved, loaded and exported in every order."""
 
-import importlib
 import itertools
 import json
-import threading
-from io import StringIO
 
 import pytest
 import torch
-from rich.console import Console
 
 import expansion
 from adapters import IDS, build, difference, trained
 from conftest import change_json, refuses
-from dunes import checkpoint, progress, tree
+from dunes import checkpoint, tree
 from dunes.augment import (
     CHANGES,
     Adapted,
@@ -27,8 +23,7 @@ from dunes.checkpoint.export import export
 from dunes.checkpoint.inspect import describe_adapter, judge
 from dunes.checkpoint.loading import add_adapter
 from dunes.checkpoint.source import open_source
-from dunes.progress import Display
-from dunes.runs.augment import augment_folder, undo_folder
+from dunes.runs.augment import augment_folder
 from dunes.train import next_token
 from small_models import random_model, small_config
 
@@ -276,89 +271,6 @@ def test_routing_learns_and_has_no_hugging_face_config(tmp_path):
     assert torch.equal(loaded.model(IDS), model(IDS))
     assert loaded.model.blocks[0].mlp.selection_bias.abs().max() == pytest.approx(0.1)
     refuses(r"no Hugging Face config describes.*blocks.0.mlp", export, tmp_path / "a", tmp_path / "hf")
-
-
-@pytest.mark.parametrize(
-    ("change", "request_", "moves"),
-    [
-        ("expand", {"blocks": 2}, 2),
-        ("experts", {"split": "cluster", "experts": 4}, 3 * 2),
-        ("experts", {"split": "importance", "experts": 4, "ids": torch.randint(50, (32, 8))}, 4 + 2),
-        ("quantize", {"kind": "int8"}, 2),
-    ],
-)
-def test_progress_moves_inside_the_steps(change, request_, moves, tmp_path, monkeypatch):
-    monkeypatch.setitem(CHANGES, "expand", importlib.import_module("dunes.augment.expand"))
-    checkpoint.save(build(), tmp_path / "dense", None, 32)
-    seen = []
-
-    def shares(step):
-        return sorted({share for what, share in seen if what == step})
-
-    show = lambda *state: seen.append(state)
-    with progress.shown_by(show):
-        augment_folder(tmp_path / "dense", tmp_path / "out", change, **request_)
-    assert [share for _, share in seen] == sorted(share for _, share in seen), "it never moves back"
-    assert (seen[0], seen[-1]) == (("reading", 0.0), ("written", 1.0))
-    assert len(shares(change)) == 1 + moves
-    assert all(len(shares(step)) > 10 for step in ("measuring", "writing", "comparing"))
-    if change in ("expand", "experts") and "ids" not in request_:
-        seen.clear()
-        with progress.shown_by(show):
-            undo_folder(tmp_path / "out", tmp_path / "again", change)
-        assert len(shares("writing")) > 10
-        assert len(shares("comparing with the digests")) > 1
-        assert seen[-1] == ("written", 1.0)
-
-
-def test_a_phase_without_any_work_is_done():
-    seen = []
-    with progress.shown_by(lambda *state: seen.append(state)), progress.phase("tokenizing"):
-        progress.advance(0)(0)
-    assert seen == [("tokenizing", 0.0), ("tokenizing", 1.0)]
-
-
-def test_a_loop_in_another_thread_shows_its_progress():
-    seen = []
-    with progress.shown_by(lambda *state: seen.append(state)), progress.phase("writing", 0.0, 0.5):
-        thread = threading.Thread(target=progress.advance(4), args=(2,))
-        thread.start()
-        thread.join()
-    assert seen == [("writing", 0.0), ("writing", 0.25)]
-
-
-def test_a_bar_of_its_own_starts_anew_with_its_own_time_left(monkeypatch):
-    now, out = [1000.0], StringIO()
-    monkeypatch.setattr("dunes.progress.monotonic", lambda: now[0])
-    with Display(Console(file=out)) as display:
-        for now[0] in (1001.0, 1180.0, 1189.0):
-            display.state("step 9, 1:06 left", 0.7)
-        with display.own_bar("closing"):
-            with progress.phase("final validation", end=0.25):
-                for _ in progress.each("ab"):
-                    now[0] += 10.0
-            with progress.shown_by(scale=lambda done: 0.25 + 0.75 * done), progress.phase("gate"):
-                for _ in progress.each("abc"):
-                    now[0] += 10.0
-    assert out.getvalue().splitlines() == [
-        " 70%  step 9, 1:06 left",
-        " 70%  step 9, 1:06 left",
-        "  0%  closing: final validation",
-        " 12%  closing: final validation, 1:10 left",
-        " 25%  closing: final validation, 1:00 left",
-        " 50%  closing: gate, 30 s left",
-        " 75%  closing: gate, 13 s left",
-        "100%  closing: gate, 0 s left",
-    ]
-
-
-def test_plain_lines_begin_when_a_user_waits(monkeypatch):
-    now, out = [1000.0], StringIO()
-    monkeypatch.setattr("dunes.progress.monotonic", lambda: now[0])
-    with Display(Console(file=out), patience=10.0) as display:
-        for now[0] in (1000.0, 1009.0, 1011.0, 1015.0, 1022.0):
-            display.state(f"at {now[0]:.0f}", 0.5)
-    assert [line.split()[-1] for line in out.getvalue().splitlines()] == ["1011", "1022"]
 
 
 def test_options_from_python_have_any_form_and_the_record_is_json():

@@ -1,7 +1,6 @@
 """Block expansion: nothing changes before training, only new blocks learn, and without them all is as before."""
 
 import inspect
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -19,8 +18,6 @@ from dunes.checkpoint.export import export
 from dunes.models import FAMILIES
 from dunes.parts import Checkpointed, cache_for
 from dunes.runs.augment import augment_folder, undo_folder
-from dunes.runs.finetune import finetune
-from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.run import read_metrics
 from dunes.runs.train import select_trainable, train
 from dunes.runs.train_config import TrainConfig
@@ -232,26 +229,6 @@ def test_a_stopped_run_goes_on_bit_for_bit_with_the_new_blocks_alone(folders, co
     again = train(going_on(straight, code), tmp_path / "c", display()[0])
     assert again == 0, "the record of the expansion survives training"
     undo_folder(tmp_path / "c", tmp_path / "base", "expand")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", pytest.param("lora", marks=pytest.mark.slow)])
-def test_finetuning_reaches_the_new_blocks_alone(method, folders, tmp_path):
-    rows = [{"prompt": f"def task_{i}", "completion": f"(value):\n    return value * {i}\n"} for i in range(40)]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    options = {"steps": 3, "batch": 4, "micro_batch": 2, "lr": 0.01, "dtype": "float32", "threads": 1}
-    options |= {"rank": 2, "dtype": "bfloat16"} if method == "lora" else {}
-    options |= {"model": str(folders / "pro"), "data": str(tmp_path / "rows.json"), "target_modules": ("new",)}
-    assert finetune(FinetuneConfig(method=method, **options), tmp_path / "run", display()[0]) == 0
-    loaded = checkpoint.load(tmp_path / "run")
-    if method == "lora":
-        assert {p.split(".")[1] for p in loaded.architecture.changes[-1].places} == {"2", "4"}
-        refuses("lora came later and stands on it", undo_folder, tmp_path / "run", tmp_path / "base", "expand")
-        return
-    was, now = checkpoint.load(folders / "pro").model.state_dict(), loaded.model.state_dict()
-    assert {n.split(".")[1] for n in was if not torch.equal(was[n], now[n])} == {"2", "4"}
-    undo_folder(tmp_path / "run", tmp_path / "base", "expand")
-    assert stored(tmp_path / "base") == stored(folders / "base")
 
 
 def test_what_was_trained_in_its_old_blocks_or_changed_later_is_not_taken_back(folders, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from adapters import trained
-from conftest import refuses, run_python
+from conftest import refuses
 from dunes import checkpoint
 from dunes.augment import attach, quantize
 from dunes.checkpoint.formats import gguf
@@ -384,22 +384,3 @@ def test_adjacent_fused_is_plain():
     cos, sin = angle.cos(), angle.sin()
     torch.testing.assert_close(rotary.plain(x, cos, sin, True), rotary.fused(x, cos, sin, True))
     assert torch.autograd.gradcheck(lambda x: rotary.fused(x, cos, sin, True), x)
-
-
-def test_no_names_import_a_compiler():
-    """Joining tensors on meta would, for 1.7 s."""
-    script = """if True:
-        import sys
-        from dunes.checkpoint.state_dict_diff import compare
-        from dunes.checkpoint.weights.lazy_tensor import hf_weights, in_memory
-        from dunes.models import FAMILIES, build_on_meta, weight_names, written_names
-        from dunes.models.names import for_heads
-        for family, module in FAMILIES.items():
-            config = module.Config.from_size(64, 64, 2, 16)
-            ours = in_memory(build_on_meta(family, config).state_dict())
-            files = hf_weights(written_names(family, config), ours)
-            compare(ours, files, for_heads(weight_names(family), config.heads), ())
-            print(family, "torch._dynamo" in sys.modules)
-    """
-    lines = run_python(script, check=True).stdout.splitlines()
-    assert lines == [f"{family} False" for family in FAMILIES]

@@ -16,7 +16,6 @@ from dunes.augment import Adapted, apply_change
 from dunes.cli import verbs
 from dunes.data import Batches
 from dunes.data.duplicates import SPLIT_VERSION
-from dunes.data.examples import read_records, split_records
 from dunes.evaluate.text_loss import Score
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -24,14 +23,12 @@ from dunes.runs import finetune as finetune_module
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
 from dunes.runs.augment import augment_folder, history
-from dunes.runs.finetune import FinetuneTask, choose_options, finetune, load_base, memory, optimizer
+from dunes.runs.finetune import FinetuneTask, choose_options, finetune, load_base, memory
 from dunes.runs.finetune_config import METHODS, FinetuneConfig, choose_batch, choose_steps, learning_rate
 from dunes.runs.finetune_data import Baseline, FinetuneData
-from dunes.runs.memory import Shape, TrainSetup, train_allocations
 from dunes.runs.run import METRICS, Run, read_metrics, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
-from dunes.train.loss import next_token_loss
 from test_chat_tools import ANSWER, ASKED, TOOLS, call, calls, result, row, source
 from test_runs import assert_same_training, stopping_at
 
@@ -136,16 +133,6 @@ def test_the_adapter_is_peft_s_too(base, examples, tmp_path):
     assert difference <= 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_products_in_bfloat16(method, base, examples, tmp_path):
-    finetuned(asked(base, examples, method=method, dtype="bfloat16", steps=30), tmp_path / "run")
-    card = checkpoint.load(tmp_path / "run").card
-    again = score_of(tmp_path / "run", asked(base, examples))
-    assert card["measured"]["loss"] < card["measured"]["before"] * 0.99
-    assert again.loss == pytest.approx(card["measured"]["loss"], rel=0.02)
-
-
 def test_a_half_base_learns_in_float32_like_its_float32_copy(base, examples, tmp_path):
     loaded, losses = checkpoint.load(base), []
     for dtype in (torch.bfloat16, torch.float32):
@@ -245,25 +232,6 @@ def test_a_model_that_is_no_run_s_is_not_written_over(base, tokenizer, examples,
     refuses_run("file: is not a writable folder", asked(base, examples), tmp_path / "file" / "run")
 
 
-def test_a_run_that_gets_worse_warns_once_and_keeps_its_best(base, examples, tmp_path, monkeypatch):
-    """A learning rate at which the loss falls during the warm-up and then jumps."""
-    monkeypatch.setattr(loop_module, "_check_due", lambda step: step % 3 == 0)
-    config, folder = asked(base, examples, method="full", steps=24, lr=3.0), tmp_path / "run"
-    out = finetuned(config, folder)
-    lines = read_metrics(folder / METRICS)
-    checks = {r["step"]: r["bits_per_byte"] for r in lines if "bits_per_byte" in r}
-    best = min(checks, key=checks.get)
-    (warning,) = (line for line in out.splitlines() if line.startswith("warning: validation loss"))
-    assert f"after step {best}" in warning
-    assert "learning rate (now 3)" in warning
-    card = checkpoint.load(folder).card
-    assert card["finetuned"]["best_step"] == best
-    assert card["measured"]["bits_per_byte"] == pytest.approx(checks[best], rel=1e-5)
-    assert score_of(folder, config).bits_per_byte == pytest.approx(checks[best], rel=1e-5)
-    assert checks[24] > 1.5 * checks[best]
-    assert f"the weights of step {best} were saved" in out
-
-
 def test_the_best_weights_of_an_adapter_are_what_is_saved(base, examples, tmp_path, monkeypatch):
     """Validation that is best at the second check and worse ever after."""
     monkeypatch.setattr(loop_module, "_check_due", lambda step: True)
@@ -284,16 +252,6 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(base, examples, tmp_pa
     saved = checkpoint.load(folder).model.state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in kept[2].items())
     assert not all(torch.equal(saved[name], tensor) for name, tensor in kept[6].items())
-
-
-@pytest.mark.slow
-def test_rows_at_once_change_nothing_but_memory(base, examples, tmp_path):
-    """A mean of means over unequal parts would."""
-    for at_once in (4, 2, 1):
-        finetuned(asked(base, examples, micro_batch=at_once, steps=8), tmp_path / str(at_once))
-    losses = [[r["loss"] for r in read_metrics(tmp_path / str(n) / "metrics.jsonl")] for n in (4, 2, 1)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
 
 
 REFUSED = {
@@ -392,17 +350,6 @@ def test_tasks_with_a_history_get_a_template_that_can_write_it(base, tmp_path):
     assert "⟦Ho<|im_end|>⟧" in out
 
 
-def test_examples_are_shown_in_two_colours(base, examples, tmp_path):
-    out = finetuned(asked(base, examples), tmp_path / "run", examples=2, dry_run=True)
-    found = re.findall("### Response:⟦(.*)<\\|endoftext\\|>⟧", out)
-    assert len(found) == 2
-    assert all(answer in [r["output"] for r in ROWS] for answer in found)
-    assert re.search(
-        r"measured: \S+ tokens/s, .* per step; \d+ steps in about .*; training states take up to", out
-    )
-    assert not (tmp_path / "run").exists()
-
-
 def test_only_what_was_named_learns(base, examples, tmp_path):
     finetuned(asked(base, examples, method="full", target_modules=("blocks.1.**", "!**.k")), tmp_path / "full")
     before, after = (checkpoint.load(f).model.state_dict() for f in (base, tmp_path / "full"))
@@ -439,26 +386,6 @@ def test_a_context_may_grow_where_positions_are_angles(tokenizer, examples, tmp_
     refuses_run("longer than the context of 16", asked(learnt, examples), tmp_path / "no")
     with pytest.raises(ValueError, match="--context-length is 64; this model supports at most 16 tokens"):
         finetune(asked(learnt, examples, context_length=64), tmp_path / "no", display()[0])
-
-
-@pytest.mark.slow
-def test_what_is_forgotten_is_measured_and_answers_stand_side_by_side(base, examples, code, tmp_path):
-    folder = tmp_path / "run"
-    out = finetuned(asked(base, examples, forgetting_data=(str(code),), lr=0.05, steps=20), folder)
-    domain = json.loads((folder / "dunes.json").read_text())["measured"]["forgetting"]
-    words = r"forgetting: loss on the base model's own text ([\d.]+) before, ([\d.]+) after \(([+-][\d.]+)\)"
-    found = re.search(words, out)
-    assert [float(g) for g in found.groups()[:2]] == pytest.approx([domain["before"], domain["after"]], abs=6e-4)
-    assert domain["before"] != domain["after"]
-    page = (folder / "samples.md").read_text()
-    assert finetune(FinetuneConfig(), folder, display()[0], resume=True) == 0
-    assert (folder / "samples.md").read_text() == page, "the table is written once"
-    _, held = split_records(read_records(examples).rows, 0.2)
-    for record in held[:3]:
-        assert f"| {record.turns[0].text} | {record.turns[1].text} |" in page
-    assert len(json.loads((folder / "state" / "baseline.json").read_text())["answers"]) == 3
-    words = "forgetting is not measured: pass text like the base model's training data with --forgetting-data"
-    assert words in finetuned(asked(base, examples), tmp_path / "other")
 
 
 def test_chats_with_tools_are_learned_and_their_samples_have_tools_and_calls(tokenizer, tmp_path, monkeypatch):
@@ -582,31 +509,6 @@ def test_plain_text_is_learned_in_windows_and_its_end_held_out(base, book, token
     assert score.loss == pytest.approx(card["measured"]["loss"], rel=1e-5)
 
 
-@pytest.mark.slow
-def test_a_folder_of_several_kinds_is_stopped_and_resumed_bit_for_bit(base, book, examples, tmp_path, monkeypatch):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "book.txt").write_text(book.read_text())
-    (folder / "rows.json").write_text(examples.read_text())
-    rows = [{"q": r["instruction"], "a": r["output"]} for r in ROWS]
-    (folder / "more.jsonl").write_text("".join(json.dumps({"text": r["q"]}) + "\n" for r in rows))
-    config = asked(base, folder, steps=12)
-    out = finetuned(config, tmp_path / "straight")
-    assert "90 records of Alpaca" in out
-    assert "90 records of plain text" in out
-    assert "1 file of plain text" in out
-    assert "template: alpaca" in out
-    with monkeypatch.context() as patch:
-        stopping_at(5, patch)
-        assert finetune(config, tmp_path / "halves", display()[0]) == 130
-    assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], resume=True) == 0
-    assert_same_training(tmp_path / "straight", tmp_path / "halves", "adapter_model.safetensors")
-    (folder / "bad.jsonl").write_text(json.dumps(rows[0]))
-    refuses_run(r"bad\.jsonl, line 1: ", asked(base, folder), tmp_path / "bad")
-    both = asked(base, folder / "bad.jsonl", text_field=("q", "a"), val_data=str(book))
-    assert "1 record of plain text" in finetuned(both, tmp_path / "field", dry_run=True)
-
-
 def test_another_template_than_the_base_was_taught_with_is_told_and_plain_rows_leave_it(base, examples, tmp_path):
     finetuned(asked(base, examples, method="full"), tmp_path / "alpaca")
     again = finetuned(asked(tmp_path / "alpaca", examples), tmp_path / "same", dry_run=True)
@@ -669,31 +571,6 @@ def ready(base, examples, **changes):
 def fitted(config, show):
     """The data of a run with all of its options chosen."""
     return choose_options(FinetuneData.read(config, load_base(config), show), show)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["full", "lora", "qlora", "dora"])
-def test_the_memory_of_a_step_is_foreseen(method, base, examples):
-    """To the byte, but for activations: without numbers padding cannot be left out."""
-    data = ready(base, examples, method=method)
-    config = data.config
-    rows = finetune_module._full_batch(config)
-    zeros = lambda shape: tuple(torch.zeros(p.shape, dtype=p.dtype) for p in rows)
-    learning = TrainSetup(lambda model: optimizer(config, model), next_token_loss, zeros)
-    shape = Shape(config.micro_batch, config.context_length, torch.float32)
-
-    def real():
-        model = checkpoint.load(base).model
-        finetune_module.apply_method(model, config)
-        return model
-
-    estimated = train_allocations(lambda: finetune_module._meta_model(data), shape, True, learning)
-    held = train_allocations(real, shape, False, learning)
-    said, seen = ({kind: size for (kind,), size in log.by("kind").items()} for log in (estimated, held))
-    print({kind: (said.get(kind), size) for kind, size in seen.items()})
-    assert 1 <= (said.pop("activations") / seen.pop("activations")) < 1.5
-    kinds = ("parameters", "gradients", "optimizer")
-    assert {k: said[k] for k in kinds if k in said} == {k: seen[k] for k in kinds if k in seen}
 
 
 def test_fewer_rows_at_once_where_memory_is_short(base, examples, monkeypatch):

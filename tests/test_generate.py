@@ -9,15 +9,14 @@ from functools import partial
 import pytest
 import torch
 
-from conftest import raising, refuses
+from conftest import refuses
 from dunes import measure
-from dunes.generate import PrefixCache, Request, Sampler, generate, generate_all, look_up, prefix_cache, sampler
-from dunes.generate.packages import check_step
+from dunes.generate import PrefixCache, Request, Sampler, generate, generate_all, prefix_cache, sampler
 from dunes.generate.sampling import draw
 from dunes.inference.sampling_options import SamplingOptions
 from dunes.models import FAMILIES, qwen3
 from dunes.models.initialise import initialise
-from dunes.parts import ForwardContext, RollingCache, cache_for, recurrent_cache
+from dunes.parts import RollingCache, cache_for, recurrent_cache
 from own_parts import OWN, Wrapped, of_own_parts
 from small_models import random_model
 
@@ -69,16 +68,6 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one_go(model, chunk, monkeypatch):
         got = torch.cat([*got.values()]) if isinstance(got, dict) else got
         want = torch.cat([model(torch.tensor([ids]))[0, -last:] for ids in texts.values()])
         assert (got - want).abs().max() <= 1e-6
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_prompts_need_no_mask_without_padding(family, monkeypatch):
-    monkeypatch.setattr(ForwardContext, "_mask", raising(AssertionError("a mask of all queries and keys")))
-    model, ids = made(family), list(range(30))
-    for cache, texts in ((PrefixCache(model), {0: ids}), (PrefixCache(model, 2), {0: ids, 1: ids[::-1]})):
-        cache.reserve(30)
-        for length in (12, 30):  # the second goes on from what is held
-            cache.logits({i: text[:length] for i, text in texts.items()})
 
 
 @torch.no_grad()
@@ -148,25 +137,6 @@ def test_ids_that_another_adapter_read_are_read_again():
     assert all(cache.ids)
     cache.set_adapter(0, "other")
     assert [bool(ids) for ids in cache.ids] == [False, True]
-
-
-def test_a_row_read_by_itself_has_several_snapshots(monkeypatch):
-    monkeypatch.setattr(recurrent_cache, "INTERVAL", 8)
-    monkeypatch.setattr(prefix_cache, "PADDED", 0)
-    cache, ids = PrefixCache(made("qwen3_next"), 2), list(range(30))
-    cache.reserve(30)
-    cache.logits({0: [1], 1: [2]})
-    for length in (9, 18, 27):
-        cache.logits({1: [2, *ids[:length]]})
-    assert {10, 19, 28} <= {*cache.cache.snapshot_lengths[1].tolist()}
-    assert not cache.cache.snapshot_lengths[0].any()
-
-
-def test_a_recurrent_state_takes_nothing_back_and_is_not_compiled():
-    model = made("qwen3_next")
-    request = Request([1], max_tokens=1, proposer=look_up)
-    refuses("GatedDeltaNet has a recurrent state, .* leave out lookup", ids_of, model, [request])
-    refuses("compiled code stores keys and values, and GatedDeltaNet has a recurrent state", check_step, model)
 
 
 CROSSING = [[(7 * i + n) % VOCAB for i in range(n)] for n in (20, CONTEXT, CONTEXT - 1, 50)]

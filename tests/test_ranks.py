@@ -539,15 +539,6 @@ def test_a_noisy_gate_is_balanced_over_all_processes(tmp_path):
     assert run_ranks(2, balance_together, [[]] * 2, tmp_path / "run")[1] == [0, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["--batch", "none"], ["--foo"]])
-def test_a_wrong_option_is_reported_once(words, code, tmp_path):
-    with torchrun("-m", "dunes", "train", code, "--out", tmp_path / "run", *words) as process:
-        out = process.communicate(timeout=120)[0]
-    assert out.count("Unrecognized") + out.count("Error parsing") + out.count("dunes: ") == 1 + ("--foo" in words)
-    assert out.count("Traceback") == 1  # torchrun's
-
-
 def test_only_the_torchrun_command_that_started_a_run_goes_on_with_it(tmp_path, monkeypatch):
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "plan.json").write_text("{}")

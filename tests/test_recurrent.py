@@ -155,14 +155,6 @@ def in_pieces(part, x, cuts, cache, real=None):
     return torch.cat(outputs, 1)
 
 
-@pytest.mark.parametrize("cuts", [[1] * 75, [40, 1, 1, 2, 31]], ids=["tokens", "pieces"])
-@pytest.mark.parametrize("kind", PARTS)
-def test_pieces_are_equal_to_all_at_once(kind, cuts):
-    ours, _, _ = pair(kind)
-    x = rand(2, 75, DIM)
-    assert (in_pieces(ours, x, cuts, RecurrentCache(2, 75)) - ours(x)).abs().max() <= LIMIT
-
-
 @pytest.mark.parametrize("kind", PARTS)
 def test_padding_changes_no_state(kind):
     """To the left, inside a row, and alone; with a NaN in it, which would show in every state."""

@@ -1,7 +1,5 @@
 """Whole runs at toy size: what they leave behind, and that stopping loses nothing."""
 
-import io
-import itertools
 import json
 import os
 import re
@@ -17,7 +15,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from torch.nn.modules.module import register_module_forward_hook
 
 from conftest import display, eventually, metaspace_tokenizer, refuses, toy, training_output
@@ -33,7 +30,6 @@ from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_f
 from dunes.inference import text_generator
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
-from dunes.progress import Display
 from dunes.runs import autosize
 from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
@@ -41,7 +37,7 @@ from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
 from dunes.runs.loop import early_end
-from dunes.runs.run import check_tokens, read_metrics
+from dunes.runs.run import read_metrics
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text import KINDS, Tokenizer
@@ -192,31 +188,6 @@ def test_a_finished_run_that_is_resumed_is_the_same_run_and_a_tokenizer_left_by_
     assert train(replace(config, steps=2), folder, display()[0], resume=True, override=["steps"]) == 0
 
 
-@pytest.fixture
-def looks(monkeypatch):
-    """Time here is how often somebody looked at the clock, so that no machine is too slow."""
-    monkeypatch.setattr(run_module, "CLOSING", 0.1)
-    looks = itertools.count()
-    for module in (loop_module, run_module):
-        monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
-    return looks
-
-
-@pytest.mark.slow
-def test_a_run_by_the_clock_ends_by_it_and_goes_on_for_the_time_that_is_left(code, tmp_path, monkeypatch, looks):
-    config, folder = toy(code, steps=None, minutes=0.05), tmp_path / "run"
-    stop(config, folder, 20, monkeypatch)
-    first = json.loads((folder / "dunes.json").read_text())["trained"]["seconds"]
-    assert 0.4 < first < 2.0
-    before = next(looks) * 0.02
-    assert train(TrainConfig(sources=()), folder, display()[0], resume=True) == 0
-    assert first + next(looks) * 0.02 - before == pytest.approx(3.0, rel=0.1)
-    assert json.loads((folder / "dunes.json").read_text())["trained"]["seconds"] == pytest.approx(3.0, rel=0.1)
-    rates = [r["lr_scale"] for r in read_metrics(folder / "metrics.jsonl")]
-    assert max(rates) == 1.0
-    assert rates[-1] < 0.1
-
-
 def refused(config, folder, resume=False):
     show, _ = display()
     return refuses(r".", train, config, folder, show, resume=resume)
@@ -236,20 +207,6 @@ def test_a_run_that_another_process_has_made_meanwhile_stays(code, tmp_path, mon
     refuses("already contains a run", train, toy(code, steps=5, seed=1), folder, display()[0])
     assert len(read_metrics(folder / "metrics.jsonl")) >= 3
     assert checkpoint.latest_state(folder).name == "step-000003"
-
-
-def test_who_stops_is_answered_at_once_and_waits_for_no_validation(code, tmp_path, monkeypatch, capfd):
-    real, limits = TrainTask.score, []
-    monkeypatch.setattr(TrainTask, "score", lambda self, limit=None: limits.append(limit) or real(self, limit))
-    assert "stopped after 3 steps" in stop(toy(code, steps=30), tmp_path / "run", 3, monkeypatch)
-    assert limits == [1]
-    capfd.readouterr()
-    with loop_module._signals() as request:
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            request.signal = 0
-            signal.raise_signal(number)
-            assert request.signal == number
-    assert capfd.readouterr().err.count("saving") == 3, "before the step ends"
 
 
 STOPS = {  # the function that a signal interrupts, in which call, the last step, and the steps validated by then
@@ -297,20 +254,6 @@ def test_states_are_saved_as_often_as_the_work_that_would_be_lost_is_worth(secon
     saver = loop_module.Saver(None, print)
     saver.seconds = seconds
     assert low <= saver.interval <= high
-
-
-def test_a_signal_while_results_are_saved_is_too_late(code, tmp_path, monkeypatch, capfd):
-    real = train_module.TrainTask.close
-
-    def close(self, run, score, interrupted):
-        signal.raise_signal(signal.SIGTERM)
-        return real(self, run, score, interrupted)
-
-    monkeypatch.setattr(train_module.TrainTask, "close", close)
-    printed = training_output(toy(code, steps=3), tmp_path / "run")
-    assert "done before the signal after 3 steps" in printed
-    assert "resume with" not in printed
-    assert "all steps are done; saving" in capfd.readouterr().err
 
 
 def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
@@ -585,28 +528,6 @@ def test_a_size_asked_for_is_about_the_size_built(family, size):
     assert count(model) == pytest.approx(size, rel=0.2)
 
 
-def test_a_quiet_run_says_its_result_and_nothing_on_the_way(code, tmp_path):
-    out = io.StringIO()
-    console = Console(file=out, width=100, force_terminal=True, highlight=False)
-    train(toy(code, steps=6), tmp_path / "run", Display(console, quiet=True))
-    assert out.getvalue().lstrip().startswith("done after 6 steps")
-    assert "dunes generate" in out.getvalue()
-    assert "--- sample" not in out.getvalue()
-
-
-@pytest.mark.parametrize("width", [40, 200])
-def test_a_narrow_terminal_shows_the_bar_and_the_time_left(width):
-    out = io.StringIO()
-    parts = ["step 7", "loss 3.210", "val 3.237 bits/byte", "lr 0.02", "10.2k tok/s", "2% MFU", "26 s left"]
-    with Display(Console(file=out, width=width, force_terminal=True, color_system=None)) as shown:
-        shown.state("  ".join(parts), 1.0)
-        shown._bar.refresh()
-    (line,) = {each for each in out.getvalue().replace("\r", "\n").split("\n") if "step 7" in each}
-    assert "26 s left ━" in line
-    assert line.count("━") == 20
-    assert all(part in line for part in parts) == (width == 200)
-
-
 def test_the_learning_rate_asked_for_is_the_one_trained_with(code, tmp_path):
     run = lambda name, **changes: train(toy(code, steps=3, **changes), tmp_path / name, display()[0])
     losses = lambda name: [r["loss_hex"] for r in read_metrics(tmp_path / name / "metrics.jsonl")]
@@ -760,38 +681,3 @@ def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_pa
         violations = [max(layer) / (moe.top_k / len(moe.experts)) - 1 for layer in load]
         assert step["metrics"]["MaxVio"] == pytest.approx(sum(violations) / len(load), abs=1e-3)
     assert (tmp_path / "run" / "expert_load.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(("experts", "top_k"), [(4, 1), (4, 2), (1, 1), (0, 0)])
-def test_a_single_expert_for_a_token_is_warned_about(experts, top_k, code, tmp_path):
-    printed = training_output(toy(code, experts=experts, experts_per_token=top_k), tmp_path / "run", dry_run=True)
-    warned = "the router learns nothing from the text" in " ".join(printed.split())
-    assert warned == (experts == 4 > 3 * top_k)
-
-
-@pytest.mark.parametrize(
-    ("minutes", "rate", "tokens"),
-    [(3, 1e6, 16_384), (2, 270.0, 2_916), (0.1, 270.0, 2_048), (2, None, 16_384), (600, 1.0, 3_240)],
-)
-def test_a_slow_model_is_validated_on_few_tokens_for_a_small_part_of_the_time(minutes, rate, tokens):
-    config = TrainConfig(minutes=minutes, rate=rate)
-    assert check_tokens(config) == pytest.approx(tokens, abs=1)
-    assert check_tokens(replace(config, steps=3)) == 16_384, "fixed steps score the same on every machine"
-
-
-def test_the_last_validation_is_not_repeated_if_it_scored_as_much(code, tmp_path, monkeypatch):
-    limits = []
-    score = TrainTask.score
-
-    def counted(self, limit=None):
-        limits.append(limit)
-        return score(self, limit)
-
-    monkeypatch.setattr(TrainTask, "score", counted)
-    training_output(toy(code, steps=12), tmp_path / "run")
-    assert limits == [16_384, 16_384], "after step 10 and after the last; the text has fewer tokens"
-    card = json.loads((tmp_path / "run" / "dunes.json").read_text())
-    best = min(
-        r["validation_loss"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "validation_loss" in r
-    )
-    assert card["measured"]["loss"] == best

@@ -34,7 +34,7 @@ from dunes.text import Tokenizer
 from own_parts import of_own_parts
 from small_models import add_noise, assert_same_tokens, random_model
 from test_generate import CONTEXT, CROSSING, PROMPTS, VOCAB, made, windowed
-from test_text_generator import TEXT, adapted, evaluated
+from test_text_generator import TEXT, adapted
 
 
 def tiny(noise=0.0):
@@ -174,18 +174,6 @@ def test_a_batch_of_unequal_prompts_with_and_without_proposals_is_each_as_alone(
     assert [got[id(r)] for r in again] == new
     assert len(new[0]) == 20
     assert cache.forwards < 75, "of 110 tokens"
-
-
-def test_a_row_that_joins_is_prefilled_without_the_others():
-    model, cache = tiny(), PrefixCache(tiny(), 2)
-    cache = PrefixCache(model, 2)
-    places = [Request(TEXT[:9], 12), Request([7, 8], 6)]
-    with evaluated(model) as counts:
-        for _ in generate_all(model, places, context_length=CONTEXT, cache=cache):
-            if len(places[1].ids) == 8:
-                places[1], start = Request(TEXT[:11], 6), len(counts)
-    assert counts[:2] == [11, 2]
-    assert counts[start : start + 3] == [11, 1, 2], "its prompt, the other's next token, then both together"
 
 
 def test_a_text_ends_or_is_cancelled_within_an_accepted_run_and_the_cache_stays_right():

@@ -431,16 +431,6 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(name, tmp_path):
     assert torch.equal(one[1], two[1])
 
 
-def test_own_optimizer_and_loss_are_plain_callables():
-    model = nn.Linear(3, 1)
-    x = torch.randn(20, 3)
-    y = x @ torch.tensor([[1.0], [-2.0], [0.5]]) + 0.3
-    optimizer = torch.optim.Adagrad(model.parameters(), 0.5)
-    trainer = Trainer(model, optimizer, lambda m, b: ((m(b[0]) - b[1]).abs().sum(), torch.tensor(20)), clip=None)
-    steps = run(trainer, 200, iter([(x, y)] * 200))
-    assert steps[-1].loss < steps[0].loss / 10
-
-
 def test_mean_squared_and_cross_entropy():
     model = nn.Linear(4, 3)
     x, y, label = torch.randn(5, 4), torch.randn(5, 3), torch.randint(3, (5,))
