@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +16,8 @@ from conftest import display, refuses, toy, write_programs
 from dunes import bench, checkpoint, measure
 from dunes.augment import apply_change, attach, quantize, set_adapter
 from dunes.augment.quantized import NF4
-from dunes.bench import benchmarks, plot, rows, runner
+from dunes.bench import benchmarks, rows, runner
 from dunes.bench.compare import _critical, compare, hodges_lehmann
-from dunes.bench.profile_modules import profile_work
 from dunes.bench.runner import Lap, race
 from dunes.bench.subject import Setting, Work, of_folder, of_shape
 from dunes.cli import bench as cli
@@ -28,7 +26,6 @@ from dunes.measure import machine
 from dunes.ops import scaled_dot_product as attention
 from dunes.parts import Decoder
 from dunes.progress import shown_by
-from dunes.runs.run import Timings
 from dunes.runs.train import train
 from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, cross_entropy
@@ -105,14 +102,6 @@ def test_the_limit_is_reading_at_the_highest_rate_or_computing(monkeypatch):
     assert (summed["byte_share"], summed["limit"]) == pytest.approx((0.25, 1200))
     assert rows.summarize([lap | {"flop_share": 0.5} for lap in laps])["limit"] == pytest.approx(600)
     assert "limit" not in rows.summarize([lap | {"bytes": 0} for lap in laps])
-
-
-def test_what_follows_a_run_is_timed_from_its_start():
-    clock, seen = Clock(), []
-    work = replace(clock.work(2.0), then=lambda result: (seen.append(result), clock.work(1.0).run(None)))
-    laps = list(race({"a": work, "b": clock.work(2.0)}, 1, clock=clock))
-    assert [(lap.seconds, lap.first_token) for lap in laps] == [(2.0, 3.0), (2.0, None)]
-    assert seen == [None] * 3
 
 
 @pytest.mark.parametrize("name", ["train", "prefill", "decode"])
@@ -382,40 +371,7 @@ def test_operations_are_given_to_the_module_and_the_phase_they_belong_to():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), "nothing is left behind"
 
 
-def test_spent_time_adds_up_and_exponents_are_those_of_the_law():
-    taken = Timings()
-    with taken("a"), taken("b"):
-        pass
-    assert list(taken.each("data", [1, 2])) == [1, 2]
-    taken.add("a", 3.0)
-    assert set(taken.seconds) == {"a", "b", "data"}
-    assert len(Timings(Counter({"x": 3.0, "longer": 1.0})).lines()) == 2
-    assert plot.exponent([1, 2, 4, 8], [3 * x**1.5 for x in (1, 2, 4, 8)]) == pytest.approx((1.5, 3.0))
-
-
 # Pictures
-
-
-@pytest.mark.slow
-def test_pictures_of_all_that_varies(tmp_path):
-    kept = measured("prefill", tmp_path / "out.jsonl", sizes=["300k", "600k"], batches=[1, 2])
-    assert (len(kept), len(rows.summaries(kept))) == (2 * 2 * 2, 4)
-    drawn = plot.draw_all(rows.read_rows(tmp_path / "out.jsonl"), tmp_path / "pictures")
-    over = [f"{what}-over-{axis}" for axis in ("parameters", "batch") for what in ("time", "tensors")]
-    assert [p.name for p in drawn] == [f"prefill-{name}.svg" for name in (*over, "rates", "limits")]
-    assert all(b"<svg" in p.read_bytes() for p in drawn)
-
-
-@pytest.mark.slow
-def test_where_time_and_memory_go_can_be_drawn(tmp_path):
-    subject = of_shape("arcee", 20_000, 32)
-    setting = Setting(2, 32, "float32", 1)
-    report, _ = profile_work(benchmarks.BENCHMARKS["train"].make(subject, setting))
-    plot.save_plot(plot.module_bars(report), tmp_path / "modules.svg")
-    from dunes.bench.step_memory import estimate_memory
-
-    plot.save_plot(plot.memory(estimate_memory(subject, setting, False, False).log), tmp_path / "memory.png")
-    assert all((tmp_path / name).stat().st_size > 5000 for name in ("modules.svg", "memory.png"))
 
 
 # The command

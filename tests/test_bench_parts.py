@@ -18,7 +18,6 @@ from dunes.bench.parts import (
     bench_parts,
     interval,
     read_variants,
-    summary,
     verdict,
 )
 from dunes.files.atomic import folder_lock
@@ -192,13 +191,6 @@ def test_the_worse_half_leaves(trained, tmp_path):
         [DEFAULT, "mlp=gated", "kv=one"],
         [DEFAULT, "mlp=gated"],
     ]
-
-
-def test_a_single_seed_has_no_interval_and_no_verdict():
-    rows = [made(job) for job in (Job(DEFAULT, 0, 1.0), Job("mlp=gated", 0, 1.0), Job("mlp=gated", 0, 1.0, 50))]
-    _, row = summary(rows, (DEFAULT, "mlp=gated"))
-    assert row["difference"] == {CLOCK: (pytest.approx(-0.1), None), TOKENS: (pytest.approx(-0.2), None)}
-    assert verdict(row) == ""
 
 
 OWN = """

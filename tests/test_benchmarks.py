@@ -92,6 +92,12 @@ SLOW = {
     "look_up.py --tokens 40 --rounds 1": lambda row: (
         row["code with two names changed"]["tokens per forward"]["look-up 8"] > 3
     ),
+    "lora_experts.py IN/rouge.py IN/theirs.py IN/large.py --base-steps 4 --steps 4 --seeds 0 1": lambda row: (
+        {r["method"] for r in row["summary"]} == {"before", "LoRA", "linear", "shared", "mlp"}
+    ),
+    "expand.py IN/rouge.py IN/theirs.py --base-steps 8 --steps 4 --seeds 0 1": lambda row: all(
+        r["restored"] == (r["method"] != "full") for r in row["summary"]
+    ),
 }
 
 
@@ -105,26 +111,7 @@ SLOW = {
     ],
 )
 def test_each_runs_and_has_figures(line, right, tmp_path):
-    assert right(last_line(*shlex.split(line.replace("OUT", str(tmp_path)))))
-
-
-@pytest.mark.long
-def test_our_side_of_shakespeare_learns(tmp_path):
-    words = "The quality of mercy is not strained, it droppeth as the gentle rain.\n"
-    (tmp_path / "text.txt").write_text(words * 800)
-    row = last_line("shakespeare.py", tmp_path / "text.txt", "--side", "ours")
-    assert (row["loss"] < 1.0, row["steps"]) == (True, 170)
-
-
-@pytest.mark.long
-def test_the_sweep_runs_and_leaves_out_what_is_known(code, tmp_path):
-    out = tmp_path / "autosize.jsonl"
-    arguments = ("--minutes", "0.34", "--shapes", "300k,2,32,300", "--source", code, "--out", out)
-    command = [sys.executable, FOLDER / "autosize.py", *map(str, arguments)]
-    for _ in range(2):
-        subprocess.run(command, check=True, capture_output=True, timeout=300)
-        (row,) = map(json.loads, out.read_text().splitlines())
-        assert row["bits_per_byte"] > 0
+    assert right(last_line(*shlex.split(line.replace("OUT", str(tmp_path)).replace("IN/", f"{FOLDER}/"))))
 
 
 def finetuning_in(folder, code):
@@ -137,22 +124,6 @@ def finetuning_in(folder, code):
     return folder / "rows.jsonl", base, data
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("script", "options"),
-    [
-        ("lora_gap.py", ("--epochs", 1, "--ranks", 0, 4, "--full-rates", 1e-3, "--rates", 1e-2)),
-        ("finetune_rates.py", ("--context-length", 64, "--steps", 16, "--methods", "full", "--rates", 1e-3, 10)),
-    ],
-)
-def test_the_sweeps_of_finetuning_run_and_leave_out_what_is_known(script, options, code, tmp_path):
-    out, base, data = finetuning_in(tmp_path, code)
-    rows = last_line(script, out, base, data, *options)["rows"]
-    assert len(rows) == 2
-    assert last_line(script, out, base, data, *options)["rows"] == rows
-    assert len(out.read_text().splitlines()) == 2
-
-
 @pytest.mark.slow
 def test_training_on_is_compared_for_equal_processor_time(code, tmp_path):
     out, base, _ = finetuning_in(tmp_path, code)
@@ -162,18 +133,6 @@ def test_training_on_is_compared_for_equal_processor_time(code, tmp_path):
     assert [r["arm"] for r in rows] == ["full-muon", "full-adamw", "lora-muon", "lora-adamw"]
     assert row == rows[-1]
     assert all(r["after"] != r["before"] == rows[0]["before"] and r["steps"] > 0 for r in rows)
-
-
-@pytest.mark.long
-def test_students_of_a_teacher_are_paired_with_plain_ones_and_not_trained_again(code, tmp_path):
-    out, teacher = tmp_path / "rows.jsonl", tmp_path / "teacher"
-    options = ("--no-complete", "--size", "300k", "--steps", "3", "--out", str(teacher))
-    subprocess.run([sys.executable, "-m", "dunes", "train", str(code), *options], check=True, timeout=300)
-    variants = ("plain", "live", "stored", "apart", "given")
-    arguments = (out, teacher, "--minutes", 0.1, "--seeds", 0, "--size", "60k", "--variants", *variants)
-    first = last_line("distillation.py", *arguments)["results"]
-    assert [row["variant"] for row in first if row["tokens"] > 0] == [*variants]
-    assert last_line("distillation.py", *arguments)["results"] == first
 
 
 TOY = ("peers.py", "--toy", "--here", "--peers")
@@ -228,73 +187,6 @@ def test_a_side_with_other_output_gets_no_ratio(tmp_path):
     assert "ours_over_it" not in side
     assert "31 of 32 ids equal, first differs at 5" in side["said"][0]
     assert row["decode"]["ours"]["rate"] > 0
-
-
-@pytest.mark.long
-def test_a_peer_that_cannot_be_installed_is_said_and_costs_nothing_else(tmp_path, monkeypatch):
-    monkeypatch.setenv("DUNES_HOME", str(tmp_path))
-    row = last_line("peers.py", "--toy", "--peers", "transformers==0.0.0.1", "nobody", "--tasks", "prefill")
-    assert "transformers==0.0.0.1" in row["left_out"]["transformers==0.0.0.1"]
-    assert "unknown peer" in row["left_out"]["nobody"]
-    assert row["prefill"]["ours"]["rate"] > 0
-    assert not [f for f in (tmp_path / "peers").iterdir() if f.is_dir()], "a half-made environment is left behind"
-
-
-@pytest.mark.slow
-def test_the_table_of_figures_says_what_was_measured_and_keeps_it(tmp_path, monkeypatch):
-    figures = importlib.import_module("figures")
-    for name, path in (("RESULTS", "kept"), ("PICTURES", "pictures"), ("TABLE", "figures.md")):
-        monkeypatch.setattr(figures, name, tmp_path / path)
-    shape = ("--size", "300k", "600k", "--context-length", "32", "--batch", "2", "--threads", "1", "--rounds", "2")
-    monkeypatch.setattr(figures, "steps", lambda *paths: {"train": figures.bench_step("train", *shape)})
-    figures.main()
-    table = (tmp_path / "figures.md").read_text()
-    rates = [json.loads(line)["amount"] for line in (tmp_path / "kept" / "train.jsonl").read_text().splitlines()]
-    assert rates == [64] * 4
-    assert "| `dunes bench train`, arcee 300k, 2 x 32, " in table
-    assert "![train-time-over-parameters](figures/train-time-over-parameters.svg)" in table
-    before = (tmp_path / "kept" / "train.jsonl").stat().st_mtime_ns
-    figures.main()
-    assert (tmp_path / "kept" / "train.jsonl").stat().st_mtime_ns == before, "measured once"
-    with pytest.raises(SystemExit, match="nothing: not one of train"):
-        figures.main(only=("nothing",))
-
-
-@pytest.mark.slow
-def test_nearness_is_timed_beside_rouge_score(tmp_path):
-    texts = (f"Say {i} things about the {w}." for i, w in enumerate("abcd"))
-    rows = [json.dumps({"instruction": text, "input": "", "output": ""}) for text in texts]
-    (tmp_path / "seeds.jsonl").write_text("\n".join(rows))
-    assert last_line("rouge.py", tmp_path / "seeds.jsonl", "--earlier", 50)["50"]["factor"] > 0
-
-
-@pytest.mark.slow
-def test_mixtures_of_lora_experts_are_compared_with_lora_of_as_many_weights(tmp_path):
-    texts = {"a": "Seven apples and nine pears are sixteen.\n", "b": "We are accounted poor citizens.\n"}
-    for name, line in (texts | {"c": "def task(value):\n"}).items():
-        (tmp_path / name).write_text(line * (2000 // len(line)))
-    sizes = ("--base-steps", 4, "--steps", 4, "--seeds", 0, 1, "--rates", 0.001, 0.01)
-    rows = last_line("lora_experts.py", *(tmp_path / name for name in "abc"), *sizes)["summary"]
-    assert [row["method"] for row in rows] == ["before", "LoRA", "linear", "shared", "mlp"]
-    before, lora, *mixtures = rows
-    assert all(row["loss"] < before["loss"] for row in (lora, *mixtures))
-    assert all(0.9 * lora["trained"] < row["trained"] <= lora["trained"] for row in mixtures)
-    assert lora["verdict"] == "tie"
-    assert before["verdict"] == "higher"
-
-
-@pytest.mark.slow
-def test_new_blocks_lora_and_full_finetuning_are_compared_on_both_texts(tmp_path):
-    (tmp_path / "old.txt").write_text("We are accounted poor citizens, the patricians good.\n" * 60)
-    (tmp_path / "new.txt").write_text("def task(value):\n    return value * 2\n" * 80)
-    picture = tmp_path / "figures" / "expansion.svg"
-    sizes = ("--base-steps", 8, "--steps", 4, "--seeds", 0, 1, "--picture", picture)
-    rows = last_line("expand.py", tmp_path / "old.txt", tmp_path / "new.txt", *sizes)["summary"]
-    methods = ["before", "new blocks", "new blocks", "LoRA", "LoRA", "full", "full"]
-    assert [row["method"] for row in rows] == methods
-    assert all(row["new"] < rows[0]["new"] for row in rows[1:])
-    assert [row["restored"] for row in rows] == [row["method"] != "full" for row in rows]
-    assert picture.read_text().startswith("<?xml")
 
 
 @pytest.mark.parametrize("folder", ["scenes", "name_scenes"])

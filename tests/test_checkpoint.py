@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import weakref
 from contextlib import nullcontext
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import change_json, raising, refuses, run_python
+from conftest import change_json, raising, refuses
 from dunes import augment, checkpoint
 from dunes.checkpoint import inspect, state
 from dunes.checkpoint.model_folder import finish_save, verified_card
@@ -170,11 +169,6 @@ def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
 
 
 unchanged = raising(ValueError("nothing has changed"))
-
-
-def test_a_run_before_its_first_save_says_so(tmp_path):
-    (tmp_path / "state").mkdir()
-    refuses(r"still training, or stopped.* with --resume --out", checkpoint.load, tmp_path)
 
 
 def flip(path):
@@ -397,23 +391,3 @@ def test_a_state_that_is_not_finite_is_not_stored_in_any_dtype(tmp_path, dtype, 
     words = "step-000002: not saved, since weights has values that are not finite"
     refuses(words, checkpoint.save_state, tmp_path, 2, {"weights": weights})
     assert checkpoint.latest_state(tmp_path).name == "step-000001"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
-def test_storing_in_a_thread_starts_no_team_of_threads_there(tmp_path):
-    """A second team in the process makes training 40 % slower for as long as it lives."""
-    script = """
-        import os, sys, torch
-        from concurrent.futures import ThreadPoolExecutor
-        from pathlib import Path
-        from dunes import checkpoint
-        torch.set_num_threads(2)
-        taken = checkpoint.snapshot({"weights": torch.ones(3_000_000).sin()})
-        count = lambda: len(os.listdir("/proc/self/task"))
-        before = count()
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(checkpoint.save_state, Path(sys.argv[1]), 1, taken).result()
-            print(count() - before)
-    """
-    assert int(run_python(script, tmp_path, check=True).stdout) == 1, "the pool's own"

@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import sys
 import threading
 import warnings
 from dataclasses import replace
-from functools import partial
 from hashlib import sha256
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -25,9 +23,9 @@ from dunes.checkpoint.inspect import odd_values
 from dunes.checkpoint.source import open_source, open_verified_source
 from dunes.checkpoint.verify import source_logits
 from dunes.checkpoint.weights import safetensors_file
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, in_memory, renamed
+from dunes.checkpoint.weights.lazy_tensor import in_memory, renamed
 from dunes.files import atomic
-from dunes.models import FAMILIES, build_on_meta, written_names
+from dunes.models import FAMILIES, written_names
 from dunes.models.names import to_theirs
 
 with warnings.catch_warnings():
@@ -35,7 +33,7 @@ with warnings.catch_warnings():
     import transformers
 
 from conftest import run_python
-from native_files import to_pairs, write_native
+from native_files import write_native
 from small_models import HF_LLAMA3, HF_SIZES, add_noise, random_model, small_config
 
 LLAMA3 = HF_LLAMA3 | {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
@@ -168,13 +166,6 @@ def test_a_wrong_permutation_does_not_pass(wrong, size, dtype, hf, tmp_path, mon
     with pytest.raises(ValueError, match="the result is another model: logits of 32 tokens differ by"):
         convert(open_source(tmp_path / "native"), tmp_path / "back", dtype=dtype)
     assert not (tmp_path / "back").exists()
-
-
-def test_adjacent_pairs_become_halves():
-    weight = torch.randn(6 * 10, 7)
-    assert torch.equal(to_pairs(native.to_halves(weight, 6), 6), weight)
-    assert torch.equal(native.to_halves(weight, 6)[:10, 0], weight[[0, 2, 4, 6, 8, 1, 3, 5, 7, 9], 0])
-    assert native.to_halves(weight[:, 0], 6).shape == (60,), "a bias, too"
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6)])
@@ -339,42 +330,6 @@ def test_the_card_records_the_source(hf, tmp_path):
     card = json.loads((tmp_path / "b" / "dunes.json").read_text())
     assert card["converted"]["before"]["repository"] == "org/name"
     assert (card["trained"], card["changes"]) == ({"steps": 3}, [{"name": "x"}])
-
-
-MEMORY = """
-    import sys, torch
-    from pathlib import Path
-    from dunes import measure
-    from dunes.checkpoint.convert import convert
-    from dunes.checkpoint.source import open_source
-
-    cpu = torch.device("cpu")
-    source = open_source(Path(sys.argv[1]))
-    before = measure.reset_peak_memory(cpu)
-    convert(source, Path(sys.argv[2]), dtype=getattr(torch, sys.argv[3]))
-    print(measure.peak_memory(cpu) - before)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak of a process is read from /proc")
-@pytest.mark.parametrize(("tied", "dtype"), [(False, "bfloat16"), (True, "bfloat16"), (True, "float32")])
-def test_memory_holds_one_tensor_at_a_time(tied, dtype, tmp_path):
-    """An embedding of 134 MB; rounding has the old and the new numbers at once (float32: 134 + 268)."""
-    sizes = {"vocab_size": 262_144, "hidden_size": 256, "num_attention_heads": 8}
-    config = transformers.LlamaConfig(**HF_SIZES | sizes, tie_word_embeddings=tied)
-    large, words = 262_144 * 256 * 2, config.to_dict() | {"dtype": "bfloat16"}
-    (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(words, default=str))
-    llama = FAMILIES["llama"]
-    state = build_on_meta("llama", llama.from_hf(words)).state_dict()
-    filled = lambda shape: partial(torch.full, shape, 0.01, dtype=torch.bfloat16)
-    noise = {k: LazyTensor(tuple(t.shape), torch.bfloat16, k, filled(t.shape)) for k, t in state.items()}
-    safetensors_file.write_tensors(tmp_path / "hf", renamed(to_theirs(llama.NAMES, noise)[0], noise))
-    grown = int(run_python(MEMORY, tmp_path / "hf", tmp_path / "out", dtype, check=True).stdout)
-    print(f"{grown / 1e6:.0f} MB for a largest tensor of {large / 1e6:.0f} MB")
-    copies = {"bfloat16": 1, "float32": 3}[dtype]
-    assert grown < copies * large + 250e6, "the logits of so many words take 33 MB each time, too"
 
 
 FORMS = [*FAMILIES, "llama tied", "qwen3 tied"]

@@ -17,7 +17,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from conftest import metaspace_tokenizer, raising, refuses, refuses_command, run_python
+from conftest import metaspace_tokenizer, raising, refuses, refuses_command
 from dunes import checkpoint
 from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.export import export_gguf
@@ -122,19 +122,6 @@ def test_what_llama_cpp_cannot_express_is_refused(tmp_path, tokenizer):
     refuses("F16 cannot hold", form.write, tmp_path / "a.gguf", architecture, state, tokenizer, "float16")
 
 
-def test_the_verb_exports_a_folder(tmp_path, tokenizer, command):
-    checkpoint.save(tiny("qwen2", tokenizer.vocab)[0], tmp_path / "model", tokenizer, 64)
-    out = tmp_path / "deep" / "model.gguf"
-    status, printed, _ = command("export", tmp_path / "model", out, "--to", "gguf", "--dtype", "q8_0")
-    assert status == 0
-    assert re.search("15 tensors in Q8_0, 11 tensors in F32; .* read back: equal", printed)
-    for arguments, reason in (
-        ((out, "--to", "gguf"), "exists already"),
-        ((tmp_path / "x", "--dtype", "q8_0"), "for --to gguf only"),
-    ):
-        refuses_command(reason, command("export", tmp_path / "model", *arguments))
-
-
 def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path, tokenizer, monkeypatch):
     checkpoint.save(tiny("llama", tokenizer.vocab - 1)[0], tmp_path / "small", None, 64)
     tokenizer.save(tmp_path / "small")
@@ -148,20 +135,6 @@ def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path, tokenizer, mon
     ):
         refuses(reason, export_gguf, tmp_path / source, tmp_path / out)
     assert not list(tmp_path.glob("x*"))
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_no_file_and_one_line(tmp_path, tokenizer):
-    checkpoint.save(tiny("llama", tokenizer.vocab)[0], tmp_path / "model", tokenizer, 64)
-    (folder := tmp_path / "out").mkdir()
-    script = """
-import resource, sys, pathlib, dunes.checkpoint.export
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-dunes.checkpoint.export.export_gguf(*map(pathlib.Path, sys.argv[1:]))
-"""
-    done = run_python(script, tmp_path / "model", folder / "x.gguf")
-    assert re.search(r"is the disk full\?: .*x\.gguf", done.stderr.splitlines()[-1])
-    assert not list(folder.iterdir())
 
 
 def damage_values(monkeypatch, name):
@@ -631,12 +604,6 @@ def test_llama_cpps_algorithm_in_python_gives_the_ids_of_hard_texts(name, tokeni
         assert encode(text, False) == before.encode(text), text
 
 
-def test_a_context_that_is_cut_to_the_window_is_told(tmp_path, tokenizer):
-    for window, note in ((32, "; context length cut from 64 to 32, the sliding window"), (64, "equal$")):
-        checkpoint.save(tiny("mistral", tokenizer.vocab, window=window)[0], tmp_path / f"{window}", tokenizer, 64)
-        assert re.search(note, export_gguf(tmp_path / f"{window}", tmp_path / f"{window}.gguf"))
-
-
 DAMAGED = [
     ("ggml.tokens", lambda v: v[:-3], "token_type"),
     ("ggml.tokens", lambda v: [*v[:9], v[0], *v[10:]], r"tokens\[0\] and \[9\]"),
@@ -999,12 +966,3 @@ def test_a_vocabulary_whose_tokens_join_to_a_byte_is_found(monkeypatch):
     vocabulary_fields(tokenizer, tokenizer.vocab)
     monkeypatch.undo()
     refuses("llama.cpp would read '<0xE9>' as ids", vocabulary_fields, tokenizer, tokenizer.vocab)
-
-
-def test_a_model_of_code_that_mentions_a_special_token_can_be_exported(tmp_path, command):
-    code = "def turn(text):\n    return f'<|im_start|>user {text}<|im_end|>'\n\n" * 200
-    tokenizer = Tokenizer.train("bpe", [code], 300)
-    checkpoint.save(random_model("arcee", vocab=300), tmp_path / "run", tokenizer, 32)
-    status, shown, error = command("export", tmp_path / "run", tmp_path / "run.gguf", "--to", "gguf")
-    assert status == 0, error
-    assert "read back: equal" in shown

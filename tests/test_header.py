@@ -85,18 +85,6 @@ def test_writing_into_a_tensor_changes_neither_the_file_nor_other_readers(tmp_pa
     assert safetensors_file.tensors(path)["a"].read().tolist() == torch.arange(4096.0).tolist()
 
 
-def test_nothing_is_mapped_before_the_first_read_and_tensors_outlive_the_file(tmp_path):
-    path = tmp_path / "x"
-    save_file({"a": torch.arange(3.0)}, path)
-    lazy = safetensors_file.tensors(path)
-    mapped = lazy["a"].release.__self__
-    assert "_map" not in vars(mapped)
-    tensor = lazy["a"].read()
-    path.unlink()
-    del lazy, mapped
-    assert tensor.tolist() == [0, 1, 2]
-
-
 def test_a_file_that_changes_between_header_and_numbers_is_refused(tmp_path):
     path = tmp_path / "x"
     for change in (lambda: save_file({"a": torch.ones(4)}, path), lambda: os.truncate(path, 90), path.unlink):

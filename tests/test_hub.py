@@ -196,15 +196,6 @@ def test_what_is_here_serves_without_the_hub(site, monkeypatch, away, asked):
     assert hub.locate_model(*asked) == first
 
 
-def test_a_commit_that_is_here_asks_nobody_and_a_branch_asks_only_where_it_is(site):
-    hub.locate_model("org/tiny")
-    site.log.clear()
-    hub.locate_model(f"org/tiny@{COMMIT}")
-    assert site.log == []
-    hub.locate_model("org/tiny")
-    assert site.log == [("GET", "/api/models/org/tiny/revision/main")]
-
-
 @pytest.mark.parametrize("change", [lambda data: data[:-3], lambda data: data[:-1] + bytes([data[-1] ^ 1])])
 def test_other_weights_are_refused_and_the_remedy_works(site, change):
     site.sent[WEIGHTS] = change(site.files[WEIGHTS])

@@ -3,7 +3,6 @@
 import importlib
 import re
 import warnings
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from conftest import refuses
 from dunes import ops
-from dunes.ops import cross_entropy, gated, int_linear, kernels, low_rank, rms_norm, rotary
+from dunes.ops import cross_entropy, gated, int_linear, low_rank, rms_norm, rotary
 from dunes.ops import expert_products as experts
 from dunes.ops import scaled_dot_product as attention
 from dunes.ops.float32_products import add_gram, mirror, plain_gram
@@ -129,22 +128,6 @@ def test_autocast_casts_what_the_operation_says_and_is_off_inside():
         assert low(torch.randn(2, 3).double(), torch.randn(4, 3).double()).dtype == torch.float64
 
 
-def test_a_backward_is_told_which_gradients_are_needed():
-    told = []
-
-    def backward(grad: Tensor, needs_grad: tuple[bool, ...]):
-        told.append(needs_grad)
-        return grad, grad
-
-    @ops.operation("dunes_tests::sum_of_two", reference=torch.add, backward=backward)
-    def add(x: Tensor, factor: float, y: Tensor) -> Tensor:
-        return x + y
-
-    add(leaf(2), 1.0, torch.ones(2)).sum().backward()
-    add(torch.ones(2), 1.0, leaf(2)).sum().backward()
-    assert told == [(True, False), (False, True)]
-
-
 def test_kernels_get_real_tensors_alone():
     @ops.operation("dunes_tests::kernel", reference=torch.exp, backward=exp_backward, kernels=Works())
     def kernel(x: Tensor) -> Tensor:
@@ -191,18 +174,6 @@ def test_where_kernels_are_missing_the_reference_is_computed_and_one_line_says_s
     assert torch.equal(y, leaf(3).exp())
     torch.compiler.reset()
     assert torch.equal(torch.compile(absent, fullgraph=True, backend="aot_eager")(leaf(3)), y)
-
-
-@pytest.mark.parametrize(("name", "reason"), [("which", "no C++ compiler"), ("ninja", "no ninja")])
-def test_cpp_says_what_it_lacks(name, reason, monkeypatch):
-    if name == "which":
-        monkeypatch.setattr(kernels.shutil, "which", lambda compiler: None)
-    monkeypatch.setattr("torch.utils.cpp_extension.is_ninja_available", lambda: False)
-    kernels.missing_compiler.cache_clear()
-    assert reason in ops.Cpp("", "f").missing("cpu")
-    kernels.missing_compiler.cache_clear()
-    assert "not cuda" in ops.Cpp("", "f").missing("cuda")
-    assert "not cpu" in ops.Metal("").missing("cpu")
 
 
 def faulty(forward, backward=exp_backward, reference=plain_exp, **options):
@@ -309,18 +280,6 @@ def test_definitions_that_cannot_be_right_are_refused():
     refuses("give reference=", quick, plain_exp, [leaf(2)])
 
 
-def test_an_operation_runs_on_meta_tensors_and_in_copies_of_what_holds_it():
-    assert exp(torch.empty(3, device="meta")).shape == (3,)
-
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.act = exp
-
-    assert deepcopy(Layer()).act is exp
-    assert repr(exp) == f"<operation {exp.name}>"
-
-
 def own_operations():
     """Our own operations with arguments for each: what `ops.check` is given."""
     torch.manual_seed(0)
@@ -409,21 +368,6 @@ def test_products_of_experts_pass_on_rows_without_gaps(apart, capsys):
 
     # Of more rows than are routed the rest is undefined.
     assert failed(grouped, [rows, weight], by_expert, capsys) == {"not contiguous", "sizes"}
-
-
-@pytest.mark.slow
-def test_attention_of_documents_passes_in_eager_calls(capsys):
-    token, starts = torch.arange(64), torch.tensor([0] * 40 + [40] * 24)
-    seen = (token <= token[:, None]) & (token >= starts[:, None])
-    blocks = {d: attention.query_blocks(starts, d) for d in (torch.float32, torch.float64, torch.bfloat16)}
-
-    def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention.varlen_attention(q, k, v, blocks[torch.float32 if q.is_meta else q.dtype])
-
-    inputs = [leaf(1, 2, 64, 8), leaf(1, 2, 64, 8), leaf(1, 2, 64, 8)]
-    # Blocks are read in Python, and are those of 64 tokens; compiled graphs take a mask.
-    plain = lambda q, k, v: attention.plain(q, k, v, seen)
-    assert failed(varlen, inputs, plain, capsys) <= {"compiled", "sizes", "autocast"}
 
 
 @pytest.mark.slow

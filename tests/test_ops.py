@@ -56,14 +56,6 @@ def test_attention_to_earlier_keys_in_blocks_of_queries(keys, monkeypatch):
     assert counter.get_total_flops() == 3 * 4 * 2 * 6 * 8 * pairs  # forward, and twice as much backward
 
 
-def test_the_form_of_attention_in_training():
-    for keys, masked, plain in ((512, False, True), (513, False, False), (257, True, False)):
-        q = torch.randn(1, 1, keys, 2, dtype=torch.bfloat16, requires_grad=True)
-        mask = torch.ones(keys, keys, dtype=torch.bool) if masked else None
-        assert (attention.form(q, q, mask) is attention.plain) is plain
-        assert attention.form(q.detach(), q, mask) is attention.fused
-
-
 @pytest.mark.parametrize("window", [None, 1, 3, 70])
 @pytest.mark.parametrize("queries", [1, 4, 23, 40])
 def test_attention_of_the_last_queries(queries, window, monkeypatch):
