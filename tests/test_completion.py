@@ -3,8 +3,6 @@
 import json
 import math
 import random
-import re
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise, repeat
@@ -55,7 +53,7 @@ from dunes.completion.fit import (
     paired_shares,
 )
 from dunes.completion.index import index_texts, named_texts, read_index, write_index
-from dunes.completion.search import DEFAULTS, Beam, CompleteOptions, LineSearch
+from dunes.completion.search import Beam, CompleteOptions, LineSearch
 from dunes.completion.text import FileTokenizer, near_text, window, without_overlap
 from dunes.data import collect_corpus
 from dunes.generate import decode
@@ -65,8 +63,6 @@ from dunes.runs.train import train
 from dunes.text import Tokenizer
 from dunes.text.lines import split_lines, valid_text
 from dunes.text.split_rules import GPT2, LLAMA3
-from own_parts import Wrapped
-from real_models import smollm2
 from small_models import random_model
 
 TESTS = Path(__file__).parent
@@ -141,21 +137,6 @@ def forwards():
 
 
 # suggestions
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1, 3])
-def test_a_suggestion_is_the_same_whatever_was_asked_before(width):
-    texts, chance = [("a.py", CODE), ("other.py", OTHER)], random.Random(0)
-    fresh = [engine_of(texts).complete(*cut, options=CompleteOptions(width=width)) for cut in CUTS]
-    used = engine_of(texts)
-    order = [i for i in range(len(CUTS)) for _ in range(2)]
-    chance.shuffle(order)
-    for i in order:
-        assert close(used.complete(*CUTS[i], options=CompleteOptions(width=width)), fresh[i]), CUTS[i]
-        if chance.random() < 0.5:
-            used.complete(*CUTS[chance.randrange(len(CUTS))], options=CompleteOptions(width=4 - width))
-    assert len({s.text for s in fresh}) > 3, "different places have different suggestions"
 
 
 @pytest.mark.slow
@@ -274,36 +255,6 @@ def test_suggestions_of_typed_lines_are_as_probable_as_given_what_is_typed(width
     assert given.word == pytest.approx(min(1, 4 * whole.word), rel=1e-6, abs=0)
 
 
-def test_a_line_without_a_word_is_the_last_choice(monkeypatch):
-    engine = engine_of([("a.py", CODE)])
-    beam = lambda *pieces: Beam(tuple(map(engine.files.pieces.index, pieces)), (-1.0,) * len(pieces))
-
-    def word_logprob(typed, beam):
-        mixture, copies = engine._mixture_of(3), Copies(engine.sources([]), typed, 1)
-        mixture.begin(copies, engine.gate, [70], 9, lambda: False)
-        return LineSearch(mixture, [70], DEFAULTS, 9)._word_logprob(beam)
-
-    assert word_logprob(b"", beam(b"a", b"x")) == word_logprob(b"a", beam(b"a", b"x")) == -2
-    assert word_logprob(b"", beam(b"a", b"(", b"x")) == -1
-    end = Beam((engine.files.tokenizer.eos,), (-1.0,))
-    for typed, empty in [(b"", beam(b" ")), (b"a", beam(b"a")), (b"a", beam(b"a", b" ")), (b"", end)]:
-        assert word_logprob(typed, empty) == -math.inf
-    monkeypatch.setattr(LineSearch, "beams", lambda self: [end])
-    assert engine.complete(CODE) == Suggestion("", math.exp(-1), math.exp(-1)), "as probable as its line"
-
-
-def test_requests_with_other_widths_and_cancelled_ones_forget_nothing(forwards):
-    engine, cut, counts = engine_of([("a.py", CODE)]), (CODE + "def area_9(", "", "b.py"), []
-    for width in (1, 3, 1, 3):
-        for most in (0, 2):
-            questions = chain(repeat(False, most), repeat(True))
-            with pytest.raises(Cancelled):
-                engine.complete(*cut, CompleteOptions(width=width, cancelled=partial(next, questions)))
-        engine.complete(*cut, CompleteOptions(width=width))
-        counts.append(len(forwards))
-    assert 0 < counts[0] < counts[1] == counts[2] == counts[3]
-
-
 def test_a_suggestion_goes_on_at_the_cursor_also_inside_a_token():
     engine = engine_of([("a.py", CODE)])
     line = "    result = width * height + 5\n"
@@ -365,20 +316,6 @@ def test_a_prompt_leaves_room_and_has_the_end_of_the_text_above():
     assert all(30 <= len(window([0] * n, 40)) <= 40 for n in range(40, 90))
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_an_improbable_line_is_not_written_to_its_end(width, monkeypatch):
-    engine, options = engine_of([("a.py", CODE)]), CompleteOptions(width=width)
-    monkeypatch.setattr(LineSearch, "_or_copy", lambda self, beam: beam)
-    monkeypatch.setattr("dunes.completion.search.BEAMED", 2)
-    monkeypatch.setattr("dunes.completion.search.HOPELESS", -math.inf)
-    whole = [engine.complete(before, "", name, options) for before, _, name in CUTS[2:8]]
-    monkeypatch.setattr("dunes.completion.search.HOPELESS", 0.0)
-    parts = [engine.complete(before, "", name, options) for before, _, name in CUTS[2:8]]
-    same_line = [full.text.startswith(part.text.rstrip()) for full, part in zip(whole, parts, strict=True)]
-    assert all(same_line) or width > 1, "of several lines, that of the most probable first word"
-    assert sum(len(part.text) for part in parts) < 0.7 * sum(len(full.text) for full in whole)
-
-
 def test_alternatives_are_different_and_the_best_is_the_suggestion():
     engine, counts = engine_of([("a.py", CODE)]), []
     for before, _, name in CUTS[2:9]:
@@ -389,16 +326,6 @@ def test_alternatives_are_different_and_the_best_is_the_suggestion():
         assert all(each.text for each in found[1:])
         counts.append(len(found))
     assert max(counts) > 1
-
-
-def test_a_suggestion_ends_before_a_string_to_stop_at():
-    engine = engine_of([("a.py", CODE)])
-    before = CODE + "def area_9("
-    whole = engine.complete(before, "", "b.py").text
-    assert len(whole) > 4
-    for stop in (whole[3:5], whole[2]):
-        found = engine.complete(before, "", "b.py", CompleteOptions(stop=("no such text", stop))).text
-        assert found == whole[: whole.index(stop)]
 
 
 @pytest.mark.parametrize(
@@ -427,17 +354,6 @@ def test_characters_without_a_token_stay_in_the_prompt():
     assert files.pieces[ids[-1]] == b""
     assert files.split_typed(ids) == (ids, b"")
     assert files.split_typed(files.line("éa"))[0][:1] == ids[1:]
-
-
-def test_text_before_a_sentinel_is_not_matched():
-    engine = engine_of([("a.py", CODE)])
-    sources = engine.sources([])
-    (below, above), sentinel = (
-        map(engine.files.encode_continuation, ("width * height", "re")),
-        BPE.token_id("<|fim_middle|>"),
-    )
-    assert Copies(sources)._context([*below, sentinel, *above], b"t") == b"ret"
-    assert Copies(sources)._context([*below, *above], b"t") == b"width * heightret"
 
 
 @pytest.mark.parametrize(
@@ -477,12 +393,6 @@ def test_what_follows_the_cursor_is_not_repeated():
     assert without_overlap("urn result", "\n    return result\n", "    ret") == "", "typed in part"
     assert without_overlap(")", "\n)\n", "    g(x") == ")", "another line"
     assert without_overlap("", "\na\n", "a") == ""
-    engine = engine_of([("a.py", CODE)])
-    for before, after in [(CODE + "    result = width * ", " + 7\n"), (CODE + "def area_9(", "):\n    pass\n")]:
-        suggestion = engine.complete(before, after, "b.py").text
-        assert not any(suggestion.endswith(after.rstrip()[:n]) for n in range(1, 4))
-    last = "    return result\n"
-    assert engine.complete(CODE + "    result = 3\n", last, "b.py").text != last.strip()
 
 
 def test_a_file_is_copied_from_as_it_is_now():
@@ -525,17 +435,6 @@ def test_tokenizers_of_all_kinds(tokenizer, header):
             assert 0 < suggestion.line <= 1.0001
     assert math.isfinite(engine.bits("value d\n", "b.py"))
     assert engine.bits("", "b.py") == 0
-
-
-@pytest.mark.filterwarnings("ignore:Wrapped may mix tokens")
-def test_a_part_that_mixes_tokens():
-    loaded = model_for(BPE, **TRAINED)
-    engine = engine_of([("a.py", CODE)], loaded=loaded)
-    expected = [engine.complete(CODE[:90], CODE[120:], "b.py", CompleteOptions(width=width)) for width in (1, 3)]
-    loaded.model.blocks[1].mlp = Wrapped(loaded.model.blocks[1].mlp)
-    engine = engine_of([("a.py", CODE)], loaded=loaded)
-    for width, suggestion in zip((1, 3), expected, strict=True):
-        assert close(engine.complete(CODE[:90], CODE[120:], "b.py", CompleteOptions(width=width)), suggestion)
 
 
 # probabilities
@@ -653,14 +552,6 @@ def test_no_place_and_no_cursor_is_begun_after_its_time(monkeypatch):
     texts = [engine.files.tokenize(CODE * 3, f"{n}.py") for n in range(8)]
     places = places_of(LOADED, texts, engine.sources, 1600, 3.5)
     assert 3 <= len(places.target_logprob) / copy_gate.CHUNK <= 5
-    named, empty = [(f"{n}.py", CODE) for n in range(5)], copier(("a.py", ""))
-    answers = ask_cursors((empty, empty), named, 60, 9.5)
-    assert [answer.file for answer in answers] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2], (
-        "few cursors of each file at first"
-    )
-    again = ask_cursors((empty, empty), named, 60)
-    assert Counter(answer.file for answer in again) == dict.fromkeys(range(5), 12)
-    assert answers == again[:10]
 
 
 def test_places_are_of_all_texts():
@@ -804,19 +695,9 @@ def checkpoint_test_files(run):
 
 
 @pytest.mark.slow
-def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys, monkeypatch):
+def test_a_run_indexes_its_files_and_fits_a_gate(programs, tmp_path, capsys):
     run = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr("dunes.progress.EVERY", 0.0)
-        output = train_to(run, programs, vocab_size=330)
-    assert "nats/token by the model" in output
-    closing = re.findall(r"^ *(\d+)%  closing: ([^,\n]*)", output, re.MULTILINE)
-    phases = ["final validation", "fitting the completion gate", "comparing the model with copying"]
-    phases += ["indexing the text"]
-    assert list(dict.fromkeys(name for _, name in closing)) == phases
-    assert (shares := [int(share) for share, _ in closing]) == sorted(shares)
-    counts = Counter(name for _, name in closing)
-    assert min(counts[name] for name in phases[1:3]) > 10, "it moves inside of each"
+    assert "nats/token by the model" in train_to(run, programs, vocab_size=330)
     index, (_, facts) = read_index(run), read_gate(run)
     assert {*facts["thresholds"]} == {"word"}
     assert facts["mixed_loss"] < facts["loss"]
@@ -966,23 +847,6 @@ def test_shares_of_right_ends_are_paired_by_cursor_and_file():
     assert paired_shares(ask_cursors((model, copying), [], 80)) == []
 
 
-def test_copying_alone_knows_open_files_and_has_options(stored):
-    completer = FolderCompleter(stored[0], loaded=LOADED)
-    completer.copies = True
-    name, text = completer.index.texts()[0]
-    complete = lambda **options: completer.complete("fresh_value = ", options=CompleteOptions(**options)).text
-    completer.update(name, f"fresh_value = make_it_anew(1, 2)\n{text}")
-    assert complete() == "make_it_anew(1, 2)"
-    assert complete(stop=["(1"]) == "make_it_anew"
-    short = complete(max_tokens=4)
-    assert "make_it_anew(1, 2)".startswith(short)
-    assert len(short) < 18
-    with pytest.raises(Cancelled):
-        complete(cancelled=lambda: True)
-    completer.update(name, None)
-    assert "make_it_anew" not in complete()
-
-
 @pytest.mark.slow
 def test_a_refused_run_leaves_no_index_and_a_refused_resume_the_old_one(programs, tmp_path):
     run = tmp_path / "run"
@@ -1102,14 +966,6 @@ def test_the_line_as_it_goes_on_can_be_reached_from_every_prompt(kind):
     check_prompts(model_for(tokenizer, 1024), DEEP)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", [DEEP, DEEP.replace("    ", "\t"), DEEP.replace("\n", "\r\n")])
-def test_the_line_as_it_goes_on_can_be_reached_with_a_published_tokenizer(text):
-    tokenizer = Tokenizer.load(smollm2())
-    files = FileTokenizer(tokenizer, header=False)
-    check_healing(files, text)
-
-
 def check_healing(files, text):
     """At each cursor, the ids that are kept are the first ids of the entire text."""
     ids = files.tokenizer.encode(text)
@@ -1127,17 +983,6 @@ def check_prompts(loaded, text):
     for cut in (text.index("width, height):") - 1, text.index("    return 1")):
         search, _ = engine._find(text[:cut], "", "", CompleteOptions(width=1))
         assert search.prompt == engine.files.tokenizer.encode(text)[: len(search.prompt)]
-
-
-def test_a_large_model_has_one_beam_unless_asked_for_more(monkeypatch):
-    texts, cut = [("a.py", CODE)], CUTS[2]
-    small, asked = engine_of(texts), CompleteOptions(alternatives=3)
-    three = small.complete(*cut)
-    monkeypatch.setattr(completion_engine, "GREEDY_FROM", 1)
-    large = engine_of(texts)
-    assert close(large.complete(*cut), small.complete(*cut, options=CompleteOptions(width=1)))
-    assert close(large.complete(*cut, options=CompleteOptions(width=3)), three)
-    assert len(large.alternatives(*cut, asked)) == 1
 
 
 def test_a_prompt_has_at_most_its_budget_and_moves_by_half_of_it(monkeypatch):

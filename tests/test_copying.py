@@ -69,6 +69,7 @@ def test_matches_are_those_of_a_search_for_every_length(depth):
             context = text[: start + 1] + random_text(chance, alphabet, chance.randrange(3))
             found = [(m.length, {*index.positions(m).tolist()}) for m in index.matches(context, range(1, depth))]
             assert found == [*brute_matches(text, context, depth)]
+            assert [match.length for match in index.matches(context)] == [n for n, _ in found][-1:]
             longest = max(longest, len(found))
     assert longest == depth, "also of texts longer than the depth"
     assert ContextIndex(np.full(5000, 70_000), depth=depth).matches([70_000] * 300)[-1].length == depth
@@ -110,24 +111,6 @@ def test_without_ranges_no_position_in_them_is_found():
         expected = [(n, rest) for n, p in brute_matches(text, context, 12) if (rest := p - hidden)]
         assert [(m.length, {*part.positions(m).tolist()}) for m in part.matches(context, range(1, 12))] == expected
         assert len(index.order) == len(text), "the index itself is as it was"
-
-
-def test_the_longest_match_is_the_last_one_of_all_lengths():
-    longest = 0
-    for chance, alphabet, text in texts(150, seed=8):
-        dtype, size = chance.choice([(np.uint8, 256), (np.uint16, 1 << 16), (np.uint32, (1 << 32) - 1)])
-        text, alphabet = [i % size for i in text], [i % size for i in alphabet[:300]]
-        depth, hidden = chance.choice([1, 5, 64]), sorted(chance.randrange(len(text) + 1) for _ in range(2))
-        index = ContextIndex(np.array(text, dtype), depth=depth)
-        for part, cut in ((index, range(0)), (index.without([(hidden[0], hidden[1])]), range(*hidden))):
-            for _ in range(4):
-                start = text[: chance.randrange(len(text) + 1)]
-                context = start + random_text(chance, alphabet, chance.randrange(3))
-                expected = [n for n, p in brute_matches(text, context, depth) if p - {*cut}]
-                matches = part.matches(bytes(context) if size == 256 else context)
-                assert [match.length for match in matches] == expected[-1:]
-                longest = max(longest, *expected, 0)
-    assert longest > 20
 
 
 # what followed
@@ -429,17 +412,6 @@ def test_what_is_remembered_changes_nothing_and_where_nothing_may_follow_there_i
     nothing = lambda logits, ids: torch.full_like(logits, -math.inf)
     assert search(model, [3], process=nothing, width=3, max_tokens=4) == Beam()
     assert search(model, [3], width=3, max_tokens=0) == Beam()
-
-
-def test_a_search_is_over_when_its_beams_are_decided():
-    model, prompt, seen = model_of(), [3, 2, 5], []
-    decided = lambda beams: seen.append(beams) or len(seen) == 3
-    known = RememberedLogits(model, 3)
-    known.begin(20)
-    options = {"width": 3, "max_tokens": 9, "ends": lambda beam: False}
-    beams = beam_search(after(known, partial(forbid, [1])), prompt, decided=decided, **options)
-    assert beams == seen[-1]
-    assert [[len(beam.ids) for beam in each] for each in seen] == [[n] * 3 for n in (1, 2, 3)]
 
 
 # logits that are remembered

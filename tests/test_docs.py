@@ -64,16 +64,6 @@ NOT_RUN = {
 TEXTS = ("dunes/\n", "RUN/\n", "  model.safetensors ", "ops.check of ", "                  type ", "completion: ")
 """How blocks begin that show files or output."""
 
-SLOW = (
-    "*: dunes compile *", "*--to cpp*", "*fast_run(*", "*torch.compile(*", "*: dunes bench *",
-    "quantization.md:*", "pruning.md:*", "*models/nf4*", "*runs/helper-nf4*",
-    "*dunes train *--out *", "*dunes finetune *--out *", "*--undo RUN *",
-)  # fmt: skip
-"""What compiles, trains or starts processes, and what needs its results: run by `pytest -m slow`."""
-
-LONG_PAGES = ("completion.md", "finetuning.md", "mixtures-and-expansion.md")
-"""Pages that take more than five seconds also without those, and run whole by `test_all_of_a_page_runs`."""
-
 TINY = ["--batch", "4", "--dtype", "float32", "--threads", "1"]
 SHAPE = ["--size", "60k", "--vocab-size", "330", "--context-length", "64"]
 SMALL = {
@@ -109,9 +99,6 @@ class Piece:
 
     def runs(self):
         return not any(fnmatchcase(self.text, pattern) for pattern in NOT_RUN)
-
-    def slow(self):
-        return any(fnmatchcase(str(self), pattern) for pattern in SLOW)
 
 
 @cache
@@ -427,14 +414,8 @@ RUN = {page: [piece for piece in pieces(page) if piece.runs()] for page in PAGES
 
 @pytest.mark.slow
 @pytest.mark.long  # in a process of its own: in one that had run other tests, all after the first page failed
-@pytest.mark.parametrize("page", [p for p in PAGES if p not in LONG_PAGES and not all(x.slow() for x in RUN[p])])
-def test_what_a_page_shows_runs(page, run):
-    run(piece for piece in RUN[page] if not piece.slow())
-
-
-@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:geom_path")  # a single round
-@pytest.mark.parametrize("page", [page for page in PAGES if any(piece.slow() for piece in RUN[page])])
+@pytest.mark.parametrize("page", [page for page in PAGES if RUN[page]])
 def test_all_of_a_page_runs(page, run):
     run(RUN[page])
 
@@ -442,5 +423,4 @@ def test_all_of_a_page_runs(page, run):
 def test_the_lists_name_what_the_docs_have():
     texts = [piece.text for page in PAGES for piece in pieces(page)]
     assert [p for p in NOT_RUN if not any(fnmatchcase(text, p) for text in texts)] == []
-    assert [p for p in SLOW if not any(fnmatchcase(str(x), p) for page in PAGES for x in RUN[page])] == []
     assert [name for name in STAND_INS if not any(name in text for text in texts)] == []

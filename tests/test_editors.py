@@ -486,20 +486,6 @@ def test_the_first_answer_is_the_librarys_own():
         assert (b"window/showMessage" in kept.getvalue()) == (b"initialized" not in body), "as the library says"
 
 
-@needs("llm")
-def test_the_llm_command(clients_port, tmp_path):
-    address = f"http://127.0.0.1:{clients_port}/v1"
-    entry = f"- model_id: ours\n  model_name: run\n  api_base: {address}\n  completion: true\n"
-    (tmp_path / "extra-openai-models.yaml").write_text(entry)
-    options = ["-m", "llm", "-m", "ours", "-o", "temperature", "0", "-o", "max_tokens", "9"]
-    command = [sys.executable, *options, "def task_"]
-    env = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
-    body = {"prompt": "def task_", "max_tokens": 9, "temperature": 0}
-    expected = ok(clients_port, "/v1/completions", body)["choices"][0]["text"]
-    assert done.stdout.rstrip("\n") == expected.rstrip("\n"), done.stderr
-
-
 @pytest.mark.parametrize("sent", ["", "POST /infill HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"])
 def test_a_client_that_sends_a_byte_now_and_then_is_closed(clients_port, sent):
     start, closed = time.monotonic(), False

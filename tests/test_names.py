@@ -259,13 +259,6 @@ def test_characters_that_a_tokenizer_drops_or_changes_are_not_lost(tokens, text)
     assert options.limit(Suggestion("e = ß = e\u0301"), engine.shorten).text == text
 
 
-def test_the_explanation_is_that_of_the_suggestion():
-    engine = completers(zero_gate())[1]
-    before = OPENED + "\nvalue = wibb"
-    shown = engine.complete(before, "", "b.py")
-    assert "".join(token["text"] for token in engine.explain(before, "", "b.py")).startswith(shown.text)
-
-
 ODD = [
     *("", "\n", "(", ")", "((((", "a(", "a(b: c", "日本(語: x", "\ud800", "x" * 5000, "a*" * 2000, "\\", "a\0b"),
     *("$x", "def ", "\t" * 500, "\nfoo()", "    \r\n    foo()"),

@@ -188,20 +188,6 @@ READ = {
 """Fields in NEUTRAL that a path reads."""
 
 
-def test_no_request_of_an_editor_is_refused_for_its_fields():
-    """llama.vim and llama-vscode send `n_indent`, the indentation of the line, and limits of time."""
-    from dunes.serve.app import PATHS as protocols
-    from dunes.serve.doctor import AFTER, BEFORE, checks
-
-    indents = set()
-    for check in checks(BEFORE, AFTER, "name"):
-        fields = Fields(check.body)
-        protocols[check.path].read(fields)
-        assert not set(fields.ignored()) & {"prompt", "suffix", "input_suffix", "n_predict", "max_tokens", "stop"}
-        indents.add(fields.body.get("n_indent"))
-    assert indents == {None, 4}
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_a_field_that_changes_the_text_is_read_or_refused_by_name(path):
     from dunes.serve.app import PATHS as protocols
@@ -243,6 +229,7 @@ def test_a_text_has_what_its_fields_ask_for(port):
     options = {"num_predict": 8, "repeat_penalty": 5, "temperature": 0, "repeat_last_n": -1}
     body = {"prompt": "abcab", "raw": True, "stream": False}
     assert ask(port, GENERATE, body | {"options": options})[2]["response"] == penalised
+    assert "'options.mirostat'" in said(ask(port, GENERATE, body | {"options": {"mirostat": 2}}))
     for name in ("max_tokens", "max_completion_tokens", "n_predict"):
         assert len(ask(port, TEXT, {"prompt": "a", "temperature": 0, name: 3})[2]["choices"][0]["text"]) == 3
 
@@ -259,17 +246,6 @@ def test_what_is_ignored_is_listed(port, path, stream):
     assert "nothing" not in names
     assert all(len(name) <= 64 for name in names)
     assert len(names) == 64
-
-
-def test_settings_of_the_sampler_are_ignored_by_lines_and_options_are_named(port):
-    settings = {"temperature": 0.5, "top_k": 3, "seed": 1, "repetition_penalty": 1.5}
-    headers = ask(port, TEXT, {"prompt": "ab", "suffix": "x", "max_tokens": 3} | settings)[1]
-    assert headers["X-Ignored-Fields"] == ", ".join(settings)
-    body = {"prompt": "ab", "options": {"num_ctx": 9, "num_predict": 1, "mirostat": 0}, "keep_alive": "5m"}
-    assert ask(port, GENERATE, body)[1]["X-Ignored-Fields"] == "keep_alive, options.num_ctx"
-    assert "'options.mirostat'" in said(ask(port, GENERATE, body | {"options": {"mirostat": 2}}))
-    body = {"input_prefix": "", "input_suffix": "", "input_extra": [{"text": "a", "filename": "b", "time": 3}]}
-    assert ask(port, "/infill", body)[1]["X-Ignored-Fields"] == "input_extra[0].time"
 
 
 # replies
@@ -359,12 +335,6 @@ def test_offsets_are_places_in_the_text_even_if_tokens_split_characters(text):
 # addresses
 
 
-def addresses(monkeypatch, *found):
-    families = [socket.AF_INET6 if ":" in address else socket.AF_INET for address in found]
-    rows = [(f, 1, 6, "", (a, 0, 0, 0) if ":" in a else (a, 0)) for f, a in zip(families, found, strict=True)]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: rows)
-
-
 def listening(*args):
     sockets = server_http.open_sockets(*args)
     names = [each.getsockname()[:2] for each in sockets]
@@ -379,25 +349,6 @@ def has_ipv6():
     except OSError:
         return False
     return True
-
-
-def test_a_name_is_listened_to_at_all_of_its_addresses(monkeypatch):
-    addresses(
-        monkeypatch, "::1", "127.0.0.1", "127.0.0.1", "192.0.2.1"
-    )  # the last one is no address of any machine
-    names = listening("localhost", [0])
-    assert [name for name, _ in names] == (["::1"] if has_ipv6() else []) + ["127.0.0.1"]
-    assert len({port for _, port in names}) == 1
-    assert len(listening("localhost", [0, 0])) == 2 * len(names)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        refuses(
-            "--host localhost: address already in use",
-            server_http.open_sockets,
-            "localhost",
-            [taken.getsockname()[1]],
-        )
-    addresses(monkeypatch, "192.0.2.1")
-    refuses("--host localhost: ", server_http.open_sockets, "localhost", [0])
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6")
