@@ -8,7 +8,7 @@ demo: .venv/demo
 	$(BIN)/python recipes/demo.py
 
 test: .venv/test
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # Slow tests for 20 minutes; what is left, and what takes longer, is listed at the end. Small chunks keep their order.
 test-more: .venv/more
