@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -585,7 +584,7 @@ def test_a_folder_that_the_ranks_do_not_share_is_refused_before_the_first_step(c
     assert sorted(path.name for path in folder.rglob("*")) == ["lock", "state"]
     texts, codes = run_ranks(2, train_elsewhere, toy(code), tmp_path / "two")
     assert codes == [2, 2], texts
-    assert re.fullmatch(f"error: rank 1: .*{tmp_path}/two/1.*{tmp_path}/two/0.*", "".join(texts))
+    assert "".join(texts).startswith(f"error: rank 1: --out is '{tmp_path}/two/1")
 
 
 def group_by_node(config, folder, display):
