@@ -32,7 +32,7 @@ CONTEXT = 256
 class Work:
     """A workload to time: `run(setup())`. Only `run` is timed.
 
-    `then` is called with the result of `run`; the time until it ends is the time to first token.
+    `then` is called with the result of `run`; the time until `then` returns is the time to first token.
 
     One run processes `amount` units (`unit`: tokens, bytes, ...), does `flops` floating-point operations, and
     reads at least `bytes` bytes (0: unknown). `model` is the model that runs, if any.

@@ -1,8 +1,8 @@
 """An index of files to copy from, in memory and in RUN/completion.
 
 `index.safetensors` contains the training files as ids and as bytes, with their sorted contexts; `files.json`
-contains their names and offsets. Both are written to RUN/completion in the first seconds of a run. At its end they
-are written again, with the validation files.
+contains their names and offsets. Both are written to RUN/completion in the first seconds of a run. The end of the
+run rewrites them, with the validation files included.
 """
 
 import json
