@@ -49,8 +49,8 @@ class Adapter(nn.Module):
     A0: Tensor | None
     B0: Tensor | None
     supports_packing = True
-    depends_on_input = False  # True if no matrix equals the update, so that it cannot be merged
-    keeps_shape = True  # False if inputs or outputs have other shapes than the base's
+    depends_on_input = False  # True if the update is no matrix and cannot be merged
+    keeps_shape = True  # False if the shapes of inputs or outputs differ from the base's
 
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """Add the update: input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
-        if keeps_zeros(base) and not self.depends_on_input:  # only the matrix can be masked
+        if keeps_zeros(base) and not self.depends_on_input:  # the base's mask applies to the matrix
             x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
             change = self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype)
             return (y + F.linear(x, change)).to(y.dtype)
@@ -235,7 +235,7 @@ def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
 
 
 def order_matters(model: nn.Module) -> str:
-    """The name of the first part that computes with what an earlier block did; "" if there is none."""
+    """The name of the first part that depends on the computation of an earlier block; "" if there is none."""
     return next((name for name, m in model.named_modules() if getattr(m, "depends_on_order", False)), "")
 
 

@@ -28,8 +28,8 @@ Scale = Literal["unbiased", "official"]
 Router = Literal["linear", "shared", "mlp"]
 
 LINEARS = ("blocks.**", "!**.router", "!**.router.**", "!**.rates")
-"""Globs of all linear layers of the blocks except routers, since the choice of experts should not change, and the
-few rates at which a recurrent state learns and forgets."""
+"""Globs of all linear layers of the blocks, except routers, since the choice of experts should not change, and
+except the small layers `rates` of recurrent states."""
 LINEARS_BUT_EXPERTS = (*LINEARS, "!**.experts.**")
 MLPS = ("blocks.*.mlp",)
 NAME = "default"
@@ -47,7 +47,7 @@ def targets(default: str) -> Any:
 class Options:
     """The options of a change. The command prints `NEXT` after the change; {out} becomes the output folder.
 
-    Raises ValueError for a value that is none of an option's choices.
+    Raises ValueError for a value that is not among an option's choices.
     """
 
     NEXT: ClassVar[str] = TRAIN
@@ -59,7 +59,7 @@ class Options:
     """Help text of --undo."""
 
     READERS: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Maps an option's name to those of its values that need calibration text. If empty, text is always needed."""
+    """Maps an option's name to its values that need calibration text. If empty, the change always needs text."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():

@@ -207,8 +207,7 @@ def _rung(
 
 
 def _jobs(variants: Sequence[str], seed: int, minutes: float, first: Row, by_tokens: bool) -> Iterator[Job]:
-    """Yield the default's run, whose row the caller puts in `first`, then the other runs; their order
-    alternates."""
+    """Yield the default's run, whose row the caller puts in `first`, then the others in alternating order."""
     yield Job(DEFAULT, seed, minutes)
     others = list(variants[1:])
     for variant in others if seed % 2 == 0 else reversed(others):

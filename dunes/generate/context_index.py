@@ -36,8 +36,8 @@ class ContextIndex:
     """Index of the contexts of all positions in `items` (N,), unsigned integers below 2^32 - 1.
 
     `order` (N,), int32, is the sorted order of the positions, computed if not given. The index takes 4 bytes per
-    item, in addition to the items and a reversed copy of their bytes. While it sorts, `progress` is called with
-    the fractions of the work that were done.
+    item, in addition to the items and a reversed copy of their bytes. During sorting, `progress` is called with
+    each completed fraction of the work.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ def sorted_contexts(
 ) -> NDArray[np.int32]:
     """Positions (N,), int32, of a text, sorted by the `depth` items before each position, nearest item first."""
     count, bits = len(items), (int(items.max(initial=0)) + 1).bit_length()
-    padded = np.zeros(depth + count, np.int64)  # zero, before the first item, is none of them
+    padded = np.zeros(depth + count, np.int64)  # 0 means before the first item
     padded[depth:] = items
     padded[depth:] += 1
     width = min(63 // bits, depth)

@@ -1,11 +1,11 @@
 """Copying: ids that followed earlier occurrences of a text are mixed with a language model by a fitted gate.
 
 Texts are searched as ids and as bytes. The ids after the longest match of ids and after shorter matches are
-blended as in prediction by partial matching (PPM): the counts after n ids get one pseudocount per distinct id,
-divided as in the blend of shorter matches. A match of bytes does not depend on token boundaries; the lines after
-the longest one are proposed. A gate then changes the log-probabilities of the proposed ids and of the model's most
-probable ids. Its features are how long the matches are, how sure the sources and the model are, how often and how
-recently the file contains an id, and which characters the id has. The result is normalised again.
+blended as in prediction by partial matching (PPM): the counts after a match get one pseudocount per distinct id,
+distributed like the blend of shorter matches. Matches of bytes do not depend on token boundaries; the lines after
+the longest match of bytes are proposed. A gate then changes the log-probabilities of the proposed ids and of the
+model's most probable ids, and the result is normalised. The gate's features are the lengths of matches, the
+confidence of sources and model, an id's frequency and recency in the file, and its characters.
 https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
 
@@ -44,7 +44,7 @@ AHEAD = 24
 LINE = 120
 """Maximum length of a proposed line in bytes."""
 LEAST = 1e-4
-"""Added to a probability before its logarithm becomes a feature."""
+"""Constant that is added to a probability before taking its logarithm."""
 COLUMNS = ("prob", "share", "match", "length", "places")
 """Names of the features from one source."""
 
@@ -152,7 +152,7 @@ class Sources:
             uses[:, 0] += np.bincount(items, minlength=size)[:size]
         above = near[0] if near else np.zeros(0, np.uint16)
         places = np.zeros(max(size, int(above.max(initial=0)) + 1), np.int64)
-        places[above] = np.arange(len(above))  # the last one, if an id occurs again
+        places[above] = np.arange(len(above))  # a repeated id gets its last place
         uses[:, 1], uses[:, 2] = len(above) - places[:size], len(above)
         return np.log2(1 + uses)
 
@@ -168,7 +168,7 @@ class Copies:
     typed: bytes = b""
     start: int = 0
 
-    # Of the lines, only the first id of the last one is a feature; their number was not tried.
+    # For lines, "share" marks the first id of the last line; the fraction "prob" of the lines was not tried.
     NAMES: ClassVar = (
         *(f"{part} {column}" for part in ("near ids", "far ids") for column in COLUMNS),
         *(f"{part} {column}" for part in ("near lines", "far lines") for column in COLUMNS[1:]),
@@ -193,8 +193,8 @@ class Copies:
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
     def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
-        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, one in
-        `near` wins, and in a text the last one."""
+        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the first
+        source's is used, at its last occurrence."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         length, positions, text = longest_match((*sources.near, *sources.far), context)

@@ -99,7 +99,7 @@ class LayerStep(nn.Module):
 
 
 class HeadStep(Step):
-    """What a `Step` computes after its blocks."""
+    """The part of a `Step` after its blocks: the logits and the summary."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """The scores of the last block's outputs x (1, T, dim)."""
@@ -119,7 +119,7 @@ class TextStep(Step):
 
 
 class RowStep(Step):
-    """A step for one new token in each of R rows; its matrix products are calls of a library."""
+    """A step for one new token in each of R rows; a library computes the matrix products."""
 
     def forward(  # type: ignore[override]
         self,
@@ -130,8 +130,8 @@ class RowStep(Step):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Arguments: new ids (R,), slots (R,) to write, positions (R,) of the ids, of the tokens in each row's
-        readable slots (R, S), -1 if empty, and for each layer keys and values (R, K, slots, D)."""
+        """Arguments: new ids (R,), slots (R,) to write, positions (R,) of the ids, positions (R, S) of the tokens
+        in readable slots (-1 if empty), and for each layer keys and values (R, K, slots, D)."""
         ctx = _RowContext(keys, values, slots, positions, slot_positions)
         return self.score(self._hidden(ids[:, None], ctx))
 
@@ -160,7 +160,7 @@ class _TextContext(ForwardContext):
 
 
 class _RowContext(ForwardContext):
-    """Context of one new token per row, which attends to its row's slots, and not outside of a layer's window."""
+    """Context of one new token per row; it attends to the slots of its row inside the layer's window."""
 
     def __init__(
         self, keys: list[Tensor], values: list[Tensor], slots: Tensor, positions: Tensor, slot_positions: Tensor
@@ -180,7 +180,7 @@ class _RowContext(ForwardContext):
     def mask(self, window: int | None = None) -> Tensor:
         key, query = self.slot_positions[:, None], self.positions[:, :, None]
         readable = key >= 0 if window is None else (key >= 0) & (key > query - window)
-        # Padding attends to everything, as NaN in its slot could be read once the cache has grown.
+        # Padding attends to everything, since NaN in its slot could be read once the cache has grown.
         return readable | (query < 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
@@ -219,7 +219,7 @@ def export_step(
 ) -> torch.export.ExportedProgram:
     """The step as a graph, for caches of any capacity with the dtypes of `cache`, which has tokens and 8 slots.
 
-    The steps of a part of the model need an example `x` of their inputs (1, tokens, dim).
+    A `LayerStep` or `HeadStep` needs an example `x` of its inputs (1, tokens, dim).
 
     The graph of a `TextStep` takes any number of tokens above FEW. In the graph of another step, operations are
     replaced by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
@@ -353,7 +353,7 @@ def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
     Raises ValueError for code that torch cannot load, or that needs other weights, and if threads have too small a
     stack.
     """
-    import resource  # which Windows does not have, nor such code
+    import resource  # Windows has neither this module nor such code
 
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     if 0 <= stack < 2 * STACK:
@@ -452,7 +452,7 @@ class _OneRow(TorchFunctionMode):
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """A context in which the model's embeddings and linear layers return float32, as those of a step do."""
+    """Inside this context, the model's embeddings and linear layers return float32, as in a compiled step."""
     with ExitStack() as stack:
         for layer in [m for m in model.modules() if hasattr(m, "for_step")]:  # would round dequantized weights
             stack.enter_context(replace_attribute(layer, "dtype", torch.float32))
@@ -463,7 +463,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A context in which an object's or a module's attribute has another value."""
+    """Inside this context, an attribute of an object or module has another value."""
     previous = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -491,7 +491,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # With a row for each token, as in the usual form, 16 tokens take 1.5 times as long.
+    # The usual form, with a row for each token, takes 1.5 times as long for 16 tokens.
     y: Tensor = (weight.float() @ x.flatten(0, -2).t().contiguous()).t().view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias.float()
 

@@ -33,7 +33,7 @@ from dunes.text.templates import Conversation, Template, Turn, encode_prompt, fi
 from dunes.units import plural
 
 NONE = "none"
-"""Name of the model without adapters from other folders; an adapter in the model's own folder is part of it."""
+"""Name of the model without adapter folders; adapters stored inside a model folder are part of the model."""
 ROOM = 4
 """Conversations are truncated to leave room for an answer of `max_tokens`, but at most 1/ROOM of the context."""
 
@@ -51,7 +51,7 @@ class ChatModel:
     adapter: str | None
     loaded: LoadedModel
     compiles: bool = False
-    """True if a missing compiled step for decoding is compiled in the background."""
+    """If True, a missing compiled step for decoding is compiled in the background."""
     format: CacheFormat | None = None
     """Format of a quantized cache; no compiled step is used with it."""
 
@@ -83,7 +83,7 @@ class ChatModel:
     def encode(
         self, talk: Conversation, variables: Mapping[str, Any] | None = None, continues: bool = False
     ) -> list[int]:
-        """The ids of a conversation whose next turn is the model's, or, with `continues`, whose last one is."""
+        """The ids of a conversation that the model answers or, with `continues`, whose last turn it continues."""
         return encode_prompt(self.template, talk, self.loaded.require_tokenizer(), variables, continues)
 
     def _supports(self, *talk: Turn) -> bool:
@@ -233,7 +233,7 @@ COMMANDS = {
 class Chat:
     """One conversation. `note` is called with messages that are not from the model.
 
-    `pending` is the last message as long as it has no answer.
+    `pending` is the last message while it has no answer.
     """
 
     engine: ChatEngine
