@@ -333,7 +333,7 @@ def print_summary(results: Sequence[Row], title: str) -> None:
 
 
 def verdict(row: Row) -> str:
-    """"helps" or "harms" if the interval in equal time excludes 0; empty for the default or a single seed."""
+    """ "helps" or "harms" if the interval in equal time excludes 0; empty for the default or a single seed."""
     middle, half = row["difference"][CLOCK]
     if row["variant"] == DEFAULT or half is None:
         return ""
