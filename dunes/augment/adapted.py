@@ -76,7 +76,7 @@ class Adapter(nn.Module):
         ratio = self.magnitude / self.norms(base)
         bias = getattr(base, "bias", None)
         product = y if bias is None else y - bias
-        # This form is exact while the ratio is one, as initially.
+        # This form is exact as long as the ratio is 1, as after initialisation.
         return (y + (ratio - 1) * product + ratio * update).to(y.dtype)
 
     def base_input(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Adapter(nn.Module):
     def norms(self, base: nn.Module) -> Tensor:
         """The norm of each row of the updated matrix (O,), without gradient (DoRA, section 4.3).
 
-        It is computed from the factors; the updated matrix is not materialised.
+        The norms are computed from the factors; the updated matrix is not materialised.
         """
         a, b = self.factors()
         s = self.config.scale
@@ -155,7 +155,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = base
         self.adapters = nn.ModuleDict()
-        self._active: str | None = None  # no part of the structure
+        self._active: str | None = None  # not part of the structure
         self._row_adapters: Sequence[str | None] = ()  # set by `lora.row_adapters` for a forward
 
     @property
@@ -172,7 +172,7 @@ class Adapted(nn.Module):
 
     @property
     def active_adapter(self) -> Adapter | None:
-        """The active adapter; None if none is active, or if this module has no adapter of the active name."""
+        """The active adapter; None if no adapter is active, or if this module does not have it."""
         return self[self.active] if self.active is not None and self.active in self.adapters else None
 
     @property

@@ -63,7 +63,7 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
     selected = [
         p for p in tree.places(model) if p.name in named or (tree.linear(p.module) and tree.matches(where, p.name))
     ]
-    return selected or tree.find(model, where, tree.linear)  # raises with the places that exist
+    return selected or tree.find(model, where, tree.linear)  # raises ValueError with the existing places
 
 
 def check(model: nn.Module, change: Change) -> None:
@@ -268,8 +268,8 @@ def base_model(model: nn.Module) -> nn.Module:
 class Merged(NamedTuple):
     """The result of a merge: rounding `errors` by module name.
 
-    An error is the norm of the rounding error divided by the norm of the update. It is about 1e-7 in float32, and
-    0.1 or more in bfloat16, where an update that is small compared with the weights is mostly rounded away.
+    An error is the norm of the rounding error divided by the norm of the update. Errors are about 1e-7 in float32,
+    and 0.1 or more in bfloat16, where an update that is small compared with the weights is mostly rounded away.
     `share` is the fraction of the update that survives rounding: the weights' change, projected on the update.
     """
 

@@ -196,7 +196,7 @@ class Quantize(Options):
 class Upcycle(Options):
     """Copy each MLP of a dense model into the experts of a mixture, which computes the same.
 
-    Train it on with dunes train --from: the experts diverge. A LLaMA or Mistral becomes a Mixtral.
+    Continue training with dunes train --from: the experts diverge. A LLaMA or Mistral becomes a Mixtral.
 
     Example: dunes augment upcycle ~/models/llama ~/models/mixture
     """
@@ -279,7 +279,7 @@ class Lora(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraExperts(Options):
-    """Add an untrained mixture of low-rank experts to each linear layer, which changes no output.
+    """Add an untrained mixture of low-rank experts to each linear layer; outputs stay the same.
 
     To add and train one on examples, use dunes finetune --method lora-experts.
 

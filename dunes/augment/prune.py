@@ -134,7 +134,7 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Make the layers keep their zeros. Raises ValueError, before any change, if the places do not fit."""
+    """Make the layers keep their zeros. Raises ValueError, before any change, for unfit places."""
     mask_linears(model, change.places)
 
 

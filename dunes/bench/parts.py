@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def rungs(self) -> list[tuple[float, int]]:
-        """(minutes, number of variants beside the default) of each rung; one rung without a budget."""
+        """(minutes, number of variants without the default) of each rung; one rung without a budget."""
         others = len(self.variants) - 1
         if self.budget is None:
             return [(self.minutes, others)]
@@ -172,7 +172,7 @@ def _rungs(plan: Plan, rungs: Sequence[tuple[float, int]], out: Path) -> tuple[l
         best = sorted(summaries[-1][1:], key=lambda row: row["difference"][CLOCK][0])
         if number + 1 < len(rungs):
             variants = (DEFAULT, *[row["variant"] for row in best[: rungs[number + 1][1]]])
-    if find_spec("plotnine") and len(summaries[-1]) > 1:  # optional, so training does not require it
+    if find_spec("plotnine") and len(summaries[-1]) > 1:  # plotnine is optional
         save_plot(differences(summaries[-1]), out / PICTURE)
     return summaries, failed
 
@@ -264,8 +264,8 @@ def _row(job: Job, folder: Path) -> Row:
 def _decode_rate(folder: Path, trust: bool) -> float:
     """Tokens per second of processor time on one thread, the median of five laps.
 
-    Processor time is robust to other programs, and variants are decoded minutes apart. `trust` allows the import
-    of the function that the variant names.
+    Variants are decoded minutes apart; processor time is robust to other programs that run meanwhile. `trust`
+    allows the import of the function that the variant names.
     """
     with trust_cards(trust):
         subject = of_folder(folder)

@@ -41,7 +41,7 @@ class MemoryEstimate:
     log: Allocations
 
     def measure(self) -> MeasuredMemory:
-        """Measure the memory of the step in a new process. Raises ValueError if it exceeds free memory."""
+        """Measure the memory of the step in a new process. Raises ValueError if the step exceeds free memory."""
         if (free := measure.free_memory(measure.device())) and free < self.log.peak + PROCESS_BYTES:
             raise ValueError(
                 f"{self.subject.name}: the step needs {format_bytes(self.log.peak)} and {format_bytes(free)} are "

@@ -80,7 +80,7 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The folder's tokenizer. Raises ValueError for a shape, which has none."""
+        """The folder's tokenizer. Raises ValueError for a shape, which has no tokenizer."""
         if self.folder is None:
             raise ValueError(f"{self.name}: a shape has no tokenizer; name a model folder")
         return Tokenizer.load(tokenizer_folder(self.folder))
@@ -108,7 +108,7 @@ def scratch() -> Path:
 
 
 def of_folder(folder: Path) -> Subject:
-    """The model in a folder. Raises ValueError if it is not a model folder."""
+    """The model in a folder. Raises ValueError if this is no model folder."""
     # Loading an adapter applies its changes to the base.
     model = checkpoint.load(folder) if is_adapter(folder) else checkpoint.describe(folder)
     return Subject(str(folder), model.architecture.family, model.context_length, model.architecture.build, folder)

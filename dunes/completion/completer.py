@@ -78,7 +78,7 @@ class FolderCompleter(CompletionEngine):
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
 
     def seen_digests(self) -> set[bytes] | None:
-        """Digests of all training and validation texts; None if they cannot be determined."""
+        """Digests of all training and validation texts; None if the training text is unknown."""
         with suppress(ValueError, OSError):
             corpus = split_documents(self.loaded.card)
             return {content_digest([text]) for _, text in document_texts([*corpus.train, *corpus.valid])}
@@ -169,7 +169,7 @@ def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[st
 def model_or_copies(folder: Path, line: Callable[[str], object], load: Callable[[], T]) -> T | CopyCompleter:
     """The result of `load()`, or a `CopyCompleter` if a run has no model yet or its base model cannot be loaded.
 
-    In the second case, `line` is called with the reason.
+    Before returning a `CopyCompleter`, calls `line` with the reason.
     """
     has_model, why = any((finish_save(folder) / name).exists() for name in (CONFIG, ADAPTER)), ""
     try:
@@ -201,8 +201,8 @@ def find_completer(
 class CopyNearest:
     """Copies the text after the longest match of the text before the cursor, of at most 128 bytes.
 
-    Matches are searched in `far` and in the file above and below the cursor. Of equally long matches, the file's
-    is used, then the last one in a text. Probabilities only rank matches by length.
+    Matches are searched in `far` and in the file above and below the cursor. Among equally long matches, the file
+    has priority, then the last match in a text. Probabilities only rank matches by length.
     """
 
     def __init__(self, far: Sequence[TextSource]) -> None:

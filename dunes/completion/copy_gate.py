@@ -59,7 +59,7 @@ REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 Item = TypeVar("Item")
 SourcesOf = Callable[[list[int]], Sources]
-"""Returns the sources to copy from after these ids of a file."""
+"""A function that returns the sources to copy from after these ids of a file."""
 
 
 class Places(NamedTuple):
@@ -191,7 +191,7 @@ def scored_places(
 
     The `count` ids (default: all) start at index `first` (default: after the header).
 
-    `sources_of` gets the ids of the lines above; without `first`, their last 1 % may be missing.
+    `sources_of` gets the ids of the lines above; without `first`, the last 1 % of these may be missing.
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)

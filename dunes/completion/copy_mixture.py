@@ -203,7 +203,7 @@ class Mixture:
             raise Cancelled("a newer request came")
 
     def _evaluated(self, text: Sequence[int]) -> Tensor | None:
-        """The log-probabilities (V,) after a text; None if this request has not evaluated it."""
+        """The log-probabilities (V,) after a text; None if this request has not evaluated the text."""
         entry = self.logits.get(text)
         return entry.mixed if entry is not None and entry.request == self._request else None
 

@@ -48,7 +48,7 @@ completes no more lines correctly (docs/log/completion.md, "Beams and budgets of
 SHORTEST = 256
 """Minimum budget of a prompt in tokens, however large the model is."""
 GREEDY_FROM = 30_000_000
-"""Minimum parameters for greedy decoding by default: one beam completes more lines correctly per second."""
+"""From this number of parameters, greedy decoding is the default: it completes more lines per second correctly."""
 LIKELY = 4
 """Number of likely tokens that `explain` returns per token."""
 MERGED = 3
@@ -204,7 +204,7 @@ class CompletionEngine:
         """Text, probability, the model's probability and likely tokens for each token of the first suggestion.
 
         Probabilities are conditional on the text around the cursor, including the typed part of a token; their
-        product is the line's probability. The last tokens may be absent from the suggestion, such as a line end.
+        product is the line's probability. Last tokens, such as a line end, may be absent from the suggestion.
         An empty suggestion gives an empty list. Raises Cancelled if `options.cancelled()`.
         """
         shown = self.complete(before, after, name, options).text
@@ -219,7 +219,7 @@ class CompletionEngine:
             ids, piece = [*search.prompt, *beam.ids[:place]], self.files.pieces[id]
             best = (mixed := mixture.after_one(ids, 0)).topk(min(LIKELY, len(mixed)))
             mixed_sum, alone_sum = mixed_sum + logprob, alone_sum + float(mixture.alone(ids)[id])
-            if len(piece) > typed:  # typed tokens count with the next longer one
+            if len(piece) > typed:  # fully typed tokens count towards the next token
                 pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
                 likely = [[decode(self.files.pieces[i][typed:]), prob] for i, prob in pairs]
                 probs = {"probability": math.exp(min(mixed_sum, 0.0)), "model": math.exp(min(alone_sum, 0.0))}
@@ -274,7 +274,7 @@ class CompletionEngine:
     def _find_sources(
         self, parts: tuple[tuple[int, ...], ...], name: str, texts: tuple[NamedText, ...], files: OpenFiles
     ) -> Sources:
-        # `files` only belongs to the key of the cache: `far` reads the open files.
+        # `files` is only part of the cache key: `far` reads the open files itself.
         pieces = self.files.pieces
         near = [TextSource(b"".join(pieces[i] for i in p), ids=index_ids(p, len(pieces))) for p in parts]
         return Sources(near, self.far(name, texts), self._vocabulary)
@@ -290,7 +290,7 @@ class CompletionEngine:
 
 
 def choose_budget(model: nn.Module) -> int:
-    """Maximum tokens of a prompt. Only the model's size determines it, so all machines suggest the same."""
+    """Maximum tokens of a prompt. It depends only on the model's size, so all machines suggest the same."""
     return max(SHORTEST, int(PROMPT_WORK / max(1, count(model))))
 
 

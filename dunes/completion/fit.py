@@ -31,9 +31,9 @@ from dunes.progress import Display, each, part, phase
 from dunes.units import plural
 
 BEFORE = 1.2
-"""If the tails of the texts are for validation, a text is indexed up to this many tail lengths before its end."""
+"""If validation uses the tail of each text, a text is indexed up to this many tail lengths before its end."""
 BEHIND = 0.9
-"""If the tails of the texts are for validation, the gate is fitted on the last BEHIND tail lengths of a text."""
+"""If validation uses the tail of each text, the gate is fitted on the last BEHIND tail lengths of a text."""
 PLACES = (25.0, 500, 20_000)
 """Number of positions on which the gate is fitted: per second of the run, minimum and maximum."""
 CURSORS = (1.0, 64, 1_000)
@@ -47,19 +47,19 @@ TOKENS = 10, 250
 SHARES = 0.09, 0.06
 """Maximum fractions of the run's time for gate positions and for cursors."""
 ALONE = 0.15, 0.35
-"""SHARES of a run that trains nothing."""
+"""SHARES for a run that trains no weights."""
 FITTED = 0.2
 """Minimum fraction of the time for gate positions that is reserved for fitting the gate."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
-"""Minimum number of cursors per file with enough lines. If files are too many, only the first are used."""
+"""Minimum number of cursors per file with enough lines; it limits the number of files."""
 FEWEST = 3
 """Minimum number of files to compare model and copying; with fewer files, the model is not disabled."""
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom; more degrees use the last value."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
-"""A threshold is fitted for each of these fractions of shown suggestions that users should accept."""
+"""A threshold is fitted for each of these acceptance rates (accepted / shown suggestions)."""
 RESAMPLES = 2_000
 Text = TypeVar("Text")
 
@@ -254,7 +254,7 @@ def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, st
     if copies == "only":
         return True, "lines are copied, without the model, as --copies only asks"
     if not files:
-        return False, "no line to compare the model with copying on"
+        return False, "no line was found to compare the model with copying"
     difference, (model, copying, _) = model_minus_copying(files), np.array(files, float).mean(0)
     text = (
         f"{model:.0%} of line ends right, by copying alone {copying:.0%} (difference {difference.percent('+')}, "
@@ -275,7 +275,7 @@ def closing_seconds(files: CompletionFiles, size: FitSize) -> float:
 def fit_mixture(
     engine: CompletionEngine, texts: Sequence[NamedText], most: int, seconds: float = math.inf
 ) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
-    """Fit two gates for the engine's model and index. Returns both (None if the texts have no token) and facts.
+    """Fit two gates for the engine's model and index. Returns both (or None for texts without tokens) and facts.
 
     The first gate is fitted without every third text, so that thresholds fitted on these texts are not
     overconfident. The second gate is fitted on all texts, for use. The changes of both gates are scaled by the

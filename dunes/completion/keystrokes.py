@@ -186,7 +186,7 @@ def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
 def column_in_word(before: str, rest: str) -> int:
     """Number of characters between the start of the word at the cursor and the cursor.
 
-    The cursor is between `before` and the `rest` of its line, whose words are those that a user accepts.
+    The cursor is between `before` and the `rest` of its line; `first_word` defines words, as a user accepts them.
     """
     typed, start = split_lines(before)[-1].lstrip(), 0
     while (end := start + max(1, len(first_word((typed + rest)[start:])))) <= len(typed):
@@ -199,9 +199,9 @@ def fit_threshold(answers: Sequence[tuple[CutPoint, int, Suggestion]], acceptanc
 
     `answers` are cursors inside lines, their `column_in_word` and the suggestions there. Cursors can be at any
     character of a word, but a user accepts a word only once. A correct suggestion therefore counts 1/n; n
-    estimates the cursors of the word that have one: each character from the cursor up to the last, and half of the
-    characters before the cursor. A correct suggestion of only the last character of a partly typed word is
-    ignored, since it saves no key. (docs/log/completion.md, "Thresholds from cursors".)
+    estimates how many cursors in the word have a correct suggestion: one for each character from the cursor to the
+    last but one, and half of the characters before the cursor. A correct suggestion of only the last character of
+    a partly typed word is ignored, since it saves no key. (docs/log/completion.md, "Thresholds from cursors".)
     """
     rows = list[tuple[float, float, float]]()
     for cut, column, suggestion in answers:

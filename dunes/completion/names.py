@@ -81,7 +81,7 @@ class Place:
         return [best, *(other for other in others if other.text != best.text)]
 
     def go_on(self, text: str, word: float) -> Suggestion:
-        """Suggest `text`, continued unless its last word would grow; `word` is its first word's probability."""
+        """Suggest `text`, and its continuation if that starts a new word; `word` is for the first word."""
         more, *_ = self.suggest(text)
         if re.match(r"\w", text[-1:]) and re.match(r"\w", more.text):
             return Suggestion(text, word, 0.0, ends_line=False)
@@ -94,7 +94,7 @@ class Place:
 
     @cached_property
     def above(self) -> list[str]:
-        """The last lines above the cursor that are not blank, without indentation, the nearest first."""
+        """The last nonblank lines above the cursor, nearest first, without indentation."""
         return _last_lines(self.lines[:-1])
 
     @property
@@ -162,8 +162,8 @@ def repeated(place: Place, best: Suggestion) -> Suggestion | None:
 def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
     """The suggestion with names of this place, if it is a copied line.
 
-    The lines above the cursor are compared with the lines above the copied line. If two of them differ only in
-    names, the names above the cursor replace the others, except names that the function at the cursor contains.
+    The lines above the cursor are compared with the lines above the copied line. If two of these lines differ only
+    in names, the suggestion gets the names above the cursor; names that the function at the cursor contains stay.
     """
     line = place.typed + first_line(best.text).rstrip()
     tokens, above = _TOKEN.findall(line), [*map(_TOKEN.findall, place.above)]
@@ -184,7 +184,7 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def without_header(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion with a call in place of a copied header: parameter names, up to the first out of scope."""
+    """The suggestion with a call in place of a copied header: parameters in scope, without types."""
     line = place.typed + first_line(best.text)
     for call in re.finditer(r"(\w+)\((?=([^()]*))", line):
         given = _SEPARATOR.split(call[2])
@@ -236,7 +236,7 @@ def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
 
 
 def _last_lines(lines: Sequence[str]) -> list[str]:
-    """The last lines that are not blank, without indentation, the nearest first."""
+    """The last nonblank lines, nearest first, without indentation."""
     return [line.strip() for line in lines[: -3 * ALIKE : -1] if line.strip()][: ALIKE + 1]
 
 
@@ -246,7 +246,7 @@ def _head(tokens: Sequence[str]) -> Sequence[str]:
 
 
 def _renaming(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
-    """New names by old names if two lines differ only in names; empty if more than half of the tokens differ."""
+    """Maps old to new names if two lines differ only in names; empty if more than half of the tokens differ."""
     pairs = {(a, b) for a, b in zip(old, new, strict=False) if a != b}
     same = sum(a == b for a, b in zip(old, new, strict=False))
     is_alike = len(old) == len(new) > 1 and 2 * same >= len(old) and len(dict(pairs)) == len(pairs)
@@ -263,7 +263,7 @@ def _rest(typed: str, line: str, names: Mapping[str, str]) -> str:
 
 
 def _rename(token: str, names: Mapping[str, str]) -> str:
-    """The new name of a token, or the token with only the differing part of an old name replaced."""
+    """The new name of a token; a token that contains the differing part of an old name gets the new part."""
     if token in names:
         return names[token]
     parts = "\0".join(["", *_PART.findall(token), ""])

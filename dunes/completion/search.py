@@ -131,7 +131,7 @@ class LineSearch:
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
 
     def _decode(self, beam: Beam) -> Beam:
-        """Continue a beam greedily until it ends; a hopeless beam stops at a complete word, or for a copy."""
+        """Continue a beam greedily until it ends; a hopeless one stops after a word, or if a copy replaces it."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
             if self._is_hopeless([beam]) and (first_word(text) != text or self._will_be_copied(beam, text)):

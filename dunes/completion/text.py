@@ -123,9 +123,8 @@ class FileTokenizer:
         return ids[:split], b"".join(self.pieces[i] for i in ids[split:])
 
     def _find_allowed(self, typed: bytes) -> Tensor | None:
-        """Mask (V,), bool, of ids that may come next if the text must continue with `typed`; None if it is empty.
-
-        An id is allowed if its bytes start with `typed`, or are a prefix of `typed` (a shorter token).
+        """Mask (V,), bool, of ids that may come next if the text must continue with `typed`; None if `typed` is
+        empty. An id is allowed if its bytes start with `typed`, or are a prefix of `typed` (a shorter token).
         """
         if not typed:
             return None
@@ -214,10 +213,9 @@ class FimForm(NamedTuple):
 
 
 def fim_form(loaded: LoadedModel) -> FimForm | None:
-    """The fill-in-the-middle format of a model; None if it was not trained on such text.
+    """The fill-in-the-middle format of a model; None if the model was not trained on such text.
 
-    The card of a model trained with dunes records this; for other models, to which a run may refer, the
-    tokenizer's sentinels decide.
+    The card of a model trained with dunes records the format; for other models, the tokenizer's sentinels decide.
     """
     trained, tokenizer = trained_text(loaded.card), loaded.require_tokenizer()
     if "none" in trained.get("trainable", ()):
@@ -304,8 +302,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """The closing brackets missing at the end of a text, innermost first, and None. If the text has a closing
-    bracket without an opening one: an empty string, and the position of the first such bracket."""
+    """The closing brackets missing at the end of a text, innermost first, and None. For a text with an unmatched
+    closing bracket: an empty string, and the position of the first such bracket."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:

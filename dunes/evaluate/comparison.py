@@ -2,7 +2,7 @@
 
 Each folder is measured in its own process, so that the measured memory is the memory of one model. A further
 process measures both speeds in alternation, in processor time on one thread: a machine's speed varies by more than
-most changes to a model affect it, and waiting threads use processor time, too.
+the effect of most changes to a model, and waiting threads use processor time, too.
 """
 
 import json
@@ -166,7 +166,7 @@ def _run_measurement(folders: Sequence[Path], scratch: Path) -> dict[str, Any]:
 
 
 def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
-    """The fields of a Measurement, and `top`: the most probable next id after each id in `file`, if it exists."""
+    """The fields of a Measurement, and `top`: the most probable next id after each id in `file`, if any."""
     cpu = torch.device("cpu")
     share_cores()
     measure.keep_freed_memory()

@@ -45,7 +45,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 COPY = "copy nearest"
 """Name of the baseline."""
 COPYING = 0.03
-"""Fraction of an evaluation's time for the baseline, and for preparing the lines and its index."""
+"""Fraction of an evaluation's time for its preparation, and the same fraction for the baseline."""
 
 COLUMNS = (
     "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
@@ -80,7 +80,7 @@ class ScoredFiles:
         return (
             f"{plural(len(self.files), 'file')}, {plural(lines, 'line')}; left out: "
             f"{plural(self.trained_files, 'file')} that the model was trained on, "
-            f"{plural(self.near_duplicates, 'line')} like one of the training, "
+            f"{plural(self.near_duplicates, 'line')} like a training line, "
             f"{plural(self.files_without_lines, 'file')} without other lines"
         )
 
@@ -281,7 +281,7 @@ def evaluate_completion(
             copy = CopyNearest.of_files(training)
         display.line(scored.report())
         if seen_digests is None:
-            indexed = "but for those in its index" if training else "so none of them is left out"
+            indexed = "except the files in its index" if training else "so none of them is left out"
             display.line(f"note: the files that the model was trained on are not known, {indexed}")
         with shown_by(scale=lambda done: COPYING * (1 + done)):
             copied = score_completer(COPY, copy, scored.files, options)

@@ -38,7 +38,7 @@ class PreferenceScore(Score):
 
     @property
     def loss(self) -> float:
-        """The mean DPO loss; the reference model has ln 2."""
+        """The mean DPO loss; it is ln 2 for the reference model."""
         return self.loss_sum / self.pairs
 
     @property
@@ -95,7 +95,7 @@ def reference_logprobs(
 ) -> NDArray[np.float32]:
     """The summed log-probabilities (examples, 2) of chosen and rejected answers, truncated to the context length.
 
-    A pair that `PairBatches` leaves out has 0. The ranks share the work; each returns the full result.
+    Pairs that `PairBatches` leaves out get 0. The ranks share the work; each returns the full result.
     """
     order = sorted(
         (i for i, e in enumerate(examples) if e.targets(context_length)), key=lambda i: -len(examples[i])
@@ -114,7 +114,7 @@ def reference_logprobs(
 
 
 def _own_pairs(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The pairs of this rank; `own_rows` for pairs of rows."""
+    """The pairs of this rank: `own_rows` applied to pairs of rows."""
     return tuple(
         part.flatten(0, 1) for part in own_rows(tuple(part.view(-1, 2, *part.shape[1:]) for part in batch))
     )

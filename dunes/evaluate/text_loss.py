@@ -184,7 +184,7 @@ def score_folder(
 
 def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **options: Any) -> tuple[TokenIds, int]:
     """Token ids of all text in the sources, and the number of files. Without sources, the text is the validation
-    split recorded in the model's card. Raises ValueError if the card records none."""
+    split recorded in the model's card. Raises ValueError if the card records no validation split."""
     tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
     if sources:
         corpus = collect_corpus(sources, **options)  # all text, on either side of the split
@@ -200,7 +200,7 @@ def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: in
 
     The result has SEQUENCES sequences, or about `tokens` ids in total; a short text gives fewer. Tails of
     documents are left out if they may be scored. Without sources, the text is the training split recorded in the
-    card. Raises ValueError if the card records no such split, or if its text is gone or shorter than one sequence.
+    card. Raises ValueError if this text is not recorded, is gone, or is shorter than one sequence.
     """
     trained = trained_text(loaded.card)
     width = min(CALIBRATION_TOKENS, loaded.context_length)

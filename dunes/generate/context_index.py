@@ -1,8 +1,8 @@
 """A sorted index of all contexts of a text, to look up which items followed a context earlier in the text.
 
 A context is the text before a position, read backwards. In the sorted order, contexts with the same last n items
-are adjacent: their positions form a range. The range for the same last n + 1 items lies inside it. The order is a
-suffix array of the reversed text, limited to `depth` items and built by prefix doubling.
+are adjacent: their positions form a range. The range for the same last n + 1 items lies inside this range. The
+order is a suffix array of the reversed text, limited to `depth` items and built by prefix doubling.
 https://doi.org/10.1137/0222058
 """
 
@@ -57,9 +57,9 @@ class ContextIndex:
         return len(self.items)
 
     def matches(self, context: Sequence[int], lengths: Sequence[int] = ()) -> list[Match]:
-        """Matches of a context's suffixes; the last one is for the longest suffix that occurs.
+        """Matches of a context's suffixes; the last match is for the longest suffix that occurs.
 
-        Before it come the matches of shorter suffixes with a length in `lengths` (ascending). At most
+        The other matches are for shorter suffixes with a length in `lengths` (ascending). At most
         `depth` items are compared. The list is empty if no suffix occurs.
         """
         context, size = context[-self.depth :], self.items.itemsize
@@ -87,7 +87,7 @@ class ContextIndex:
     def positions(self, match: Match, most: int | None = None) -> NDArray[np.int32]:
         """The positions of a match: the indices in `items` of the items that followed it.
 
-        At most about `most` of them are returned, spread evenly over their order.
+        With `most`, only about this many positions are returned, spread evenly over their order.
         """
         step = 1 if most is None else max(1, (match.last - match.first) // most)
         return self.order[match.first : match.last : step]

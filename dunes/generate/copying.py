@@ -102,7 +102,7 @@ class Vocabulary:
 
     @cached_property
     def kinds(self) -> NDArray[np.float32]:
-        """Features of the text of each id, (V, 8), by NAMES."""
+        """Features (V, 8) of each id's text; NAMES are their names."""
         texts = [piece.strip() for piece in self.pieces]
         firsts, inner = ([part[:1] or b"\0" for part in parts] for parts in (self.pieces, texts))
         first, start, last = (
@@ -140,7 +140,7 @@ class Sources:
 
     @cached_property
     def uses(self) -> NDArray[np.float32]:
-        """Features of each id's use in the file, (V, 3), by NAMES, each as `log2(1 + x)`.
+        """Features (V, 3) of each id's use in the file, each as `log2(1 + x)`; NAMES are their names.
 
         The three values x are the id's count, the distance in ids from its last occurrence above the cursor to the
         cursor (without one, the length of the text above), and the length of the text above.
@@ -263,7 +263,7 @@ def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
 
 
 def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float64]]:
-    """Features of these ids from one source, by COLUMNS."""
+    """Features of these ids from one source; COLUMNS are their names."""
     probs, shares, mask = np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids))
     place = np.searchsorted(ids, source.ids)
     probs[place], shares[place], mask[place] = source.probs, source.shares, 1.0
@@ -272,7 +272,7 @@ def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float
 
 
 class Gate(nn.Module):
-    """Predicts each candidate's change of logprob from its features and the model's logprobs, with two layers.
+    """Two layers that predict changes of candidates' logprobs from their features and the model's logprobs.
 
     INPUTS are the names of the columns of `up`.
     """
@@ -329,9 +329,9 @@ def mixture_loss(
     For each candidate, `change` (N, C) is the gate's change, `logprobs` (N, C) the log-probability under the
     model; `mask` (N, C) is False for padding. `target` (N,) is the target's index among the candidates, or -1;
     `target_logprob` (N,) is its log-probability under the model. `rest_logprob` (N,) is the log of the total
-    probability of all ids that are no candidates. Computing it as 1 - the candidates' total is inexact.
+    probability of all ids that are no candidates. (1 minus the candidates' total would be inexact.)
     """
-    # A finite value: gradients stay finite in rows without a candidate.
+    # A finite value, so that gradients stay finite in rows without a candidate.
     mixed = (logprobs + change).masked_fill(~mask, -1e30)
     total = torch.logaddexp(mixed.logsumexp(-1), rest_logprob)
     gain = torch.where(target >= 0, change.gather(-1, target.clamp(min=0)[:, None])[:, 0], 0.0)

@@ -70,7 +70,7 @@ LAYERS_OF_A_FORM = 8
 """Minimum mean number of blocks per form for compiling each form only once. Compiling one more form takes as long
 as compiling seven more blocks in one file."""
 LAYER_PARAMETERS = 2_000_000
-"""Minimum mean number of linear parameters of such blocks; smaller blocks would mostly add calls."""
+"""Minimum mean of linear parameters per block for this; with smaller blocks, calls would dominate the time."""
 TEXT_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 ROW_OPTIONS = TEXT_OPTIONS | {"realize_reads_threshold": 1, "score_fusion_memory_threshold": 1}
 OPTIONS = ROW_OPTIONS | {
@@ -96,10 +96,10 @@ SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step*.py"
 
 
 def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
-    """The compiled step of this model; None if no package exists, or, with a warning, if it cannot be used.
+    """The compiled step of this model; None if no package exists or, with a warning, if it is unusable.
 
-    Its matrices have this dtype, by default the dtype that `compile_step` chose for these weights. If no package
-    with the chosen dtype exists, the weights' own dtype is used.
+    The step's matrices have this dtype, by default the dtype that `compile_step` chose for these weights. If no
+    package with the chosen dtype exists, the weights' own dtype is used.
     """
     try:
         if not packages_folder().is_dir() or (dtype or _dtype(model)) not in _dtypes(model):
@@ -138,7 +138,7 @@ def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], Co
             process = None if ended else process
             if files is None and start is not None and step is None and _dtypes(model) and not why_not_compiled():
                 process = start()
-            files = now  # last, so that after Ctrl-C the next call begins again
+            files = now  # set last, so that after Ctrl-C the next call begins again
         return step
 
     return find
@@ -157,12 +157,12 @@ def compile_step(
 ) -> tuple[Path, torch.dtype]:
     """Compile the package that `load_step` will choose, unless it exists; returns its folder and dtype.
 
-    The default dtype is the one recorded for these weights. If there is none, float32 matrices are rounded to
-    bfloat16 or float16, whichever is faster here, if greedy decoding then gives the same ids. Steps for FEW
-    tokens, for the start of a text and for several rows are added if the model supports them. If many large blocks
-    have the same form, only one block and the head are compiled, for one token and for FEW; with `whole`, the
-    complete model is, so that the files need no module of it. Raises ValueError with the reason if the step cannot
-    be exported or compiled, if it does not support the dtype, or if no C++ compiler exists.
+    The default dtype is recorded for these weights. Without a record, float32 matrices are rounded to the faster
+    of bfloat16 and float16 for which greedy decoding gives the same ids. Steps for FEW tokens, for the start of a
+    text and for several rows are added if the model supports them. If many large blocks have the same form, only
+    one block and the head are compiled, for one token and for FEW; `whole` compiles the complete model, so that
+    the files need no module of it. Raises ValueError with the reason if the step cannot be exported or compiled,
+    if it does not support the dtype, or if no C++ compiler exists.
     """
     check_step(model, dtype)
     folder = _folder(model)
@@ -281,7 +281,7 @@ def native_files(package: Path) -> dict[str, str]:
 
 
 def packages_folder() -> Path:
-    """The folder of packages. Raises ValueError if it belongs to another user, or if others have access to it."""
+    """The folder of packages. Raises ValueError if another user owns the folder or has access to it."""
     folder = cache_home() / "steps"
     if folder.exists() and (folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077):
         raise ValueError(f"{folder}: contains native code that others can change; remove it, or chmod 700 it")
@@ -293,7 +293,8 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """Supported dtypes of a step's matrices, the model's own last; empty if it is not on the CPU, or has hooks."""
+    """Supported dtypes of a step's matrices, the model's own last; empty for a model with hooks or not on the
+    CPU."""
     if next(model.parameters()).device.type != "cpu" or has_hooks(model):
         return []
     return [*TOLERANCE] if _dtype(model) == torch.float32 else [d for d in TOLERANCE if d == _dtype(model)]
@@ -309,8 +310,8 @@ def _read_choice(model: nn.Module, folder: Path) -> torch.dtype | None:
 def _record(model: nn.Module, folder: Path) -> Path:
     """The file that records the dtype chosen for these weights.
 
-    Its name is a digest of some 8-byte words of each tensor and of the sum of all its words. Computing the name
-    takes as long as reading the weights.
+    The file name is a digest of a sample of each tensor's 8-byte words and of the sum of all words. Computing the
+    name takes as long as reading the weights.
     """
     digest = sha256()
     for name, tensor in sorted(step_weights(model, _dtype(model)).items()):

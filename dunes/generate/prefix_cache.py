@@ -132,7 +132,7 @@ class PrefixCache:
                 self.forwards += 1
             if any(math.isnan(s.log_sum) for s in scores):  # an invalid id, which the forward reports
                 return None
-        except (OverflowError, RuntimeError):  # an id or a position that the model refuses, too
+        except (OverflowError, RuntimeError):  # an invalid id or position, which the forward reports
             return None
         self.ids[0], self.vocab = cached, self.vocab or len(scores[0].logits)
         return scores[-last:]
@@ -153,12 +153,12 @@ class PrefixCache:
             self.ids[i] = []  # an interrupted step leaves a row undefined
         try:
             scores = step.read_rows({i: text[-1] for i, text in texts.items()}, cache)
-        except (OverflowError, RuntimeError):  # an id or a position that the model refuses, too
+        except (OverflowError, RuntimeError):  # an invalid id or position, which the forward reports
             return None
         self.forwards += 1
         if any(math.isnan(s.log_sum) for s in scores.values()):
             for tensor in cache.keys + cache.values:
-                tensor.nan_to_num_()  # a weight of 0 does not hide NaN in a slot
+                tensor.nan_to_num_()  # an attention weight of 0 does not hide NaN
             return None
         for i, text in texts.items():
             self.ids[i], self.vocab = [*cached[i], text[-1]], len(scores[i].logits)
@@ -173,7 +173,7 @@ class PrefixCache:
     def _step_fits(self, common: int, step: CompiledStep, cache: Cache) -> bool:
         """True if the step can continue after the `common` cached ids or, if that is 0, start a text.
 
-        The step has to match the model's present state and the cache's dtypes. It supports no rows with adapters.
+        The step has to match the model's present state and the cache's dtypes. No row may have an adapter.
         """
         if self.format or any(self.adapters) or (not common and step.most(cache, 0) == 1):
             return False
@@ -269,7 +269,7 @@ def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
 FIRST = 128
 """Number of tokens in the first piece."""
 LEAST = 32
-"""Default minimum of a piece's tokens."""
+"""Default minimum number of tokens in a piece."""
 
 
 class PieceReader:

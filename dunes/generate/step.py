@@ -1,7 +1,7 @@
 """A step: the forward of one or a few new tokens in one row, or of one token in each of several rows, written so
 that it can be compiled ahead of time.
 
-The model's own parts are traced. Some operations that they call are replaced by functions that Inductor fuses into
+The model's own parts are traced. Some operations in them are replaced by functions that Inductor fuses into
 few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the
 cache's readable slots, whose number is dynamic; without a window, it needs no mask for a single token. The cache
 is changed in place.
@@ -36,7 +36,7 @@ LARGE = 1 << 20
 STACK = 1 << 20
 """Maximum bytes of the buffers that native code puts on the stack of its thread."""
 FEW = 4
-"""Tokens of the larger step. It takes 1.9 times as long as a step for one token; with 8 tokens, 3.5 times."""
+"""Tokens of the larger step, which takes 1.9 times as long as a step for one token (with 8 tokens, 3.5 times)."""
 TEXT, ROWS = 0, -1
 """Keys of the steps for any number of tokens at the start of a text, and for one token in each of several rows."""
 
@@ -89,7 +89,7 @@ class LayerStep(nn.Module):
     ) -> Tensor:
         """The block's outputs; x (1, T, dim) are its inputs, the other arguments are as in `Step`, for one layer.
 
-        Raises ValueError for a block that hands tensors to later ones, or whose outputs have another dtype.
+        Raises ValueError for a block that hands tensors to later blocks, or whose outputs have another dtype.
         """
         ctx = _StepContext(keys, values, slots, slot_positions)
         y: Tensor = self.block(x, ctx, 0)
@@ -240,7 +240,7 @@ def export_step(
         args = (torch.zeros_like(last), last, last, torch.arange(7).repeat(3, 1))
         shapes |= {"ids": row, "slots": row, "positions": row, "slot_positions": row | {1: readable}}
     else:
-        # For caches in half precision, tracing requires more slots than readable ones.
+        # For caches in half precision, tracing requires more slots than readable slots.
         readable, least = torch.export.Dim("readable", min=max(2, tokens)), max(4, tokens + 1)
         first = torch.zeros(tokens, dtype=torch.long) if x is None else x
         forms, args = _FORMS, (first, torch.arange(7 - tokens, 7), torch.arange(7))
@@ -271,7 +271,7 @@ class Scores(NamedTuple):
 
 class _Numbers(threading.local):
     """Tensors for the ids and slots of 1 and of FEW tokens. Writing into their NumPy views takes a tenth of the
-    time that new tensors take.
+    time for new tensors.
 
     Each thread has its own tensors, since native code reads them while other threads run Python.
     """
@@ -350,8 +350,8 @@ def _scores(summary: Tensor, logits: Tensor) -> list[Scores]:
 def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
     """Functions that run the same native code, each with one of `weights`.
 
-    Raises ValueError for code that torch cannot load, or that needs other weights, and if threads have too small a
-    stack.
+    Raises ValueError for code that torch cannot load, or that needs other weights, and if the stack of threads is
+    too small.
     """
     import resource  # Windows has neither this module nor such code
 
@@ -373,7 +373,7 @@ def _with_weights(runner: Any, weights: Mapping[str, Tensor]) -> Run:
     names = runner.get_constant_names_to_original_fqns()
     constants = {constant: weights[name].detach() for constant, name in names.items()}
     runner.update_constant_buffer(constants, False, False, True)
-    # The runner does not own the constants.
+    # The runner does not own the constants, so the function keeps them.
     return lambda inputs, owned=constants: runner.run(inputs)  # type: ignore[misc]
 
 
@@ -446,7 +446,7 @@ class _OneRow(TorchFunctionMode):
     ) -> Any:
         if func in self.forms or not hasattr(func, "__wrapped__"):
             return self.forms.get(func, func)(*args, **(kwargs or {}))
-        with self:  # operations called inside one of ours
+        with self:  # operations called inside `func`
             return func.__wrapped__(*args, **(kwargs or {}))
 
 

@@ -62,7 +62,7 @@ class ChatModel:
 
     @cached_property
     def template(self) -> Template:
-        """The chat template. Raises NoTemplate for a model without one."""
+        """The chat template. Raises NoTemplate if the model has none."""
         template = find_template(self.loaded.require_tokenizer(), self.loaded.card)
         if template is None:
             remedy = f'use dunes generate {self.place} "..."'
@@ -250,7 +250,7 @@ class Chat:
         self.switch_to(self.name)
 
     def switch_to(self, name: str | None) -> None:
-        """Switch to an adapter by name or folder. Raises ValueError if it is unknown or has no chat template."""
+        """Switch to an adapter by name or folder. Raises ValueError for an unknown one, or without a template."""
         name = self.engine.resolve_name(name)
         self.engine.chat_model(name).check_system(self.system)
         _ = self.engine.chat_model(name).template
@@ -310,7 +310,8 @@ class Chat:
         return [Turn("system", self.system)] if self.system else []
 
     def command(self, line: str) -> bool:
-        """Execute a line that starts with /; returns False if the chat ends. Raises ValueError if invalid."""
+        """Execute a line that starts with /; returns False at the chat's end. Raises ValueError for an invalid
+        line."""
         word, _, rest = line.partition(" ")
         if word == "/quit":
             return False

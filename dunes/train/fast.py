@@ -43,10 +43,11 @@ def fast_run(
 
     `tensors` are (N, ...), on any device; `indices` are (B,), int64, all of the same size. The first steps run in
     the plain loop. Then the unit is compiled, and used if it is faster; `line` is called with a text about the
-    loop chosen and the reason. A unit has `steps_per_call` steps. It has a single step if the model draws random
-    numbers, if the optimizer has a PyTorch scheduler, or if learning rates change after one of the first steps,
-    because rates are read once per unit. When the first step of a unit is yielded, all steps of the unit are done.
-    If the caller stops early, up to `steps_per_call` - 1 more steps may be done; `trainer.number` counts them.
+    loop chosen and the reason. A unit has `steps_per_call` steps, but a single step if the model draws
+    random numbers, if the optimizer has a PyTorch scheduler, or if learning rates change after one of the first
+    steps, because rates are read once per unit. When the first step of a unit is yielded, all steps of the unit
+    are done. If the caller stops early, up to `steps_per_call` - 1 more steps may be done; `trainer.number` counts
+    them.
 
     If any other setting of the optimizer's groups, its state, or a parameter's `requires_grad` changes, the plain
     loop runs from then on, and `line` is called with the change. Raises ValueError for tensors of different
@@ -155,7 +156,7 @@ class Unit:
             squares = [g.float().square().sum() for g in grads if g is not None]
             norm = torch.stack(squares).sum().sqrt() / count
             finite = (count > 0) & total.isfinite() & norm.isfinite()
-            # Stored, since Inductor would repeat the root and divisions for every few elements of the update.
+            # `row` is stored, since Inductor would otherwise repeat its root and divisions throughout the update.
             row = torch.stack([total.double() / count, count, norm, finite.double(), self._scale(norm, count)])
             finite = row[3] > 0
             self._update(grads, row[4].float(), lrs, finite)
@@ -204,7 +205,7 @@ def _run_units(
     while True:
         read = _read(trainer)
         if reason := _describe(trainer, [key for key in _changes(unit.read, read) if key[0] != "lr"]):
-            line(f"plain loop: {reason}; another fast_run compiles it")
+            line(f"plain loop: {reason}; call fast_run again to compile")
             return stream
         if len(group := [*islice(stream, unit.steps)]) < unit.steps:
             return chain(group, stream)
@@ -230,7 +231,7 @@ def _run_units(
             steps_take = f"{1e3 * fast:.2f} ms a step against {1e3 * plain:.2f} plain"
             times = f"{steps_take} (processor time on a CPU), after {compiling:.1f} s of compiling"
             if fast > plain:
-                line(f"plain loop: the compiled one takes {times}")
+                line(f"plain loop: the compiled loop takes {times}")
                 return stream
             line(f"compiled loop, {unit.steps} steps in a call: {times}")
 
@@ -272,7 +273,7 @@ def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -
     if change := _describe(trainer, _changes(before, _read(trainer))):
         last = steps[-1].number
         raise ValueError(
-            f"{change} before step {last}, which one call had made with steps {steps[0].number} to {last - 1}; "
+            f"{change} before step {last}, which one call computed with steps {steps[0].number} to {last - 1}; "
             f"change it after step {last}, or pass steps_per_call=1 to fast_run"
         )
 

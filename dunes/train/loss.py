@@ -41,8 +41,8 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
     x, y = batch
     if y.is_floating_point():
         raise ValueError(
-            f"the labels are {y.dtype} of {tuple(y.shape)}; whole numbers are expected, and for probabilities "
-            "of classes a loss of your own"
+            f"the labels are {y.dtype} of {tuple(y.shape)}; expected whole numbers; for class probabilities, "
+            "write a loss of your own"
         )
     return _summed(model(x), y)
 

@@ -95,7 +95,7 @@ def muon_split(model: nn.Module, where: tree.Where | None = None) -> dict[str, l
 
 
 def _hidden_matrices(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
-    """The matrices that Muon trains. Raises ValueError if `where` selects none."""
+    """The matrices that Muon trains. Raises ValueError if `where` selects no matrix."""
     matrices = {name: p for name, p in _trainable(model).items() if p.dim() == 2}
     if where is not None:
         selected = {p for name, p in matrices.items() if tree.matches(where, name)}
@@ -125,7 +125,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def _heads(model: nn.Module) -> list[nn.Module]:
     """The output layers: linear layers whose output width is not the input width of another linear layer.
 
-    If no such layer exists, the last linear layer.
+    If no such layer exists, the result is the last linear layer.
     """
     linears = list(tree.linears(model))
     widths = Counter(m.in_features for m in linears)

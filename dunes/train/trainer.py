@@ -125,7 +125,7 @@ class Trainer:
     def _modules(self) -> dict[str, nn.Module]:
         loss: Any = self.loss
         while not isinstance(loss, nn.Module) and (part := getattr(loss, "func", getattr(loss, "__self__", None))):
-            loss = part  # a partial, or a method of a module
+            loss = part  # `loss` is a partial or a method of a module
         modules = {"": self.model, "loss": loss}
         return {name: m for name, m in modules.items() if isinstance(m, nn.Module)}
 
@@ -216,8 +216,8 @@ class Trainer:
     def gradients(self, batches: list[Any]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Compute a step's gradients, divided by the count and clipped, and store them in the parameters' `grad`.
 
-        Returns the means of "loss" and of the metrics, the count, and the norm before clipping. All are float64
-        tensors; the host does not wait for the device.
+        Returns the means of "loss" and of the metrics, the count, and the norm before clipping. The results are
+        float64 tensors; the host does not wait for the device.
         """
         with deterministic_algorithms() if self.deterministic else nullcontext():
             sums = self._accumulate(batches)
@@ -343,7 +343,7 @@ def _scaled_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
 
 
 def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that training may change, by name. A module's list `mutable_buffers` restricts them."""
+    """Buffers that training may change, by name. A module can restrict its own by a list `mutable_buffers`."""
     buffers: dict[str, Tensor] = {}
     for place, module in model.named_modules():
         named, mutable = module.named_buffers(place, recurse=False), getattr(module, "mutable_buffers", None)
