@@ -149,9 +149,9 @@ class OutputExperts(ExpertAdapter):
     """LoRA experts of an MLP's down projection, if experts are MLPs: returns the weighted sum of their outputs.
 
     Let h be the activation of the frozen MLP, h_e the activation of expert e, and W the frozen projection. The
-    output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, this is
-    the weighted sum of the experts, with a single product with W. Until the experts are trained, the output equals
-    W h bit for bit.
+    output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, this
+    equals the weighted sum of the experts, but multiplies by W only once. Until the experts are trained, the
+    output equals W h bit for bit.
     """
 
     for_each_choice = True, False

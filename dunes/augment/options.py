@@ -20,7 +20,7 @@ Where = tuple[str, ...]
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
 """Methods of quantization. Each method except RTN is implemented by a file of this name in `augment`."""
-RTN, CALIBRATED = "rtn", ("gptq",)  # rounds to nearest; need calibration text
+RTN, CALIBRATED = "rtn", ("gptq",)  # round to nearest; methods that need calibration text
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
 Split = Literal["random", "cluster", "importance"]
 Gate = Literal["linear", "noisy"]

@@ -30,7 +30,7 @@ DAMP = 0.01
 """Damping of the Hessian's diagonal in SparseGPT, as a fraction of its mean."""
 HALF = 0.5
 """Default fraction of weights to set to zero."""
-REFITS, REFIT_TOLERANCE = 10, 1e-4  # iterations of `refit`; fraction of the squared gradient at which it stops
+REFITS, REFIT_TOLERANCE = 10, 1e-4  # maximum iterations of `refit`; relative squared gradient at which it stops
 TINY = 1e-30
 
 

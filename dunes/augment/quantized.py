@@ -50,8 +50,8 @@ class Grid:
 
     `group` is the number of inputs in a group; 0 makes a group of a complete row. The last group of a row may be
     shorter. If `symmetric`, the zero point is the middle code, and the weight of largest magnitude gets code 0; so
-    scales may be negative (as in llama.cpp's Q4_0, which uses all codes). Otherwise zero is represented exactly.
-    With 8 bits it is the grid of `Int8`: symmetric, by row, with float32 scales.
+    scales may be negative (as in llama.cpp's Q4_0, which uses all codes). Without `symmetric`, zero is represented
+    exactly. `Int8` uses 8 bits: symmetric, by row, with float32 scales.
 
     Scales of groups are truncated to bfloat16 before codes are computed, which loses almost no accuracy.
     """

@@ -102,7 +102,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
         raise ValueError("nothing to measure; name a model folder, or a shape, as --size 3m")
     if invalid := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {invalid[0]!r}; it must be one of {', '.join(DTYPES)}")
-    subjects, results = [*_subjects(request)], []  # found before measurements, which take seconds
+    subjects, results = [*_subjects(request)], []  # errors here precede slow measurements
     dtypes_and_threads = _dtypes_and_threads(name, request)
     for subject in subjects:
         contexts = request.contexts or (subject.context,)

@@ -165,9 +165,9 @@ class CompletionEngine:
 
     def _suggest(self, before: str, after: str, name: str, options: CompleteOptions) -> list[Suggestion]:
         """The suggestions of the mixture."""
-        search, found = self._find(before, after, name, options)
+        search, ranked = self._find(before, after, name, options)
         suggestions: dict[str, Suggestion] = {}
-        for rest, beam in found:
+        for rest, beam in ranked:
             word = max(beam.total, search.logprob(beam, first_word(rest))) if rest else beam.total
             first, full = (math.exp(min(p, 0.0)) for p in (word, beam.total))
             source: Source = "copies" if beam.is_copied else "model"
@@ -208,8 +208,8 @@ class CompletionEngine:
         An empty suggestion gives an empty list. Raises Cancelled if `options.cancelled()`.
         """
         shown = self.complete(before, after, name, options).text
-        search, found = self._find(before, after, name, options)
-        (rest, beam), mixture, tokens = found[0], search.mixture, list[dict[str, Any]]()
+        search, ranked = self._find(before, after, name, options)
+        (rest, beam), mixture, tokens = ranked[0], search.mixture, list[dict[str, Any]]()
         is_same = shown == rest  # else a rule of `names` changed the suggestion
         typed_and_shown = mixture.copies.typed + shown.encode()
         rest, beam = shown, search.score(beam.ids if is_same else self._vocabulary.encode(typed_and_shown))
@@ -239,7 +239,7 @@ class CompletionEngine:
     def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
         """Prompt ids for a cursor between `text` and `below`; the text starts with `header` header ids."""
         room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
-        moves = 4 if room <= self.prompt_tokens else 2  # a long prompt takes long to evaluate anew
+        moves = 4 if room <= self.prompt_tokens else 2  # evaluating a long prompt again is slow
         room = min(room, self.prompt_tokens)
         below = below[: int(SUFFIX * room)]
         narrow = room < 2 * (len(below) + 3)  # the text above matters more

@@ -252,18 +252,18 @@ def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
 def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, str]:
     """True for copying without the model, and the reason for the user; `copies` is the option of `dunes train`."""
     if copies == "only":
-        return True, "lines are copied, without the model, as --copies only asks"
+        return True, "lines are copied, without the model, because of --copies only"
     if not files:
         return False, "no line was found to compare the model with copying"
     difference, (model, copying, _) = model_minus_copying(files), np.array(files, float).mean(0)
     text = (
-        f"{model:.0%} of line ends right, by copying alone {copying:.0%} (difference {difference.percent('+')}, "
+        f"{model:.0%} of line ends right, {copying:.0%} by copying alone (difference {difference.percent('+')}, "
         f"{plural(sum(f.cursors for f in files), 'cursor')} in {plural(len(files), 'file')})"
     )
     if difference.high >= 0:
         return False, text
     if copies == "never":
-        return False, f"{text}; the model is used all the same, as --copies never asks"
+        return False, f"{text}; the model is used anyway, because of --copies never"
     return True, f"{text}, so lines are copied, without the model"
 
 

@@ -120,10 +120,10 @@ class Place:
     def headers(self, name: str) -> Iterator[tuple[str, list[str]]]:
         """Yield the line up to the name, and the parameters, of each definition of the function `name`."""
         for text in (self.before, self.after, *self.opened):
-            for found in re.finditer(rf"{name}\(([^()]*)\)", text):
-                defined = _defined(text[text.rfind("\n", 0, found.start()) + 1 : found.end()])
+            for match in re.finditer(rf"{name}\(([^()]*)\)", text):
+                defined = _defined(text[text.rfind("\n", 0, match.start()) + 1 : match.end()])
                 if re.search(rf"\b{name}$", defined):
-                    yield defined, _SEPARATOR.split(found[1])
+                    yield defined, _SEPARATOR.split(match[1])
 
     def block(self) -> Iterator[str]:
         """Yield the other lines of the cursor's block that are indented like the cursor's line."""
@@ -174,9 +174,9 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
         for copied, *theirs in _copied_lines(source, line.strip().encode(errors="replace")):
             pairs = [pair for pair in zip(theirs, above, strict=False) if pair[0] != pair[1]]
             heads = [[*map(_head, pair)] for pair in pairs[:1]]
-            found = next(filter(None, starmap(_renaming, [*pairs, *heads])), {})
-            names = {name: found[name] for name in {*tokens} & {*found} - place.scope}
-            is_alike = [found.get(a, a) for a in copied] == [found.get(a, a) for a in tokens]
+            renames = next(filter(None, starmap(_renaming, [*pairs, *heads])), {})
+            names = {name: renames[name] for name in {*tokens} & {*renames} - place.scope}
+            is_alike = [renames.get(a, a) for a in copied] == [renames.get(a, a) for a in tokens]
             rest = _rest(place.typed, place.typed + best.text, names) if is_alike else ""
             if rest and not {*tokens} & {*names.values()}:
                 return replace(best, text=rest, word=RENAMED[0], line=RENAMED[1], source="copies")
@@ -184,7 +184,7 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def without_header(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion with a call in place of a copied header: parameters in scope, without types."""
+    """The suggestion with a copied function header turned into a call, whose arguments are parameters in scope."""
     line = place.typed + first_line(best.text)
     for call in re.finditer(r"(\w+)\((?=([^()]*))", line):
         given = _SEPARATOR.split(call[2])
@@ -287,8 +287,8 @@ def _defined(line: str) -> str:
 
 def _names(text: str, part: str) -> list[str]:
     """The words of a text, without comments, that begin with `part`."""
-    found = re.finditer(rf"{part}\w*", text)  # with \b, the search would be many times slower
-    above = ((name[0], text[max(0, name.start() - LINE) : name.start()]) for name in found)
+    matches = re.finditer(rf"{part}\w*", text)  # with \b, the search would be many times slower
+    above = ((name[0], text[max(0, name.start() - LINE) : name.start()]) for name in matches)
     return [
         name
         for name, before in above

@@ -53,7 +53,7 @@ _PROBE = "".join(
 )
 """A text with many kinds of line ends."""
 HEALED = 8
-"""Maximum number of ids of line ends and spaces at the cursor that are generated again."""
+"""Maximum number of line end and space ids at the cursor that are generated again."""
 CACHED_LINES = 1 << 16
 """Number of parts whose ids are cached; after a keystroke, all parts but one are the same."""
 RECENT = 12

@@ -86,8 +86,8 @@ class Speed:
         return not self.low <= 1 <= self.high
 
     def __str__(self) -> str:
-        found = f"{self.ratio:.2f} times" if self.differs else "no difference seen"
-        return f"{found} [{self.low:.2f}, {self.high:.2f}]"
+        effect = f"{self.ratio:.2f} times" if self.differs else "no difference seen"
+        return f"{effect} [{self.low:.2f}, {self.high:.2f}]"
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation
     for document in calibrating.documents if calibration else calibrating.train:
         if any(content_digest(text) in digests for text in document.texts()):
             raise ValueError(
-                f"{document.path}: it calibrates the change and would score it; pass other text with "
+                f"{document.path}: used for both calibration and scoring; pass other text with "
                 "--calibration or --validation"
             )
 

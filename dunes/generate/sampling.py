@@ -94,7 +94,7 @@ def sampler(
 ) -> Sampler:
     """A sampler with processors in this order: penalty, temperature, top-k, top-p, min-p.
 
-    Temperature 0 means greedy decoding, a `top_k` of 0 or -1 all ids. The penalty applies to the last
+    Temperature 0 means greedy decoding; `top_k` 0 or -1 means all ids. The penalty applies to the last
     `penalty_range` ids; -1 means all of them. Raises ValueError for settings out of range.
     """
     checks = {

@@ -180,7 +180,7 @@ class _RowContext(ForwardContext):
     def mask(self, window: int | None = None) -> Tensor:
         key, query = self.slot_positions[:, None], self.positions[:, :, None]
         readable = key >= 0 if window is None else (key >= 0) & (key > query - window)
-        # Padding attends to everything, since NaN in its slot could be read once the cache has grown.
+        # Padding attends to everything: masked rows would store NaN, which could be read once the cache grows.
         return readable | (query < 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
@@ -481,7 +481,7 @@ def _float(function: Function) -> Function:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Sums of several rows at once keep more reads in flight: four where a matrix comes from memory, not a cache.
-    # Several tokens become one loop, which reads the weights once, and is faster with slices than with `unbind`.
+    # Several tokens share one loop, which reads the weights once; slices are faster here than `unbind`.
     tokens = [x] if x.shape[-2] == 1 else [x[..., i : i + 1, :] for i in range(x.shape[-2])]
     rows = (4 if weight.numel() >= LARGE else 2) // min(len(tokens), 2)
     parts = torch.unflatten(weight, 0, (rows, -1)) if len(weight) % rows == 0 else weight[None]

@@ -28,7 +28,7 @@ class Record:
 
 @dataclass
 class Schedule:
-    """Schedule of a factor on the learning rate at each step (0, 1, 2, ...), and of the end of the run.
+    """A factor on the learning rate for each step (0, 1, 2, ...), and the end of the run.
 
     The factor rises linearly for `warmup` steps to 1, and at the end decays linearly to 0.
     """

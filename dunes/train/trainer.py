@@ -119,7 +119,7 @@ class Trainer:
         return [*{id(p): p for p in every}.values()]  # by id: a tensor's own hash takes longer
 
     def buffers(self) -> list[Tensor]:
-        """The buffers of the model, and of a loss that is a module, that a step may change."""
+        """The buffers that a step may change, in the model and in a loss that is a module."""
         return [b for m in self._modules().values() for b in mutable_buffers(m).values()]
 
     def _modules(self) -> dict[str, nn.Module]:
@@ -414,9 +414,9 @@ def loss_pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
         count = torch.tensor(float(count), dtype=torch.float64)
     values = isinstance(loss, Tensor) and isinstance(count, Tensor) and loss.numel() == count.numel() == 1
     if not values or not loss.is_floating_point() or count.dtype == torch.bool or "loss" in dict(*metrics):
-        found = " ".join(repr(result).split())[:200]
+        value = " ".join(repr(result).split())[:200]
         raise ValueError(
-            f"the loss returned {found}; expected (sum, count), not a mean, or (sum, count, metrics): a tensor of "
+            f"the loss returned {value}; expected (sum, count), not a mean, or (sum, count, metrics): a tensor of "
             "one element, a number of targets, and pairs (sum, count) by names other than loss"
         )
     return {"loss": (loss.reshape(()), count.detach().reshape(())), **dict(*metrics)}
