@@ -53,7 +53,7 @@ FITTED = 0.2
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
-"""Minimum number of cursors per file with enough lines; it limits the number of files."""
+"""Minimum number of cursors per file with enough lines; only as many files are used as this permits."""
 FEWEST = 3
 """Minimum number of files to compare model and copying; with fewer files, the model is not disabled."""
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -277,7 +277,7 @@ def fit_mixture(
 ) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
     """Fit two gates for the engine's model and index. Returns both (or None for texts without tokens) and facts.
 
-    The first gate is fitted without every third text, so that thresholds fitted on these texts are not
+    The first gate is fitted on two of three texts, so that thresholds fitted on the third ones are not
     overconfident. The second gate is fitted on all texts, for use. The changes of both gates are scaled by the
     factor that is best for the first gate on every third text: fitted on few or dissimilar texts, an unscaled gate
     makes unseen text less probable. The facts contain this factor, and the loss in nats/token on every third text,

@@ -45,7 +45,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 COPY = "copy nearest"
 """Name of the baseline."""
 COPYING = 0.03
-"""Fraction of an evaluation's time for its preparation, and the same fraction for the baseline."""
+"""Fraction of an evaluation's time that its preparation takes; the baseline takes as much."""
 
 COLUMNS = (
     "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
