@@ -22,7 +22,7 @@ from dunes.runs.picture import comparison_picture
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
-SCORED = "it calibrates the change and would score it"
+SCORED = "used for both calibration and scoring"
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_text_that_is_scored_does_not_calibrate(run, programs, tmp_path):
     loaded = checkpoint.load(run)
     require_separate(loaded, [], [])
     assert loaded.card["trained"]["split"] == "files"
-    refuses("it calibrates the change", require_separate, loaded, [str(programs)], [])
+    refuses("used for both calibration", require_separate, loaded, [str(programs)], [])
 
 
 def test_where_tails_are_scored_the_rest_of_each_document_calibrates(tmp_path):

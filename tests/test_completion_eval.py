@@ -271,7 +271,7 @@ def test_what_is_left_out_is_counted():
     assert (scored.trained_files, scored.line_count, scored.near_duplicates) == (1, 6, 3)
     assert scored.files_without_lines == 1
     assert scored.report() == (
-        "2 files, 3 lines; left out: 1 file that the model was trained on, 3 lines like one of the training, "
+        "2 files, 3 lines; left out: 1 file that the model was trained on, 3 lines like a training line, "
         "1 file without other lines"
     )
     every = scored_files(texts, training, all_lines=True)
@@ -382,7 +382,7 @@ def test_files_that_the_training_read_are_left_out_and_it_is_said_where_they_are
     verbs.evaluate("model", completion=True, lines=1)
     printed = capsys.readouterr().out
     assert "2 files, 8 lines; left out: 1 file that the model was trained on" in printed
-    assert "the files that the model was trained on are not known, but for those in its index" in printed
+    assert "the files that the model was trained on are not known, except the files in its index" in printed
 
 
 def test_a_run_without_a_model_is_not_scored(tmp_path):

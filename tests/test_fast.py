@@ -301,7 +301,7 @@ def test_what_the_loop_body_changes_holds_as_in_the_plain_loop(name, no_compiler
     ],
 )
 def test_a_change_that_comes_after_the_steps_it_is_for_is_refused_by_name(change, words, no_compiler):
-    words += " changed before step 8, which one call had made with steps 5 to 7"
+    words += " changed before step 8, which one call computed with steps 5 to 7"
     refuses(words, run, "fast", begin=after(6, change), per_call=4)
     refuses(r"tensors of \[2, 3\] rows", lambda: [*fast_run(None, [torch.zeros(3), torch.zeros(2)], [])])
     options = {"begin": after(6, change), "steps": 10}

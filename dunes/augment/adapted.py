@@ -49,8 +49,8 @@ class Adapter(nn.Module):
     A0: Tensor | None
     B0: Tensor | None
     supports_packing = True
-    depends_on_input = False  # True if no matrix equals the update, so that it cannot be merged
-    keeps_shape = True  # False if inputs or outputs have other shapes than the base's
+    depends_on_input = False  # True if the update is no matrix and cannot be merged
+    keeps_shape = True  # False if the shapes of inputs or outputs differ from the base's
 
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """Add the update: input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
-        if keeps_zeros(base) and not self.depends_on_input:  # only the matrix can be masked
+        if keeps_zeros(base) and not self.depends_on_input:  # the base's mask applies to the matrix
             x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
             change = self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype)
             return (y + F.linear(x, change)).to(y.dtype)
@@ -76,7 +76,7 @@ class Adapter(nn.Module):
         ratio = self.magnitude / self.norms(base)
         bias = getattr(base, "bias", None)
         product = y if bias is None else y - bias
-        # This form is exact while the ratio is one, as initially.
+        # This form is exact as long as the ratio is 1, as after initialisation.
         return (y + (ratio - 1) * product + ratio * update).to(y.dtype)
 
     def base_input(self, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Adapter(nn.Module):
     def norms(self, base: nn.Module) -> Tensor:
         """The norm of each row of the updated matrix (O,), without gradient (DoRA, section 4.3).
 
-        It is computed from the factors; the updated matrix is not materialised.
+        The norms are computed from the factors; the updated matrix is not materialised.
         """
         a, b = self.factors()
         s = self.config.scale
@@ -155,7 +155,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = base
         self.adapters = nn.ModuleDict()
-        self._active: str | None = None  # no part of the structure
+        self._active: str | None = None  # not part of the structure
         self._row_adapters: Sequence[str | None] = ()  # set by `lora.row_adapters` for a forward
 
     @property
@@ -172,7 +172,7 @@ class Adapted(nn.Module):
 
     @property
     def active_adapter(self) -> Adapter | None:
-        """The active adapter; None if none is active, or if this module has no adapter of the active name."""
+        """The active adapter; None if no adapter is active, or if this module does not have it."""
         return self[self.active] if self.active is not None and self.active in self.adapters else None
 
     @property
@@ -235,7 +235,7 @@ def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
 
 
 def order_matters(model: nn.Module) -> str:
-    """The name of the first part that computes with what an earlier block did; "" if there is none."""
+    """The name of the first part that depends on the computation of an earlier block; "" if there is none."""
     return next((name for name, m in model.named_modules() if getattr(m, "depends_on_order", False)), "")
 
 

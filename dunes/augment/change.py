@@ -1,4 +1,4 @@
-"""The record of a change to a model. A checkpoint saves it, so that loading can repeat the change."""
+"""The record of a change to a model. A checkpoint saves the record, so that loading can repeat the change."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -92,7 +92,7 @@ def put_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
 
 
 def float_dtype(name: Any) -> torch.dtype:
-    """The torch dtype with this name. Raises ValueError unless it is a supported floating-point dtype."""
+    """The torch dtype with this name. Raises ValueError unless this is a supported floating-point dtype."""
     if name not in (names := ("float32", "bfloat16", "float16", "float64")):
         raise ValueError(f"dtype is {str(name)[:80]!r}; expected {', '.join(names)}")
     dtype: torch.dtype = getattr(torch, name)

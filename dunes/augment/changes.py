@@ -27,7 +27,7 @@ CHANGES: dict[str, Any] = {
 }
 """The kinds of change, by name. Each is a Python module that defines:
 
-- `VERSION`: it is raised when an older record would now give another model.
+- `VERSION`: raised when an existing record would give another model.
 - `decide(model, options) -> Change`: decides every setting and changes nothing; `options` are of the class in
   OPTIONS. It may read weights and, if it takes calibration text `ids`, run the model.
 - `solve(model, change, ids) -> Iterator[Part]`, for a change that is made block by block. For each of
@@ -56,7 +56,7 @@ def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **r
     """
     try:
         return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)
-    except AttributeError as error:  # of a module, such as a user's own
+    except AttributeError as error:  # in a module, such as a user's own
         place = next((place for place, module in model.named_modules() if module is error.obj), None)
         if place is None:
             raise

@@ -84,9 +84,9 @@ def _indices(change: Change) -> list[int]:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Zero the weights and biases of the new blocks' output projections, or the norms that follow these.
+    """Zero the weights and biases of the new blocks' output projections, or the norms after the projections.
 
-    If the model's logits do not stay equal bit for bit, it removes the new blocks and raises ValueError.
+    If the model's logits do not stay equal bit for bit, the new blocks are removed and ValueError is raised.
     """
     blocks = _decoder(model).blocks
     new = {index: blocks[index] for index in _indices(change)}
@@ -98,7 +98,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
                 parameter.fill_(-1.0 if isinstance(norm, ZeroCenteredRMSNorm) else 0.0)
         for place in tree.places(block):
             is_output = isinstance(place.module, nn.Linear) and tree.matches(OUTPUTS, place.name)
-            # Not if a norm follows, whose gradient at zero would be huge.
+            # A projection before a norm stays: the norm's gradient at zero would be huge.
             if is_output and place.name.split(".")[0] not in normed:
                 for parameter in place.module.parameters():
                     parameter.zero_()

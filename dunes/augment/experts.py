@@ -201,8 +201,8 @@ def balanced_clusters(rows: Tensor, groups: int, draw: torch.Generator) -> Tenso
 def balanced_assignment(scores: Tensor) -> Tensor:
     """Assign items to E groups of equal size by their scores (N, E); returns a group index (N,) for each item.
 
-    It is greedy: (item, group) pairs are sorted by score minus the item's mean score, and an item joins the first
-    group that is not full. If E does not divide N, the first N mod E items that meet a full group still join it.
+    Greedy: (item, group) pairs are sorted by score minus the item's mean score, and an item joins the first group
+    that is not full. If E does not divide N, the first N mod E items that meet a full group still join it.
     """
     items, groups = scores.shape
     room, labels, left = [items // groups] * groups, [-1] * items, items % groups
@@ -234,7 +234,7 @@ def importances(
 
 
 def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Inputs of these layers times the loss's gradients with respect to them: (S, T, I) float32 by layer name.
+    """Inputs of these layers times the gradients of the loss for the inputs: (S, T, I) float32 by layer name.
 
     Layers that the forward does not call are missing in the result.
     """

@@ -54,7 +54,7 @@ def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
     h = gram.matrix * (2 / max(1, gram.tokens))
     dead = h.diagonal() == 0
     mean = h.new_ones(()) if dead.all() else h.diagonal().mean()
-    h.diagonal()[dead] = mean  # a larger number would outweigh small inputs in the damping
+    h.diagonal()[dead] = mean  # a larger value would dominate the damping
     while True:
         damped, added = h.clone(), damp * mean
         damped.diagonal().add_(added)
@@ -71,15 +71,15 @@ def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
 
 
 Column = Callable[[int, Tensor], Tensor]
-"""A function (j, columns) that returns the new column j (O,); `columns` (I, O) are as updated so far."""
+"""A function (j, columns) that returns the new column j (O,); `columns` (I, O) include all updates so far."""
 
 
 def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: Column) -> None:
     """Set each column j of `columns` (I, O) in place to `replace(j, columns)`, in order.
 
-    After each, the later columns are adjusted to compensate for its error. `factor` (I, I) comes from `Hessian`.
-    `blocks` maps the start of each block of columns to its stop. An error updates the later columns of its own
-    block immediately, and columns after the block at the end of the block.
+    After each column, the later columns are adjusted to compensate for its error. `factor` (I, I) comes from
+    `Hessian`. `blocks` maps the start of each block of columns to its stop. An error updates the later columns of
+    its own block immediately, and columns after the block at the end of the block.
     """
     for start, stop in blocks.items():
         block, rows = columns[start:stop], factor[start:stop, start:stop]

@@ -63,7 +63,7 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
     selected = [
         p for p in tree.places(model) if p.name in named or (tree.linear(p.module) and tree.matches(where, p.name))
     ]
-    return selected or tree.find(model, where, tree.linear)  # raises with the places that exist
+    return selected or tree.find(model, where, tree.linear)  # raises ValueError with the existing places
 
 
 def check(model: nn.Module, change: Change) -> None:
@@ -268,9 +268,9 @@ def base_model(model: nn.Module) -> nn.Module:
 class Merged(NamedTuple):
     """The result of a merge: rounding `errors` by module name.
 
-    An error is the norm of the rounding error divided by the norm of the update. It is about 1e-7 in float32, and
-    0.1 or more in bfloat16, where an update that is small compared with the weights is mostly rounded away.
-    `share` is the fraction of the update that the rounded weights have: their change, projected on the update.
+    An error is the norm of the rounding error divided by the norm of the update. Errors are about 1e-7 in float32,
+    and 0.1 or more in bfloat16, where an update that is small compared with the weights is mostly rounded away.
+    `share` is the fraction of the update that survives rounding: the weights' change, projected on the update.
     """
 
     errors: dict[str, float]
@@ -304,10 +304,10 @@ def merge(model: nn.Module, adapter: str | None = None, dtype: torch.dtype | Non
 
 
 def _merge_place(outer: Adapted, dtype: torch.dtype | None) -> tuple[float, tuple[float, float], nn.Module]:
-    """The relative rounding error of the merged weight, the products of update and change, and the merged module.
+    """The relative rounding error of the merged weight, two dot products, and the merged module.
 
-    The products are (change, update) and (update, update). The change is between the rounded weights before and
-    after; the update is not rounded.
+    The dot products are (change, update) and (update, update). The change is the difference of the rounded weights
+    after and before; the update is not rounded.
     """
     (name,) = outer.adapters
     base = dense(outer.base)
@@ -316,7 +316,7 @@ def _merge_place(outer: Adapted, dtype: torch.dtype | None) -> tuple[float, tupl
     rounding, update = weight.double() - exact, exact - base.double()
     square = update.square().sum().item()
     error = rounding.norm().item() / square**0.5 if square else 0.0
-    change = weight.double() - base.to(weight.dtype).double()  # without the rounding of the base alone
+    change = weight.double() - base.to(weight.dtype).double()  # excludes the rounding of the base itself
     return error, ((change * update).sum().item(), square), _plain(outer.base, weight).train(outer.training)
 
 

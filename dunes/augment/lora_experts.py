@@ -149,9 +149,9 @@ class OutputExperts(ExpertAdapter):
     """LoRA experts of an MLP's down projection, if experts are MLPs: returns the weighted sum of their outputs.
 
     Let h be the activation of the frozen MLP, h_e the activation of expert e, and W the frozen projection. The
-    output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, this is
-    the weighted sum of the experts, with a single product with W. Until the experts are trained, it equals W h bit
-    for bit.
+    output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, this
+    equals the weighted sum of the experts, but multiplies by W only once. Until the experts are trained, the
+    output equals W h bit for bit.
     """
 
     for_each_choice = True, False
@@ -174,7 +174,7 @@ def decide(model: nn.Module, options: LoraExperts) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
     Raises ValueError that names the place if an option is invalid, if the place is an embedding, or if `balance`
-    is above 0 inside the experts of a mixture, which cannot know the padding among their tokens.
+    is above 0 inside the experts of a mixture, since experts cannot know the padding among their tokens.
     """
     change = lora.adapter_change("lora-experts", VERSION, model, options)
     check(model, change)
@@ -213,7 +213,7 @@ def _check_mlps(groups: Mapping[nn.Module, Sequence[str]]) -> None:
 def router_groups(model: nn.Module, change: Change) -> dict[nn.Module, list[str]]:
     """The places of the change, grouped by router.
 
-    The key is the attention or MLP whose layers share a router; for a layer with its own router it is the layer.
+    The key is the attention or MLP whose layers share a router; a layer with its own router is itself the key.
     """
     groups: dict[nn.Module, list[str]] = {}
     for place in [p for p in tree.places(model) if p.name in change.places]:

@@ -34,7 +34,7 @@ LAYERS: dict[str, dict[str, int]] = {
     "groups": {"q": 0, "k": 0, "v": 0, "out": 1},
     "neurons": {"gate": 0, "up": 0, "down": 1},
 }
-"""For each kind of unit: the linear layers to shrink, and which dimension of their weights runs over the units."""
+"""For each kind of unit: the linear layers to shrink, and the dimension of the weights that indexes units."""
 
 
 def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Change:
@@ -104,7 +104,7 @@ def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tu
 
 
 def _why_heads_stay(attn: Attention) -> str:
-    """What in this attention depends on the number or order of the heads; "" if nothing does."""
+    """The feature of this attention that depends on the number or order of heads; "" if there is none."""
     if type(attn) is not Attention:
         return f"a {type(attn).__name__}"
     if attn.sinks is not None or hasattr(attn.position, "bias"):
@@ -123,7 +123,7 @@ def _sides(name: str, linear: Any) -> tuple[int, int]:
 
 
 def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict[str, Tensor]:
-    """The importances (U,) float32 of the units, keyed by the name of the linear layer whose inputs they are.
+    """The importances (U,) float32 of the units, by the name of the linear layer that reads the units.
 
     The importance of a unit is the sum over tokens of |outputs of the unit · gradient of the loss|, a first-order
     estimate of how much the loss would change without the unit. `units` maps a layer's name to its number of

@@ -20,7 +20,7 @@ Where = tuple[str, ...]
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
 """Methods of quantization. Each method except RTN is implemented by a file of this name in `augment`."""
-RTN, CALIBRATED = "rtn", ("gptq",)  # rounds to nearest; need calibration text
+RTN, CALIBRATED = "rtn", ("gptq",)  # round to nearest; methods that need calibration text
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
 Split = Literal["random", "cluster", "importance"]
 Gate = Literal["linear", "noisy"]
@@ -28,8 +28,8 @@ Scale = Literal["unbiased", "official"]
 Router = Literal["linear", "shared", "mlp"]
 
 LINEARS = ("blocks.**", "!**.router", "!**.router.**", "!**.rates")
-"""Globs of all linear layers of the blocks except routers, since the choice of experts should not change, and the
-few rates at which a recurrent state learns and forgets."""
+"""Globs of all linear layers of the blocks, except routers, since the choice of experts should not change, and
+except the small layers `rates` of recurrent states."""
 LINEARS_BUT_EXPERTS = (*LINEARS, "!**.experts.**")
 MLPS = ("blocks.*.mlp",)
 NAME = "default"
@@ -47,7 +47,7 @@ def targets(default: str) -> Any:
 class Options:
     """The options of a change. The command prints `NEXT` after the change; {out} becomes the output folder.
 
-    Raises ValueError for a value that is none of an option's choices.
+    Raises ValueError for a value that is not among an option's choices.
     """
 
     NEXT: ClassVar[str] = TRAIN
@@ -59,7 +59,7 @@ class Options:
     """Help text of --undo."""
 
     READERS: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Maps an option's name to those of its values that need calibration text. If empty, text is always needed."""
+    """Maps an option's name to its values that need calibration text. If empty, the change always needs text."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -196,7 +196,7 @@ class Quantize(Options):
 class Upcycle(Options):
     """Copy each MLP of a dense model into the experts of a mixture, which computes the same.
 
-    Train it on with dunes train --from: the experts diverge. A LLaMA or Mistral becomes a Mixtral.
+    Continue training with dunes train --from: the experts diverge. A LLaMA or Mistral becomes a Mixtral.
 
     Example: dunes augment upcycle ~/models/llama ~/models/mixture
     """
@@ -279,7 +279,7 @@ class Lora(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LoraExperts(Options):
-    """Add an untrained mixture of low-rank experts to each linear layer, which changes no output.
+    """Add an untrained mixture of low-rank experts to each linear layer; outputs stay the same.
 
     To add and train one on examples, use dunes finetune --method lora-experts.
 

@@ -30,7 +30,7 @@ DAMP = 0.01
 """Damping of the Hessian's diagonal in SparseGPT, as a fraction of its mean."""
 HALF = 0.5
 """Default fraction of weights to set to zero."""
-REFITS, REFIT_TOLERANCE = 10, 1e-4  # iterations of `refit`; fraction of the squared gradient at which it stops
+REFITS, REFIT_TOLERANCE = 10, 1e-4  # maximum iterations of `refit`; relative squared gradient at which it stops
 TINY = 1e-30
 
 
@@ -134,7 +134,7 @@ def describe(change: Change) -> str:
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Make the layers keep their zeros. Raises ValueError, before any change, if the places do not fit."""
+    """Make the layers keep their zeros. Raises ValueError, before any change, for unfit places."""
     mask_linears(model, change.places)
 
 
@@ -166,7 +166,7 @@ class MaskedLinear(nn.Linear):
 def mask_linears(model: nn.Module, places: Collection[str]) -> None:
     """Replace the dense linear layers at these places (also inside wrappers) by `MaskedLinear`.
 
-    Raises ValueError for a place without a dense linear layer, whose zeros would be trained.
+    Raises ValueError for a place without a dense linear layer, since training would change its zeros.
     """
     linears = {p.name for p in tree.places(model) if isinstance(tree.innermost(p.module), nn.Linear)}
     if missing := {*places} - linears:
@@ -223,7 +223,7 @@ class Sparsity(NamedTuple):
         return cls(fraction, shape)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Bool mask of the weights to prune, given their scores (columns, O): the lowest scores.
+        """Bool mask of the weights to prune: the weights with the lowest scores (columns, O).
 
         With a pattern, `columns` is one group, and the lowest scores of each output are pruned.
         """
@@ -232,10 +232,10 @@ class Sparsity(NamedTuple):
         return lowest(scores, self.pattern.group - self.pattern.kept, 0)
 
     def choose_all(self, scores: Tensor, by_output: bool = False) -> Tensor:
-        """Bool mask of the weights to prune, given the scores (O, I) of a matrix: the lowest scores.
+        """Bool mask of the weights to prune in a matrix: the weights with the lowest scores (O, I).
 
-        With a pattern, scores are compared within each of its groups, with `by_output` within each output, and
-        otherwise within the complete matrix.
+        Scores are compared within each group of the pattern; without a pattern, within each output if `by_output`,
+        else within the complete matrix.
         """
         if self.pattern is not None:
             groups = scores.view(len(scores), -1, self.pattern.group)
@@ -283,7 +283,7 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
     The sweep does not change earlier columns to compensate for later zeros; this function does. Conjugate
     gradients, preconditioned by the diagonal, solve the least-squares problems of all rows at once. A row is
     returned unchanged if refitting does not reduce its error (measured with the Hessian without damping), or if
-    that change in error is not finite.
+    the change of the error is not finite.
     """
     fitted, nonzero, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     missing = weight.float() - pruned

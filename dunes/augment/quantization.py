@@ -51,7 +51,7 @@ DENSE = "dense"
 def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Change:
     """The record of the change: every setting, the places, and the kind and dtype of each place.
 
-    gptq needs calibration text `ids` (S, T) int64. With such text gptq is the default method, without it rtn. int4
+    gptq needs calibration text `ids` (S, T) int64. The default method is gptq with text, and rtn without. int4
     and int3 have zero points unless `symmetric`. Of several overrides that match a place, the last one counts. An
     override whose kind is not `dense` also quantizes places that `where` does not select. Layers whose kind does
     not support the method are rounded to nearest.

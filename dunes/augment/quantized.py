@@ -40,7 +40,7 @@ class Steps(NamedTuple):
     zero: Tensor
 
     def by_column(self) -> "Steps":
-        """The same steps with a last dimension of 1, (O, G, 1), to be used with columns (O, G, C)."""
+        """The scales and zero points with shape (O, G, 1), for columns (O, G, C)."""
         return Steps(self.scale[..., None], self.zero[..., None])
 
 
@@ -50,8 +50,8 @@ class Grid:
 
     `group` is the number of inputs in a group; 0 makes a group of a complete row. The last group of a row may be
     shorter. If `symmetric`, the zero point is the middle code, and the weight of largest magnitude gets code 0; so
-    scales may be negative (as in llama.cpp's Q4_0, which uses all codes). Otherwise zero is represented exactly.
-    With 8 bits it is the grid of `Int8`: symmetric, by row, with float32 scales.
+    scales may be negative (as in llama.cpp's Q4_0, which uses all codes). Without `symmetric`, zero is represented
+    exactly. `Int8` uses 8 bits: symmetric, by row, with float32 scales.
 
     Scales of groups are truncated to bfloat16 before codes are computed, which loses almost no accuracy.
     """
@@ -61,7 +61,7 @@ class Grid:
     symmetric: bool = False
 
     def __repr__(self) -> str:
-        """The text from which the digests of structures in saved folders were computed."""
+        """The text from which saved folders' structure digests were computed; it must not change."""
         settings = f"bits={self.bits}, group={self.group}, symmetric={self.symmetric}, real_zero=False"
         return f"Grid({settings})"
 
@@ -90,12 +90,12 @@ class Grid:
         return Steps(_truncated(largest / -middle), torch.full_like(largest, middle))
 
     def codes(self, columns: Tensor, steps: Steps) -> Tensor:
-        """The codes (..., C), as floating-point numbers, of columns (..., C) for the given steps (..., 1)."""
+        """The codes (..., C), as floats, of columns (..., C) with these scales and zero points (..., 1)."""
         codes = columns / torch.where(steps.scale.abs() < TINY, TINY, steps.scale)
         return (codes.round() + steps.zero).clamp(-self.highest if self.bits == 8 else 0, self.highest)
 
     def round(self, columns: Tensor, steps: Steps) -> Tensor:
-        """Round columns (..., C) to the grid with the given steps (..., 1)."""
+        """Round columns (..., C) to the grid with these scales and zero points (..., 1)."""
         return (self.codes(columns, steps) - steps.zero) * steps.scale
 
     def grouped(self, weight: Tensor) -> Tensor:
@@ -110,18 +110,18 @@ class Grid:
         return Steps(steps.scale[..., 0], steps.zero[..., 0])
 
     def weight_codes(self, weight: Tensor, steps: Steps) -> Tensor:
-        """The codes (O, I), as floating-point numbers, of a weight (O, I) for the given steps (O, G)."""
+        """The codes (O, I), as floats, of a weight (O, I) with these scales and zero points (O, G)."""
         return self.codes(self.grouped(weight), steps.by_column()).flatten(1)[:, : weight.shape[1]]
 
     def round_weight(self, weight: Tensor, steps: Steps) -> Tensor:
-        """Round a weight (O, I) to the grid with the given steps (O, G)."""
+        """Round a weight (O, I) to the grid with these scales and zero points (O, G)."""
         return self.round(self.grouped(weight), steps.by_column()).flatten(1)[:, : weight.shape[1]]
 
 
 def _truncated(scale: Tensor) -> Tensor:
     """Round a scale towards zero to bfloat16; return it as float32.
 
-    Due to this direction, the outermost codes are used, and quantizing the rounded weights again gives the same
+    With a smaller scale, the outermost codes are used, so quantizing the rounded weights again gives the same
     codes.
     """
     return (scale.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
@@ -192,7 +192,7 @@ def row_sums(x: Tensor, weights: Sequence[Tensor], inputs: Inputs, sums: Sums) -
     """Multiply a few rows x (..., T, I) by a matrix, in a loop that reads the tensors `weights` (O, ...) once.
 
     Returns (..., T, O). `sums(inputs(row), *parts)` computes the outputs for one row (..., 1, I) and part of the
-    weights. Each step of the loop reads up to `ROWS` rows of the weights, so that more reads are in flight.
+    weights. Each iteration reads up to `ROWS` rows of the weights, so that more reads are in flight.
     """
     tokens = [inputs(x[..., i : i + 1, :].float()) for i in range(x.shape[-2])]
     rows = ROWS // min(len(tokens), 2)
@@ -233,8 +233,8 @@ class Int8(Quantized):
         return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        # In bfloat16 scaling the sums is more exact than rounding the dequantized matrix. In float32 many rows
-        # take the dense product, bit-equal with training and adapters. In float16 sums over codes could overflow.
+        # In bfloat16, scaling the sums is more exact than rounding the dequantized matrix. In float32, many rows
+        # use the dense product, as training and adapters do. In float16, sums over codes could overflow.
         if not (x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and is_few(x))):
             return super().product(x)
         y = int8_linear(x, self.codes, self.scale[:, 0])
@@ -248,8 +248,8 @@ class Int8(Quantized):
 class NF4(Quantized):
     """NF4 (QLoRA): 16 levels, quantiles of the normal distribution, times the largest absolute value of a block.
 
-    With `double`, the mean `middle` is subtracted from the scales (N,), and they are quantized to int8, with one
-    scale `outer` for each 256 of them.
+    With `double`, the scales (N,) minus their mean `middle` are quantized to int8; `outer` has one second-level
+    scale for each 256 scales.
     """
 
     codes: Tensor
@@ -338,7 +338,7 @@ def _level(codes: Tensor) -> Tensor:
 
 
 def codebook(device: torch.device | str = "cpu") -> Tensor:
-    """NF4's levels (16,) float32, in a new tensor: one cached under a fake tensor mode would have no data."""
+    """NF4's levels (16,) float32, in a new tensor: a tensor cached under a fake tensor mode would have no data."""
     if torch.compiler.is_exporting():  # exported graphs keep tensor constants out of line, unseen by native code
         return torch.cat([torch.full((1,), level, device=device) for level in LEVELS])
     return torch.tensor(LEVELS, device=device)
@@ -370,7 +370,7 @@ def _rows(flat: Tensor, length: int) -> Tensor:
 
 
 class _Cached(NamedTuple):
-    """A packed matrix, with the facts that show whether the tensors that it was made from have changed."""
+    """A packed matrix, and the state of its source tensors, which shows whether they have changed."""
 
     matrix: int_linear.PackedInt4
     state: list[tuple[int, int]]
@@ -428,7 +428,7 @@ class GroupInt(Quantized):
     def _packed(self) -> int_linear.PackedInt4:
         """The matrix in the layout of the kernel for a few rows, cached as long as the codes exist.
 
-        It takes as much memory again as the codes.
+        The packed matrix takes as much memory as the codes, in addition to them.
         """
         parts = [t for t in (self.codes, self.scale, self.zero) if t is not None]
         state = [(id(t), t._version) for t in parts]
@@ -457,7 +457,7 @@ class GroupInt(Quantized):
             return [*contiguous(odd / 16, even - odd / 16), (even + odd).sum(-1)]
 
         def sums(x: Sequence[Tensor], codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-            # A byte is even code + 16 * odd code, so that the odd one needs no shift.
+            # A byte is even code + 16 * odd code, so the odd code needs no shift.
             codes = torch.unflatten(codes, 1, (groups, -1))
             products = codes.float() * x[0] + (codes & 15).float() * x[1]
             return (products * scale[..., None]).sum((-1, -2)) - (scale * zero * x[2]).sum(-1)
@@ -486,7 +486,7 @@ class GroupInt(Quantized):
         return Steps(scale, (unpack(self.zero, bits, scale.shape[1]) if packed else self.zero).float())
 
     def dense(self) -> Tensor:
-        # code - zero is exact in bfloat16, and so is its product with the scale but for the final rounding.
+        # In bfloat16, code - zero is exact, and its product with the scale is rounded only once.
         exact = self.dtype == torch.bfloat16
         eager = self.codes.device.type == "cpu" and not torch.compiler.is_compiling()
         if eager and exact and self.grid.bits == 4 and self._has_pairs():
@@ -531,7 +531,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """The inverse of `pack`: bytes (O, N) -> codes (O, count) uint8."""
-    size = bits // math.gcd(bits, 8)  # the least number of bytes that complete codes fill
+    size = bits // math.gcd(bits, 8)  # the smallest number of bytes that codes fill completely
     padded = F.pad(packed, (0, -packed.shape[1] % size))
     parts = padded.view(len(packed), -1, size).unbind(-1)
     return torch.stack([_code(parts, first, bits) for first in range(0, 8 * size, bits)], -1).flatten(1)[:, :count]

@@ -55,7 +55,7 @@ def shape(model: nn.Module, change: Change) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Zero the output projections of the new shared experts, whose other weights are the first expert's."""
+    """Zero the output projections of the new shared experts, which are copies of the first expert."""
     for name, decided in change.places.items():
         for i in decided["shared"]:
             for p in cast(Any, _mixture(model, name).shared)[i].down.parameters():

@@ -173,7 +173,7 @@ def new_mixture(
 
 
 def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The original MLP of each mixture that `places` names, by name; their tensors are those in `weights`."""
+    """The original MLP of each mixture that `places` names, by name; their tensors come from `weights`."""
     paths, mlps = {id(module): f"{path}." for path, module in model.named_modules()}, {}
     for place, moe in modules_at(model, places).items():
         prefix = paths[id(moe)]

@@ -23,8 +23,8 @@ CONFIDENCE = 0.99
 class Difference:
     """Ratio of B's seconds to A's seconds in one case; `interval` is its confidence interval.
 
-    The interval is None if the rounds are too few. `drift` is the ratio, at least 1, of the rates that the machine
-    itself had during A and during B.
+    The interval is None if the rounds are too few. `drift`, at least 1, is the ratio of the machine's own rates
+    during A and B.
     """
 
     what: str
@@ -35,7 +35,7 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """True if A and B differ at the given confidence, by more than the machine itself."""
+        """True if A and B differ at the given confidence, by more than the machine's drift."""
         low, high = self.interval or (1.0, 1.0)
         return not low / self.drift <= 1.0 <= high * self.drift
 
@@ -129,7 +129,7 @@ def hodges_lehmann(
 def _critical(n: int, tail: float) -> int | None:
     """Number of sorted means to cut at either end, for Wilcoxon's signed ranks of n values; None for too small n.
 
-    It is the largest s with P(sum of positive ranks <= s) <= `tail`.
+    This number is the largest s with P(sum of positive ranks <= s) <= `tail`.
     """
     counts = [1]
     for rank in range(1, n + 1):  # counts[s]: the number of the 2^n sign patterns whose positive ranks sum to s

@@ -1,10 +1,10 @@
-"""Which parts of a model help on this text, at this size: variants trained equally long, paired by seed.
+"""Compare variants of a model's parts on a text: all are trained equally long, and results are paired by seed.
 
-Each variant trains as `dunes train --parts` does, in a process of its own, with the size and settings that were
-chosen for the default model: once for the same time, and once for the steps that the default model made in it.
-The difference in validation bits/byte is paired by the seed, which also orders the data; its interval is Student's
-at 95 %. With `budget`, all train by the clock alone, the worse half leaves after each rung, and the rest
-trains twice as long: successive halving (https://arxiv.org/abs/1502.07943).
+Each variant trains like `dunes train --parts`, in its own process, with the size and settings of the default
+model's run: once for the same time, and once for the same number of steps. Differences in validation bits/byte are
+paired by the seed, which also orders the data; they have Student's 95 % interval. With `budget`, runs are limited
+by time only; after each rung, the worse half of the variants is dropped and the rest trains twice as long:
+successive halving (https://arxiv.org/abs/1502.07943).
 """
 
 import json
@@ -48,7 +48,7 @@ DECODED = 128
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: the arguments of `dunes bench parts`."""
+    """The arguments of `dunes bench parts`."""
 
     sources: tuple[str, ...]
     variants: tuple[str, ...]
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def rungs(self) -> list[tuple[float, int]]:
-        """(minutes, number of variants beside the default) of each rung; a single one without a budget."""
+        """(minutes, number of variants without the default) of each rung; one rung without a budget."""
         others = len(self.variants) - 1
         if self.budget is None:
             return [(self.minutes, others)]
@@ -95,7 +95,7 @@ class Plan:
 
 
 def read_variants(texts: Sequence[str]) -> tuple[str, ...]:
-    """The default and the variants in values of --vary: choices after commas, and parts joined by "+".
+    """The default and the variants in values of --vary; "," separates variants, "+" joins parts of one variant.
 
     "mlp=gated,gelu" are two variants, "mlp=gated+norm=layer" is one, and so is "FILE.py:FUNCTION".
     """
@@ -121,7 +121,7 @@ def _parts(variant: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Job:
-    """One training run; `steps` is None for a run by the clock of `minutes`."""
+    """One training run; `steps` is None if `minutes` limits the run."""
 
     variant: str
     seed: int
@@ -134,14 +134,14 @@ class Job:
 
 
 SETTINGS_KEPT = ("size", "tokenizer", "batch", "context_length", "dtype", "threads")
-"""What was chosen for the default model's run, and is the same in all runs of its seed."""
+"""Settings chosen for the default model's run and reused in all runs with the same seed."""
 
 
 def bench_parts(plan: Plan, out: Path) -> tuple[list[list[Row]], dict[str, str]]:
-    """Train what is missing in the folder `out`; returns the summary of each rung, and why variants failed.
+    """Train the runs that the folder `out` lacks; returns the summary of each rung, and errors by failed variant.
 
-    Raises ValueError for a folder of other sources, size or tokenizer, for one that is in use, and if the default
-    model's run fails.
+    Raises ValueError if the folder is in use or has other sources, size or tokenizer, and if the default model's
+    run fails.
     """
     rungs, stored = plan.rungs, {n: v for n, v in asdict(plan).items() if n in ("sources", "size", "tokenizer")}
     out.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def _rungs(plan: Plan, rungs: Sequence[tuple[float, int]], out: Path) -> tuple[l
         best = sorted(summaries[-1][1:], key=lambda row: row["difference"][CLOCK][0])
         if number + 1 < len(rungs):
             variants = (DEFAULT, *[row["variant"] for row in best[: rungs[number + 1][1]]])
-    if find_spec("plotnine") and len(summaries[-1]) > 1:  # hours of training do not need it
+    if find_spec("plotnine") and len(summaries[-1]) > 1:  # plotnine is optional
         save_plot(differences(summaries[-1]), out / PICTURE)
     return summaries, failed
 
@@ -180,7 +180,7 @@ def _rungs(plan: Plan, rungs: Sequence[tuple[float, int]], out: Path) -> tuple[l
 def _rung(
     plan: Plan, variants: Sequence[str], minutes: float, out: Path, words: str, failed: dict[str, str]
 ) -> Iterator[Row]:
-    """The rows of these variants, those in the file first; the others are trained and appended to it."""
+    """Yield the rows of these variants. Runs that the file lacks are trained and appended."""
     known = {Job(*[r[f] for f in ("variant", "seed", "minutes", "steps")]): r for r in _read(out / ROWS)}
     by_tokens = plan.budget is None
     total, done, spent = plan.seeds * ((1 + by_tokens) * (len(variants) - 1) + 1), 0, list[float]()
@@ -207,7 +207,7 @@ def _rung(
 
 
 def _jobs(variants: Sequence[str], seed: int, minutes: float, first: Row, by_tokens: bool) -> Iterator[Job]:
-    """The default's run, which fills `first`, and then those of the others, in another order for each seed."""
+    """Yield the default's run, whose row the caller puts in `first`, then the others in alternating order."""
     yield Job(DEFAULT, seed, minutes)
     others = list(variants[1:])
     for variant in others if seed % 2 == 0 else reversed(others):
@@ -221,14 +221,13 @@ def _read(path: Path) -> list[Row]:
 
 
 def _train(plan: Plan, job: Job, out: Path, first: Row) -> Row:
-    """Train one variant in a process of its own, and measure what was saved. The folder is removed.
+    """Train one variant in its own process, measure the saved model, and remove its folder.
 
-    `first` is the row of the default model with this seed, whose settings the others have. Raises ValueError for a
-    run that fails.
+    `first` is the default model's row for this seed; its settings are used. Raises ValueError if the run fails.
     """
     if (folder := out / "running").is_symlink():
         folder.unlink()
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed run
     length = ["--minutes", f"{job.minutes}"] if job.steps is None else ["--steps", f"{job.steps}"]
     chosen = {"size": plan.size, "tokenizer": plan.tokenizer} | dict(first.get("settings", {}))
     chosen = {name: chosen[name] for name in SETTINGS_KEPT if chosen.get(name)}
@@ -265,8 +264,8 @@ def _row(job: Job, folder: Path) -> Row:
 def _decode_rate(folder: Path, trust: bool) -> float:
     """Tokens per second of processor time on one thread, the median of five laps.
 
-    Variants are decoded minutes apart, when other programs may run. `trust` imports the function that the variant
-    names.
+    Variants are decoded minutes apart; processor time is robust to other programs that run meanwhile. `trust`
+    allows the import of the function that the variant names.
     """
     with trust_cards(trust):
         subject = of_folder(folder)
@@ -276,11 +275,10 @@ def _decode_rate(folder: Path, trust: bool) -> float:
 
 
 def summary(rows: Sequence[Row], variants: Sequence[str]) -> list[Row]:
-    """For each variant, what it brings and costs beside the default.
+    """Gains and costs of each variant relative to the default.
 
-    `difference` has by "minutes", and by "tokens" if that was measured, the mean difference in bits/byte and half
-    of the width of its interval, which is None for a single seed. `rate`, `decode_rate` and `peak_bytes` are the
-    same for ratios.
+    `difference` maps "minutes" and, if measured, "tokens" to the mean difference in bits/byte and half the width
+    of its interval (None for a single seed). `rate`, `decode_rate` and `peak_bytes` are such pairs of ratios.
     """
     results = []
     for variant in variants:
@@ -300,7 +298,7 @@ def summary(rows: Sequence[Row], variants: Sequence[str]) -> list[Row]:
 
 
 def _pairs(rows: Sequence[Row], variant: str, by: str) -> list[tuple[Row, Row]]:
-    """Rows of a variant, each with the row of the default with this seed, which has the same time and steps."""
+    """Pairs of a variant's row and the default's row with the same seed, for equal minutes or tokens (`by`)."""
     default = {row["seed"]: row for row in rows if row["variant"] == DEFAULT}
     same = [row for row in rows if row["variant"] == variant]
     if variant == DEFAULT and any((r["steps"] is None) == (by == CLOCK) for r in rows):
@@ -309,7 +307,7 @@ def _pairs(rows: Sequence[Row], variant: str, by: str) -> list[tuple[Row, Row]]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean and half of the width of Student's 95 % interval, which is None for a single value."""
+    """The mean, and half the width of Student's 95 % interval (None for a single value)."""
     if len(values) < 2:
         return mean(values), None
     quantile = STUDENT[min(len(values) - 1, len(STUDENT)) - 1]
@@ -317,7 +315,7 @@ def interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def print_summary(results: Sequence[Row], title: str) -> None:
-    """Print one line per variant, the best by the clock first; the default is the line of zeros."""
+    """Print one line per variant, sorted by the difference in equal time; the default has zeros."""
 
     def cell(value: tuple[float, float | None] | None, form: str = "+.4f") -> str:
         if value is None:
@@ -335,7 +333,7 @@ def print_summary(results: Sequence[Row], title: str) -> None:
 
 
 def verdict(row: Row) -> str:
-    """Whether the variant helps in equal time: only if the interval does not contain 0."""
+    """ "helps" or "harms" if the interval in equal time excludes 0; empty for the default or a single seed."""
     middle, half = row["difference"][CLOCK]
     if row["variant"] == DEFAULT or half is None:
         return ""

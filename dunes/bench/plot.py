@@ -167,7 +167,7 @@ def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str,
 
 
 def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each step of a run: tokens and minutes so far, and as `y` validation bits/byte, if measured."""
+    """Steps, tokens and minutes at each step of a run, and the validation bits/byte `y` (None if not measured)."""
     steps = [line for line in lines if "loss" in line]
     tokens, seconds = (accumulate([line[key] for line in steps]) for key in ("count", "seconds"))
     return [
@@ -220,7 +220,7 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
 
 
 def differences(results: Sequence[Mapping[str, Any]]) -> Any:
-    """What each variant of `bench.parts.summary` brings: its difference in bits/byte, with an interval."""
+    """Plot each variant's difference in bits/byte with its interval; `results` are from `bench.parts.summary`."""
     p, records = extra("plotnine", "plot"), []
     for row in results[1:]:
         for by, (middle, half) in row["difference"].items():

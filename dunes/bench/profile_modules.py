@@ -124,7 +124,7 @@ def _mark_modules(model: nn.Module) -> Iterator[None]:
 
 
 def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
-    """Entries of the operations; each has the module in whose forward or backward pass the operation ran."""
+    """Entries of the operations, each with the module in whose forward or backward pass it ran."""
     makers: dict[int, str] = {}
     for event in events:
         if event.sequence_nr >= 0 and not _is_autograd_engine(event) and (name := _module(event)) is not None:

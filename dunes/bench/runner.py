@@ -37,7 +37,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Shapes:  # several values of a field are several cases; an empty one means the default
+class Shapes:  # each value of a field is a case; an empty field means the default
     models: Annotated[tuple[Path, ...], tyro.conf.Positional, flag("MODEL", "none")] = ()
     """Model folders."""
     sizes: Annotated[tuple[str, ...], flag("SIZE", "none", name="size")] = ()
@@ -102,7 +102,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
         raise ValueError("nothing to measure; name a model folder, or a shape, as --size 3m")
     if invalid := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {invalid[0]!r}; it must be one of {', '.join(DTYPES)}")
-    subjects, results = [*_subjects(request)], []  # before measurements, which take seconds
+    subjects, results = [*_subjects(request)], []  # errors here precede slow measurements
     dtypes_and_threads = _dtypes_and_threads(name, request)
     for subject in subjects:
         contexts = request.contexts or (subject.context,)
@@ -115,7 +115,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
 
 
 def _dtypes_and_threads(name: str, request: Request) -> tuple[Sequence[str], Sequence[int]]:
-    """The dtypes and numbers of threads of a request; if none are given, those chosen for this machine."""
+    """The dtypes and numbers of threads of a request; by default, the values chosen for this machine."""
     dtype = torch.float32
     if name in ("train", "score") and not request.dtypes:  # as in `dunes train` and `dunes eval`
         dtype = measure.choose_dtype(measure.device())
@@ -240,7 +240,7 @@ def bench(name: str, request: Request, rounds: int, out: Path, least: float = LE
 
 
 class Ceilings:
-    """Measures peak rates of the machine: of matrix products, once per round, and of reads, the highest so far."""
+    """The machine's peak rates: of matrix products, measured once per round, and of reads, the highest so far."""
 
     def __init__(self) -> None:
         self.matmul = cache(self._matmul)

@@ -41,7 +41,7 @@ class MemoryEstimate:
     log: Allocations
 
     def measure(self) -> MeasuredMemory:
-        """Measure the memory of the step in a new process. Raises ValueError if it exceeds free memory."""
+        """Measure the memory of the step in a new process. Raises ValueError if the step exceeds free memory."""
         if (free := measure.free_memory(measure.device())) and free < self.log.peak + PROCESS_BYTES:
             raise ValueError(
                 f"{self.subject.name}: the step needs {format_bytes(self.log.peak)} and {format_bytes(free)} are "
@@ -96,7 +96,7 @@ def _measure_step(request: dict[str, Any]) -> MeasuredMemory:
     batch, context, dtype, checkpointing = request["step"]
     shape, work = Shape(batch, context, getattr(torch, dtype), checkpointing), _work(request["inference"])
     small = Shape(2, 64, shape.dtype, checkpointing)
-    family = subject.family if subject.family in FAMILIES else TrainConfig.family  # no small form of a function
+    family = subject.family if subject.family in FAMILIES else TrainConfig.family  # functions have one size
     work(of_shape(family, 300_000, 64).outline, small, estimated=False)
     before = measure.reset_peak_memory(measure.device())
     log = work(subject.outline, shape, estimated=False)

@@ -32,7 +32,7 @@ CONTEXT = 256
 class Work:
     """A workload to time: `run(setup())`. Only `run` is timed.
 
-    `then` is called with the result of `run`; the time until it ends is the time to first token.
+    `then` is called with the result of `run`; the time until `then` returns is the time to first token.
 
     One run processes `amount` units (`unit`: tokens, bytes, ...), does `flops` floating-point operations, and
     reads at least `bytes` bytes (0: unknown). `model` is the model that runs, if any.
@@ -80,7 +80,7 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The folder's tokenizer. Raises ValueError for a shape, which has none."""
+        """The folder's tokenizer. Raises ValueError for a shape, which has no tokenizer."""
         if self.folder is None:
             raise ValueError(f"{self.name}: a shape has no tokenizer; name a model folder")
         return Tokenizer.load(tokenizer_folder(self.folder))
@@ -108,7 +108,7 @@ def scratch() -> Path:
 
 
 def of_folder(folder: Path) -> Subject:
-    """The model in a folder. Raises ValueError if it is not a model folder."""
+    """The model in a folder. Raises ValueError if this is no model folder."""
     # Loading an adapter applies its changes to the base.
     model = checkpoint.load(folder) if is_adapter(folder) else checkpoint.describe(folder)
     return Subject(str(folder), model.architecture.family, model.context_length, model.architecture.build, folder)

@@ -1,4 +1,4 @@
-"""Line completion: engine, index, copies, gate, simulated typing and the thresholds fitted by it.
+"""Line completion: engine, index, copies, gate, simulated typing, and thresholds fitted with it.
 
 Start with `completer.find_completer`, `completer.FolderCompleter` and `search.CompleteOptions`; any
 `LineCompleter` can be scored and served.
@@ -9,14 +9,13 @@ from typing import Literal, Protocol
 
 __all__ = ["Cancelled", "LineCompleter", "Source", "Suggestion"]
 Source = Literal["model", "copies"]
-"""The source of a suggestion: the model with copies, or a copied line that the model was not asked for or gave a
-probability below 10 %."""
+"""`"copies"` for a copied line, `"model"` for a line of the mixture of model and copies."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
     """A suggested rest of a line. `word` is the probability in [0, 1] that its first word is right, `line` the
-    probability that all of it is right. `ends_line` is False if the line continues after it."""
+    probability that all of it is right. `ends_line` is False if the line continues after `text`."""
 
     text: str
     word: float = 1.0
@@ -34,4 +33,4 @@ class LineCompleter(Protocol):
 
 
 class Cancelled(Exception):
-    """A completion was cancelled."""
+    """Raised when a completion is cancelled."""

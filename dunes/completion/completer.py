@@ -1,4 +1,4 @@
-"""The completers of a model folder, and by copying: for runs without a usable model, and as a baseline."""
+"""`FolderCompleter` completes lines with a folder's model; `CopyCompleter` and `CopyNearest` only copy."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ from dunes.progress import advance
 LONGEST = 128
 """Maximum length of a match before the cursor, in bytes."""
 FILTERED = 4
-"""Number of copies of the index, each without some files, that are cached while a run has no model."""
+"""Number of filtered indexes (without the open files) that a `CopyCompleter` caches."""
 _REST_OF_LINE = re.compile(rb"[^\0\r\n]*")
 T = TypeVar("T")
 
@@ -69,16 +69,16 @@ class FolderCompleter(CompletionEngine):
         return self.index.texts() if self.index else []
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """Minimum probability of the first word for showing a suggestion, so that about this share is accepted.
+        """Minimum probability of the first word of shown suggestions, such that users accept about this share.
 
-        It is the lowest threshold fitted for at least this share; 0 if no threshold was fitted, 2 if all were
-        fitted for lower shares.
+        It is the lowest threshold fitted for at least this share; 0 if no threshold was fitted; 2 (show nothing)
+        if all thresholds were fitted for lower shares.
         """
         pairs = self.facts.get("thresholds", {}).get("word", ())
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
 
     def seen_digests(self) -> set[bytes] | None:
-        """Digests of all training and validation texts; None if they cannot be determined."""
+        """Digests of all training and validation texts; None if the training text is unknown."""
         with suppress(ValueError, OSError):
             corpus = split_documents(self.loaded.card)
             return {content_digest([text]) for _, text in document_texts([*corpus.train, *corpus.valid])}
@@ -157,7 +157,7 @@ def name_in_sources(path: Path, folder: Path) -> str:
 
 
 def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
-    """The training sources of a model or run, and its `follow_links`; another user's only with `of_anyone`."""
+    """The training sources of a model or run, and `follow_links`. Another user's sources require `of_anyone`."""
     with suppress(ValueError):  # a damaged record, or sources of another user
         trained = trained_text(read_card(folder) or {"trained": read_sources(folder)})
         if trained and not of_anyone:
@@ -167,9 +167,9 @@ def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[st
 
 
 def model_or_copies(folder: Path, line: Callable[[str], object], load: Callable[[], T]) -> T | CopyCompleter:
-    """The result of `load()`; a completer that copies for a run that has no model yet, or whose base is unusable.
+    """The result of `load()`, or a `CopyCompleter` if a run has no model yet or its base model cannot be loaded.
 
-    `line` is then called with the reason.
+    Before returning a `CopyCompleter`, calls `line` with the reason.
     """
     has_model, why = any((finish_save(folder) / name).exists() for name in (CONFIG, ADAPTER)), ""
     try:
@@ -201,8 +201,8 @@ def find_completer(
 class CopyNearest:
     """Copies the text after the longest match of the text before the cursor, of at most 128 bytes.
 
-    Matches are searched in `far` and in the file above and below the cursor. Of equally long matches, the file's
-    wins, then the last one in a text. The probabilities in a suggestion only rank matches by their length.
+    Matches are searched in `far` and in the file above and below the cursor. Among equally long matches, the file
+    has priority, then the last match in a text. Probabilities only rank matches by length.
     """
 
     def __init__(self, far: Sequence[TextSource]) -> None:

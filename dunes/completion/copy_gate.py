@@ -37,17 +37,17 @@ the model alone."""
 PLACES_PER_STEP = 5
 """The number of Adam steps is the number of positions divided by this, within the minimum and maximum."""
 FACTORS = 20
-"""Number of positive factors of a gate's changes that are tried."""
+"""Number of positive factors that `best_factor` tries."""
 RENEWED = 100
-"""Sources of a long text are rebuilt once it has grown by 1/RENEWED, since a rebuild per line would be slow."""
+"""Sources are rebuilt when a long text has grown by 1/RENEWED; rebuilding them for each line would be slow."""
 CONTEXT = 64
-"""Number of ids before a position that are matched."""
+"""Maximum number of ids before a position that are compared with the sources."""
 ROOM = 3 * CANDIDATES + TOP
 """Maximum number of candidates of a position."""
 PLACE_BYTES = 4 * ROOM * (Copies.FEATURES + 2)
-"""Bytes of a position; two sets of them are in memory while they are joined."""
+"""Bytes of a position. Concatenating two `Places` holds each position twice in memory."""
 WINDOW = 512
-"""Maximum number of ids in a forward for a chunk, half of them before it; with 8,192, a place took 65 tokens."""
+"""Maximum number of ids in a forward; half of them precede the chunk. With 8,192, a position cost 65 tokens."""
 CHUNK = 64
 """Approximate number of positions in a contiguous chunk."""
 FEWEST = 8
@@ -59,7 +59,7 @@ REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 Item = TypeVar("Item")
 SourcesOf = Callable[[list[int]], Sources]
-"""Returns the sources to copy from after these ids of a file."""
+"""A function that returns the sources to copy from after these ids of a file."""
 
 
 class Places(NamedTuple):
@@ -129,7 +129,7 @@ def best_factor(gate: Gate, places: Places) -> float:
 
 
 def within(seconds: float, items: Iterable[Item]) -> Iterator[Item]:
-    """Yield items until `seconds` have passed; at least the first one."""
+    """Yield the first item, and further items until `seconds` have passed."""
     end = monotonic() + seconds
     for item in items:
         yield item
@@ -151,7 +151,7 @@ def places_of(
     per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)
     chunks = [(t, *c) for t in texts for c in _chunks(len(t.ids) - t.starts[0], per_text, random)]
     chunks = [chunks[i] for i in random.permutation(len(chunks))] if seconds < math.inf else chunks
-    # Allocated before the first logits: rows between them would keep the heap from using their memory again.
+    # Allocated before the first logits, since rows allocated between logits would fragment the heap.
     places, number = Places.zeros(sum(count for *_, count in chunks)), 0
     for text, first, count in within(seconds, each(chunks)):
         for place in scored_places(loaded, text, sources_of, text.starts[0] + first, count):
@@ -187,11 +187,11 @@ def scored_places(
     first: int | None = None,
     count: int | None = None,
 ) -> Iterator[tuple[int, Tensor, Candidates]]:
-    """Yield for `count` ids of a text (default: all), from index `first` on (default: after the header): the id,
-    the model's log-probabilities (V,) for the id's position, and the candidates for copying.
+    """Yield (id, the model's log-probabilities (V,) at its position, copy candidates) for ids of a text.
 
-    `sources_of` gets the ids of the lines above. In a long text and without `first`, their last 1 % may be
-    missing.
+    The `count` ids (default: all) start at index `first` (default: after the header).
+
+    `sources_of` gets the ids of the lines above; without `first`, the last 1 % of these may be missing.
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)
@@ -223,8 +223,8 @@ def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
     """The gate of a run and its facts; None if the run has no gate. Raises ValueError for a damaged gate.
 
-    The weights of an input stand under its name: inputs that the gate does not know get zeros, and those that this
-    version does not have are left out.
+    Weights are stored by input name. Inputs that the file lacks get zero weights; inputs that this version lacks
+    are dropped.
     """
     find_file(run, f"{FOLDER}/gate.safetensors")
     if (facts := read_record(run, "gate.json", FORMAT, REMEDY)) is None:

@@ -24,16 +24,16 @@ PROPOSED = 16
 ROOM = 128
 """Cache capacities are multiples of this, since enlarging a cache copies all its keys and values."""
 PIECE = 256
-"""Minimum tokens of a prompt that are evaluated without a pause. With 135M parameters, pieces of 32 tokens took
-1.5 times (float32) to 2.5 times (bfloat16) as long per token."""
+"""Minimum number of prompt tokens evaluated between two checks for cancellation. With 135M parameters, pieces of
+32 tokens took 1.5 times (float32) to 2.5 times (bfloat16) as long per token."""
 FEW = 32
-"""No entries are dropped after a request with fewer texts than this and fewer than the request before it, since it
-may have been cancelled."""
+"""A request with fewer texts than this, and fewer than the request before it, may have been cancelled; the next
+request then drops no entries."""
 
 
 @dataclass
 class Entry:
-    """The logits (V,) after a text, and the last mixture (V,) from them, with its request and other inputs."""
+    """The logits (V,) after a text, the last mixture (V,) of them, and the mixture's request and inputs."""
 
     logits: Tensor
     mixed: Tensor | None = None
@@ -45,8 +45,8 @@ class RememberedLogits:
     """Cached logits (V,) after texts. The model's weights must not change.
 
     Up to `width` texts, which should have a common prefix, are evaluated in one batch. A single text is evaluated
-    by `step`, if given. Texts used by this request, or by the last one that was not cancelled, are not evaluated
-    again. Of other texts, the ids after the prefix in the KV cache are evaluated.
+    by `step`, if given. Texts used by this request, or by the last request that was not cancelled, are not
+    evaluated again. For other texts, only the ids after the prefix in the KV cache are evaluated.
     """
 
     def __init__(self, model: nn.Module, width: int, step: CompiledStep | None = None) -> None:
@@ -81,7 +81,7 @@ class RememberedLogits:
     def after_one(self, text: Sequence[int], more: Sequence[int] = ()) -> Tensor:
         """The logits after a text; also computes and caches the logits after each id of its continuation `more`.
 
-        For a model that mixes tokens, which has no KV cache, only `text` is evaluated.
+        A model without a KV cache, since its parts mix tokens, evaluates only `text`.
         """
         ids = [*text, *(more if self.cache.cache is not None else ())]
         rows = self.cache.logits({0: ids}, {0: len(ids) - len(text) + 1})[0]
@@ -94,7 +94,7 @@ class RememberedLogits:
             self._current[tuple(text)] = Entry(logits)
 
     def _evaluate(self, texts: Sequence[list[int]]) -> None:
-        """Evaluate texts in one batch: in rows with their prefixes, or in new rows if many ids are missing."""
+        """Evaluate texts in one batch. If rows lack many ids, the common prefix is first copied to all rows."""
         rows = assign_rows(self.rows.ids, texts)
         missing = (len(text) - common_length(self.rows.ids[row], text, 1) for row, text in rows.items())
         if self.rows.cache is not None and max(missing) > PADDED:
@@ -174,7 +174,7 @@ class Mixture:
     def typed_logprob(self, prompt: Sequence[int]) -> float:
         """`log P(typed text | prompt)`; subtract it from a line's log-probability to condition on the typed text.
 
-        An id that covers only a part of the typed text counts after this request has evaluated its continuation.
+        An id that covers only a part of the typed text counts only if this request has evaluated its continuation.
         """
         prob = self._typed_prob(tuple(prompt))
         return math.log(prob) if prob > 0 else 0.0
@@ -203,7 +203,7 @@ class Mixture:
             raise Cancelled("a newer request came")
 
     def _evaluated(self, text: Sequence[int]) -> Tensor | None:
-        """The log-probabilities (V,) after a text; None if this request has not evaluated it."""
+        """The log-probabilities (V,) after a text; None if this request has not evaluated the text."""
         entry = self.logits.get(text)
         return entry.mixed if entry is not None and entry.request == self._request else None
 
@@ -230,7 +230,6 @@ class Mixture:
             mixed = gate.mix(self.copies, mixed, text, allowed)
         if allowed is not None:
             mixed = mixed.masked_fill(~allowed, -math.inf)
-            # Condition on what is typed. An id that is a part of it is weighed by its continuation, so later ids
-            # are not.
+            # Only the first id is normalised over the allowed ids; `typed_logprob` accounts for later ids.
             mixed = mixed.log_softmax(-1) if len(text) == self.copies.start else mixed
         return mixed

@@ -43,14 +43,14 @@ from dunes.tree import count
 SUFFIX = 0.25
 """Fraction of the context length available to the text behind the cursor."""
 PROMPT_WORK = 7e10
-"""Parameters of a model times tokens of its prompt. Twice as much takes a thread half a second more, and has no
-more right lines (docs/log/completion.md, "Beams and budgets of a large model")."""
+"""Maximum product of parameters and prompt tokens. Twice this product takes one thread half a second longer and
+completes no more lines correctly (docs/log/completion.md, "Beams and budgets of a large model")."""
 SHORTEST = 256
 """Minimum budget of a prompt in tokens, however large the model is."""
 GREEDY_FROM = 30_000_000
-"""Number of parameters from which on one beam has more right lines per second than several."""
+"""From this number of parameters, greedy decoding is the default: it completes more lines per second correctly."""
 LIKELY = 4
-"""Number of alternatives shown per token."""
+"""Number of likely tokens that `explain` returns per token."""
 MERGED = 3
 """If changed files have more indexes than this, the smaller indexes are merged."""
 
@@ -71,9 +71,9 @@ class OpenFiles:
 class CompletionEngine:
     """Completes lines with a model and by copying: from the file, from open files, and from an index.
 
-    `gate` mixes both; without a gate, only the model is used. `header` is True if the model was trained on files
-    with their paths. `find_step()` returns a compiled step or None. A prompt has at most `prompt_tokens` tokens,
-    by default `choose_budget(loaded.model)`. Raises ValueError without a tokenizer.
+    `gate` mixes model and copies; without a gate, only the model is used. `header` is True if the model was
+    trained on files with their paths. `find_step()` returns a compiled step or None. A prompt has at most
+    `prompt_tokens` tokens, by default `choose_budget(loaded.model)`. Raises ValueError without a tokenizer.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CompletionEngine:
 
     @cached_property
     def width(self) -> int:
-        """Number of beams where the options have none."""
+        """Default number of beams."""
         return 1 if count(self.loaded.model) >= GREEDY_FROM else WIDTH
 
     def update(self, name: str, text: str | None) -> None:
@@ -106,7 +106,7 @@ class CompletionEngine:
 
     def with_texts(self, texts: Mapping[str, str | None]) -> OpenFiles:
         """The open files with these texts added, to pass to `use`. Another thread may complete lines meanwhile."""
-        # Files without a name could not be hidden.
+        # A file without a name could not be excluded from the sources.
         by_name = ((valid_text(name), text) for name, text in texts.items() if name)
         changed = {name: valid_text(text) if text else None for name, text in by_name}
         current, absent = self._open, object()
@@ -131,7 +131,7 @@ class CompletionEngine:
         self._open = files
 
     def index_files(self, files: Sequence[NamedText]) -> None:
-        """Index in advance the files that the next requests have in their options."""
+        """Index in advance the files in the options of the next requests."""
         self.files.recent(index_texts, tuple(files), self.files)
 
     def complete(
@@ -165,9 +165,9 @@ class CompletionEngine:
 
     def _suggest(self, before: str, after: str, name: str, options: CompleteOptions) -> list[Suggestion]:
         """The suggestions of the mixture."""
-        search, found = self._find(before, after, name, options)
+        search, ranked = self._find(before, after, name, options)
         suggestions: dict[str, Suggestion] = {}
-        for rest, beam in found:
+        for rest, beam in ranked:
             word = max(beam.total, search.logprob(beam, first_word(rest))) if rest else beam.total
             first, full = (math.exp(min(p, 0.0)) for p in (word, beam.total))
             source: Source = "copies" if beam.is_copied else "model"
@@ -178,13 +178,13 @@ class CompletionEngine:
     def _find(
         self, before: str, after: str, name: str, options: CompleteOptions
     ) -> tuple[LineSearch, list[tuple[str, Beam]]]:
-        """The search, and its beams with the rests of the line that they suggest, best first."""
+        """The search, and pairs of a line's rest and its beam, best first."""
         after, name = valid_text(after[:BELOW]), valid_text(name)
         before = near_text(before)
         start = line_start(before)
         text, above = self.files.tokenize(before, name), self.files.tokenize(before[:start], name).ids
         line, typed = self.files.split_typed(text.ids[text.last :])
-        # Without text below the line, the continuation is taken as unknown.
+        # Without text below the line, the prompt has no suffix: the file may continue.
         below = self.files.encode_continuation(after) if after[len(first_line(after)) :].strip() else []
         prompt = self._prompt([*text.ids[: text.last], *line], below, text.starts[0]) or [self.files.tokenizer.eos]
         width = options.width or self.width
@@ -201,16 +201,16 @@ class CompletionEngine:
     def explain(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[dict[str, Any]]:
-        """For each token of the first suggestion: text, probability, the model's probability, likeliest tokens.
+        """Text, probability, the model's probability and likely tokens for each token of the first suggestion.
 
-        The probabilities are given the text around the cursor, including the typed part of a token; their product
-        is that of the line. The last tokens may be text that the suggestion leaves out, such as a line end. Empty
-        if the suggestion is. Raises Cancelled if `options.cancelled()`.
+        Probabilities are conditional on the text around the cursor, including the typed part of a token; their
+        product is the line's probability. Last tokens, such as a line end, may be absent from the suggestion.
+        An empty suggestion gives an empty list. Raises Cancelled if `options.cancelled()`.
         """
         shown = self.complete(before, after, name, options).text
-        search, found = self._find(before, after, name, options)
-        (rest, beam), mixture, tokens = found[0], search.mixture, list[dict[str, Any]]()
-        is_same = shown == rest  # or it got names of this place
+        search, ranked = self._find(before, after, name, options)
+        (rest, beam), mixture, tokens = ranked[0], search.mixture, list[dict[str, Any]]()
+        is_same = shown == rest  # else a rule of `names` changed the suggestion
         typed_and_shown = mixture.copies.typed + shown.encode()
         rest, beam = shown, search.score(beam.ids if is_same else self._vocabulary.encode(typed_and_shown))
         decode = partial(bytes.decode, errors="replace")
@@ -219,7 +219,7 @@ class CompletionEngine:
             ids, piece = [*search.prompt, *beam.ids[:place]], self.files.pieces[id]
             best = (mixed := mixture.after_one(ids, 0)).topk(min(LIKELY, len(mixed)))
             mixed_sum, alone_sum = mixed_sum + logprob, alone_sum + float(mixture.alone(ids)[id])
-            if len(piece) > typed:  # others count with the first token that has more
+            if len(piece) > typed:  # fully typed tokens count towards the next token
                 pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
                 likely = [[decode(self.files.pieces[i][typed:]), prob] for i, prob in pairs]
                 probs = {"probability": math.exp(min(mixed_sum, 0.0)), "model": math.exp(min(alone_sum, 0.0))}
@@ -239,7 +239,7 @@ class CompletionEngine:
     def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
         """Prompt ids for a cursor between `text` and `below`; the text starts with `header` header ids."""
         room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
-        moves = 4 if room <= self.prompt_tokens else 2  # a long prompt takes long to evaluate anew
+        moves = 4 if room <= self.prompt_tokens else 2  # evaluating a long prompt again is slow
         room = min(room, self.prompt_tokens)
         below = below[: int(SUFFIX * room)]
         narrow = room < 2 * (len(below) + 3)  # the text above matters more
@@ -274,7 +274,7 @@ class CompletionEngine:
     def _find_sources(
         self, parts: tuple[tuple[int, ...], ...], name: str, texts: tuple[NamedText, ...], files: OpenFiles
     ) -> Sources:
-        # The open files, which `far` reads, are an argument for the cache.
+        # `files` is only part of the cache key: `far` reads the open files itself.
         pieces = self.files.pieces
         near = [TextSource(b"".join(pieces[i] for i in p), ids=index_ids(p, len(pieces))) for p in parts]
         return Sources(near, self.far(name, texts), self._vocabulary)
@@ -290,7 +290,7 @@ class CompletionEngine:
 
 
 def choose_budget(model: nn.Module) -> int:
-    """Maximum tokens of a prompt, by the size of the model alone: suggestions depend on no machine's speed."""
+    """Maximum tokens of a prompt. It depends only on the model's size, so all machines suggest the same."""
     return max(SHORTEST, int(PROMPT_WORK / max(1, count(model))))
 
 

@@ -1,6 +1,6 @@
 """Completion data that a training run writes: the index at its start, the gate and thresholds at its end.
 
-Confidence intervals are over files, since cursors in one file are alike, and one large file must not dominate.
+Confidence intervals treat files as samples: cursors in one file are similar, and large files must not dominate.
 """
 
 import math
@@ -31,35 +31,35 @@ from dunes.progress import Display, each, part, phase
 from dunes.units import plural
 
 BEFORE = 1.2
-"""If the tails of the texts are for validation, a text is indexed up to this many tail lengths before its end."""
+"""If validation uses the tail of each text, a text is indexed up to this many tail lengths before its end."""
 BEHIND = 0.9
-"""If the tails of the texts are for validation, the gate is fitted on the last BEHIND tail lengths of a text."""
+"""If validation uses the tail of each text, the gate is fitted on the last BEHIND tail lengths of a text."""
 PLACES = (25.0, 500, 20_000)
 """Number of positions on which the gate is fitted: per second of the run, minimum and maximum."""
 CURSORS = (1.0, 64, 1_000)
 """Number of cursors at which model and copying are compared: per second of the run, minimum and maximum."""
 SECONDS = 1.2e-3, 1.5e-2
-"""Seconds per place of the gate and per cursor in a new line, with one thread, besides the model's TOKENS."""
+"""Seconds per gate position and per cursor on one thread, without the model's forwards (TOKENS)."""
 FIT_SECONDS = 1.5e-3
-"""Seconds per place for fitting the gate on them."""
+"""Seconds per position for fitting the gate."""
 TOKENS = 10, 250
-"""Tokens of validation that take as long as the model does at a place and at a cursor."""
+"""Cost of the model's forwards per gate position and per cursor, in tokens of validation."""
 SHARES = 0.09, 0.06
-"""Maximum fractions of the run for places and cursors; a slow model has fewer of both."""
+"""Maximum fractions of the run's time for gate positions and for cursors."""
 ALONE = 0.15, 0.35
-"""SHARES of a run that trains nothing."""
+"""SHARES for a run that trains no weights."""
 FITTED = 0.2
-"""Minimum part of the time for places that is kept for fitting the gate on them."""
+"""Minimum fraction of the time for gate positions that is reserved for fitting the gate."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
-"""Minimum number of cursors per file, if there are that many lines; of more files, only the first are compared."""
+"""Minimum number of cursors per file with enough lines; only as many files are used as this permits."""
 FEWEST = 3
 """Minimum number of files to compare model and copying; with fewer files, the model is not disabled."""
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom; the last one is used for more, too."""
+"""Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom; more degrees use the last value."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
-"""A threshold is fitted for each of these fractions of shown suggestions that users should accept."""
+"""A threshold is fitted for each of these acceptance rates (accepted / shown suggestions)."""
 RESAMPLES = 2_000
 Text = TypeVar("Text")
 
@@ -104,8 +104,8 @@ def begin_completion(run: Path, files: CompletionFiles, architecture: Architectu
 
 @dataclass(frozen=True)
 class FitSize:
-    """Numbers of places and cursors to fit on. `limits` are the seconds after which no more of each are begun,
-    `seconds` those that they take by estimate, with the fit of the gate."""
+    """Numbers of gate positions and cursors to fit on. After `limits` seconds, no further positions or cursors are
+    evaluated. `seconds` are the estimated times of both; the first includes fitting the gate."""
 
     places: int
     cursors: int
@@ -114,10 +114,10 @@ class FitSize:
 
     @classmethod
     def of(cls, seconds: float, per_token: float = 0.0, shares: tuple[float, float] = SHARES) -> "FitSize":
-        """The size for a run of `seconds`, of a model that validates a token in `per_token` seconds of one thread.
+        """The size for a run of `seconds`; one thread validates a token in `per_token` seconds.
 
-        Places and cursors take at most the fractions `shares` of the run. Without `per_token`, there is no limit,
-        so that the size alone decides what is fitted on.
+        Places and cursors take at most the fractions `shares` of the run. Without `per_token`, time is not
+        limited, so the numbers alone determine the result of the fit.
         """
         places, cursors = (int(min(most, max(least, rate * seconds))) for rate, least, most in (PLACES, CURSORS))
         most = tuple(share * seconds if per_token else math.inf for share in shares)
@@ -129,7 +129,7 @@ class FitSize:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside the `with` block, torch has one thread: for single tokens, more only wait for each other."""
+    """Limit torch to one thread inside the `with` block: with single tokens, more threads only wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -149,8 +149,8 @@ def finish_completion(
 ) -> str:
     """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
 
-    `loaded` is the model as the run will load it, and `copies` the option of `dunes train`. `save` is called when
-    that of an earlier fit is gone: until the new one is written, lines are copied. Returns a line for the user.
+    `loaded` is the model as the run will load it, and `copies` the option of `dunes train`. `save` is called after
+    an earlier gate is deleted; until the new gate is written, lines are copied. Returns a line for the user.
     """
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
@@ -196,9 +196,9 @@ class Answer(NamedTuple):
 def ask_cursors(
     completers: Sequence[LineCompleter], texts: Sequence[NamedText], count: int, seconds: float = math.inf
 ) -> list[Answer]:
-    """The suggestions at about `count` cursors inside lines of these files; few files have more each.
+    """The suggestions at about `count` cursors inside lines of these files; fewer files have more cursors each.
 
-    After `seconds`, no more cursors are asked. Each file has at most LEAST before the next one is asked.
+    After `seconds`, no further cursor is evaluated. Each round over all files has up to LEAST cursors per file.
     """
     texts = texts[: max(1, count // LEAST)]
     per_file = math.ceil(count / max(1, len(texts)))
@@ -215,7 +215,7 @@ def ask_cursors(
 
 
 class FileShares(NamedTuple):
-    """Shares of right suggestions at the same cursors of a file, of which each line has at most one."""
+    """Shares of correct suggestions at the same cursors of a file; each line has at most one cursor."""
 
     model: float
     copying: float
@@ -232,17 +232,17 @@ def paired_shares(answers: Sequence[Answer]) -> list[FileShares]:
 
 
 def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
-    """The difference between the shares of right suggestions: mean over files, with Student's 95 % interval.
+    """Difference between the shares of correct suggestions: mean over files with Student's 95 % interval.
 
-    The sample is that of files, however many cursors they have. The variance between files counts for at least
-    that of the cursors inside them, since a few files may agree by chance. With fewer than FEWEST files, the
-    interval is [-1, 1].
+    All files weigh the same, however many cursors they have. The variance between files is raised to the variance
+    of cursors inside files if that is larger, since a few files may agree by chance. With fewer than FEWEST files,
+    the interval is [-1, 1].
     """
     model, copying, cursors = np.array(files, float).T
     mean = float((model - copying).mean())
     if len(files) < FEWEST:
         return Interval(mean, -1.0, 1.0)
-    smooth = [(side * cursors + 0.5) / (cursors + 1) for side in (model, copying)]  # one cursor varies, too
+    smooth = [(side * cursors + 0.5) / (cursors + 1) for side in (model, copying)]  # 0 or 1 has variance
     inside = np.mean(sum(p * (1 - p) for p in smooth) / cursors)
     deviation = math.sqrt(max((model - copying).var(ddof=1), inside) / len(files))
     half = STUDENT[min(len(files) - 1, len(STUDENT)) - 1] * deviation
@@ -250,20 +250,20 @@ def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
 
 
 def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, str]:
-    """True if lines are completed by copying alone, and the reason for the user; `copies` as of `dunes train`."""
+    """True for copying without the model, and the reason for the user; `copies` is the option of `dunes train`."""
     if copies == "only":
-        return True, "lines are copied, without the model, as --copies only asks"
+        return True, "lines are copied, without the model, because of --copies only"
     if not files:
-        return False, "no line to compare the model with copying on"
+        return False, "no line was found to compare the model with copying"
     difference, (model, copying, _) = model_minus_copying(files), np.array(files, float).mean(0)
     text = (
-        f"{model:.0%} of line ends right, by copying alone {copying:.0%} (difference {difference.percent('+')}, "
+        f"{model:.0%} of line ends right, {copying:.0%} by copying alone (difference {difference.percent('+')}, "
         f"{plural(sum(f.cursors for f in files), 'cursor')} in {plural(len(files), 'file')})"
     )
     if difference.high >= 0:
         return False, text
     if copies == "never":
-        return False, f"{text}; the model is used all the same, as --copies never asks"
+        return False, f"{text}; the model is used anyway, because of --copies never"
     return True, f"{text}, so lines are copied, without the model"
 
 
@@ -275,13 +275,13 @@ def closing_seconds(files: CompletionFiles, size: FitSize) -> float:
 def fit_mixture(
     engine: CompletionEngine, texts: Sequence[NamedText], most: int, seconds: float = math.inf
 ) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
-    """Fit two gates for the engine's model and index. Returns both (None if the texts have no token) and facts.
+    """Fit two gates for the engine's model and index. Returns both (or None for texts without tokens) and facts.
 
-    The first gate is fitted without every third text, so that thresholds fitted on these texts are not
-    overconfident. The second gate is fitted on all texts, for use. Both are drawn to the model by the factor of
-    the first gate's changes that is best on every third text: with few or unlike texts, changes make text that
-    the gate has not seen less probable. The facts have this factor, and the loss in nats/token on every third
-    text, without a gate and with the first one. `most` places are collected, but none after `seconds`.
+    The first gate is fitted on two of three texts, so that thresholds fitted on the third ones are not
+    overconfident. The second gate is fitted on all texts, for use. The changes of both gates are scaled by the
+    factor that is best for the first gate on every third text: fitted on few or dissimilar texts, an unscaled gate
+    makes unseen text less probable. The facts contain this factor, and the loss in nats/token on every third text,
+    without a gate and with the first gate. At most `most` positions are collected, and none after `seconds`.
     """
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized

@@ -1,8 +1,8 @@
 """An index of files to copy from, in memory and in RUN/completion.
 
 `index.safetensors` contains the training files as ids and as bytes, with their sorted contexts; `files.json`
-contains their names and offsets. Both are written to RUN/completion in the first seconds of a run. At its end they
-are written again, with the validation files.
+contains their names and offsets. Both files are written to RUN/completion in the first seconds of a run, and
+written again at the end of the run, with the validation files.
 """
 
 import json
@@ -158,7 +158,7 @@ def read_index(run: Path) -> TextIndex | None:
 
 
 def read_record(run: Path, name: str, format: int, remedy: str) -> dict[str, Any] | None:
-    """A record in RUN/completion; None if it does not exist. Raises ValueError for another format."""
+    """A record in RUN/completion; None if the file does not exist. Raises ValueError for another format."""
     if (path := find_file(run, f"{FOLDER}/{name}")) is None:
         return None
     record = json_file.read(path)

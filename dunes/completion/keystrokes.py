@@ -2,8 +2,8 @@
 
 Cursors and lines depend only on the seed, the file's name and its text. All completers thus get the same requests,
 and a new file changes no cursor in other files. The simulated user is greedy and knows the line: the first word of
-a suggestion is accepted as soon as it saves a key. Keys saved are thus an upper bound. Indentation costs no keys,
-and Enter is not counted.
+a suggestion is accepted as soon as it saves a key. The number of keys saved is thus an upper bound. Indentation
+costs no keys, and Enter is not counted.
 """
 
 import math
@@ -119,8 +119,8 @@ class Typing:
 class FileSuggestions:
     """The suggestions of a completer in a file; each position is requested once.
 
-    `cold` has the seconds that the first request took, `warm` the seconds of requests one key after another
-    request in the same line. With `below`, the completer gets the text from the next line on.
+    `cold` contains the seconds of the first request, `warm` the seconds of later requests inside a line. With
+    `below`, the completer gets the text from the next line on.
     """
 
     def __init__(self, completer: LineCompleter, name: str, text: str, below: bool = False) -> None:
@@ -186,7 +186,7 @@ def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
 def column_in_word(before: str, rest: str) -> int:
     """Number of characters between the start of the word at the cursor and the cursor.
 
-    The cursor is between `before` and the `rest` of its line, whose words are those that a user accepts.
+    The cursor is between `before` and the `rest` of its line; `first_word` defines words, as a user accepts them.
     """
     typed, start = split_lines(before)[-1].lstrip(), 0
     while (end := start + max(1, len(first_word((typed + rest)[start:])))) <= len(typed):
@@ -195,13 +195,13 @@ def column_in_word(before: str, rest: str) -> int:
 
 
 def fit_threshold(answers: Sequence[tuple[CutPoint, int, Suggestion]], acceptance: float = ACCEPTANCE) -> float:
-    """The lowest threshold from which on this share of suggestions is accepted; 2.0 without such a threshold.
+    """The lowest threshold at which users accept at least this share of shown suggestions; 2.0 if there is none.
 
-    `answers` are cursors inside lines, their `column_in_word` and the suggestions there. Users type on from the
-    start of a word until its rest is suggested, and accept it once, but cursors are at all its characters: of n
-    cursors where it is right, each counts 1/n. They are those from the cursor to the word's end and, as it is not
-    known where it was right first, half of those before it. A last character is accepted by no key, and stands
-    for no suggestion unless it is a word. (docs/log/completion.md, "Thresholds from cursors".)
+    `answers` are cursors inside lines, their `column_in_word` and the suggestions there. Cursors can be at any
+    character of a word, but a user accepts a word only once. A correct suggestion therefore counts 1/n; n
+    estimates how many cursors in the word have a correct suggestion: one for each character from the cursor to the
+    last but one, and half of the characters before the cursor. A correct suggestion of only the last character of
+    a partly typed word is ignored, since it saves no key. (docs/log/completion.md, "Thresholds from cursors".)
     """
     rows = list[tuple[float, float, float]]()
     for cut, column, suggestion in answers:
@@ -229,7 +229,7 @@ def _cut_point(text: str, line: Line, column: int, kind: Literal["character", "l
 
 
 def _inside_brackets(text: str, cut: CutPoint) -> CutPoint | None:
-    """The cursor with closing brackets for all open ones behind it; None unless the line closes the innermost."""
+    """The cursor with all open brackets closed behind it; None if the line does not close the innermost one."""
     typed = split_lines(text[: cut.offset])[-1]
     behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)
     if not behind or not place or cut.rest[place] != behind[0] or not cut.rest[:place].strip():

@@ -1,9 +1,9 @@
-"""Give a suggestion the names of its place, with any model and with none.
+"""Replace names in a suggestion by names near the cursor; the rules need no model.
 
-A half-typed name is completed to one of this file or of open files. A copied line gets the names of its new
-surroundings, and what a block defines is not defined again.
-The rules read words, brackets and indentation, and no grammar, so they hold for many languages.
-docs/log/completion.md ("Names") has what each won and lost.
+A half-typed name is completed to a name of this file or of an open file. A copied line gets the names of its new
+surroundings. A name that the block defines is not defined again. The rules use words, brackets and indentation
+instead of a grammar, so they work for many languages. docs/log/completion.md ("Names") reports gains and losses of
+each rule.
 """
 
 import re
@@ -21,14 +21,14 @@ from dunes.text.lines import split_lines
 LEAST = 3
 """Minimum characters of a half-typed name."""
 SAME, OTHER = 0.98, 0.55
-"""Probabilities of the only name that continues a half-typed word: if the suggestion has it, and if it has another
-word, which stays if it is more probable."""
+"""Probabilities of the only name that continues a half-typed word: SAME if the suggestion contains this name,
+OTHER if the name replaces a less probable word."""
 REPEATED = 0.75, 0.4
-"""Probabilities of the first word and of all of the line above with other names."""
+"""Probabilities of the first word and of the full rest, if the line above is suggested with other names."""
 RENAMED = 0.65, 0.2
-"""Probabilities of the first word and of all of a copied line with other names."""
+"""Probabilities of the first word and of the full rest, if a copied line is suggested with other names."""
 REACH = 20_000
-"""Number of characters above and below the cursor in which lines are read."""
+"""Number of characters above and below the cursor that are searched for lines."""
 SCOPE = 80
 """Maximum lines of a function above the cursor."""
 ALIKE = 6
@@ -52,15 +52,15 @@ _DEFINED = re.compile(
     r"(?:(?:func(?:\s*\([^)]*\))?|fn|def|function|class|struct|enum|interface|trait|type|const|let|var|val)\s+"
     r"(?:mut\s+)?\w+|\w+(?:, \w+)*(?=\s*:=)|(?:[A-Za-z_][\w:.<>\[\],]*[\s*&]+)+\w+(?=\s*(?:=[^=]|[;\[(])))"
 )
-"""A line without indentation up to the name that it defines: behind such a word, before := or behind a type."""
+"""Matches a line up to the name that it defines: a name after such a keyword, before := or after a type."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A cursor between two texts, the texts of open files, newest first, and all other files to copy from.
+    """A cursor between `before` and `after`, the texts of open files (newest first), and sources to copy from.
 
-    `suggest(text)` returns suggestions for the cursor behind a text that is inserted there, best first. A changed
-    suggestion is cut by `limit`.
+    `suggest(text)` returns the suggestions after inserting `text` at the cursor, best first. `limit` cuts a
+    changed suggestion.
     """
 
     before: str
@@ -71,7 +71,7 @@ class Place:
     limit: Callable[[Suggestion], Suggestion] = lambda suggestion: suggestion
 
     def suggestions(self) -> list[Suggestion]:
-        """The suggestions, of which the first has the names of this place."""
+        """The suggestions, best first; the rules of this file change the first one."""
         best, *others = self.suggest("")
         rules = (repeated, renamed_copy, half_typed, without_header, not_again)
         for rule in rules if len(self.typed) < LINE else ():
@@ -81,7 +81,7 @@ class Place:
         return [best, *(other for other in others if other.text != best.text)]
 
     def go_on(self, text: str, word: float) -> Suggestion:
-        """A suggestion that begins with a text, whose last word is complete; `word` is that of its first one."""
+        """Suggest `text`, and its continuation if that starts a new word; `word` is for the first word."""
         more, *_ = self.suggest(text)
         if re.match(r"\w", text[-1:]) and re.match(r"\w", more.text):
             return Suggestion(text, word, 0.0, ends_line=False)
@@ -89,12 +89,12 @@ class Place:
 
     @cached_property
     def lines(self) -> list[str]:
-        """The last lines before the cursor; the last of them ends there."""
+        """The last lines before the cursor; the last one ends at the cursor."""
         return split_lines(self.before[-REACH:])
 
     @cached_property
     def above(self) -> list[str]:
-        """The last lines above the cursor that are not blank, without indentation, the nearest first."""
+        """The last nonblank lines above the cursor, nearest first, without indentation."""
         return _last_lines(self.lines[:-1])
 
     @property
@@ -113,20 +113,20 @@ class Place:
         return frozenset(re.findall(r"(?<![.>$\w])\$?\w+", "\n".join(lines)))
 
     def names(self, part: str) -> Mapping[str, None]:
-        """The names that begin with `part`: of the file and of open files."""
+        """The names in the file and in open files that begin with `part`."""
         texts = self.before[: -len(part)], self.after, *self.opened
         return dict.fromkeys(name for text in texts for name in _names(text, part))
 
     def headers(self, name: str) -> Iterator[tuple[str, list[str]]]:
-        """The lines up to the name that they define, and their parameters, in all texts."""
+        """Yield the line up to the name, and the parameters, of each definition of the function `name`."""
         for text in (self.before, self.after, *self.opened):
-            for found in re.finditer(rf"{name}\(([^()]*)\)", text):
-                defined = _defined(text[text.rfind("\n", 0, found.start()) + 1 : found.end()])
+            for match in re.finditer(rf"{name}\(([^()]*)\)", text):
+                defined = _defined(text[text.rfind("\n", 0, match.start()) + 1 : match.end()])
                 if re.search(rf"\b{name}$", defined):
-                    yield defined, _SEPARATOR.split(found[1])
+                    yield defined, _SEPARATOR.split(match[1])
 
     def block(self) -> Iterator[str]:
-        """The other lines of the cursor's block with the indentation of its line."""
+        """Yield the other lines of the cursor's block that are indented like the cursor's line."""
         size, below = _indent(self.typed), split_lines(self.after[:REACH])[1:]
         for lines in (self.lines[-2::-1], below):
             inside = takewhile(lambda line: not line.strip() or _indent(line) >= size, lines)
@@ -134,15 +134,15 @@ class Place:
 
 
 def newest(texts: Mapping[str, str | None], name: str, options: CompleteOptions) -> list[str]:
-    """The texts of open files but `name`, the last of `texts` first, then those of a request."""
+    """The texts of open files except `name`, the last of `texts` first, then the texts in `options.files`."""
     opened = [text for other, text in reversed([*texts.items()]) if text and other != name]
     return [*opened, *(text for _, text in options.files)]
 
 
 def repeated(place: Place, best: Suggestion) -> Suggestion | None:
-    """The rest of the line above with other names, if the typed line differs from it in names alone.
+    """The rest of the line above with other names, if the typed line differs from the line above only in names.
 
-    A half-typed name may be the only one that differs, if the rest has it, too.
+    The half-typed name may be the only difference if the rest contains this name again.
     """
     if best.line >= REPEATED[1] or first_line(best.text) != best.text:
         return None
@@ -160,10 +160,10 @@ def repeated(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
-    """A copied line with the names of this place.
+    """The suggestion with names of this place, if it is a copied line.
 
-    Lines above the cursor are compared with those above the copied line. Where they differ in names alone, these
-    names replace names that the function at the cursor does not have.
+    The lines above the cursor are compared with the lines above the copied line. If two of these lines differ only
+    in names, the suggestion gets the names above the cursor; names that the function at the cursor contains stay.
     """
     line = place.typed + first_line(best.text).rstrip()
     tokens, above = _TOKEN.findall(line), [*map(_TOKEN.findall, place.above)]
@@ -174,9 +174,9 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
         for copied, *theirs in _copied_lines(source, line.strip().encode(errors="replace")):
             pairs = [pair for pair in zip(theirs, above, strict=False) if pair[0] != pair[1]]
             heads = [[*map(_head, pair)] for pair in pairs[:1]]
-            found = next(filter(None, starmap(_renaming, [*pairs, *heads])), {})
-            names = {name: found[name] for name in {*tokens} & {*found} - place.scope}
-            is_alike = [found.get(a, a) for a in copied] == [found.get(a, a) for a in tokens]
+            renames = next(filter(None, starmap(_renaming, [*pairs, *heads])), {})
+            names = {name: renames[name] for name in {*tokens} & {*renames} - place.scope}
+            is_alike = [renames.get(a, a) for a in copied] == [renames.get(a, a) for a in tokens]
             rest = _rest(place.typed, place.typed + best.text, names) if is_alike else ""
             if rest and not {*tokens} & {*names.values()}:
                 return replace(best, text=rest, word=RENAMED[0], line=RENAMED[1], source="copies")
@@ -184,7 +184,7 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def without_header(place: Place, best: Suggestion) -> Suggestion | None:
-    """A call without the types of a header: with the names of parameters, as far as the scope has them."""
+    """The suggestion with a copied function header turned into a call, whose arguments are parameters in scope."""
     line = place.typed + first_line(best.text)
     for call in re.finditer(r"(\w+)\((?=([^()]*))", line):
         given = _SEPARATOR.split(call[2])
@@ -204,7 +204,7 @@ def without_header(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
-    """The rest of a half-typed word that these files continue in a single way, unless another word is likely."""
+    """The rest of the half-typed word if exactly one name continues it, unless another word is more probable."""
     part = re.split(r"\W", place.typed)[-1]
     if len(part) < LEAST or not part.isidentifier() or re.match(r"\w", place.after) or _COMMENT.match(place.typed):
         return None
@@ -218,7 +218,7 @@ def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def not_again(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion up to the name that it defines, if another line of the block defines it."""
+    """The suggestion cut before the name that it defines, if another line of the block defines the same name."""
     typed, defined = place.typed.lstrip(), _defined(place.typed + first_line(best.text))
     if len(defined) <= len(typed) or defined not in map(_defined, place.block()):
         return None
@@ -226,7 +226,7 @@ def not_again(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
-    """The tokens of lines that end like this one, which has no indentation, and of the lines above each."""
+    """Yield, for each line of the source that ends like `line`, its tokens, then those of each line above it."""
     length, positions = source.longest(line[-DEPTH_BYTES:])
     for place in positions if 2 * length >= min(len(line), DEPTH_BYTES) else ():
         end = source.text.find(b"\n", place)
@@ -236,7 +236,7 @@ def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
 
 
 def _last_lines(lines: Sequence[str]) -> list[str]:
-    """The last lines that are not blank, without indentation, the nearest first."""
+    """The last nonblank lines, nearest first, without indentation."""
     return [line.strip() for line in lines[: -3 * ALIKE : -1] if line.strip()][: ALIKE + 1]
 
 
@@ -246,7 +246,7 @@ def _head(tokens: Sequence[str]) -> Sequence[str]:
 
 
 def _renaming(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
-    """The names in place of others in a line that is otherwise the same; empty if more than half is different."""
+    """Maps old to new names if two lines differ only in names; empty if more than half of the tokens differ."""
     pairs = {(a, b) for a, b in zip(old, new, strict=False) if a != b}
     same = sum(a == b for a, b in zip(old, new, strict=False))
     is_alike = len(old) == len(new) > 1 and 2 * same >= len(old) and len(dict(pairs)) == len(pairs)
@@ -254,7 +254,7 @@ def _renaming(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
 
 
 def _rest(typed: str, line: str, names: Mapping[str, str]) -> str:
-    """The rest of a line from the last typed token on, with other names; empty if none is replaced in it."""
+    """The part of a line after the typed text, with other names; empty if this replaces no name."""
     *before, part = _SPACED.findall(typed) or [""]
     old = _SPACED.findall(line)[len(before) :]
     new = [_rename(token, names) for token in old]
@@ -263,7 +263,7 @@ def _rest(typed: str, line: str, names: Mapping[str, str]) -> str:
 
 
 def _rename(token: str, names: Mapping[str, str]) -> str:
-    """The new name of a token, or the token with the part of a name replaced in which old and new name differ."""
+    """The new name of a token; a token that contains the differing part of an old name gets the new part."""
     if token in names:
         return names[token]
     parts = "\0".join(["", *_PART.findall(token), ""])
@@ -280,15 +280,15 @@ def _rename(token: str, names: Mapping[str, str]) -> str:
 
 
 def _defined(line: str) -> str:
-    """A line without indentation up to the name that it defines; empty if it defines none."""
+    """A line without indentation up to the name that it defines; empty if it defines no name."""
     match = _DEFINED.match(line.strip()[:LINE])
     return match[0] if match and not _STATEMENT.match(match[0]) else ""
 
 
 def _names(text: str, part: str) -> list[str]:
     """The words of a text, without comments, that begin with `part`."""
-    found = re.finditer(rf"{part}\w*", text)  # with \b, the search would be many times slower
-    above = ((name[0], text[max(0, name.start() - LINE) : name.start()]) for name in found)
+    matches = re.finditer(rf"{part}\w*", text)  # with \b, the search would be many times slower
+    above = ((name[0], text[max(0, name.start() - LINE) : name.start()]) for name in matches)
     return [
         name
         for name, before in above

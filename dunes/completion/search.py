@@ -19,7 +19,7 @@ from dunes.text.lines import split_lines
 LIMIT = 48
 """Maximum tokens of a line."""
 WIDTH = 3
-"""Maximum number of beams where no number is given."""
+"""Default number of beams."""
 BEAMED = 5
 """Number of tokens after which beam search ends and beams continue by greedy decoding."""
 LEAD = 1.5
@@ -27,7 +27,7 @@ LEAD = 1.5
 HOPELESS = -2.3
 """If a line's log-probability (nats) is below this, decoding stops and a copied line replaces it."""
 NEGLIGIBLE = -4.6
-"""Once the log-probability (nats) of a copied line is below this, its other ids are not evaluated."""
+"""Once the log-probability (nats) of a copied line falls below this, its remaining ids are not evaluated."""
 LIKELY = -1.9
 """If a beam's first word has at least this log-probability (nats), a copy with another first word is rejected."""
 
@@ -66,7 +66,7 @@ DEFAULTS = CompleteOptions()
 
 
 class Beam(NamedTuple):
-    """Ids after the prompt, and the log-probability (nats) of each id; True if they are those of a copied line."""
+    """Ids after the prompt, and the log-probability (nats) of each id; `is_copied` is True for a copied line."""
 
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -82,7 +82,7 @@ class Beam(NamedTuple):
         return Beam((*self.ids, id), (*self.logprobs, logprob))
 
     def condition(self, logprob: float) -> "Beam":
-        """The beam conditioned on an event with this log-probability, which is subtracted from the first id's."""
+        """The beam conditioned on an event; the event's `logprob` is subtracted from the first one."""
         first, *rest = self.logprobs
         return Beam(self.ids, (first - logprob, *rest))
 
@@ -131,7 +131,7 @@ class LineSearch:
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
 
     def _decode(self, beam: Beam) -> Beam:
-        """The beam continued greedily until it ends, or is hopeless with a complete word or a copy instead."""
+        """Continue a beam greedily until it ends; a hopeless one stops after a word, or if a copy replaces it."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
             if self._is_hopeless([beam]) and (first_word(text) != text or self._will_be_copied(beam, text)):
@@ -144,8 +144,8 @@ class LineSearch:
         return beam
 
     def _or_copy(self, beam: Beam) -> Beam:
-        """The beam, or the line after the text's longest match if the beam is below HOPELESS. A beam whose likely
-        first word differs from the copy's stays."""
+        """The beam, or the line after the text's longest match if the beam is below HOPELESS. The beam stays if
+        its first word is likely and differs from the copy's first word."""
         if (beam.ids and (beam.total >= HOPELESS or self._uncovered(beam))) or not self._copied:
             return beam
         copy = self.score(self._copied, bounded=True)
@@ -154,20 +154,20 @@ class LineSearch:
         return beam if is_likely else copy._replace(is_copied=True)
 
     def _will_be_copied(self, beam: Beam, text: str) -> bool:
-        """True if the only beam, with this part of a word, will be replaced however its word goes on."""
+        """True if a copy will replace the only beam, which ends inside a word, however this word continues."""
         may_be = self.options.width == 1 and bool(self._copied)
         return may_be and self.logprob(self._condition(beam), text) < LIKELY
 
     @cached_property
     def _copied(self) -> Sequence[int]:
-        """The ids of the line after the text's longest match; empty without a gate, and if they do not end it."""
+        """The ids of the line after the text's longest match; empty without a gate or without a line end."""
         ids = self.mixture.copies.propose(self.prompt, self.limit) if self.mixture.gate else ()
         fits = bool(ids) and len(ids) <= self.limit and max(ids) < len(self.pieces)
         return ids if fits and self.ends(Beam(tuple(ids))) else ()
 
     def score(self, ids: Sequence[int], bounded: bool = False) -> Beam:
-        """The beam of these ids with log-probabilities given the typed text; if `bounded`, 0 after a NEGLIGIBLE
-        beginning, so that sums are upper bounds."""
+        """The beam of these ids, with log-probabilities given the typed text. With `bounded`, ids after a
+        NEGLIGIBLE beginning get 0, so the total is an upper bound."""
         beam, is_enough = Beam(), False
         for id in ids:
             room, logprob = self.limit - len(beam.ids), 0.0
@@ -197,7 +197,7 @@ class LineSearch:
         return not any(map(self._uncovered, beams)) and (lead >= LEAD or self._is_hopeless(beams))
 
     def _is_hopeless(self, beams: Sequence[Beam], least: float = math.inf) -> bool:
-        """True if the first beam, given what is typed, is below both; False if a beam has not covered it."""
+        """True if the first beam is below HOPELESS and `least`; False while a beam lacks typed text."""
         least = min(least, HOPELESS)
         if any(map(self._uncovered, beams)):
             return False

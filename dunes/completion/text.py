@@ -43,8 +43,8 @@ BOUNDARIES = (
     (r"(?<=[!-~])(?=[\r\n])", rb"[!-~][\r\n]"),
     (r"(?<=\n)(?=[ \t]*[!-~])", rb"\n(?:[ \t]+\Z|[ \t]*[!-~])"),
 )
-"""Where a tokenizer whose tokens join lines may split a text into parts: before the line ends after a character
-that is no space (GPT-2), or after the last of them (LLaMA 3); and the bytes of a token across such a place."""
+"""Patterns for splitting a text if tokens may span lines: before line ends that follow a printable character
+(GPT-2), or after the last line end (LLaMA 3). Each second pattern matches a token across the split."""
 _PROBE = "".join(
     f"{end}{join}{start}"
     for end in ("x", "1", ");", '"', "'s", "é", "字", "\u3000", " ", "\t")
@@ -53,7 +53,7 @@ _PROBE = "".join(
 )
 """A text with many kinds of line ends."""
 HEALED = 8
-"""Maximum number of ids of line ends and spaces at the cursor that are generated again."""
+"""Maximum number of line end and space ids at the cursor that are generated again."""
 CACHED_LINES = 1 << 16
 """Number of parts whose ids are cached; after a keystroke, all parts but one are the same."""
 RECENT = 12
@@ -64,7 +64,7 @@ cursor, the sources to copy from, the index without this file, and an index of t
 class TokenizedText(NamedTuple):
     """Ids, and the index at which each line starts; the first `starts[0]` ids are the header.
 
-    No token spans the place before id `last`, which is in the last line or before it.
+    No token spans the place before id `last`; this place is in the last line or above it.
     """
 
     ids: list[int]
@@ -73,7 +73,7 @@ class TokenizedText(NamedTuple):
 
 
 class FileTokenizer:
-    """Encodes the texts of files; `header` is True if each file followed its path in training.
+    """Encodes the texts of files; `header` is True if a file's path preceded its text in training.
 
     It caches the ids of lines. The function `recent(make, *arguments)` returns `make(*arguments)` and caches the
     result, since most of a file is the same after a keystroke.
@@ -117,15 +117,14 @@ class FileTokenizer:
             if after < len(self._sorted) and self._sorted[after].startswith(tail):
                 split = cut
         if not self.tokenizer.line_separable and not b"".join(self.pieces[i] for i in ids[split:]).strip():
-            # A run of line ends and spaces is one word, whose last space may belong to the next one.
+            # Line ends and spaces form one word for the tokenizer, but the last space may belong to the next word.
             least = min(split, max(0, len(ids) - HEALED))
             split = next((n for n in range(split, least, -1) if not self.pieces[ids[n - 1]].isspace()), least)
         return ids[:split], b"".join(self.pieces[i] for i in ids[split:])
 
     def _find_allowed(self, typed: bytes) -> Tensor | None:
-        """Mask (V,), bool, of ids that may come next if the text must continue with `typed`; None if it is empty.
-
-        An id is allowed if its bytes start with `typed`, or are a prefix of `typed` (a shorter token).
+        """Mask (V,), bool, of ids that may come next if the text must continue with `typed`; None if `typed` is
+        empty. An id is allowed if its bytes start with `typed`, or are a prefix of `typed` (a shorter token).
         """
         if not typed:
             return None
@@ -164,7 +163,7 @@ class FileTokenizer:
         return TokenizedText(ids, starts, size)
 
     def _tokenize_parts(self, text: str, name: str) -> tuple[TokenizedText, str]:
-        """`tokenize` for a text of complete lines, without its last part, and that part."""
+        """`tokenize` a text of complete lines except its last part; also returns the last part."""
         ids, *parts = self.start(name), *self._parts(text)
         starts = [] if self.tokenizer.line_separable else [len(ids)]
         for part in parts[:-1]:
@@ -184,7 +183,7 @@ class FileTokenizer:
                 starts.append(len(ids))
 
     def _parts(self, text: str) -> list[str]:
-        """The parts of a text, at least one, whose ids are together those of the text."""
+        """Split a text into parts, at least one, whose ids concatenate to the ids of the text."""
         if self.tokenizer.line_separable:
             return split_lines(text)
         return self._boundary.split(text) if self._boundary else [text]
@@ -196,7 +195,7 @@ class FileTokenizer:
 
     @cached_property
     def _boundary(self) -> re.Pattern[str] | None:
-        """Where this tokenizer, whose tokens may join lines, splits every text; None if nowhere."""
+        """The pattern of BOUNDARIES at which this tokenizer can split every text; None if neither is valid."""
         for boundary, across in BOUNDARIES:
             if not any(map(re.compile(across).search, self.pieces)):
                 first, *parts = re.split(boundary, _PROBE)
@@ -214,10 +213,9 @@ class FimForm(NamedTuple):
 
 
 def fim_form(loaded: LoadedModel) -> FimForm | None:
-    """The fill-in-the-middle format of a model; None if it was not trained on such text.
+    """The fill-in-the-middle format of a model; None if the model was not trained on such text.
 
-    The card of a model trained with dunes records this; for other models, to which a run may refer, the
-    tokenizer's sentinels decide.
+    The card of a model trained with dunes records the format; for other models, the tokenizer's sentinels decide.
     """
     trained, tokenizer = trained_text(loaded.card), loaded.require_tokenizer()
     if "none" in trained.get("trainable", ()):
@@ -260,7 +258,7 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
 
 
 def _before_closing(line: str, rest: str, typed: str) -> str:
-    """The line, cut before a bracket or quote that closes one opened before the cursor, if `rest` has it."""
+    """The line, cut before a closing bracket or quote that `rest` already contains."""
     (_, line_place), (_, rest_place) = unmatched(line), unmatched(rest)
     if line_place is not None and rest_place is not None and line[line_place] == rest[rest_place]:
         line = line[:line_place]
@@ -285,7 +283,7 @@ def window(ids: Sequence[int], length: int, moves: int = 4) -> Sequence[int]:
     """The last ids that fit into this context length, from an offset that moves by `length // moves` ids at once.
 
     When a text grows by one id, its window nearly always grows by the same id, so that the KV cache stays valid.
-    For each id that a text grows by, `moves - 1` ids are evaluated again in the mean.
+    On average, each new id causes `moves - 1` ids to be evaluated again.
     """
     if len(ids) <= length:
         return ids
@@ -304,8 +302,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """The closing brackets missing at the end of a text, innermost first, and None. If the text has a closing
-    bracket without an opening one: an empty string, and the position of the first such bracket."""
+    """The closing brackets missing at the end of a text, innermost first, and None. For a text with an unmatched
+    closing bracket: an empty string, and the position of the first such bracket."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:

@@ -1,8 +1,8 @@
 """Compare a model before and after a change: loss, size, memory and speed.
 
-Each folder is measured in its own process, so that the memory of one model is measured alone, as a user runs it.
-Their speeds are taken in one more process, in alternation and by processor time on one thread: the speed of a
-machine changes by more than most changes of a model, and waiting threads use processor time, too.
+Each folder is measured in its own process, so that the measured memory is the memory of one model. A further
+process measures both speeds in alternation, in processor time on one thread: a machine's speed varies by more than
+the effect of most changes to a model, and waiting threads use processor time, too.
 """
 
 import json
@@ -34,13 +34,13 @@ from dunes.units import format_bytes
 SCORED = 65_536
 """Approximate number of validation tokens that are scored."""
 COMPARED = 8_192
-"""Approximate number of validation tokens after which the greedy predictions are compared."""
+"""Approximate number of validation tokens whose greedy next tokens are compared."""
 READ = 128
 """Maximum number of prompt tokens when speed is measured."""
 WRITTEN = 16
 """Maximum number of tokens, after the first generated token, whose decoding is timed."""
 ROUNDS, SECONDS = (6, 40), 5.0
-"""Minimum and maximum number of rounds, and the processor time after which no further round begins."""
+"""Minimum and maximum number of rounds, and the processor time in seconds after which no further round begins."""
 PHASES = {"prefill": "reading a prompt", "decode": "decoding"}
 
 
@@ -62,7 +62,7 @@ class Measurement:
 class Speed:
     """Medians of tokens/s on one thread, and of the paired ratios after / before with a 95 % interval.
 
-    The interval, `low` to `high`, is that of the sign test, which assumes no distribution.
+    The interval from `low` to `high` follows from the sign test, which assumes no distribution.
     """
 
     before: float
@@ -86,15 +86,15 @@ class Speed:
         return not self.low <= 1 <= self.high
 
     def __str__(self) -> str:
-        found = f"{self.ratio:.2f} times" if self.differs else "no difference seen"
-        return f"{found} [{self.low:.2f}, {self.high:.2f}]"
+        effect = f"{self.ratio:.2f} times" if self.differs else "no difference seen"
+        return f"{effect} [{self.low:.2f}, {self.high:.2f}]"
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Both measurements, and the fraction of validation tokens after which both models predict the same token.
 
-    `speeds` are those of PHASES, or empty if memory does not hold both models at once.
+    `speeds` has an entry for each of PHASES; it is empty if memory cannot hold both models at once.
     """
 
     before: Measurement
@@ -132,7 +132,7 @@ class Comparison:
 
 
 def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparison | str:
-    """Measure both folders, with their loss if there are validation ids. Returns a message if a process failed."""
+    """Measure both folders, and their loss on `ids` if given. Returns a message if a process failed."""
     try:
         with TemporaryDirectory() as scratch:
             if ids is not None:
@@ -141,7 +141,7 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
             free = measure.free_memory(torch.device("cpu"))
             fits = not free or first["memory"] + second["memory"] <= free
             rounds = _run_measurement([before, after], Path(scratch)) if fits else {}
-    except (ValueError, OSError) as error:  # do not lose the work that is to be reported
+    except (ValueError, OSError) as error:  # the changed model must still be reported
         return f"not measured: {error}"
     top = [np.array(facts.pop("top")) for facts in (first, second)]
     agreement = float((top[0] == top[1]).mean()) if len(top[0]) else None
@@ -166,7 +166,7 @@ def _run_measurement(folders: Sequence[Path], scratch: Path) -> dict[str, Any]:
 
 
 def measure_folder(folder: Path, file: Path) -> Mapping[str, Any]:
-    """The fields of a Measurement, and `top`: the most probable next id after each id in `file`, if it exists."""
+    """The fields of a Measurement, and `top`: the most probable next id after each id in `file`, if any."""
     cpu = torch.device("cpu")
     share_cores()
     measure.keep_freed_memory()
@@ -203,9 +203,9 @@ def _id_array(ids: TokenIds) -> Any:
 
 
 def measure_speeds(folders: Sequence[Path], file: Path) -> dict[str, list[tuple[float, ...]]]:
-    """Tokens/s of processor time on one thread, by phase: for each round, the figures of all folders.
+    """Tokens per second of processor time on one thread: by phase, one tuple (value per folder) per round.
 
-    The folders take turns, in the order A B, then B A. `file` is as in `measure_folder`.
+    The folders alternate in the order A B, B A. `file` is as in `measure_folder`.
     """
     torch.set_num_threads(1)
     ids = _read_ids(file) if file.is_file() else None
@@ -219,7 +219,7 @@ def measure_speeds(folders: Sequence[Path], file: Path) -> dict[str, list[tuple[
 
 
 def _speeds(loaded: LoadedModel, step: Any, ids: TokenIds | None) -> tuple[float, float]:
-    """Tokens/s of processor time of prefill and of decoding."""
+    """Tokens per second of processor time, in prefill and in decoding."""
     context = loaded.context_length
     read = max(1, min(READ, context // 2))
     prompt = [1] * read if ids is None else _id_array(ids)[:read].tolist()

@@ -1,6 +1,6 @@
 """Evaluate line completion: a table that compares a model with copying alone.
 
-Only files that the model has not seen are scored, and of their lines only those unlike all training lines.
+Only files that the model was not trained on are scored, without lines that resemble a training line.
 """
 
 import math
@@ -43,9 +43,9 @@ FEWEST = 3
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 COPY = "copy nearest"
-"""Name of the baseline that a model is compared with."""
+"""Name of the baseline."""
 COPYING = 0.03
-"""Fraction of the time of an evaluation that the baseline takes, and that its index takes before."""
+"""Fraction of an evaluation's time that its preparation takes; the baseline takes as much."""
 
 COLUMNS = (
     "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
@@ -56,7 +56,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class ScoredFile:
-    """A file, and the lines in it that are completed."""
+    """A file, and its lines to complete."""
 
     name: str
     text: str
@@ -65,8 +65,8 @@ class ScoredFile:
 
 @dataclass(frozen=True)
 class ScoredFiles:
-    """The files to score. Training files, near-duplicate lines and files without other lines are left out, and
-    counted. `line_count` counts the nonblank lines of files that were not trained on."""
+    """The files to score, and the numbers of omitted training files, near-duplicate lines and files without other
+    lines. `line_count` counts the nonblank lines of files outside the training text."""
 
     files: Sequence[ScoredFile]
     trained_files: int
@@ -75,12 +75,12 @@ class ScoredFiles:
     files_without_lines: int
 
     def report(self) -> str:
-        """One line: the files and lines that are scored and left out."""
+        """One line with the numbers of scored and omitted files and lines."""
         lines = self.line_count - self.near_duplicates
         return (
             f"{plural(len(self.files), 'file')}, {plural(lines, 'line')}; left out: "
             f"{plural(self.trained_files, 'file')} that the model was trained on, "
-            f"{plural(self.near_duplicates, 'line')} like one of the training, "
+            f"{plural(self.near_duplicates, 'line')} like a training line, "
             f"{plural(self.files_without_lines, 'file')} without other lines"
         )
 
@@ -127,7 +127,7 @@ def scored_files(
 ) -> ScoredFiles:
     """Select the files and lines to score for a model trained on the `training` files.
 
-    A file is left out if its text (without white space) is also a training file's, or its digest is in `seen`.
+    A file is left out if its text equals a training file's (without white space), or if its digest is in `seen`.
     Near-duplicates of training lines are left out, too, unless `all_lines`. Raises ValueError if no line is left.
     """
     digests = {content_digest([text]) for _, text in training} | {*seen}
@@ -195,12 +195,12 @@ class CompleterScore:
     bits_per_character: float = math.nan
 
     def means(self, metric: Literal["exact", "word"], selects: Callable[[Point], bool] = is_inside) -> np.ndarray:
-        """Mean of a metric in each file (F,), over the cursors that `selects` accepts (default: inside lines)."""
+        """Mean of a metric per file (F,), over the cursors for which `selects` is True (default: inside lines)."""
         points = [p for p in self.points if selects(p)]
         return file_means([getattr(p, metric) for p in points], [p.file for p in points])
 
     def exact_match(self) -> Interval:
-        """Share of cursors inside lines at which the entire suggestion is right."""
+        """Share of cursors inside lines with an entirely correct suggestion."""
         return interval(self.means("exact"))
 
     def difference(self, other: "CompleterScore") -> Interval:
@@ -208,11 +208,11 @@ class CompleterScore:
         return interval(self.means("exact") - other.means("exact"))
 
     def typing(self, threshold: float = 0.0) -> Typing:
-        """Totals of all lines that were typed with this threshold."""
+        """Totals over all lines typed with this threshold."""
         return sum(self.typed.get(threshold, ()), Typing())
 
     def saved(self, threshold: float = 0.0) -> float:
-        """Fraction of keystrokes saved at this threshold, averaged over files; NaN if none was measured."""
+        """Fraction of keystrokes saved at this threshold, averaged over files; NaN if not measured."""
         return mean_saved(self.typed.get(threshold, ()))
 
 
@@ -254,7 +254,7 @@ def evaluate_completion(
     display: Display | None = None,
     **corpus_options: Any,
 ) -> list[CompleterScore]:
-    """Score the completion of a model and of copying alone, and print a table.
+    """Score line completion by a model and by copying alone, and print a table.
 
     Without sources, the test files of the model's training are scored. At most `files` files are read. Files and
     lines that the model has seen are left out. `corpus_options` are arguments of `collect_corpus`. Raises
@@ -281,7 +281,7 @@ def evaluate_completion(
             copy = CopyNearest.of_files(training)
         display.line(scored.report())
         if seen_digests is None:
-            indexed = "but for those in its index" if training else "so none of them is left out"
+            indexed = "except the files in its index" if training else "so none of them is left out"
             display.line(f"note: the files that the model was trained on are not known, {indexed}")
         with shown_by(scale=lambda done: COPYING * (1 + done)):
             copied = score_completer(COPY, copy, scored.files, options)
@@ -296,9 +296,9 @@ def evaluate_completion(
 
 
 def row(score: CompleterScore, copy: CompleterScore) -> list[str]:
-    """The table row of a completer, which includes its difference from copying alone.
+    """The table row of a completer, with its difference from copying alone.
 
-    A cursor in brackets that the line closes later is scored with and without the closing brackets after it.
+    Cursors inside brackets that the line closes later are scored without and with closing brackets behind them.
     """
     with_brackets = {(p.file, p.cut.offset) for p in score.points if p.cut.kind == "closed"}
     without_brackets = score.means("exact", lambda p: is_inside(p) and (p.file, p.cut.offset) in with_brackets)

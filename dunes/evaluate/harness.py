@@ -34,7 +34,7 @@ TOKENS = 256
 """Default maximum number of new tokens, as in the `hf` backend."""
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names under which a task may set the maximum number of new tokens; the first name that is used counts."""
+"""Names for the maximum number of new tokens in a task's settings; the first name present is used."""
 
 OPTIONS = (*LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 WITHOUT_EFFECT = {"num_beams": 1}
@@ -74,11 +74,11 @@ class Harness(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id before a text that is scored without a context."""
+        """The id that precedes a text without a context."""
         return self._first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of the text; special tokens are not added to a text that already starts with BOS."""
+        """Ids of the text. Special tokens are not added if the text already starts with BOS."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._decode([self._first]))
         ids: list[int] = self.inner.encode(string, add_special_tokens=add_special_tokens).ids
@@ -88,11 +88,11 @@ class Harness(TemplateLM):
         return str(self.inner.decode(list(ids), skip_special_tokens=False))
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """For each (context, continuation): its log-likelihood, and True if greedy decoding would generate it.
+        """The log-likelihood of each (context, continuation), and True if greedy decoding generates it.
 
-        Raises ValueError for a continuation without a token of its own, or longer than the model's context.
+        Raises ValueError for a continuation without a token of its own, or longer than the model's context length.
         """
-        # The harness moves spaces from the end of the context to the continuation, and splits the ids.
+        # The superclass moves spaces from the context's end to the continuation, and splits the ids.
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
         return answers
 
@@ -152,9 +152,9 @@ class Harness(TemplateLM):
         return float(logprob), bool((logprobs.argmax(-1) == targets).all())
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """Generate after each context, up to the first stop string, EOS or the limit.
+        """Generate text after each context, up to the first stop string, EOS or the token limit.
 
-        Raises ValueError for generation settings that are unsupported, or leave no room for the context.
+        Raises ValueError for unsupported settings, and if the token limit leaves no room for the context.
         """
         groups: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
@@ -225,6 +225,6 @@ def parse_settings(settings: Mapping[str, Any], place: str, context_length: int,
             f"{place}: {max_tokens} new tokens leave no room in the context of {context_length}; set max_gen_toks "
             "below that (generation_kwargs in the task's YAML), or train with a larger --context-length"
         )
-    until = settings.get("until") or ()  # a task may give a single one without a list
+    until = settings.get("until") or ()  # a task may give one string instead of a list
     until = (until,) if isinstance(until, str) else until
     return GenerationSettings((*until, end), max_tokens, sample)

@@ -25,8 +25,8 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class PreferenceScore(Score):
-    """Sums over `pairs` pairs of answers, with `tokens` targets: of the DPO loss, of the `margins` of rewards, and
-    of `correct` signs of margins; and the sum of the cross entropy of the `chosen_tokens` of chosen answers."""
+    """Sums over `pairs` pairs of answers with `tokens` targets: the DPO loss, the reward `margins`, the number of
+    positive margins (`correct`), and the cross entropy of the chosen answers (`chosen_tokens` tokens)."""
 
     pairs: int
     margins: float
@@ -38,7 +38,7 @@ class PreferenceScore(Score):
 
     @property
     def loss(self) -> float:
-        """The DPO loss, which is ln 2 for the reference itself."""
+        """The mean DPO loss; it is ln 2 for the reference model."""
         return self.loss_sum / self.pairs
 
     @property
@@ -95,7 +95,7 @@ def reference_logprobs(
 ) -> NDArray[np.float32]:
     """The summed log-probabilities (examples, 2) of chosen and rejected answers, truncated to the context length.
 
-    They are 0 for a pair that `PairBatches` leaves out. All ranks share the work, and have the result.
+    Pairs that `PairBatches` leaves out get 0. The ranks share the work; each returns the full result.
     """
     order = sorted(
         (i for i, e in enumerate(examples) if e.targets(context_length)), key=lambda i: -len(examples[i])
@@ -114,7 +114,7 @@ def reference_logprobs(
 
 
 def _own_pairs(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The pairs of this rank, as `own_rows`."""
+    """The pairs of this rank: `own_rows` applied to pairs of rows."""
     return tuple(
         part.flatten(0, 1) for part in own_rows(tuple(part.view(-1, 2, *part.shape[1:]) for part in batch))
     )

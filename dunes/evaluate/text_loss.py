@@ -32,7 +32,7 @@ from dunes.units import plural
 
 BATCH = 16
 LONGEST_HEADER = 512
-"""The start of a file header is searched in this many tokens before a window."""
+"""Number of tokens before a window that are searched for the start of a file header."""
 FindHeaders = Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 
 SEQUENCES = 64
@@ -50,7 +50,7 @@ class Score:
     size: int
 
     unit: ClassVar[str] = " bits/byte"
-    """Unit of `criterion`, after a space."""
+    """Unit of `criterion`, preceded by a space."""
 
     @property
     def loss(self) -> float:
@@ -68,7 +68,7 @@ class Score:
 
     @property
     def criterion(self) -> float:
-        """The figure by which weights are compared; the lowest is the best."""
+        """The figure that selects the best weights; lower is better."""
         return self.bits_per_byte
 
     @property
@@ -98,9 +98,8 @@ def evaluate(
 ) -> Score:
     """Score the tokens in windows of the context length.
 
-    Each token is predicted from the previous tokens of its window; in `PackedText`, only from those in its own
-    document. In a stream of files, headers are read but not scored: they count neither in the loss nor in the
-    size, although the path of a file may help the model.
+    Each token is predicted from the previous tokens of its window; in `PackedText`, only from tokens of its own
+    document. In a stream of files, the model reads headers, but they count neither in the loss nor in the size.
 
     With `limit`, about this many tokens are scored, in windows spread evenly over the text. Raises ValueError for
     fewer than two tokens.
@@ -132,14 +131,14 @@ def score_batches(loaded: LoadedModel, batches: Iterable[tuple[Tensor, ...]], dt
 
 @contextmanager
 def evaluation(model: nn.Module, dtype: torch.dtype) -> Iterator[torch.device]:
-    """A context to evaluate the model in a dtype of matrix products; yields its device."""
+    """Inside the `with` block, the model is in eval mode with this matrix product dtype; yields its device."""
     device = next(model.parameters()).device
     with torch.no_grad(), tree.mode(model, False), torch.autocast(device.type, dtype, dtype != torch.float32):
         yield device
 
 
 def own_rows(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The rows of this rank, or one row without targets if it has no rows, since all ranks call the model."""
+    """The rows of this rank; one row without targets if it has none, since all ranks must call the model."""
     share = -(-len(batch[0]) // ranks.count())
     own = tuple(part[share * ranks.rank() :][:share] for part in batch)
     if len(own[0]):
@@ -185,7 +184,7 @@ def score_folder(
 
 def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **options: Any) -> tuple[TokenIds, int]:
     """Token ids of all text in the sources, and the number of files. Without sources, the text is the validation
-    split recorded in the model's card. Raises ValueError if the card records none."""
+    split recorded in the model's card. Raises ValueError if the card records no validation split."""
     tokenizer, trained = loaded.require_tokenizer(), trained_text(loaded.card)
     if sources:
         corpus = collect_corpus(sources, **options)  # all text, on either side of the split
@@ -197,11 +196,11 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
 
 
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
-    """Ids (sequences, tokens) for calibration, in sequences that are spread evenly over the documents.
+    """Calibration ids (sequences, tokens); the sequences are spread evenly over the documents.
 
-    The result has SEQUENCES sequences, or about `tokens` ids in total; fewer for a shorter text. The tails of
+    The result has SEQUENCES sequences, or about `tokens` ids in total; a short text gives fewer. Tails of
     documents are left out if they may be scored. Without sources, the text is the training split recorded in the
-    card. Raises ValueError if the card records none, if that text is gone, or if it is shorter than one sequence.
+    card. Raises ValueError if this text is not recorded, is gone, or is shorter than one sequence.
     """
     trained = trained_text(loaded.card)
     width = min(CALIBRATION_TOKENS, loaded.context_length)
@@ -231,7 +230,7 @@ def missing_source(card: Mapping[str, Any]) -> str:
 def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation: Sequence[str]) -> None:
     """Raise ValueError if a text of the calibration sources is also scored.
 
-    A file and a record count as equal if their texts are, regardless of white space. If only the tail of each
+    Texts of files and records are compared without white space. If only the tail of each
     document is scored, the rest of the document may be used for calibration.
     """
     trained = trained_text(loaded.card)
@@ -243,7 +242,7 @@ def require_separate(loaded: LoadedModel, calibration: Sequence[str], validation
     for document in calibrating.documents if calibration else calibrating.train:
         if any(content_digest(text) in digests for text in document.texts()):
             raise ValueError(
-                f"{document.path}: it calibrates the change and would score it; pass other text with "
+                f"{document.path}: used for both calibration and scoring; pass other text with "
                 "--calibration or --validation"
             )
 
@@ -257,7 +256,7 @@ def _ids(
 ) -> TokenIds:
     """Token ids of a part of each text: `all`, its last fraction `share` (`tail`), or all before that (`head`).
 
-    Texts are joined as in the training that `trained` records; if `trained` is empty, as plain text.
+    Texts are joined as in the recorded training `trained`; as plain text if `trained` is empty.
     """
     begin, parts, separate = tokenizer.text_start, [], bool(trained.get("separate_documents"))
     headers = bool(trained.get("complete") and trained.get("file_headers", True))

@@ -1,8 +1,8 @@
 """A sorted index of all contexts of a text, to look up which items followed a context earlier in the text.
 
 A context is the text before a position, read backwards. In the sorted order, contexts with the same last n items
-are adjacent: their positions form a range. The range for the same last n + 1 items lies inside it. The order is a
-suffix array of the reversed text, limited to `depth` items and built by prefix doubling.
+are adjacent: their positions form a range. The range for the same last n + 1 items lies inside this range. The
+order is a suffix array of the reversed text, limited to `depth` items and built by prefix doubling.
 https://doi.org/10.1137/0222058
 """
 
@@ -36,8 +36,8 @@ class ContextIndex:
     """Index of the contexts of all positions in `items` (N,), unsigned integers below 2^32 - 1.
 
     `order` (N,), int32, is the sorted order of the positions, computed if not given. The index takes 4 bytes per
-    item, in addition to the items and a reversed copy of their bytes. While it sorts, `progress` is called with
-    the fractions of the work that were done.
+    item, in addition to the items and a reversed copy of their bytes. During sorting, `progress` is called with
+    each completed fraction of the work.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class ContextIndex:
         return len(self.items)
 
     def matches(self, context: Sequence[int], lengths: Sequence[int] = ()) -> list[Match]:
-        """Matches of a context's suffixes; the last one is for the longest suffix that occurs.
+        """Matches of a context's suffixes; the last match is for the longest suffix that occurs.
 
-        Before it come the matches of shorter suffixes with a length in `lengths` (ascending). At most
+        The other matches are for shorter suffixes with a length in `lengths` (ascending). At most
         `depth` items are compared. The list is empty if no suffix occurs.
         """
         context, size = context[-self.depth :], self.items.itemsize
@@ -87,7 +87,7 @@ class ContextIndex:
     def positions(self, match: Match, most: int | None = None) -> NDArray[np.int32]:
         """The positions of a match: the indices in `items` of the items that followed it.
 
-        At most about `most` of them are returned, spread evenly over their order.
+        With `most`, only about this many positions are returned, spread evenly over their order.
         """
         step = 1 if most is None else max(1, (match.last - match.first) // most)
         return self.order[match.first : match.last : step]
@@ -137,7 +137,7 @@ def sorted_contexts(
 ) -> NDArray[np.int32]:
     """Positions (N,), int32, of a text, sorted by the `depth` items before each position, nearest item first."""
     count, bits = len(items), (int(items.max(initial=0)) + 1).bit_length()
-    padded = np.zeros(depth + count, np.int64)  # zero, before the first item, is none of them
+    padded = np.zeros(depth + count, np.int64)  # 0 means before the first item
     padded[depth:] = items
     padded[depth:] += 1
     width = min(63 // bits, depth)

@@ -1,11 +1,11 @@
 """Copying: ids that followed earlier occurrences of a text are mixed with a language model by a fitted gate.
 
 Texts are searched as ids and as bytes. The ids after the longest match of ids and after shorter matches are
-blended as in prediction by partial matching (PPM): the counts after n ids get one pseudocount per distinct id,
-divided as in the blend of shorter matches. A match of bytes does not depend on token boundaries; the lines after
-the longest one are proposed. A gate then changes the log-probabilities of the proposed ids and of the model's most
-probable ids. Its features are how long the matches are, how sure the sources and the model are, how often and how
-recently the file contains an id, and which characters the id has. The result is normalised again.
+blended as in prediction by partial matching (PPM): the counts after a match get one pseudocount per distinct id,
+distributed like the blend of shorter matches. Matches of bytes do not depend on token boundaries; the lines after
+the longest match of bytes are proposed. A gate then changes the log-probabilities of the proposed ids and of the
+model's most probable ids, and the result is normalised. The gate's features are the lengths of matches, the
+confidence of sources and model, an id's frequency and recency in the file, and its characters.
 https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
 """
 
@@ -44,7 +44,7 @@ AHEAD = 24
 LINE = 120
 """Maximum length of a proposed line in bytes."""
 LEAST = 1e-4
-"""Added to a probability before its logarithm becomes a feature."""
+"""Constant that is added to a probability before taking its logarithm."""
 COLUMNS = ("prob", "share", "match", "length", "places")
 """Names of the features from one source."""
 
@@ -102,7 +102,7 @@ class Vocabulary:
 
     @cached_property
     def kinds(self) -> NDArray[np.float32]:
-        """Features of the text of each id, (V, 8), by NAMES."""
+        """Features (V, 8) of each id's text; NAMES are their names."""
         texts = [piece.strip() for piece in self.pieces]
         firsts, inner = ([part[:1] or b"\0" for part in parts] for parts in (self.pieces, texts))
         first, start, last = (
@@ -140,7 +140,7 @@ class Sources:
 
     @cached_property
     def uses(self) -> NDArray[np.float32]:
-        """Features of each id's use in the file, (V, 3), by NAMES, each as `log2(1 + x)`.
+        """Features (V, 3) of each id's use in the file, each as `log2(1 + x)`; NAMES are their names.
 
         The three values x are the id's count, the distance in ids from its last occurrence above the cursor to the
         cursor (without one, the length of the text above), and the length of the text above.
@@ -152,7 +152,7 @@ class Sources:
             uses[:, 0] += np.bincount(items, minlength=size)[:size]
         above = near[0] if near else np.zeros(0, np.uint16)
         places = np.zeros(max(size, int(above.max(initial=0)) + 1), np.int64)
-        places[above] = np.arange(len(above))  # the last one, if an id occurs again
+        places[above] = np.arange(len(above))  # a repeated id gets its last place
         uses[:, 1], uses[:, 2] = len(above) - places[:size], len(above)
         return np.log2(1 + uses)
 
@@ -168,7 +168,7 @@ class Copies:
     typed: bytes = b""
     start: int = 0
 
-    # Of the lines, only the first id of the last one is a feature; their number was not tried.
+    # For lines, "share" marks the first id of the last line; the fraction "prob" of the lines was not tried.
     NAMES: ClassVar = (
         *(f"{part} {column}" for part in ("near ids", "far ids") for column in COLUMNS),
         *(f"{part} {column}" for part in ("near lines", "far lines") for column in COLUMNS[1:]),
@@ -193,8 +193,8 @@ class Copies:
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
     def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
-        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, one in
-        `near` wins, and in a text the last one."""
+        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the first
+        source's is used, at its last occurrence."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         length, positions, text = longest_match((*sources.near, *sources.far), context)
@@ -263,7 +263,7 @@ def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
 
 
 def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float64]]:
-    """Features of these ids from one source, by COLUMNS."""
+    """Features of these ids from one source; COLUMNS are their names."""
     probs, shares, mask = np.zeros(len(ids)), np.zeros(len(ids)), np.zeros(len(ids))
     place = np.searchsorted(ids, source.ids)
     probs[place], shares[place], mask[place] = source.probs, source.shares, 1.0
@@ -272,7 +272,7 @@ def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float
 
 
 class Gate(nn.Module):
-    """Predicts each candidate's change of logprob from its features and the model's logprobs, with two layers.
+    """Two layers that predict changes of candidates' logprobs from their features and the model's logprobs.
 
     INPUTS are the names of the columns of `up`.
     """
@@ -329,9 +329,9 @@ def mixture_loss(
     For each candidate, `change` (N, C) is the gate's change, `logprobs` (N, C) the log-probability under the
     model; `mask` (N, C) is False for padding. `target` (N,) is the target's index among the candidates, or -1;
     `target_logprob` (N,) is its log-probability under the model. `rest_logprob` (N,) is the log of the total
-    probability of all ids that are no candidates. Computing it as 1 - the candidates' total is inexact.
+    probability of all ids that are no candidates. (1 minus the candidates' total would be inexact.)
     """
-    # A finite value: gradients stay finite in rows without a candidate.
+    # A finite value, so that gradients stay finite in rows without a candidate.
     mixed = (logprobs + change).masked_fill(~mask, -1e30)
     total = torch.logaddexp(mixed.logsumexp(-1), rest_logprob)
     gain = torch.where(target >= 0, change.gather(-1, target.clamp(min=0)[:, None])[:, 0], 0.0)

@@ -103,11 +103,11 @@ def generate(
 def generate_all(
     model: nn.Module, requests: Sequence[Request | None], *, context_length: int, cache: PrefixCache | None = None
 ) -> Iterator[list[Token | None]]:
-    """Yield the next token of each request; None if its text has ended, or while other rows have accepted ids.
+    """Yield the next token of each request; None if its text has ended, or while only other rows accept proposals.
 
     Each text is the same as if it were generated alone. Between two tokens the caller may replace an entry of
-    `requests` by another request or None. A `cache` needs one row per request. A text's prefix that it contains is
-    not evaluated again; afterwards it contains the new texts.
+    `requests` by another request or None. A `cache` needs one row per request; cached prefixes of texts are not
+    evaluated again, and the new texts are cached.
     """
     if any(r is not None and r.proposer for r in requests):
         check_rewinds(model)
@@ -151,8 +151,8 @@ def _choose_token(request: Request, scores: Scores) -> Token:
 def _propose(request: Request, room: int, cache: PrefixCache) -> Proposal:
     """A proposal that fits into the `room` left in the context and into the request's `max_tokens`.
 
-    It is empty for a model that reads entire texts, since its logits may depend on all ids of a forward. With a
-    quantized cache it has at most SLACK ids, as many as a rollback can drop exactly.
+    It is empty for a model without a KV cache, since the logits may depend on all ids of a forward. With a
+    quantized cache, it has at most SLACK ids, since a rollback cannot drop more ids exactly.
     """
     room = min(room, request.end - len(request.ids) - 1, room if cache.format is None else SLACK)
     if request.proposer is None or room < 1 or cache.cache is None or cache.vocab is None:
@@ -208,10 +208,10 @@ def prompt_tokens(model: nn.Module, ids: Sequence[int], alternatives: int = 0) -
 def text_logprobs(
     model: nn.Module, ids: Sequence[int], context_length: int, first: int = 1, stop: int | None = None
 ) -> Iterator[Tensor]:
-    """Yield, for each id from index `first` >= 1 to `stop` (default: all), its log-probabilities (V,), on the CPU.
+    """Yield log-probabilities (V,), on the CPU, for each id from index `first` >= 1 to `stop` (default: all).
 
     The text is evaluated in windows that overlap by half. Every id after the first window thus has at least half
-    of the context length before it. Of a `Decoder`, only BLOCK positions' logits are in memory at a time.
+    of the context length before it. With a `Decoder`, only the logits of BLOCK positions are in memory at a time.
     """
     half, position = max(1, context_length // 2), first - 1
     data = torch.tensor(ids[:stop][:-1], device=next(model.parameters()).device)
@@ -229,12 +229,12 @@ def text_logprobs(
 
 
 def _before_head(model: nn.Module, ids: Tensor, last: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """As `Decoder.before_head`, also for other models, whose logits are computed at once."""
+    """`Decoder.before_head`; for other models, the logits and an identity function instead of the head."""
     return model.before_head(ids, last) if isinstance(model, Decoder) else (model(ids, last=last), lambda x: x)
 
 
 def _tokens(logprobs: Tensor, ids: Tensor, alternatives: Sequence[int]) -> list[Token]:
-    """Tokens of ids (N,) from log-probabilities (N, V); `alternatives` has each token's number of them."""
+    """Tokens of ids (N,) from log-probabilities (N, V), with these numbers of alternatives."""
     own = logprobs.gather(-1, ids[:, None])[:, 0].tolist()
     if not any(alternatives):
         return [Token(i, logprob) for i, logprob in zip(ids.tolist(), own, strict=True)]

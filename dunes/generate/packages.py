@@ -67,10 +67,10 @@ tokens, for the start of a text (TEXT), or for a token in each of several rows (
 HEADS = {1: "native-head.so", FEW: "native-few-head.so"}
 """Names of the heads' files in packages where blocks of one form are compiled once; see `_layer_file`."""
 LAYERS_OF_A_FORM = 8
-"""Blocks are compiled once for each form if there are at least this many blocks for each. Compiling one more form
-takes as long as compiling seven more blocks in one file."""
+"""Minimum mean number of blocks per form for compiling each form only once. Compiling one more form takes as long
+as compiling seven more blocks in one file."""
 LAYER_PARAMETERS = 2_000_000
-"""Minimum mean size of the linear layers of such a block; smaller ones would mostly pay for being called."""
+"""Minimum mean of linear parameters per block for this; with smaller blocks, calls would dominate the time."""
 TEXT_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 ROW_OPTIONS = TEXT_OPTIONS | {"realize_reads_threshold": 1, "score_fusion_memory_threshold": 1}
 OPTIONS = ROW_OPTIONS | {
@@ -87,7 +87,7 @@ TOLERANCE = {torch.bfloat16: 2e-1, torch.float16: 2e-2, torch.float32: 1e-4}
 GREEDY_TOKENS = 64
 """Number of tokens that the model and a float16 step generate for comparison."""
 TIMED = 30
-"""Number of tokens for which the time of a step is measured; the least time counts."""
+"""Number of one-token timings per step; the smallest time counts."""
 CHECKED = 6
 """Number of tokens in the cache when the logits of a step are checked."""
 LOOK_EVERY = 1.0
@@ -96,10 +96,10 @@ SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step*.py"
 
 
 def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
-    """The compiled step of this model; None if no package exists, or, with a warning, if it cannot be used.
+    """The compiled step of this model; None if no package exists or, with a warning, if it is unusable.
 
-    Its matrices have this dtype, by default the dtype that `compile_step` chose for these weights. If no package
-    with the chosen dtype exists, the weights' own dtype is used.
+    The step's matrices have this dtype, by default the dtype that `compile_step` chose for these weights. If no
+    package with the chosen dtype exists, the weights' own dtype is used.
     """
     try:
         if not packages_folder().is_dir() or (dtype or _dtype(model)) not in _dtypes(model):
@@ -138,7 +138,7 @@ def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], Co
             process = None if ended else process
             if files is None and start is not None and step is None and _dtypes(model) and not why_not_compiled():
                 process = start()
-            files = now  # last, so that after Ctrl-C the next call begins again
+            files = now  # set last, so that after Ctrl-C the next call begins again
         return step
 
     return find
@@ -157,12 +157,12 @@ def compile_step(
 ) -> tuple[Path, torch.dtype]:
     """Compile the package that `load_step` will choose, unless it exists; returns its folder and dtype.
 
-    The default dtype is the one recorded for these weights. If there is none, float32 matrices are rounded to
-    bfloat16 or float16, whichever is faster here, if greedy decoding then gives the same ids. Steps for FEW
-    tokens, for the start of a text and for several rows are added if the model supports them. Of a model with many
-    large blocks of the same form, one block and the head are compiled instead, for one token and for FEW, unless
-    `whole` asks for files that need no module of the model. Raises ValueError with the reason if the step cannot
-    be exported or compiled, if it does not support the dtype, or if no C++ compiler exists.
+    The default dtype is recorded for these weights. Without a record, float32 matrices are rounded to the faster
+    of bfloat16 and float16 for which greedy decoding gives the same ids. Steps for FEW tokens, for the start of a
+    text and for several rows are added if the model supports them. If many large blocks have the same form, only
+    one block and the head are compiled, for one token and for FEW; `whole` compiles the complete model, so that
+    the files need no module of it. Raises ValueError with the reason if the step cannot be exported or compiled,
+    if it does not support the dtype, or if no C++ compiler exists.
     """
     check_step(model, dtype)
     folder = _folder(model)
@@ -281,7 +281,7 @@ def native_files(package: Path) -> dict[str, str]:
 
 
 def packages_folder() -> Path:
-    """The folder of packages. Raises ValueError if it belongs to another user, or if others have access to it."""
+    """The folder of packages. Raises ValueError if another user owns the folder or has access to it."""
     folder = cache_home() / "steps"
     if folder.exists() and (folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077):
         raise ValueError(f"{folder}: contains native code that others can change; remove it, or chmod 700 it")
@@ -293,7 +293,8 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """Supported dtypes of a step's matrices, the model's own last; empty if it is not on the CPU, or has hooks."""
+    """Supported dtypes of a step's matrices, the model's own last; empty for a model with hooks or not on the
+    CPU."""
     if next(model.parameters()).device.type != "cpu" or has_hooks(model):
         return []
     return [*TOLERANCE] if _dtype(model) == torch.float32 else [d for d in TOLERANCE if d == _dtype(model)]
@@ -309,8 +310,8 @@ def _read_choice(model: nn.Module, folder: Path) -> torch.dtype | None:
 def _record(model: nn.Module, folder: Path) -> Path:
     """The file that records the dtype chosen for these weights.
 
-    Its name is a digest of some 8-byte words of each tensor and of the sum of all its words. Computing the name
-    takes as long as reading the weights.
+    The file name is a digest of a sample of each tensor's 8-byte words and of the sum of all words. Computing the
+    name takes as long as reading the weights.
     """
     digest = sha256()
     for name, tensor in sorted(step_weights(model, _dtype(model)).items()):
@@ -344,7 +345,7 @@ def _structure(model: nn.Module, files: set[str]) -> tuple[list[Any], list[Any]]
 
 
 def layer_forms(model: nn.Module) -> list[int]:
-    """For each block the number of the first one of its form; empty if the model is compiled in one file."""
+    """For each block, the index of the first block of its form; empty if the model is compiled in one file."""
     in_order = any(getattr(m, "depends_on_order", False) for m in model.modules())
     blocks = [*model.blocks] if isinstance(model, Decoder) and not in_order else []
     texts = [repr(_structure(block, set())) for block in blocks]
@@ -359,7 +360,7 @@ def _layer_file(head: Path, layer: int) -> Path:
 
 
 def _source_file(module: type[nn.Module]) -> str:
-    """The file of a class; of a class in a script that was imported by its path, the file of its forward."""
+    """The file of a class; for a class in a script imported by path, the file of its `forward`."""
     try:
         return inspect.getsourcefile(module) or ""
     except TypeError:  # the class's module is not in sys.modules
@@ -367,7 +368,7 @@ def _source_file(module: type[nn.Module]) -> str:
 
 
 def _describe(value: Any, files: set[str], depth: int = 4) -> str:
-    """A text of everything in an attribute that traced code may depend on; adds its source files to `files`."""
+    """Describe everything in an attribute that may affect traced code; adds its source files to `files`."""
     if isinstance(value, Tensor | nn.Module):
         return type(value).__qualname__
     if not depth:
@@ -425,7 +426,7 @@ def bind_step(
 
 
 def _load(model: nn.Module, file: Path, weights: Mapping[str, Tensor]) -> Run:
-    """The code in a file of FILES, or of a head in HEADS together with its blocks'."""
+    """The code in a file of FILES, or the joined code of a head in HEADS and of its blocks."""
     (run,), firsts = load_native(file, weights), layer_forms(model)
     if file.name not in HEADS.values():
         return run
@@ -439,7 +440,7 @@ def _load(model: nn.Module, file: Path, weights: Mapping[str, Tensor]) -> Run:
 
 
 def _run(step: CompiledStep, tokens: int) -> Callable[[list[int], Cache], list[Scores]]:
-    """The step's method for this number of tokens; for ROWS, each id is of a row."""
+    """The step's method for this number of tokens; for ROWS, the ids are one per row."""
     rows = lambda ids, cache: [*step.read_rows(dict(enumerate(ids)), cache).values()]
     return {TEXT: step.read_text, ROWS: rows}.get(tokens, step)
 
@@ -464,10 +465,10 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
 
 
 def _exact_logits(model: nn.Module, cache: Cache) -> Tensor:
-    """Logits of `_check_tokens` with float32 activations, whose keys and values replace those in the cache.
+    """Logits of `_check_tokens` with float32 activations; also writes its keys and values into the cache.
 
-    A step's activations are float32, too. Those of a published model in bfloat16 can move logits by more than the
-    largest logit.
+    A step's activations are float32, too. With bfloat16 activations, a published model's logits can change by more
+    than the largest logit.
     """
     with in_float32(model):
         exact, logits = _check_tokens(model)
@@ -479,7 +480,7 @@ def _exact_logits(model: nn.Module, cache: Cache) -> Tensor:
 def compile_graph(
     graph: torch.export.ExportedProgram, path: Path, options: Mapping[str, Any] = TEXT_OPTIONS
 ) -> None:
-    """Write the native code of a graph, and a file with its calls of operators without a C interface, if any.
+    """Write the native code of a graph, and a file that lists calls of operators without a C interface, if any.
 
     With OPTIONS, the wrapper code has its buffers on the stack. Raises ValueError for a graph that Inductor cannot
     compile.
@@ -504,7 +505,7 @@ def compile_graph(
         archive = f"{folder}/archive.pt2"
         make = partial(aoti_compile_and_package, package_path=archive, inductor_configs=dict(options))
         attempt("torch cannot compile this model", partial(make, graph))
-        with ZipFile(archive) as members:  # the code, and calls of operators that have no interface in C
+        with ZipFile(archive) as members:  # the code, and calls of operators without a C interface
             for name in (n for n in members.namelist() if n.endswith((".wrapper.so", ".wrapper.json"))):
                 path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
 
@@ -514,7 +515,7 @@ def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.E
         cache, _ = _check_tokens(model)
     with tree.mode(model, False):
         step = {TEXT: TextStep, ROWS: RowStep}.get(tokens, Step)(outline(model, dtype)).eval()
-    with torch.autocast("cpu", enabled=False):  # whose casts would be part of the graph
+    with torch.autocast("cpu", enabled=False):  # autocast's casts would be part of the graph
         return export_graph(lambda: export_step(step, cache, tokens))
 
 

@@ -26,10 +26,10 @@ from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 CHUNK = 2048
 """Maximum tokens of a prompt per forward: shorter chunks are no faster, longer ones take more memory."""
 MAX_STEPPED = 16
-"""Up to this many new ids are computed by steps for FEW tokens, more ids by a forward. Both take equally long at
-16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
+"""Maximum number of new ids that compiled code for FEW tokens computes instead of a forward. Both take equally
+long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
 IN_FLOAT32 = 8
-"""`MAX_STEPPED` for a step with float32 matrices: both take equally long at 16, 9 and 10 ids."""
+"""`MAX_STEPPED` for float32 matrices: with these models, both take equally long at 16, 9 and 10 ids."""
 PADDED = 8
 """Up to this many tokens of padding per row, batching rows is cheaper than copying a row's KV cache."""
 
@@ -130,9 +130,9 @@ class PrefixCache:
                 scores += (step.read_text if starts_text else step)(ids, cache)
                 cached += ids
                 self.forwards += 1
-            if any(math.isnan(s.log_sum) for s in scores):  # the model refuses it, too
+            if any(math.isnan(s.log_sum) for s in scores):  # an invalid id, which the forward reports
                 return None
-        except (OverflowError, RuntimeError):  # an id or a position that the model refuses, too
+        except (OverflowError, RuntimeError):  # an invalid id or position, which the forward reports
             return None
         self.ids[0], self.vocab = cached, self.vocab or len(scores[0].logits)
         return scores[-last:]
@@ -153,12 +153,12 @@ class PrefixCache:
             self.ids[i] = []  # an interrupted step leaves a row undefined
         try:
             scores = step.read_rows({i: text[-1] for i, text in texts.items()}, cache)
-        except (OverflowError, RuntimeError):  # an id or a position that the model refuses, too
+        except (OverflowError, RuntimeError):  # an invalid id or position, which the forward reports
             return None
         self.forwards += 1
         if any(math.isnan(s.log_sum) for s in scores.values()):
             for tensor in cache.keys + cache.values:
-                tensor.nan_to_num_()  # a weight of 0 does not hide NaN in a slot
+                tensor.nan_to_num_()  # an attention weight of 0 does not hide NaN
             return None
         for i, text in texts.items():
             self.ids[i], self.vocab = [*cached[i], text[-1]], len(scores[i].logits)
@@ -173,7 +173,7 @@ class PrefixCache:
     def _step_fits(self, common: int, step: CompiledStep, cache: Cache) -> bool:
         """True if the step can continue after the `common` cached ids or, if that is 0, start a text.
 
-        The step has to match the model's present state and the cache's dtypes. It supports no rows with adapters.
+        The step has to match the model's present state and the cache's dtypes. No row may have an adapter.
         """
         if self.format or any(self.adapters) or (not common and step.most(cache, 0) == 1):
             return False
@@ -217,12 +217,12 @@ class PrefixCache:
         try:
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in rows]):
                 logits = self._forward(pending, max(last[i] for i in texts), part)
-        finally:  # also of an interrupted forward, since the rows' lengths may have changed
+        finally:  # also after an interrupted forward, which may have changed the rows' lengths
             if not all_rows:
                 self.cache.write_rows(index, part)
         for i, ids in texts.items():
             self.ids[i] = list(ids)
-        self._fitting_state = None  # the dtype of the cache may have changed, or a hook may be gone
+        self._fitting_state = None  # the cache's dtype or hooks may have changed
         return {i: row for i, row in zip(rows, logits, strict=True) if i in texts}
 
     def _forward(self, pending: Sequence[Sequence[int]], last: int, cache: Cache | None = None) -> Tensor:
@@ -253,9 +253,9 @@ def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
 
 
 def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
-    """Length of the common prefix of `cached` and `ids`, without the final `last` ids, which give the logits."""
+    """Length of the common prefix of `cached` and `ids`, without the last `last` ids, whose logits are needed."""
     equal, most = 0, min(len(cached), len(ids) - last)
-    if (cached if most == len(cached) else cached[:most]) == ids[:most]:  # as usual
+    if (cached if most == len(cached) else cached[:most]) == ids[:most]:  # the usual case
         return max(most, 0)
     while equal < most:  # a binary search, since comparing slices is much faster than comparing ids
         middle = (equal + most + 1) // 2
@@ -269,7 +269,7 @@ def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
 FIRST = 128
 """Number of tokens in the first piece."""
 LEAST = 32
-"""Default minimum of a piece's tokens."""
+"""Default minimum number of tokens in a piece."""
 
 
 class PieceReader:

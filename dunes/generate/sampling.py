@@ -36,7 +36,7 @@ def draw(seed: int) -> Choice:
     """A choice that samples from the probabilities with its own random generator. Seeds are taken modulo 2^64.
 
     It looks up one random number in the cumulative probabilities, which takes a quarter of the time of
-    `torch.multinomial` for 4,096 ids. The choice raises ValueError for logits with NaN and if all are excluded.
+    `torch.multinomial` for 4,096 ids. The choice raises ValueError if logits are NaN or all ids are excluded.
     """
     generators: list[torch.Generator] = []
 
@@ -48,7 +48,7 @@ def draw(seed: int) -> Choice:
         if not bool(sums[-1] > 0):
             raise ValueError("sampling: no id can be drawn, since the logits have NaN or exclude all ids")
         point = torch.rand((), generator=generators[0], dtype=dtype, device=logits.device) * sums[-1]
-        # A point that is rounded up to the sum of all is after the last id that can be drawn.
+        # A point that is rounded up to the total would be after the last possible id.
         return torch.minimum(torch.searchsorted(sums, point, right=True), torch.searchsorted(sums, sums[-1]))
 
     return choose
@@ -94,7 +94,7 @@ def sampler(
 ) -> Sampler:
     """A sampler with processors in this order: penalty, temperature, top-k, top-p, min-p.
 
-    Temperature 0 means greedy decoding, a `top_k` of 0 or -1 all ids. The penalty applies to the last
+    Temperature 0 means greedy decoding; `top_k` 0 or -1 means all ids. The penalty applies to the last
     `penalty_range` ids; -1 means all of them. Raises ValueError for settings out of range.
     """
     checks = {
@@ -154,7 +154,7 @@ def keep_top_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
     """Keep the fewest ids that reach the cumulative probability `p`."""
     sorted_logits, order = logits.sort(descending=True, stable=True)
     probs = sorted_logits.softmax(-1)
-    surplus = probs.cumsum(-1) - probs >= p  # those before it already reach p
+    surplus = probs.cumsum(-1) - probs >= p  # the ids before it already reach p
     surplus[0] = False  # in case p rounds to 0 in float32
     return logits.masked_fill(surplus.scatter(-1, order, surplus), -torch.inf)
 

@@ -36,7 +36,7 @@ def look_up(
     The suffix has `shortest` to `longest` ids. A proposal shorter than `count` ids is repeated up to `count`. Ids
     must be below 0x110000.
     """
-    text = "".join(map(chr, ids))  # a search in text is C
+    text = "".join(map(chr, ids))  # string search is fast
     length, position = last_match(text, text[max(0, len(text) - longest) :])
     return Proposal((list(ids[position:]) * count)[: min(count, limit)] if length >= shortest else ())
 

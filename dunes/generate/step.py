@@ -1,7 +1,7 @@
 """A step: the forward of one or a few new tokens in one row, or of one token in each of several rows, written so
 that it can be compiled ahead of time.
 
-The model's own parts are traced. Some operations that they call are replaced by functions that Inductor fuses into
+The model's own parts are traced. Some operations in them are replaced by functions that Inductor fuses into
 few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the
 cache's readable slots, whose number is dynamic; without a window, it needs no mask for a single token. The cache
 is changed in place.
@@ -36,7 +36,7 @@ LARGE = 1 << 20
 STACK = 1 << 20
 """Maximum bytes of the buffers that native code puts on the stack of its thread."""
 FEW = 4
-"""Tokens of the larger step. It takes 1.9 times as long as a step for one token; with 8 tokens, 3.5 times."""
+"""Tokens of the larger step, which takes 1.9 times as long as a step for one token (with 8 tokens, 3.5 times)."""
 TEXT, ROWS = 0, -1
 """Keys of the steps for any number of tokens at the start of a text, and for one token in each of several rows."""
 
@@ -89,7 +89,7 @@ class LayerStep(nn.Module):
     ) -> Tensor:
         """The block's outputs; x (1, T, dim) are its inputs, the other arguments are as in `Step`, for one layer.
 
-        Raises ValueError for a block that hands tensors to later ones, or whose outputs have another dtype.
+        Raises ValueError for a block that hands tensors to later blocks, or whose outputs have another dtype.
         """
         ctx = _StepContext(keys, values, slots, slot_positions)
         y: Tensor = self.block(x, ctx, 0)
@@ -99,7 +99,7 @@ class LayerStep(nn.Module):
 
 
 class HeadStep(Step):
-    """What a `Step` computes after its blocks."""
+    """The part of a `Step` after its blocks: the logits and the summary."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """The scores of the last block's outputs x (1, T, dim)."""
@@ -119,7 +119,7 @@ class TextStep(Step):
 
 
 class RowStep(Step):
-    """A step for one new token in each of R rows; its matrix products are calls of a library."""
+    """A step for one new token in each of R rows; a library computes the matrix products."""
 
     def forward(  # type: ignore[override]
         self,
@@ -130,8 +130,8 @@ class RowStep(Step):
         keys: list[Tensor],
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Arguments: new ids (R,), slots (R,) to write, positions (R,) of the ids, of the tokens in each row's
-        readable slots (R, S), -1 if empty, and for each layer keys and values (R, K, slots, D)."""
+        """Arguments: new ids (R,), slots (R,) to write, positions (R,) of the ids, positions (R, S) of the tokens
+        in readable slots (-1 if empty), and for each layer keys and values (R, K, slots, D)."""
         ctx = _RowContext(keys, values, slots, positions, slot_positions)
         return self.score(self._hidden(ids[:, None], ctx))
 
@@ -160,7 +160,7 @@ class _TextContext(ForwardContext):
 
 
 class _RowContext(ForwardContext):
-    """Context of one new token per row, which attends to its row's slots, and not outside of a layer's window."""
+    """Context of one new token per row; it attends to the slots of its row inside the layer's window."""
 
     def __init__(
         self, keys: list[Tensor], values: list[Tensor], slots: Tensor, positions: Tensor, slot_positions: Tensor
@@ -180,7 +180,7 @@ class _RowContext(ForwardContext):
     def mask(self, window: int | None = None) -> Tensor:
         key, query = self.slot_positions[:, None], self.positions[:, :, None]
         readable = key >= 0 if window is None else (key >= 0) & (key > query - window)
-        # Padding attends to everything, as NaN in its slot could be read once the cache has grown.
+        # Padding attends to everything: masked rows would store NaN, which could be read once the cache grows.
         return readable | (query < 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
@@ -219,7 +219,7 @@ def export_step(
 ) -> torch.export.ExportedProgram:
     """The step as a graph, for caches of any capacity with the dtypes of `cache`, which has tokens and 8 slots.
 
-    The steps of a part of the model need an example `x` of their inputs (1, tokens, dim).
+    A `LayerStep` or `HeadStep` needs an example `x` of its inputs (1, tokens, dim).
 
     The graph of a `TextStep` takes any number of tokens above FEW. In the graph of another step, operations are
     replaced by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
@@ -240,7 +240,7 @@ def export_step(
         args = (torch.zeros_like(last), last, last, torch.arange(7).repeat(3, 1))
         shapes |= {"ids": row, "slots": row, "positions": row, "slot_positions": row | {1: readable}}
     else:
-        # For caches in half precision, tracing requires more slots than readable ones.
+        # For caches in half precision, tracing requires more slots than readable slots.
         readable, least = torch.export.Dim("readable", min=max(2, tokens)), max(4, tokens + 1)
         first = torch.zeros(tokens, dtype=torch.long) if x is None else x
         forms, args = _FORMS, (first, torch.arange(7 - tokens, 7), torch.arange(7))
@@ -271,7 +271,7 @@ class Scores(NamedTuple):
 
 class _Numbers(threading.local):
     """Tensors for the ids and slots of 1 and of FEW tokens. Writing into their NumPy views takes a tenth of the
-    time that new tensors take.
+    time for new tensors.
 
     Each thread has its own tensors, since native code reads them while other threads run Python.
     """
@@ -350,10 +350,10 @@ def _scores(summary: Tensor, logits: Tensor) -> list[Scores]:
 def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
     """Functions that run the same native code, each with one of `weights`.
 
-    Raises ValueError for code that torch cannot load, or that needs other weights, and if threads have too small a
-    stack.
+    Raises ValueError for code that torch cannot load, or that needs other weights, and if the stack of threads is
+    too small.
     """
-    import resource  # which Windows does not have, nor such code
+    import resource  # Windows has neither this module nor such code
 
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     if 0 <= stack < 2 * STACK:
@@ -373,7 +373,7 @@ def _with_weights(runner: Any, weights: Mapping[str, Tensor]) -> Run:
     names = runner.get_constant_names_to_original_fqns()
     constants = {constant: weights[name].detach() for constant, name in names.items()}
     runner.update_constant_buffer(constants, False, False, True)
-    # The runner does not own the constants.
+    # The runner does not own the constants, so the function keeps them.
     return lambda inputs, owned=constants: runner.run(inputs)  # type: ignore[misc]
 
 
@@ -446,13 +446,13 @@ class _OneRow(TorchFunctionMode):
     ) -> Any:
         if func in self.forms or not hasattr(func, "__wrapped__"):
             return self.forms.get(func, func)(*args, **(kwargs or {}))
-        with self:  # operations called inside one of ours
+        with self:  # operations called inside `func`
             return func.__wrapped__(*args, **(kwargs or {}))
 
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """A context in which the model's embeddings and linear layers return float32, as those of a step do."""
+    """Inside this context, the model's embeddings and linear layers return float32, as in a compiled step."""
     with ExitStack() as stack:
         for layer in [m for m in model.modules() if hasattr(m, "for_step")]:  # would round dequantized weights
             stack.enter_context(replace_attribute(layer, "dtype", torch.float32))
@@ -463,7 +463,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A context in which an object's or a module's attribute has another value."""
+    """Inside this context, an attribute of an object or module has another value."""
     previous = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -481,7 +481,7 @@ def _float(function: Function) -> Function:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # Sums of several rows at once keep more reads in flight: four where a matrix comes from memory, not a cache.
-    # Several tokens become one loop, which reads the weights once, and is faster with slices than with `unbind`.
+    # Several tokens share one loop, which reads the weights once; slices are faster here than `unbind`.
     tokens = [x] if x.shape[-2] == 1 else [x[..., i : i + 1, :] for i in range(x.shape[-2])]
     rows = (4 if weight.numel() >= LARGE else 2) // min(len(tokens), 2)
     parts = torch.unflatten(weight, 0, (rows, -1)) if len(weight) % rows == 0 else weight[None]
@@ -491,7 +491,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # With a row for each token, as in the usual form, 16 tokens take 1.5 times as long.
+    # The usual form, with a row for each token, takes 1.5 times as long for 16 tokens.
     y: Tensor = (weight.float() @ x.flatten(0, -2).t().contiguous()).t().view(*x.shape[:-1], len(weight))
     return y if bias is None else y + bias.float()
 

@@ -33,7 +33,7 @@ from dunes.text.templates import Conversation, Template, Turn, encode_prompt, fi
 from dunes.units import plural
 
 NONE = "none"
-"""Name of the model without adapters from other folders; an adapter in the model's own folder is part of it."""
+"""Name of the model without adapter folders; adapters stored inside a model folder are part of the model."""
 ROOM = 4
 """Conversations are truncated to leave room for an answer of `max_tokens`, but at most 1/ROOM of the context."""
 
@@ -51,7 +51,7 @@ class ChatModel:
     adapter: str | None
     loaded: LoadedModel
     compiles: bool = False
-    """True if a missing compiled step for decoding is compiled in the background."""
+    """If True, a missing compiled step for decoding is compiled in the background."""
     format: CacheFormat | None = None
     """Format of a quantized cache; no compiled step is used with it."""
 
@@ -62,7 +62,7 @@ class ChatModel:
 
     @cached_property
     def template(self) -> Template:
-        """The chat template. Raises NoTemplate for a model without one."""
+        """The chat template. Raises NoTemplate if the model has none."""
         template = find_template(self.loaded.require_tokenizer(), self.loaded.card)
         if template is None:
             remedy = f'use dunes generate {self.place} "..."'
@@ -83,7 +83,7 @@ class ChatModel:
     def encode(
         self, talk: Conversation, variables: Mapping[str, Any] | None = None, continues: bool = False
     ) -> list[int]:
-        """The ids of a conversation whose next turn is the model's, or, with `continues`, whose last one is."""
+        """The ids of a conversation that the model answers or, with `continues`, whose last turn it continues."""
         return encode_prompt(self.template, talk, self.loaded.require_tokenizer(), variables, continues)
 
     def _supports(self, *talk: Turn) -> bool:
@@ -233,7 +233,7 @@ COMMANDS = {
 class Chat:
     """One conversation. `note` is called with messages that are not from the model.
 
-    `pending` is the last message as long as it has no answer.
+    `pending` is the last message while it has no answer.
     """
 
     engine: ChatEngine
@@ -250,7 +250,7 @@ class Chat:
         self.switch_to(self.name)
 
     def switch_to(self, name: str | None) -> None:
-        """Switch to an adapter by name or folder. Raises ValueError if it is unknown or has no chat template."""
+        """Switch to an adapter by name or folder. Raises ValueError for an unknown one, or without a template."""
         name = self.engine.resolve_name(name)
         self.engine.chat_model(name).check_system(self.system)
         _ = self.engine.chat_model(name).template
@@ -310,7 +310,8 @@ class Chat:
         return [Turn("system", self.system)] if self.system else []
 
     def command(self, line: str) -> bool:
-        """Execute a line that starts with /; returns False if the chat ends. Raises ValueError if invalid."""
+        """Execute a line that starts with /; returns False at the chat's end. Raises ValueError for an invalid
+        line."""
         word, _, rest = line.partition(" ")
         if word == "/quit":
             return False

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:  # temperature, filters and penalty of sampling, and the most tokens
+class SamplingOptions:  # sampling options and the maximum number of tokens
     max_tokens: int = 200
     """Maximum number of new tokens."""
     temperature: float = 0.8

@@ -40,11 +40,11 @@ class Piece:
 
 
 class TextGenerator:
-    """Generates text with a model whose weights do not change. Raises ValueError if it has no tokenizer,
-    and for a `format` if it has recurrent states.
+    """Generates text with a model whose weights do not change. Raises ValueError for a model without a tokenizer,
+    and for a `format` if the model has recurrent states.
 
-    The KV cache of the last text is kept. If the next text has the same prefix, as the next turn of a conversation
-    has, only the ids after the prefix are evaluated. A prompt is a text or its ids. Before each token,
+    The KV cache of the last text is kept. If the next text has the same prefix, like the next turn of a
+    conversation, only the ids after it are evaluated. A prompt is a text or its ids. Before each token,
     `find_step()` is called for a compiled step; with a cache `format`, no step is used.
     """
 
@@ -59,7 +59,7 @@ class TextGenerator:
         self.cache: PrefixCache | None = None
         self._find_step, self.format = find_step, format
         if format is not None:
-            cache_for(self.model, 1, 1, format=format)  # refuses it before any text is written
+            cache_for(self.model, 1, 1, format=format)  # raises ValueError for an unsupported format
 
     def __repr__(self) -> str:
         return f"TextGenerator({self.tokenizer}, context length {self.context_length}, {self.cache})"
@@ -102,7 +102,7 @@ class TextGenerator:
     def tokens(
         self, requests: Sequence[Request | None], until: Sequence[str] = ()
     ) -> Iterator[list[Token | None]]:
-        """Yield the rows of `generate_all` for these requests; the last call's cache is used if its size fits.
+        """Yield the rows of `generate_all` for these requests; the last call's cache is reused if its size fits.
 
         Each text also ends with the token that completes one of the strings in `until`; empty strings are ignored.
         """
@@ -172,7 +172,7 @@ def sample_text(loaded: LoadedModel, seed: int = 0, max_tokens: int = 120, secon
 def describe_generation(
     generator: TextGenerator, prompt: int, times: Sequence[float], max_tokens: int | None
 ) -> Iterator[str]:
-    """Yield lines about the generation after `prompt` tokens; `times` (s) has the start, then each token.
+    """Yield lines about the generation after `prompt` tokens; `times` (s) are the start and each token's time.
 
     `max_tokens` is the limit of new tokens; None if the text was interrupted.
     """
@@ -189,7 +189,7 @@ def describe_generation(
 
 
 def describe_rates(prompt: int, times: Sequence[float]) -> str:
-    """Tokens/s of prefill (`prompt` tokens) and of decoding; `times` (s) has the start, then each token."""
+    """Tokens/s of prefill (`prompt` tokens) and of decoding; `times` (s) are the start and each token's time."""
     start, first, last = times[0], times[1], times[-1]
     text = f"prompt: {plural(prompt, 'token')}, {format_count(prompt / (first - start))} tokens/s"
     if len(times) == 2:

@@ -25,8 +25,8 @@ from dunes.train.optim import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
 PLAIN_STEPS, TIMED_CALLS = 4, 4
-"""Number of plain steps at the start, which create the optimizer's state, and number of timed calls of the unit.
-After these, the faster loop is chosen, on a CPU by processor time."""
+"""Number of plain steps at the start (they create the optimizer's state), and of timed calls of the unit. Then the
+faster loop is chosen; on a CPU, processor time is compared."""
 
 Key = tuple[str, int | Tensor]
 Reading = dict[Key, Any]
@@ -43,16 +43,17 @@ def fast_run(
 
     `tensors` are (N, ...), on any device; `indices` are (B,), int64, all of the same size. The first steps run in
     the plain loop. Then the unit is compiled, and used if it is faster; `line` is called with a text about the
-    loop chosen and the reason. A unit has `steps_per_call` steps. It has a single step if the model draws random
-    numbers, if the optimizer has a PyTorch scheduler, or if learning rates change after one of the first steps,
-    because rates are read once per unit. When the first step of a unit is yielded, all steps of the unit are done.
-    If the caller stops early, up to `steps_per_call` - 1 more steps may be done; `trainer.number` counts them.
+    loop chosen and the reason. A unit has `steps_per_call` steps, but a single step if the model draws
+    random numbers, if the optimizer has a PyTorch scheduler, or if learning rates change after one of the first
+    steps, because rates are read once per unit. When the first step of a unit is yielded, all steps of the unit
+    are done. If the caller stops early, up to `steps_per_call` - 1 more steps may be done; `trainer.number` counts
+    them.
 
     If any other setting of the optimizer's groups, its state, or a parameter's `requires_grad` changes, the plain
     loop runs from then on, and `line` is called with the change. Raises ValueError for tensors of different
     lengths, and if such a change happens between the steps of one unit. Also raises the errors of `Trainer.run`.
     """
-    if len(lengths := {len(t) for t in tensors}) != 1:  # the rows of a longer one would belong to others
+    if len(lengths := {len(t) for t in tensors}) != 1:  # rows must correspond
         raise ValueError(f"tensors of {sorted(lengths)} rows; expected at least one, all of one length")
     data, stream = [t.to(trainer.device) for t in tensors], iter(indices)
     gather = lambda index: tuple(t.index_select(0, index.to(t.device)) for t in data)
@@ -76,7 +77,7 @@ def fast_run(
 
 
 def _clock(trainer: Trainer) -> Callable[[], float]:
-    return process_time if trainer.device.type == "cpu" else perf_counter  # other programs take no processor time
+    return process_time if trainer.device.type == "cpu" else perf_counter  # unaffected by other programs
 
 
 def why_plain(trainer: Trainer) -> str:
@@ -110,12 +111,12 @@ class Unit:
         self.params = [p for p in trainer.parameters() if p.requires_grad]
         groups = trainer.optimizer.param_groups
         self.groups = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        # Without the rate, which is an argument: the graph would be compiled again for each other value.
+        # The rate is an argument instead: as a constant, each new value would cause a compilation.
         self.settings = [{k: v for k, v in group.items() if k not in ("lr", "params")} for group in groups]
         self.states: list[State] = [trainer.optimizer.state.get(p, {}) for p in self.params]
         self.buffers = trainer.buffers()
         options = _compile_options(trainer.device, draws)
-        # A code object of its own: torch keeps compiled forms by it, and at most eight.
+        # Each unit has its own code object, since torch keeps at most eight compiled forms per code object.
         plain = Unit._steps
         copy = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__, None, plain.__closure__)
         self._compiled = torch.compile(MethodType(copy, self), fullgraph=True, dynamic=False, options=options)
@@ -155,7 +156,7 @@ class Unit:
             squares = [g.float().square().sum() for g in grads if g is not None]
             norm = torch.stack(squares).sum().sqrt() / count
             finite = (count > 0) & total.isfinite() & norm.isfinite()
-            # Stored, since Inductor would repeat the root and divisions for every few elements of the update.
+            # `row` is stored, since Inductor would otherwise repeat its root and divisions throughout the update.
             row = torch.stack([total.double() / count, count, norm, finite.double(), self._scale(norm, count)])
             finite = row[3] > 0
             self._update(grads, row[4].float(), lrs, finite)
@@ -187,9 +188,9 @@ def _compile_options(device: torch.device, draws: bool) -> dict[str, Any]:
     options: dict[str, Any] = {"fallback_random": True} if draws else {}
     if device.type == "cuda":
         return {**options, "triton.cudagraphs": True}
-    # Kernels called from C++ take a tenth less of a small step than those called from Python. Two settings are for
-    # the start of a second process, which reads the unit from Inductor's folder: a compiler that can read torch's
-    # headers knows all vector instructions, so none is tried (1 s), and the cache takes calls of autocast.
+    # Calling kernels from C++ instead of Python saves a tenth of a small step's time. The settings in `start` help
+    # later processes to read the unit from Inductor's cache: one skips a test of vector instructions (1 s), since
+    # a compiler for torch's headers knows them; the other lets the cache store calls of autocast.
     autocast = {f"torch.amp.autocast_mode._{name}_autocast": "dunes 1" for name in ("enter", "exit")}
     start = {"cpp.vec_isa_ok": True, "unsafe_marked_cacheable_functions": autocast}
     return {**options, **start, "cpp_wrapper": True, "post_grad_custom_post_pass": SmallProducts()}
@@ -204,7 +205,7 @@ def _run_units(
     while True:
         read = _read(trainer)
         if reason := _describe(trainer, [key for key in _changes(unit.read, read) if key[0] != "lr"]):
-            line(f"plain loop: {reason}; another fast_run compiles it")
+            line(f"plain loop: {reason}; call fast_run again to compile")
             return stream
         if len(group := [*islice(stream, unit.steps)]) < unit.steps:
             return chain(group, stream)
@@ -213,8 +214,8 @@ def _run_units(
             steps = unit(gather(torch.cat(group)))
         except (Diverged, ValueError):
             raise
-        except Exception as error:  # whatever the compiler meets, before it has run anything
-            if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # which has run nothing, either
+        except Exception as error:  # any error of the compiler, before the unit runs
+            if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # raised before the unit runs, too
                 raise
             line(f"plain loop: torch.compile cannot compile this step: {one_line(error)}")
             return chain(group, stream)
@@ -230,7 +231,7 @@ def _run_units(
             steps_take = f"{1e3 * fast:.2f} ms a step against {1e3 * plain:.2f} plain"
             times = f"{steps_take} (processor time on a CPU), after {compiling:.1f} s of compiling"
             if fast > plain:
-                line(f"plain loop: the compiled one takes {times}")
+                line(f"plain loop: the compiled loop takes {times}")
                 return stream
             line(f"compiled loop, {unit.steps} steps in a call: {times}")
 
@@ -272,7 +273,7 @@ def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -
     if change := _describe(trainer, _changes(before, _read(trainer))):
         last = steps[-1].number
         raise ValueError(
-            f"{change} before step {last}, which one call had made with steps {steps[0].number} to {last - 1}; "
+            f"{change} before step {last}, which one call computed with steps {steps[0].number} to {last - 1}; "
             f"change it after step {last}, or pass steps_per_call=1 to fast_run"
         )
 
@@ -288,7 +289,7 @@ def _watched(trainer: Trainer) -> Iterator[list[bool]]:
         draws.append(not torch.equal(before, state()))
         return result
 
-    trainer.loss = MethodType(watch, loss)  # a method of the loss: the trainer looks up parameters of one
+    trainer.loss = MethodType(watch, loss)  # bound to the loss, so that the trainer finds the loss's parameters
     try:
         yield draws
     finally:

@@ -34,15 +34,15 @@ def next_token(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of the class scores `model(x)` (B, classes) for labels y (B,), and their number.
+    """Summed cross entropy of class scores `model(x)` (B, classes) for labels y (B,), and the label count.
 
     Raises ValueError if y contains class probabilities, because their elements would be counted as labels.
     """
     x, y = batch
     if y.is_floating_point():
         raise ValueError(
-            f"the labels are {y.dtype} of {tuple(y.shape)}; whole numbers are expected, and for probabilities "
-            "of classes a loss of your own"
+            f"the labels are {y.dtype} of {tuple(y.shape)}; expected whole numbers; for class probabilities, "
+            "write a loss of your own"
         )
     return _summed(model(x), y)
 
@@ -103,11 +103,11 @@ def dpo_loss(
 
     The batch is one of `PairBatches`: ids, targets and positions, each (2B, T), and the reference model's
     log-probabilities (2B,); rows alternate between chosen and rejected answers. The reward of an answer is `beta`
-    times its log-probability minus the reference's; the loss is -log sigmoid(margin), of the rewards' difference.
-    `label_smoothing` is the probability that a label is wrong (conservative DPO,
+    times its log-probability minus the reference's; the loss is -log sigmoid(margin); the margin is the difference
+    of the rewards. `label_smoothing` is the probability that a label is wrong (conservative DPO,
     https://ericmitchell.ai/cdpo.pdf). With `length_normalized`, the log-probabilities are divided by the number of
-    the answer's targets (section 5 of https://arxiv.org/abs/2411.15124). A pair with an answer without a target is
-    not counted.
+    the answer's targets (section 5 of https://arxiv.org/abs/2411.15124). A pair is not counted if one of its
+    answers has no target.
 
     The metrics are means over pairs: `rewards_chosen`, `rewards_rejected`, `margin` (their difference) and
     `accuracy` (the fraction of positive margins); and `chosen_loss`, in nats/token. Dropout of the model itself is

@@ -29,8 +29,8 @@ Settings = Mapping[str, Any]
 Rule = Callable[[Tensor, Tensor, State, Settings], tuple[Tensor, State]]
 
 STACKED = 1 << 26
-"""Number of elements of the matrices that Muon updates together, or gathers together from several ranks; more if
-each rank's share were less than a matrix."""
+"""Maximum number of elements in the matrices that Muon updates together, or gathers together from several ranks;
+each rank gets at least one matrix."""
 
 
 def adamw(
@@ -67,9 +67,9 @@ def muon(
 
     Hidden matrices are the matrices in blocks. A block is a module with children that is in a ModuleList, or in a
     Sequential together with other modules of its class. If the model has no blocks, all matrices except output
-    heads are hidden. Output heads are the linear layers whose output width is no other layer's input width; if no
-    layer is such, the last linear layer. Embeddings, and heads tied to them, are never hidden. Names are not used,
-    so a wrapped or compiled model is split in the same way. `muon_split` shows the split.
+    heads are hidden. Output heads are the linear layers whose output width is no other layer's input width;
+    without such a layer, the last linear layer. Embeddings, and heads tied to them, are never hidden. Names are
+    not used, so a wrapped or compiled model is split in the same way. `muon_split` shows the split.
 
     `where`, globs over parameter names (`["**layers.**", "!**.router.*"]`), selects the hidden matrices instead.
     `products` is passed to `Muon`. Raises ValueError for rates that are negative or not finite, and if `where`
@@ -95,7 +95,7 @@ def muon_split(model: nn.Module, where: tree.Where | None = None) -> dict[str, l
 
 
 def _hidden_matrices(model: nn.Module, where: tree.Where | None) -> set[Tensor]:
-    """The matrices that Muon trains. Raises ValueError if `where` selects none."""
+    """The matrices that Muon trains. Raises ValueError if `where` selects no matrix."""
     matrices = {name: p for name, p in _trainable(model).items() if p.dim() == 2}
     if where is not None:
         selected = {p for name, p in matrices.items() if tree.matches(where, name)}
@@ -125,7 +125,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def _heads(model: nn.Module) -> list[nn.Module]:
     """The output layers: linear layers whose output width is not the input width of another linear layer.
 
-    If no such layer exists, the last linear layer.
+    If no such layer exists, the result is the last linear layer.
     """
     linears = list(tree.linears(model))
     widths = Counter(m.in_features for m in linears)
@@ -156,8 +156,8 @@ class Muon(Optimizer):
 
     Tall matrices are transposed and batched with wide ones. The update equals PyTorch's up to bfloat16 rounding;
     for small matrices, it takes a third of the time. `products` is the dtype of Muon's matrix products. None
-    selects bfloat16 if the device is fast in it, else float32 (with AVX2 alone, bfloat16 has 0.9 GFLOP/s, float32
-    has 54).
+    selects bfloat16 if the device multiplies it fast, else float32 (with AVX2 alone, bfloat16 has 0.9 GFLOP/s,
+    float32 has 54).
     """
 
     def __init__(
@@ -354,7 +354,7 @@ _UNKNOWN = ("maximize", "amsgrad", "centered", "differentiable")
 
 
 def rule_of(optimizer: Optimizer) -> Rule | None:
-    """The rule of a `RuleOptimizer`, or of PyTorch's SGD, RMSprop, Adam or AdamW; None for others."""
+    """The rule of a `RuleOptimizer`, or of PyTorch's SGD, RMSprop, Adam or AdamW; None for other optimizers."""
     if isinstance(optimizer, RuleOptimizer):
         return optimizer.update
     if any(group.get(name) for group in optimizer.param_groups for name in _UNKNOWN):

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 PACED = 2
-"""Number of steps after which the pace is known."""
+"""Number of steps after which the pace (seconds per step) is known."""
 WARMUP_SHARE = 5
 """A warm-up is at most the total number of steps divided by this number."""
 MARGIN = 50
-"""In the last 1 / MARGIN of the run's time, the end is not corrected any more."""
+"""The end is not corrected during the last 1 / MARGIN of the run's time."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Record:
 
 @dataclass
 class Schedule:
-    """Schedule of a factor on the learning rate at each step (0, 1, 2, ...), and of the end of the run.
+    """A factor on the learning rate for each step (0, 1, 2, ...), and the end of the run.
 
     The factor rises linearly for `warmup` steps to 1, and at the end decays linearly to 0.
     """
@@ -81,7 +81,7 @@ class Clock:
     """
 
     def update(self, step: int, elapsed: float) -> None:
-        """Update the schedule after `step` steps; `elapsed` is the time since the start of the run, in seconds."""
+        """Update the schedule after `step` steps and `elapsed` seconds of the run."""
         records, left = self.schedule.records, self.seconds - elapsed
         first, start = self._since or (step, elapsed)
         self._since = first, start

@@ -51,22 +51,20 @@ class Diverged(RuntimeError):
 class Trainer:
     """Trains any module: `for step in Trainer(model, optimizer, loss).run(batches): ...`
 
-    `loss(model, batch)` returns (sum, count): the sum is a tensor of one element, the count is such a tensor or a
-    number. An optional third element maps names to metrics: pairs (sum, count) of scalars or of vectors, whose
-    means are in `Step.metrics`. Gradients of `accumulate` batches are added, divided once by the total count, then
-    clipped to the norm `clip`. `lr_scale(step)` is a factor on the learning rates of the optimizer's groups during
-    that step.
-    Between steps, the groups have their own rates, so PyTorch's schedulers and `group["lr"] = x` can be used in
-    the loop body. `seed` seeds all randomness inside a step; random numbers drawn between steps do not affect it.
-    Gradients are computed for the parameters of the model, of the optimizer, and of a loss that is a module. A
-    UserWarning names, once, parameters that have a gradient but are in no group of the optimizer.
-    A step whose loss or gradient is not finite, or whose count is 0, changes no weight and is marked as skipped;
-    after `patience` such steps in a row, Diverged is raised. In each other step, the methods `before_step` and
-    `after_step` of modules that have them are called before and after the update. For example, `after_step` may
-    apply a mask to weights again.
-    With several ranks of torch.distributed, sums and counts are over the batches of all ranks. The model must be
-    sharded by `fully_shard`, and gradients are synchronised with the last batch of a step.
-    Raises ValueError for invalid settings and for a model without parameters. `run` raises ValueError for an
+    `loss(model, batch)` returns (sum, count): the sum is a tensor of one element, the count a tensor of one
+    element or a number. An optional third element maps names to metrics: pairs (sum, count) of scalars or of
+    vectors, whose means are in `Step.metrics`. Gradients of `accumulate` batches are added, divided once by the
+    total count, then clipped to the norm `clip`. `lr_scale(step)` is a factor on the learning rates of the
+    optimizer's groups during that step. Between steps, the groups have their own rates, so PyTorch's schedulers
+    and `group["lr"] = x` can be used in the loop body. `seed` seeds all randomness inside a step; random numbers
+    drawn between steps do not affect it. Gradients are computed for the parameters of the model, of the optimizer,
+    and of a loss that is a module. A UserWarning names, once, parameters that have a gradient but are in no group
+    of the optimizer. A step whose loss or gradient is not finite, or whose count is 0, changes no weight and is
+    marked as skipped; after `patience` such steps in a row, Diverged is raised. In all other steps, the modules'
+    methods `before_step` and `after_step` are called before and after the update. For example, `after_step` may
+    apply a mask to weights again. With several ranks of torch.distributed, sums and counts are over the batches of
+    all ranks. The model must be sharded by `fully_shard`, and gradients are synchronised with the last batch of a
+    step. Raises ValueError for invalid settings and for a model without parameters. `run` raises ValueError for an
     invalid loss, learning rate or `lr_scale`.
     """
 
@@ -88,7 +86,7 @@ class Trainer:
         self.accumulate, self.clip, self.dtype = accumulate, clip, dtype
         self.seed, self.patience, self.number, self.bad_steps = seed, patience, 0, 0
         self.deterministic = False
-        """If True, losses and gradients are computed by deterministic algorithms, for operations that have one."""
+        """If True, operations in forward and backward use their deterministic algorithm if they have one."""
         self._warned: set[Tensor] = set()
         self.learning_rates()
         parameter = next(model.parameters(), None)
@@ -121,13 +119,13 @@ class Trainer:
         return [*{id(p): p for p in every}.values()]  # by id: a tensor's own hash takes longer
 
     def buffers(self) -> list[Tensor]:
-        """The buffers that a step may change: those of the model, and those of the loss if it is a module."""
+        """The buffers that a step may change, in the model and in a loss that is a module."""
         return [b for m in self._modules().values() for b in mutable_buffers(m).values()]
 
     def _modules(self) -> dict[str, nn.Module]:
         loss: Any = self.loss
         while not isinstance(loss, nn.Module) and (part := getattr(loss, "func", getattr(loss, "__self__", None))):
-            loss = part  # a partial, or a method of a module
+            loss = part  # `loss` is a partial or a method of a module
         modules = {"": self.model, "loss": loss}
         return {name: m for name, m in modules.items() if isinstance(m, nn.Module)}
 
@@ -159,7 +157,7 @@ class Trainer:
             why = "loss or gradient was not finite" if step.count else "the count of targets was 0 or not finite"
             raise Diverged(
                 f"{why} for {plural(self.bad_steps, 'step')} in a row, up to step "
-                f"{step.number}; the weights are those before them; lower the learning rate or check the data"
+                f"{step.number}; the weights are as before these steps; lower the learning rate or check the data"
             )
 
     def _step(self, batches: list[Any], start: float) -> Step:
@@ -218,8 +216,8 @@ class Trainer:
     def gradients(self, batches: list[Any]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Compute a step's gradients, divided by the count and clipped, and store them in the parameters' `grad`.
 
-        Returns the means of "loss" and of the metrics, the count, and the norm before clipping. All are float64
-        tensors; the host does not wait for the device.
+        Returns the means of "loss" and of the metrics, the count, and the norm before clipping. The results are
+        float64 tensors; the host does not wait for the device.
         """
         with deterministic_algorithms() if self.deterministic else nullcontext():
             sums = self._accumulate(batches)
@@ -279,7 +277,7 @@ class Trainer:
         return norm
 
     def _check_groups(self, params: list[Tensor]) -> None:
-        """Warn once about those of `params` that are in no group of the optimizer.
+        """Warn once about parameters in `params` that are in no group of the optimizer.
 
         With several ranks, raises ValueError if a parameter in a group is not sharded.
         """
@@ -340,12 +338,12 @@ def _scaled_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
         yield
     finally:
         for group, lr, scaled in rates:
-            if group["lr"] is scaled:  # else a hook of the optimizer has set another
+            if group["lr"] is scaled:  # else a hook of the optimizer changed the rate
                 group["lr"] = lr
 
 
 def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that training may change, by name. If a module has `mutable_buffers`, only those in that list."""
+    """Buffers that training may change, by name. A module can restrict its own by a list `mutable_buffers`."""
     buffers: dict[str, Tensor] = {}
     for place, module in model.named_modules():
         named, mutable = module.named_buffers(place, recurse=False), getattr(module, "mutable_buffers", None)
@@ -354,12 +352,12 @@ def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
-    """Cast frozen linear layers to the dtype to which autocast would cast them at each use; returns their number.
+    """Cast frozen linear layers once to the dtype that autocast would use for them; returns their number.
 
-    Results of training under autocast are equal bit for bit. The weights are rounded in place, so compute a digest
-    of the base or save the base before. In a quantized layer, only the dtype of its dequantized weight changes.
-    Trainable weights are not changed. Norms and embeddings are cast only if `dtype` is float32, since a forward
-    pass without autocast needs a single dtype.
+    Training under autocast gives the same results bit for bit. The weights are rounded in place, so compute a
+    digest of the base or save the base before. In a quantized layer, only the dtype of its dequantized weight
+    changes. Trainable weights are not changed. Norms and embeddings are cast only if `dtype` is float32, since a
+    forward pass without autocast needs a single dtype.
     """
     count = 0
     if dtype == torch.float32:
@@ -391,7 +389,7 @@ def _grad_values(p: Tensor) -> Tensor:
 
 
 def _check(accumulate: int, clip: float | None, dtype: torch.dtype) -> None:
-    """Raises ValueError for settings of a Trainer with which it would train something else."""
+    """Raise ValueError for invalid settings of a Trainer."""
     if accumulate < 1 or (clip is not None and not clip > 0):
         raise ValueError(f"accumulate is {accumulate}, clip {clip}; expected at least 1, and above 0 or None")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -416,9 +414,9 @@ def loss_pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
         count = torch.tensor(float(count), dtype=torch.float64)
     values = isinstance(loss, Tensor) and isinstance(count, Tensor) and loss.numel() == count.numel() == 1
     if not values or not loss.is_floating_point() or count.dtype == torch.bool or "loss" in dict(*metrics):
-        found = " ".join(repr(result).split())[:200]
+        value = " ".join(repr(result).split())[:200]
         raise ValueError(
-            f"the loss returned {found}; expected (sum, count), not a mean, or (sum, count, metrics): a tensor of "
+            f"the loss returned {value}; expected (sum, count), not a mean, or (sum, count, metrics): a tensor of "
             "one element, a number of targets, and pairs (sum, count) by names other than loss"
         )
     return {"loss": (loss.reshape(()), count.detach().reshape(())), **dict(*metrics)}
@@ -453,9 +451,9 @@ def _to_device(batch: Any, device: torch.device) -> Any:
 def deterministic_algorithms() -> Iterator[None]:
     """Use deterministic algorithms inside the `with` block, and restore the caller's setting afterwards.
 
-    An operation that has no deterministic algorithm gives a warning, or an error if the caller has set that.
+    An operation without a deterministic algorithm warns, or raises an error if the caller enabled errors.
     """
-    if torch.are_deterministic_algorithms_enabled():  # perhaps so that such an operation is an error
+    if torch.are_deterministic_algorithms_enabled():  # the caller may want errors
         yield
         return
     before = torch.is_deterministic_algorithms_warn_only_enabled()
