@@ -55,7 +55,7 @@ def share_cores() -> None:
 
 
 def _after_fork() -> None:
-    """Reset the watcher and its lock in a forked child: it has no other threads, so their locks stay locked."""
+    """Reset the watcher and its lock in a forked child, where no other thread exists that could unlock it."""
     global _watcher, _lock
     _watcher, _lock = None, threading.Lock()
 
@@ -110,7 +110,7 @@ def _start_team(size: int) -> threading.Event:
     """
     process, end = ctypes.CDLL(None), threading.Event()
     parallel, nothing = process.GOMP_parallel, ctypes.cast(process.free, ctypes.c_void_p)
-    _try_threads(size)  # libgomp would abort the process
+    _try_threads(size)  # where threads cannot start, libgomp aborts the process
 
     def keep() -> None:  # the team ends with the thread
         parallel(nothing, None, size, 0)
@@ -121,7 +121,7 @@ def _start_team(size: int) -> threading.Event:
 
 
 def _try_threads(count: int) -> None:
-    """Raises RuntimeError if `count` more threads cannot be started."""
+    """Raise RuntimeError if `count` more threads cannot be started."""
     end = threading.Event()
     threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(count)]
     try:

@@ -23,7 +23,7 @@ from dunes.units import plural
 BLOCK = 1 << 20
 GIANT = 400_000
 LEAST_DATA = 10_000
-"""Minimum bytes of a file that is left out because of what its lines consist of; people write shorter tables."""
+"""Minimum bytes of a file that is left out for the content of its lines; people write shorter tables."""
 LONG_LINE = 1000
 LETTERS = (string.ascii_letters + " \n\t").encode() + bytes(range(0x80, 0x100))
 
@@ -63,9 +63,9 @@ class Document:
 class RecordDocument(Document):
     """Either the validation texts (with hashes below `limit`) or the training texts of a file of records.
 
-    `names` are pairs of our names of fields and the file's, `count` is the number of these texts, `content`
-    describes the fields that are read as text, `blank` is the number of records without text (0 for validation),
-    and `file_digest` is the digest of all texts in the file.
+    `names` are pairs of our field name and the file's, `count` is the number of these texts, `content` describes
+    the fields that are read as text, `blank` is the number of records without text (0 for validation), and
+    `file_digest` is the digest of all texts in the file.
     """
 
     file_digest: str
@@ -97,7 +97,7 @@ class RecordDocument(Document):
 
 
 def _verified(path: Path, digest: str, read: Callable[[blake2b], Iterator[str]]) -> Iterator[str]:
-    """Yield the blocks of `read`, which updates a hasher. Raises ValueError if its digest differs."""
+    """Yield the blocks of `read`, which updates a hasher. Raises ValueError if the final digest differs."""
     hasher, intact = blake2b(digest_size=16), False
     try:
         yield from read(hasher)
@@ -114,9 +114,9 @@ def header_name(name: str) -> str:
 
 
 def plain_document(file: SourceFile, split_version: int = SPLIT_VERSION) -> Document | str:
-    """The document, or the reason to skip the file: one of LEFT_OUT never if the user named the file.
+    """The document, or the reason to skip the file. A file that the user named is not skipped for one of LEFT_OUT.
 
-    Before split version 3, only large files are generated.
+    Before split version 3, only large files can be skipped as generated.
     """
     try:
         status = file.path.stat()
@@ -181,7 +181,7 @@ def looks_generated(head: bytes) -> bool:
 
 
 LEFT_OUT = ("generated", "third-party", "data")
-"""Reasons to leave out text that no one has written here; a file that the user names is read all the same."""
+"""Reasons to skip text that the project's authors did not write. A file that the user names is read anyway."""
 _COMMENTS = re.compile(
     rb"""(\xef\xbb\xbf)?(\s*(\#|//|--|;|%|<\?|<!--.*?-->|/\*.*?\*/|\(\*.*?\*\)|['"]use\ strict)[^\n]*)*""",
     re.VERBOSE | re.DOTALL,
@@ -194,7 +194,7 @@ _MARK = re.compile(
     re.VERBOSE | re.DOTALL | re.MULTILINE,
 )
 _CODE_MARK = re.compile(rb"DO NOT (EDIT|MODIFY)(?! (BELOW|ABOVE|BEYOND|THIS (LINE|SECTION|BLOCK)))")
-"""A mark of generated code; in settings and documents, it may be a request to their users."""
+"""A mark of generated code. In settings and documents, it may be a request to their readers."""
 _NUMBERS = re.compile(rb"[-+]?\b(0x[0-9a-f]+|\d[\d.]*(e[-+]?\d+)?)[ulf]*\b[,;]?", re.I)
 _ENCODED = re.compile(rb"^[\s\"',]*(?=[^\n]*\d)[A-Za-z0-9+/=_-]{40,}[\s\"',]*$", re.MULTILINE)
 """A line of base64 or hexadecimal digits."""
@@ -202,10 +202,10 @@ _SPACES = b" \t" + bytes(range(0x80, 0x100))
 
 
 def _reason(file: SourceFile, head: bytes, size: int, split_version: int) -> str:
-    """The reason in LEFT_OUT for a file that starts with `head`; empty if people seem to have written it.
+    """The reason in LEFT_OUT to skip a file that starts with `head`; empty if people seem to have written it.
 
-    Besides names and comments, the reason may be mostly numbers, encoded bytes, or long lines with few spaces, as
-    of pictures in a notebook.
+    The name and the first comments are checked, then the content: mostly numbers, encoded bytes, or long lines
+    with few spaces, such as pictures in a notebook.
     """
     if size > GIANT and looks_generated(head):
         return "generated"
@@ -222,7 +222,7 @@ def _reason(file: SourceFile, head: bytes, size: int, split_version: int) -> str
     with open_plain(file.path) as source:
         source.seek(size // 2 if size > len(head) else size)
         sample = head + source.read(len(head))
-    # Code with such parts is left out only if it has hardly others.
+    # Code is left out only if it consists almost entirely of numbers or encoded bytes.
     visible = len(sample.translate(None, b" \t\r\n"))
     numbers, encoded = (sum(len(m[0]) for m in part.finditer(sample)) for part in (_NUMBERS, _ENCODED))
     if numbers > (0.85 if is_code else 0.6) * visible or encoded > (0.9 if is_code else 0.5) * len(sample):
@@ -255,11 +255,11 @@ def document_texts(documents: Iterable[Document]) -> Iterator[NamedText]:
 
 
 def holds_records(file: SourceFile, asked: bool = False) -> bool:
-    """True if a file contains records. Its name decides or, if the name is ambiguous, its first row.
+    """True if a file contains records, by its name or, if the name is ambiguous, by its first row.
 
-    A file of CSV must be named by the user, who also `asked` for records. A .json file in a folder must be a list
-    that starts with an object. A file that the user named must start with an object; a .json file that the user
-    named may start with any row.
+    A CSV file does if the user named it and `asked` for records. A .json file in a folder must be a list that
+    starts with an object. A .json file that the user named may start with any row, another named file must start
+    with an object.
     """
     name = file.path.name.lower()
     if name.endswith(DELIMITED):

@@ -188,5 +188,5 @@ def find_headers(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bo
 
 
 def _decode(pieces: Sequence[bytes]) -> str:
-    """The text of these tokens, without characters that are cut at its start or end."""
+    """The text of these tokens, without an incomplete character at its start or end."""
     return b"".join(pieces).decode(errors="ignore")

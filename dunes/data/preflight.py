@@ -26,10 +26,10 @@ class DataReport:
     `windows` counts windows of plain text; other examples are conversations. `tokens` counts an id shared by two
     windows once. `trained` counts targets within the context, `lost` targets beyond it. `lengths` are QUANTILES of
     the examples' lengths in ids before truncation. `leaked` counts validation examples that are also training
-    examples (preferences: with a prompt of the training data), `with_stop` counts conversations with a stop token
-    as target, and `without_target` counts examples without targets. `double_bos` counts training and validation
-    examples that start with two BOS tokens. `max_id` is the largest id of all examples. Preferences are examples
-    (`noun` is "pair"): their tokens and targets are those of both sides, their length is that of the longer one.
+    examples, or preferences whose prompt is in the training data. `with_stop` counts conversations with a stop
+    token as target, and `without_target` counts examples without targets. `double_bos` counts training and
+    validation examples that start with two BOS tokens. `max_id` is the largest id of all examples. A preference is
+    one example (`noun` is "pair") with the tokens and targets of both sides, and the length of the longer side.
     """
 
     examples: int
@@ -167,7 +167,7 @@ def check_report(report: DataReport, limit: float = 0.05) -> None:
             f"{plural(report.double_bos, 'example begins', 'examples begin')} with the BOS token twice; "
             "the chat template writes it and the tokenizer adds it"
         )
-    # First, since truncation may be why no targets are left.
+    # Checked before missing targets, since truncation may have removed them.
     if report.truncated_share > limit:
         raise ValueError(
             f"{report.truncated_share:.1%} of the examples are longer than the context of {report.context_length} "

@@ -87,13 +87,13 @@ def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
     """Create a folder beside `path`, on the same disk, and yield it; it is removed afterwards.
 
     Staging folders of dead writers beside `path` are removed first. The name `kept` is for work that can be
-    continued: a dead writer's folder of this name is yielded as it is, and no folder is removed afterwards.
+    continued: the folder is not removed afterwards, and the next writer of this name gets it with its content.
     """
     with folder_lock(path.parent):
         for name in (
             f"kept-{kept}" if kept else token_hex(8),
             token_hex(8),
-        ):  # another writer may be using the first
+        ):  # another writer may have locked the first folder
             folder = path.with_name(STAGED.format(name))
             folder.mkdir(exist_ok=True)
             handle = os.open(folder, _OPEN)
@@ -112,7 +112,7 @@ def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
 
 
 def _clear(parent: Path) -> None:
-    """Remove the staging folders of dead writers from `parent`; continuable ones after KEPT_SECONDS."""
+    """Remove dead writers' staging folders from `parent`; kept folders are removed after KEPT_SECONDS."""
     for folder in parent.glob(STAGED.format("*")):
         if folder.name.startswith(KEPT) and time() - folder.stat().st_mtime < KEPT_SECONDS:
             continue
@@ -133,7 +133,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # numpy's, when it cannot write a complete array
+        if error.errno is None:  # numpy could not write a complete array
             raise OSError(errno.EIO, f"{error}; is the disk full?", str(path)) from None
         if error.filename is None:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
@@ -171,7 +171,7 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
 def tensor_digests(
     tensor: "torch.Tensor", dtypes: "Sequence[torch.dtype]", block: int = DIGEST_BLOCK
 ) -> list[str]:
-    """SHA-256 (hex) of a tensor's bytes after a cast to each dtype; the blocks hashed fit into the CPU's cache."""
+    """SHA-256 (hex) of a tensor's bytes after a cast to each dtype. Each block fits into the CPU's cache."""
     import torch  # `dunes complete` asks a server without torch
 
     hashes = [hashlib.sha256() for _ in dtypes]

@@ -1,4 +1,4 @@
-"""Read and write JSON objects and JSON lines. Files may be untrusted: their size and error texts are limited."""
+"""Read and write JSON objects and JSON lines. Files may be untrusted, so sizes and error messages are limited."""
 
 import json
 import os

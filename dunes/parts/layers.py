@@ -40,7 +40,7 @@ class Embedding(nn.Module):
     """
 
     supports_packing = True
-    scale: float | None = None  # no attribute of other embeddings, whose saved structure would otherwise differ
+    scale: float | None = None  # a class attribute: the structure of other saved embeddings stays the same
 
     def __init__(
         self,

@@ -32,14 +32,14 @@ class MoE(nn.Module):
     for a top_k below 1 or above the number of experts, and for an expert that occurs twice.
 
     With a `bias_rate`, experts are chosen by probability plus `selection_bias` (E,); the weights do not include
-    the bias. After each step that trains the router, the bias is raised by `bias_rate` for each expert whose load
-    is below the mean, and lowered for each above it (loss-free balancing, https://arxiv.org/abs/2408.15664). Loads
+    the bias. After each step that trains the router, the bias is raised by `bias_rate` for experts whose load is
+    below the mean, and lowered for experts above it (loss-free balancing, https://arxiv.org/abs/2408.15664). Loads
     are summed over all micro-batches and ranks. The bias is cast together with the weights: train in float32.
-    `biased` adds such a bias that training does not change.
+    `biased` adds a selection bias that training does not change.
 
     As in DeepSeek V3, with `sigmoid` the probabilities are the sigmoids of the logits, and weights are multiplied
-    by `factor`. With `groups` of successive experts, experts are chosen from `top_groups` of them: those in which
-    the two highest probabilities, biased, have the highest sums. Raises ValueError as `check_groups` does.
+    by `factor`. With `groups` of successive experts, experts are chosen from the `top_groups` groups in which the
+    two highest biased probabilities have the highest sums. Raises ValueError like `check_groups`.
     """
 
     supports_packing = True
@@ -214,7 +214,7 @@ class MoE(nn.Module):
 
 
 def check_groups(experts: int, top_k: int, groups: int, top_groups: int, place: str = "") -> None:
-    """Raise ValueError unless groups have one size, of 2 or more, and the chosen ones at least `top_k` experts.
+    """Raise ValueError unless groups have one size, of 2 or more, and chosen groups have `top_k` experts or more.
 
     The message starts with `place`.
     """

@@ -62,7 +62,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN: divides low frequencies by `factor`, keeps high ones, and blends both between (a linear ramp).
+    """YaRN: divides low frequencies by `factor`, keeps high frequencies, and blends both in between (linear ramp).
 
     A frequency is high if its pair of dimensions makes `beta_fast` or more rotations within the original context
     of `length` tokens, and low if it makes `beta_slow` or fewer. https://arxiv.org/abs/2309.00071
@@ -162,7 +162,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class PartialRotary:
-    """Rotates only the first dimensions of each head, as many as `rotary.head_dim`. The others stay.
+    """Rotates only the first `rotary.head_dim` dimensions of each head.
 
     GPT-NeoX rotates a quarter: https://arxiv.org/abs/2204.06745
     """
@@ -179,8 +179,8 @@ class PartialRotary:
 class Alibi:
     """ALiBi: a bias of slope * (key position - query position), with one slope per head, and no other positions.
 
-    Head h of H has slope 2^(-8 h / H); if H is no power of two, the slopes are those of the next smaller one, and
-    then every second one of twice as many heads. https://arxiv.org/abs/2108.12409
+    Head h of H has slope 2^(-8 h / H). If H is no power of two, the slopes of the next smaller power P come first,
+    then every second slope of 2 P heads. https://arxiv.org/abs/2108.12409
     """
 
     heads: int
