@@ -27,7 +27,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     refuse_mixed_windows(hf)
     check_supported(hf, required={"mlp_bias": False})
-    # Its three biases are always present and have no key.
+    # Queries, keys and values always have biases; no setting removes them.
     return Config(**llama.config_fields(hf | {"attention_bias": False}))
 
 

@@ -26,7 +26,7 @@ from dunes.ops.operation import without_autocast
 
 MIN_TOKENS = 128
 """Fewest tokens for float32 products; with 64, the gain equals the cost of conversion (10M, 124M parameters)."""
-PANELS, NARROWEST = 8, 256  # of the Gram matrix, and rows of a panel
+PANELS, NARROWEST = 8, 256  # number of panels of the Gram matrix, and minimum rows of a panel
 
 
 def float32_products(weight: Tensor, tokens: int) -> AbstractContextManager[Any]:
@@ -47,7 +47,7 @@ _recorded: list[bool] = []
 def repeat_choice(faster: bool | None) -> None:
     """From now on, `float32_is_faster` returns `faster`, the choice recorded by an earlier run.
 
-    With None, it decides for this machine again.
+    With None, the choice depends on this machine again.
     """
     _recorded[:] = [] if faster is None else [faster]
 

@@ -47,9 +47,9 @@ class Block(nn.Module):
 
     `dropout` acts on the outputs of attn and mlp, in training only. `attn_post_norm` and `mlp_post_norm` are
     applied to these outputs before they are added; with nn.Identity as `attn_norm` and `mlp_norm`, the block norms
-    only outputs. With `parallel`, it is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an MLP (both None), only
-    attn is added. `attn` is called with (x, ctx, layer), or with x if it takes nothing else; the others are called
-    with x. Raises ValueError for a part that does not take these arguments.
+    only outputs. With `parallel`, it is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an MLP (both None),
+    only attn is added. `attn` is called with (x, ctx, layer), or with x if it takes nothing else; the others are
+    called with x. Raises ValueError for a part that does not take these arguments.
     """
 
     supports_packing = True
@@ -236,7 +236,7 @@ class Decoder(nn.Module):
         return self.logits(x if last is None else x[:, x.shape[1] - last :])
 
     def before_head(self, ids: Tensor, last: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """States (B, last, dim) of the last positions of ids (B, T), and a function from slices of states to logits.
+        """States (B, last, dim) of the last positions of ids (B, T), and a function from slices of them to logits.
 
         If the head may mix tokens, the logits are computed at once, and the function is the identity.
         """

@@ -27,10 +27,10 @@ class LatentAttention(Attention):
     latents and to `out`. Other arguments are Attention's.
 
     The cache has one key of kv_rank + rope_dim elements per token: the latent and the part with positions. The
-    cache's values have width 0, since values are computed from the latents. Without earlier tokens, keys and values
-    of each head are computed. If there are earlier tokens and few queries, queries are multiplied by the keys'
-    weight and attend to the latents, and the result is multiplied by the values' weight; this needs a `kv_b` that
-    is no mixture of adapters.
+    cache's values have width 0, since values follow from the latents. Without earlier tokens, keys and values of
+    each head are computed. With earlier tokens and few queries, queries are multiplied by the keys' weight and
+    attend to the latents, and the result is multiplied by the values' weight, unless `kv_b` is a mixture of
+    adapters.
     """
 
     supports_packing = Attention.supports_packing  # a forward of its own needs its own declaration

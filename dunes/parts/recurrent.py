@@ -189,9 +189,9 @@ def _unit(x: Tensor) -> Tensor:
 class Mamba2(nn.Module):
     """A selective state space model, in place of a block's attention and MLP. https://arxiv.org/abs/2405.21060
 
-    The state has `state_dim` numbers for each of the `heads` * `head_dim` channels. `project` returns the channels'
-    gates, the channels' inputs with `groups` of keys and queries (all of which go through a short convolution), and
-    a time step for each head. Time steps are clamped to `limits`; `norm` is applied to the gated output.
+    The state has `state_dim` numbers for each of the `heads` * `head_dim` channels. `project` returns gates,
+    channel inputs, `groups` of keys and queries, and a time step for each head. Channel inputs, keys and queries
+    go through a short convolution. Time steps are clamped to `limits`; `norm` is applied to the gated output.
     """
 
     supports_packing = recurrent = True
