@@ -13,7 +13,7 @@ INSTALLED = "installed"
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Copies = Literal["auto", "never", "only"]
-"""Complete lines by copying alone: if that is better than the model, never, or always (without a model)."""
+"""Choices to complete lines by copying alone: if the model is worse, never, or always (without a model)."""
 Family = Literal[
     "arcee",
     "llama",

@@ -209,7 +209,7 @@ def is_shown() -> bool:
 def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[float], None]:
     """A function to call with the amount of work done since its last call, out of `total`.
 
-    It reports progress from fraction `start` to fraction `end` of the current phase.
+    The function reports progress from fraction `start` to fraction `end` of the current phase.
     """
     listener, done = _listener.get(), 0.0
 

@@ -112,7 +112,7 @@ def test_a_file_and_its_copies_are_on_one_side(tmp_path, edit):
         assert all(found[f"src/file_{i}.py"] == found[f"vendor/deep/file_{i}.py"] for i in range(40))
     assert {name: sides(corpus)[name] for name in alone} == alone, "a copy follows the file with the shorter path"
     assert corpus.notes == [
-        "near-duplicates: 40 files, each on one side with its like (vendor/deep/file_0.py of src/file_0.py)"
+        "near-duplicates: 40 files, each on the same side as its original (vendor/deep/file_0.py of src/file_0.py)"
     ]
     old = sides(collect_corpus([tmp_path / "all"], 0.2, split_version=0))
     assert any(old[f"src/file_{i}.py"] != old[f"vendor/deep/file_{i}.py"] for i in range(40))

@@ -58,7 +58,7 @@ class PackedText:
     of the previous document and the first input of the next.
 
     `Windows` applies `transform`, if any, to each complete document, including its first id. `transform` may
-    reorder and replace ids. Its generator is seeded by (seed, epoch, document), so all windows that contain parts
+    reorder and replace ids. The generator is seeded by (seed, epoch, document), so all windows that contain parts
     of the same document see the same transformed document.
     """
 
@@ -107,8 +107,8 @@ class Windows:
     `arrange`, if any, is applied to each window; its generator is seeded by (seed, epoch, position in the epoch's
     order). A batch then has separate targets, which are IGNORE where `arrange.is_target` is False.
 
-    Each epoch has its own offset and order. It omits some tokens at the ends of the text, fewer than two windows,
-    which other epochs include. Raises ValueError if there are fewer tokens than one window needs.
+    Each epoch has its own offset and order. An epoch omits fewer than two windows of tokens at the ends of the
+    text; other epochs include these tokens. Raises ValueError if there are fewer tokens than one window needs.
     """
 
     tokens: TokenIds
@@ -190,9 +190,8 @@ class Windows:
 def shuffle_index(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArray[np.int64]:
     """Map each index by a pseudorandom permutation of 0..size-1, without storing the permutation.
 
-    A Feistel network permutes the numbers below the next power of four. It is repeated until the result is below
-    `size` (cycle walking).
-    https://en.wikipedia.org/wiki/Format-preserving_encryption
+    A Feistel network permutes the numbers below the next power of four. The network is applied again until the
+    result is below `size` (cycle walking). https://en.wikipedia.org/wiki/Format-preserving_encryption
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -317,7 +316,7 @@ class Batches:
 
     @cached_property
     def _layout(self) -> list[list[int]]:
-        """For each row, the ranks of its examples in descending order of length."""
+        """For each row, its examples as indices into the descending order of length."""
         lengths = np.sort(self._lengths)[::-1].tolist()
         return best_fit(lengths, self.context_length) if self.packed else [[i] for i in range(len(lengths))]
 

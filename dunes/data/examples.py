@@ -58,10 +58,10 @@ VARIABLES = "chat_template_kwargs"
 """Key of a row's additional variables for the chat template."""
 
 LOSS_KEYS = ("weight", "train", "training", "loss")
-"""Keys by which OpenAI, axolotl and ms-swift exclude a message from the loss."""
+"""Keys with which OpenAI, axolotl and ms-swift exclude a message from the loss."""
 
 TOOL_KEYS = ("tools", "functions")
-"""Keys of a row's tools: a list of OpenAI's schemas, or its JSON."""
+"""Keys of a row's tools: a list of OpenAI's schemas, or this list as JSON."""
 
 _Unusable = tuple[Sequence[str], Callable[[Any], bool], str]
 _MEDIA: _Unusable = (
@@ -210,9 +210,9 @@ def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[st
 def record_texts(
     path: Path, fields: Sequence[str] = (), names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each record's file and line, and its text (possibly empty). With `fields`, only these are read.
+    """Yield each record's file and line, and its text (possibly empty).
 
-    `names` are as for `read_records`. Raises ValueError like `read_records`, and if no record has text.
+    Arguments are as for `read_records`. Raises ValueError like `read_records`, and if no record has text.
     """
     check_names(names or {})
     remaining, has_text = rows(path, fields, names), False
@@ -331,7 +331,7 @@ def _record(name: str, row: Any, place: str) -> Record:
 
 
 def _is_blank(value: Any) -> bool:
-    """True for an empty value, and for a string with empty JSON, such as LLaMA-Factory writes for tools."""
+    """True for an empty value, and for a string of empty JSON, which LLaMA-Factory writes for missing tools."""
     return value is None or value in ("", [], {}, "[]", "{}", "null")
 
 
@@ -342,7 +342,7 @@ def _check_usable(values: dict[str, Any], unusable: Iterable[_Unusable]) -> None
 
 
 def _one(values: Mapping[str, Any], keys: Iterable[str], noun: str) -> str | None:
-    """The first of the keys that has a value; None if none has. Raises ValueError if two have different values."""
+    """The first key that has a value; None if no key has. Raises ValueError if two keys have different values."""
     given = [key for key in keys if not _is_blank(values.get(key))]
     if any(values[key] != values[given[0]] for key in given):
         raise ValueError(f"{' and '.join(given)}: two different {noun}; leave one of them out")
@@ -401,7 +401,7 @@ def _function(entry: Any, noun: str) -> dict[str, Any]:
 
 
 def _parse(key: str, value: Any) -> Any:
-    """The value, which may be a string of JSON."""
+    """The value, decoded if it is a string of JSON."""
     try:
         return DECODER.decode(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -431,7 +431,7 @@ def ignored_line(files: Iterable[Records]) -> list[str]:
 
 
 def _typed(value: Any, kind: type[T], key: str = "") -> T:
-    """The value. Raises ValueError if it has another type, and for a string with half of a surrogate pair."""
+    """Return the value. Raises ValueError for another type, and for a string with half of a surrogate pair."""
     place = f"{key}: " if key else ""
     if not isinstance(value, kind):
         raise ValueError(f"{place}expected {TYPES[kind]}, found {_type(value)}")
@@ -472,7 +472,7 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """The prompt with the chosen answer, and with the rejected one. Answers in the prompt are not trained on.
 
     `chosen` and `rejected` are answers (text, a message, or messages) to a prompt, or complete conversations. The
-    prompt of complete conversations is their common beginning, which must contain a `prompt` beside them.
+    prompt of complete conversations is their common beginning, which must contain the text of a field `prompt`.
     """
     prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
     size = _shared(chosen, rejected)
@@ -501,7 +501,7 @@ def _shared(chosen: Conversation, rejected: Conversation) -> int:
 
 
 def _prompt(row: dict[str, Any]) -> Conversation:
-    """The prompt in fields of its own in a preference; empty if there are none."""
+    """The prompt that a preference has in separate fields; empty if it has none."""
     key = _one(row, ("conversations", "instruction", "prompt"), "prompts") or "prompt"
     if isinstance(row.get(key), list | dict):
         _check_usable(row, [(("input", "history"), bool, f"expected in {key}")])
@@ -553,7 +553,7 @@ def _turn(message: Any, role_key: str, content_key: str) -> Turn:
 
 
 def _fields(message: dict[str, Any], role: str, call_keys: Sequence[str]) -> dict[str, Any]:
-    """The further fields of a message for a chat template; tool calls may be under any of `call_keys`."""
+    """The additional fields of a message for a chat template; tool calls may be under any of `call_keys`."""
     given = [key for key in (*call_keys, *REASONING_KEYS) if not _is_blank(message.get(key))]
     if given and role != "assistant":
         raise ValueError(f"{given[0]}: expected in a message of the assistant, found in one of the {role}")
@@ -640,7 +640,7 @@ RECORD_FORMATS = {
 def split_records(
     rows: Sequence[Record], share: float = 0.1, split_version: int = SPLIT_VERSION
 ) -> tuple[list[Record], list[Record]]:
-    """Split records into training and validation. About `share` are for validation: at least one, but never all.
+    """Split records into training and validation: about `share` are for validation, at least one, but never all.
 
     The split is by `record_hashes`, so that a record and its copies are on the same side in every run and with
     every tokenizer. If all records are equal, or `share` is 0, no record is for validation.
@@ -681,7 +681,7 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
 
 
 def _split_by(row: Record) -> Conversation:
-    """The turns by which a record is split: all, or the prompt of a preference."""
+    """The turns whose hash decides the split: all turns, or a preference's prompt."""
     return row.turns[: _shared(row.turns, row.rejected)] if row.rejected else row.turns
 
 
@@ -700,7 +700,7 @@ def validation_limit(least: float, most: float, share: float) -> float:
 def split_hash(turns: Conversation) -> float:
     """Hash of a conversation's words, in [0, 1): a digest of their JSON, which has one list per turn.
 
-    A turn's further fields, such as tool calls, end its list.
+    Additional fields of a turn, such as tool calls, come last in its list.
     """
     hasher = blake2b(digest_size=6)
     for i, turn in enumerate(turns):
@@ -766,7 +766,7 @@ def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
 
 
 def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The text of an example in spans, each with True if it is trained on; special tokens are spelled out."""
+    """Spans of an example's text, each with a flag, True if trained on. Special tokens are spelled out."""
     edges = np.flatnonzero(np.diff(example.loss_mask)) + 1
     runs = np.split(example.ids, edges)
     return [

@@ -24,7 +24,7 @@ from dunes.flags import STDLIB, is_path
 
 NEVER = {".git", ".hg", ".svn", "__pycache__"}
 DEPENDENCIES = {"node_modules", ".venv", "site-packages"}
-"""Folders of third-party code. They are skipped inside a source, and reported unless .gitignore excludes them."""
+"""Folders of third-party code, which are skipped in a source, and reported unless .gitignore excludes them."""
 THIRD_PARTY = {"bower_components", "third_party", "third-party", "thirdparty", "3rdparty"}
 VENDOR = {"vendor", "vendors", "vendored", "_vendor"}
 """Folders of third-party code, if they or their subfolders have a file that `_OF_OTHERS` matches."""
@@ -278,7 +278,7 @@ def source_roots(source: str | Path) -> dict[Path, Rules]:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file for reading. Raises OSError for anything else, without blocking on it."""
+    """Open a plain file for reading. Raises OSError for any other file, without blocking."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # first, since opening a device may have side effects
         raise OSError("not a plain file")
     opener = lambda path, flags: os.open(path, flags | os.O_NONBLOCK)

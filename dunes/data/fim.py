@@ -69,7 +69,7 @@ class FillInMiddle:
 
     Only the longest text of one document in the window is rearranged, without its file header; other ids keep
     their places. Cuts are between characters. Half of the middles go from a random character to the end of its
-    line; the others span up to SPAN_LINES lines. The suffix loses its end, so that the window keeps its length. A
+    line; the others span up to SPAN_LINES lines. The end of the suffix is cut off to keep the window's length. A
     window is unchanged if its text is short, or if none of TRIES cuts fits because the middle ends too late.
 
     Raises ValueError for a tokenizer without the sentinels.
@@ -143,7 +143,7 @@ class FillInMiddle:
 def draw_middle(text: str, ends_line: bool, random: np.random.Generator) -> tuple[int, int]:
     """Draw the start and stop of a middle in a text of at least one character, never between \\r and \\n.
 
-    With `ends_line`, it is the rest of a line without the line end; otherwise, it spans up to SPAN_LINES lines.
+    With `ends_line`, the middle is the rest of a line without the line end; otherwise, up to SPAN_LINES lines.
     """
     start = _before_line_end(text, int(random.integers(len(text))))
     lines = 1 if ends_line else int(random.integers(1, 1 + SPAN_LINES))

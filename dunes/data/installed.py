@@ -60,7 +60,7 @@ LANGUAGES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[Path]]]] = {
     "rust": ((".rs",), _rust_folders),
     "c": ((".h", ".hh", ".hpp", ".hxx"), lambda: [Path("/usr/include"), Path("/usr/local/include")]),
 }
-"""Suffixes of files, and folders that may have packages, by language. The last one is read only if it is named."""
+"""Suffixes of files, and folders that may have packages, by language. The last language is read only if named."""
 
 
 def installed_roots(source: str) -> dict[Path, list[str]]:

@@ -148,7 +148,7 @@ def _content(example: Example) -> bytes:
 
 
 def _double_bos(example: Example, begin: Sequence[int]) -> bool:
-    """True if the example starts with two BOS tokens, and does not consist of these alone."""
+    """True if the example starts with two BOS tokens, and has further tokens."""
     n = len(begin)
     return 0 < 2 * n < len(example) and example.ids[: 2 * n].tolist() == [*begin, *begin]
 

@@ -115,7 +115,7 @@ def first_row(path: Path) -> Any:
 
 @contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for its bytes, which are decompressed if it is gzipped."""
+    """Open a file for reading bytes; a gzipped file is decompressed."""
     with open_plain(path) as file:
         zipped = file.read(2) == b"\x1f\x8b"
         file.seek(0)

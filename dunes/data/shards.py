@@ -1,8 +1,8 @@
 """Token shards: the ids of a corpus on disk, in private, immutable files with a digest.
 
 A shard is a folder with `tokens.bin` (little-endian ids; each text has its start and end tokens), `starts.bin`
-(the index of each text's first id, in eight bytes) and `shard.json`. Its key is a hash of the documents' contents,
-the tokenizer and the settings, so a changed corpus or tokenizer gets a new shard.
+(the index of each text's first id, in eight bytes) and `shard.json`. The shard's key is a hash of the documents'
+contents, the tokenizer and the settings, so a changed corpus or tokenizer gets a new shard.
 
 A shard is written in batches. `batches.bin` has each batch's sizes and digest, so that another writer can continue
 the work of a killed writer.
@@ -94,7 +94,7 @@ class TokenFile:
         return self.length
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """The ids (N, T) at an index (N, T). One read per row covers its smallest to its largest index."""
+        """The ids (N, T) at an index (N, T). Each row is read at once, from its smallest to its largest index."""
         if self._stat() != self._initial_stat:
             raise ValueError(f"{self.path}: the tokens changed while they were in use; start again")
         return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])

@@ -227,7 +227,7 @@ def _find_duplicates(corpus: Corpus, documents: dict[str, Document], installed: 
     if pairs:
         example = " of ".join(header_name(d.name)[:200] for d in pairs[0])
         corpus.notes.append(
-            f"{NEAR_DUPLICATES} {plural(len(pairs), 'file')}, each on one side with its like ({example})"
+            f"{NEAR_DUPLICATES} {plural(len(pairs), 'file')}, each on the same side as its original ({example})"
         )
 
 

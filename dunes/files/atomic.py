@@ -1,4 +1,4 @@
-"""Atomic writes: after a crash, a file has either its old or its new content, complete.
+"""Atomic writes: after a crash, a file has either its complete old or its complete new content.
 
 A file is fsynced before it is renamed into place, and the rename is fsynced before the call returns. Each writer
 locks its own staging folder (flock). The lock ends with the writer's process; later writers remove the staging
@@ -116,7 +116,7 @@ def _clear(parent: Path) -> None:
     for folder in parent.glob(STAGED.format("*")):
         if folder.name.startswith(KEPT) and time() - folder.stat().st_mtime < KEPT_SECONDS:
             continue
-        with suppress(OSError), open_handle(folder, _OPEN) as handle:  # locked, or another user's
+        with suppress(OSError), open_handle(folder, _OPEN) as handle:  # locked, or owned by another user
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)
 
@@ -152,7 +152,7 @@ def digest(path: Path, advance: Callable[[int], object] = lambda size: None) -> 
 
 @contextmanager
 def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar on a terminal for more than LARGE bytes; yields a function that advances it by bytes.
+    """Show a progress bar on a terminal for more than LARGE bytes; yields a function that advances the bar.
 
     If the progress of a phase is shown already, the function advances that display instead.
     """
@@ -172,7 +172,7 @@ def tensor_digests(
     tensor: "torch.Tensor", dtypes: "Sequence[torch.dtype]", block: int = DIGEST_BLOCK
 ) -> list[str]:
     """SHA-256 (hex) of a tensor's bytes after a cast to each dtype. Each block fits into the CPU's cache."""
-    import torch  # `dunes complete` asks a server without torch
+    import torch  # late, since `dunes complete` asks a server without torch
 
     hashes = [hashlib.sha256() for _ in dtypes]
     for part in torch.split(tensor.detach().cpu().contiguous().flatten(), block):

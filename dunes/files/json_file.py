@@ -106,7 +106,7 @@ def read_records(
 ) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines for which `fits` is True; empty if the file does not exist.
 
-    Other lines are skipped, and `warn` is called with a message about them; by default, it is printed on stderr.
+    Other lines are skipped, and `warn` (by default, printing on stderr) is called with a message about them.
     """
     records, damaged = list[dict[str, Any]](), list[str]()
     for number, text in enumerate(read_lines(path), 1):

@@ -31,7 +31,7 @@ _trusted = ContextVar("trusted", default=False)
 
 @contextmanager
 def trust_cards(trust: bool = True) -> Iterator[None]:
-    """Permit, in this context and thread, importing functions that cards name, which runs third-party code.
+    """Permit, in this context and thread, the import of functions that model cards name (third-party code).
 
     The option `--trust-code` does the same. `trust=False` leaves the permission unchanged.
     """
@@ -56,8 +56,8 @@ def find_file(folder: Path, name: str) -> Path | None:
 def require_inside(folder: Path, path: Path, index: str = "") -> Path:
     """The path unchanged, if it is a regular file below the folder and completely downloaded.
 
-    The file may be a link within its own folder. In the Hub's cache, it may also be a link into the folder `blobs`
-    beside all snapshots. `index` is the name of a file that lists this one, for the error message. Raises
+    The file may be a link within its own folder. In the Hub's cache, the file may also be a link into the folder
+    `blobs` beside all snapshots. `index` is the name of a file that lists this one, for the error message. Raises
     ValueError for any other path, such as a link to another folder.
     """
     try:

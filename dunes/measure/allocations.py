@@ -32,9 +32,9 @@ KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activ
 class ModuleTracker:
     """Tracks the running module: in `with ModuleTracker(model) as tracker:`, `tracker.now()` returns its name.
 
-    In a forward pass, the running module is the innermost module whose `forward` runs. In a backward pass, it is
-    the module whose forward pass created the running graph node. Graph nodes are numbered in order of creation, so
-    the tracker records the numbers at which modules begin and end. The model has hooks only inside the `with`.
+    The running module is the innermost module whose `forward` runs, or in a backward pass, the module whose
+    forward pass created the running graph node. Graph nodes are numbered in order of creation, so the tracker
+    records the numbers at which modules begin and end. The model has hooks only inside the `with`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -193,7 +193,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def record(self, tensor: Tensor, operation: str, kind: Kind = "temporaries") -> Allocation | None:
         """Record the tensor's storage if it is new; returns its `Allocation`, or None for an empty storage.
 
-        For a sharded tensor, this is the storage of this rank's part.
+        A sharded tensor's storage is the storage of this rank's part.
         """
         return self._record(getattr(tensor, "_local_tensor", tensor).untyped_storage(), operation, kind)
 
@@ -222,7 +222,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame = sys._getframe(3)
         while frame.f_back and _is_torch_frame(frame.f_code.co_filename):
             frame = frame.f_back
-        cached = hasattr(frame.f_locals.get("self"), "advance")  # a method of all caches in `parts`
+        cached = hasattr(frame.f_locals.get("self"), "advance")  # all caches in `parts` have this method
         place = self.places.now()
         if place is None:
             place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name})"
@@ -235,7 +235,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moment += 1
         allocation.freed = self.moment
         if allocation.kind == "temporaries" and allocation.phase == "forward":
-            # A later module or backward needed it, not only its own module.
+            # A later module or backward needed the tensor, not only its own module.
             inside = allocation.owner in self.places.stack
             if self.phase == "backward" or (self.places.calls > allocation.call and not inside):
                 allocation.kind = "activations"

@@ -1,8 +1,8 @@
 """Properties of this machine: device, memory, rates, and the dtype and number of threads that suit it.
 
-Training results depend on the dtype and the number of threads. So these follow from the kind of processor and from
-the cores that this process may use, never from a measurement. Rates are measured, to choose the size of a run, in
-processor time of threads, which other programs hardly change.
+Training results depend on the dtype and the number of threads. So both follow from the kind of processor and from
+the cores that this process may use, never from a measurement. Rates, which decide the size of a run, are measured
+in processor time of threads, since other programs hardly change it.
 """
 
 import ctypes
@@ -125,7 +125,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 LARGE_BLOCK = 1 << 25
-"""With `keep_freed_memory`, freed blocks above this size in bytes return to the system. glibc's maximum."""
+"""With `keep_freed_memory`, larger freed blocks (in bytes) return to the system; glibc allows no larger value."""
 
 
 def keep_freed_memory() -> None:
@@ -133,8 +133,8 @@ def keep_freed_memory() -> None:
 
     By default, glibc returns freed memory to the system at once. A training step then spends a third of its time
     on page faults (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it); prefill spends a
-    tenth (10M parameters, 256 tokens). Larger blocks are not kept: those of a model of 135M parameters left holes
-    of unequal sizes in the heap, and each step needed more memory than the one before.
+    tenth (10M parameters, 256 tokens). Larger blocks are not kept: with a model of 135M parameters, they left
+    holes of unequal sizes in the heap, and each step needed more memory than the step before.
     """
     trim_threshold, mmap_threshold = -1, -3
     if sys.platform == "linux":

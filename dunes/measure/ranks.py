@@ -33,7 +33,7 @@ STALLED = 5
 GATHERED = 0.1
 """Weights stay gathered until backward if the ranks of a machine need less than this fraction of its memory."""
 SLOW_STEP = 30
-"""A rank waits in a step for this many times the longest step's duration, but at least for a minute."""
+"""In a step, a rank waits for others at most this many times the longest step, or a minute if that is longer."""
 _last = 0.0
 _limit = math.inf
 _saving: Any = None
@@ -162,7 +162,7 @@ def _report(store: Any, line: str) -> None:
 
 
 def _make_groups(by_node: bool, limit: timedelta) -> None:
-    """Make the group that saves in the background, and the mesh over which parameters are sharded."""
+    """Make the group for saving in the background, and the mesh over which parameters are sharded."""
     from torch.distributed.device_mesh import init_device_mesh
 
     global _saving, _mesh
@@ -294,7 +294,8 @@ def add(tensor: Tensor) -> None:
 
 
 def from_first(tensor: Tensor) -> Tensor:
-    """The first rank's tensor. Different machines round differently, so choices must follow from one rank's."""
+    """The first rank's tensor. Machines round differently, so their own tensors could lead to different
+    choices."""
     tensor = tensor.contiguous()
     if count() > 1:
         dist.broadcast(tensor, 0)
@@ -367,7 +368,7 @@ def rows(size: int) -> slice:
 
 
 def shard(model: M, units: Iterable[nn.Module], dtype: torch.dtype | None = None) -> M | None:
-    """Shard the trainable parameters over the ranks, on `machine.device()`; each unit gathers its own to compute.
+    """Shard the trainable parameters over the ranks, on `machine.device()`. A unit gathers them while it computes.
 
     With `dtype`, each unit is cast just before it is sharded, so no rank has all parameters in `dtype`. Parameters
     on the meta device become uninitialized memory. Frozen parameters, which may have another dtype, stay complete
@@ -377,7 +378,7 @@ def shard(model: M, units: Iterable[nn.Module], dtype: torch.dtype | None = None
         return None
     from torch.distributed.fsdp import fully_shard
 
-    # deepcopy takes these for copies that it has made, so that no values are copied.
+    # deepcopy takes these for copies that it has already made, so no values are copied.
     copies: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     copies |= {id(b): b.to("meta") for b in model.buffers()}
     outline, modules = deepcopy(model, copies), [*units, cast(nn.Module, model)]
@@ -402,7 +403,7 @@ def keeps_gathered(model: nn.Module) -> bool:
 
 
 def describe(model: nn.Module) -> str:
-    """How several ranks share the model, as the end of a sentence; empty for one process."""
+    """The end of a sentence on how several ranks share the model; empty for one process."""
     if count() == 1:
         return ""
     kept = "stay gathered until backward" if keeps_gathered(model) else "are gathered block by block"

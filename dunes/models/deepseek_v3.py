@@ -48,7 +48,7 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch: a dense layer, then layers of 8 narrow experts and a shared expert."""
+        """A config for training from scratch: a dense layer, then layers of 8 narrow and one shared expert."""
         base = llama.Config.from_size(vocab, dim, depth, context_length)
         return cls(
             **vars(base) | {"hidden": expert_width(dim, cls.experts), "dense_hidden": base.hidden},

@@ -236,7 +236,7 @@ ATTENTION: Names = [
     name("model.norm.weight", "norm.weight"),
     name("lm_head.weight", "head.weight"),
 ]
-"""All weight names except those of the MLP; related families share them."""
+"""All weight names except the MLP's; related families share them."""
 
 NAMES: Names = [
     *ATTENTION,

@@ -111,7 +111,7 @@ def _regroup(weight: Tensor, sizes: tuple[int, int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Conversion:
-    """How to compute the tensor `target`: by calling `make` on the list of the tensors named in `sources`.
+    """A recipe for the tensor `target`: call `make` with the list of the tensors named in `sources`.
 
     The result is a view if nothing has to be copied.
     """

@@ -27,9 +27,9 @@ LOGIT_CAP, SCORE_CAP = 30.0, 50.0
 
 
 def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -> Decoder:
-    """Build an untrained model; `parts` are choices by the names in `flags.PARTS`.
+    """Build an untrained model; `parts` maps names in `flags.PARTS` to choices.
 
-    MLPs have about equally many parameters. Raises ValueError for an unknown name or choice.
+    All choices of `mlp` have about the same number of parameters. Raises ValueError for an unknown name or choice.
     """
     chosen = {name: choices[0] for name, choices in PARTS.items()} | parts
     for name, choice in chosen.items():

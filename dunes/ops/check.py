@@ -71,7 +71,7 @@ def check(
     `torch.library.custom_op`, or any function; the last two need a `reference`. `backend` is passed to
     torch.compile. Each time is measured for `seconds`; with 0, no times are measured.
 
-    If a check fails, it prints the table and raises ValueError with the name of the first failed check.
+    If a check fails, the table is printed, and ValueError names the first failed check.
     """
     own = op if isinstance(op, Operation) else None
     name = own.name if own else str(getattr(op, "_qualname", getattr(op, "__name__", op)))
@@ -98,7 +98,7 @@ def check(
 
 
 def _attempt(row: str, plain_case: "Case", wrong: Sequence[str]) -> Check:
-    """Check the cases of a row until one fails. Skips dtype modes in `wrong`: they failed a check of their own."""
+    """Check the cases of a row until a case fails. Modes in `wrong`, which failed their own check, are skipped."""
     (cases, modes), case = ROWS[row], plain_case
     results: list[Any] = ["there is no such input"]
     try:
@@ -144,7 +144,7 @@ class Case:
     may_refuse: bool = False
     wild: bool = False  # inputs are not finite: gradients may have inf for NaN, and NaN for 0
     seed: int = 0
-    graphs: tuple[bool, ...] = (False,)  # for each backward: True if the next one differentiates its gradients
+    graphs: tuple[bool, ...] = (False,)  # per backward: True if the next backward differentiates its gradients
     after: Form | None = None  # a further check of the case, if its results are right
 
     @property
@@ -387,7 +387,7 @@ def _sizes(c: Case) -> Iterator[Case]:
 
 
 def _other_values(c: Case) -> Iterator[Case]:
-    """Cases with other values of a tensor, with another number, also in a sequence, or with None for a tensor."""
+    """Cases with other values of a tensor or a number (also in a sequence), or with None in place of a tensor."""
     yield from _variants(_values, c)
     for name, argument in c.inputs.items():
         leaves, spec = tree_flatten(argument)

@@ -1,13 +1,13 @@
 """Matrix products and attention of bfloat16 tensors, computed in float32 on CPUs where this is faster.
 
 Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024
-weights, one thread: 84 and 154 GFLOP/s). Converting a matrix to float32 takes less time than this saves. Results
-are rounded to bfloat16 only once, and are at least as exact.
+weights, one thread: 84 and 154 GFLOP/s). Converting a matrix to float32 takes less time than the float32 products
+save. Results are rounded to bfloat16 only once, and are at least as exact.
 
 The Gram matrix of inputs is the sum of x xT in float32. Only its upper triangle is computed, in panels of rows.
 For bfloat16 inputs, products in bfloat16 give the same matrix up to 1e-6, because products of two bfloat16 numbers
-are exact in float32 and AMX accumulates in float32. They are faster (4,096 tokens, 5,632 inputs, two threads:
-0.82 s plain, 0.47 s in panels, 0.24 s in panels with bfloat16 products).
+are exact in float32 and AMX accumulates in float32. bfloat16 products are faster (4,096 tokens, 5,632 inputs, two
+threads: 0.82 s plain, 0.47 s in panels, 0.24 s in panels with bfloat16 products).
 """
 
 # Shapes: N tokens, I inputs.

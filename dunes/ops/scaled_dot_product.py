@@ -2,12 +2,12 @@
 
 `fused` and `plain` compute the same. `fused` is PyTorch's kernel. `plain` is two matrix products and a softmax;
 without a mask it is causal and computed in blocks of queries. On a CPU the fused kernel is slow in bfloat16,
-above all its backward. Forward and backward, 4 heads of 64, fused / plain: B=16, T=256, 2 threads, Xeon:
+especially in the backward pass. Forward and backward, 4 heads of 64, fused / plain: B=16, T=256, 2 threads, Xeon:
 21 / 9 ms; B=8, one thread, AMD EPYC: 101 / 45 ms with T=512 (71 without blocks), 260 / 169 ms with T=1,024. With
 T=1,024 and two key heads, `plain` was slower on the Xeon (28 / 61 ms, without blocks); it is used up to 512 keys.
 
-`varlen_attention` is the attention of documents packed into one row. It computes blocks of queries, each with the
-keys from the start of its first document on. So it computes few masked scores, and saves no scores for the
+`varlen_attention` is the attention of documents packed into one row. Blocks of queries are computed, each with the
+keys from the start of its first document on. So few masked scores are computed, and no scores are saved for the
 backward pass. Blocks start at multiples of QUERY_BLOCK, and BLOCKS_PER_PRODUCT of them form one product. So few
 shapes occur: oneDNN compiles and caches a kernel for each new shape.
 """

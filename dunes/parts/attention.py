@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
     depends_on_order: ClassVar[bool] = False
     """True for a part that reads tensors that a certain earlier block left in the context."""
-    # Class attributes: the structure of saved models without these settings stays the same.
+    # Class attributes, which do not change the saved structure of models without these settings.
     scale: float | None = None
     softcap: float | None = None
 

@@ -55,7 +55,7 @@ class Cache:
     def readable_slots(self) -> int:
         """Number of slots that attention reads.
 
-        Unless `in_order`, it is a power of two (or the capacity): short sequences are cheap, and few shapes occur.
+        Unless `in_order`, a power of two (or the capacity): short sequences are cheap, and few shapes occur.
         """
         if self.in_order:
             return self.max_length
@@ -215,7 +215,7 @@ class Cache:
 class RollingCache(Cache):
     """A cache of the last `window + slack` positions of each row; its memory does not grow with the text.
 
-    It is for models in which every layer has a window of at most `window`. From a text longer than the capacity,
+    Every layer of the model must have a window of at most `window`. From a text longer than the capacity,
     `truncate` can drop `slack + 1` tokens.
     """
 

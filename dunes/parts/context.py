@@ -34,9 +34,9 @@ class ForwardContext:
     """The state of one forward, built once and passed to every block.
 
     `positions` is (B or 1, T), -1 for padding. Without a cache, positions separate packed documents: a position
-    that is not the previous one plus one starts a new document, and documents do not attend to each other. For a
-    single row, `document_starts` (T,) may give the index at which each token's document starts; T must then be a
-    multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
+    that is not the previous position plus one starts a new document, and documents do not attend to each other.
+    For a single row, `document_starts` (T,) may give the index at which each token's document starts; T must then
+    be a multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ def fitted(slot: str, part: Part, arguments: str) -> Part:
 
 
 def with_context(slot: str, part: nn.Module) -> nn.Module:
-    """The part, wrapped in `WithoutContext` if it takes x alone and not (x, ctx, layer). Raises like `fitted`."""
+    """The part, for calls with (x, ctx, layer); wrapped if it takes x alone. Raises ValueError like `fitted`."""
     try:
         return fitted(slot, part, "x, ctx, layer")
     except ValueError:

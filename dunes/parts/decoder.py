@@ -47,13 +47,13 @@ class Block(nn.Module):
 
     `dropout` acts on the outputs of attn and mlp, in training only. `attn_post_norm` and `mlp_post_norm` are
     applied to these outputs before they are added; with nn.Identity as `attn_norm` and `mlp_norm`, the block norms
-    only outputs. With `parallel`, it is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an MLP (both None),
-    only attn is added. `attn` is called with (x, ctx, layer), or with x if it takes nothing else; the others are
-    called with x. Raises ValueError for a part that does not take these arguments.
+    only outputs. With `parallel`, the block is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an MLP (both
+    None), only attn is added. `attn` is called with (x, ctx, layer), or with x if it takes nothing else; the
+    others are called with x. Raises ValueError for a part that does not take these arguments.
     """
 
     supports_packing = True
-    parallel: bool = False  # a class attribute: the structure of other saved blocks stays the same
+    parallel: bool = False  # a class attribute does not change the saved structure of other blocks
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class AheadBlock(nn.Module):
         self.join = nn.Linear(2 * dim, dim, bias=False)
 
     def forward(self, x: Tensor, tokens: Tensor, ctx: ForwardContext, layer: int) -> tuple[Tensor, Tensor]:
-        """States and embeddings (B, T, dim) -> the states for the next module, and those for the head."""
+        """States and embeddings (B, T, dim) -> states for the next module, and states for the head."""
         x = self.join(torch.cat([self.state_norm(x), self.token_norm(tokens)], -1))
         x = self.block(x, ctx, layer)
         return x, self.norm(x)
@@ -160,7 +160,7 @@ class Decoder(nn.Module):
     """
 
     supports_packing = True
-    softcap: float | None = None  # a class attribute: the structure of other saved models stays the same
+    softcap: float | None = None  # a class attribute does not change the saved structure of other models
     ahead_weight: float = 0.3
 
     def __init__(
@@ -213,7 +213,7 @@ class Decoder(nn.Module):
     ) -> Tensor | LossSums | RowLosses:
         """Logits (B, T, V) for ids (B, T), or with `last` only for the last positions; with `targets`, the loss.
 
-        `positions` (B, T) are -1 for padding. A position that is not the previous one plus one starts a new
+        `positions` (B, T) are -1 for padding. A position that is not the previous position plus one starts a new
         document. With a cache, positions come from `cache.start`, and new keys and values are added to the cache.
 
         With `targets` (B, T), returns (loss, count, metrics): the summed cross entropy in nats (float32), the

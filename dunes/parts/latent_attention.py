@@ -22,9 +22,9 @@ class LatentAttention(Attention):
     """Causal attention whose keys and values are computed from a latent of `kv_rank` dimensions per token.
 
     A head's query and key have `nope_dim` dimensions without positions and `rope_dim` dimensions that `position`
-    encodes; the latter are the same in the keys of all heads. Values have `value_dim` dimensions. With a `q_rank`,
-    queries are computed from a latent, too. Latents are normed with `eps`. `bias` applies to the projections to
-    latents and to `out`. Other arguments are Attention's.
+    encodes. All heads share the key's dimensions with positions. Values have `value_dim` dimensions. With a
+    `q_rank`, queries are computed from a latent, too. Latents are normed with `eps`. `bias` applies to the
+    projections to latents and to `out`. Other arguments are Attention's.
 
     The cache has one key of kv_rank + rope_dim elements per token: the latent and the part with positions. The
     cache's values have width 0, since values follow from the latents. Without earlier tokens, keys and values of
@@ -33,7 +33,7 @@ class LatentAttention(Attention):
     adapters.
     """
 
-    supports_packing = Attention.supports_packing  # a forward of its own needs its own declaration
+    supports_packing = Attention.supports_packing  # a class with its own forward declares it again
     sinks = q_norm = k_norm = None
 
     def __init__(

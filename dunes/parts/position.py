@@ -1,6 +1,6 @@
 """Rotary position embeddings: https://arxiv.org/abs/2104.09864
 
-A scaling extends a model to longer contexts than it was trained on. It is a dataclass that computes the inverse
+A scaling extends a model to longer contexts than in training. A scaling is a dataclass that computes the inverse
 frequencies (D/2,) in float32 and has a factor for cosines and sines. The operations and their order are the same
 as in transformers, because a frequency that is rounded differently changes the angle at position 100,000 by 0.006.
 """
@@ -98,7 +98,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3's scaling: divides the frequencies of long wavelengths by `factor`, and keeps the short ones.
+    """Llama 3's scaling: divides the frequencies of long wavelengths by `factor`, and keeps short wavelengths.
 
     A wavelength (in tokens) is short below `length / high_freq_factor`, and long above `length / low_freq_factor`.
     Between these, both are blended (a ramp). https://arxiv.org/abs/2407.21783

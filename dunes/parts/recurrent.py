@@ -16,7 +16,7 @@ from dunes.parts.context import ForwardContext
 from dunes.parts.layers import at_least_float32
 
 LEAST_DECAY = -30.0
-"""Smallest logarithm of a decay (1e-13). Sums with much smaller logarithms would lose those of other tokens."""
+"""Smallest logarithm of a decay (1e-13). In a sum, a much smaller one would round away other tokens' decays."""
 
 
 def _start(module: Any) -> None:
@@ -73,7 +73,7 @@ class ShortConvolution(nn.Module):
 class GatedConvolution(nn.Module):
     """A short convolution of a gated input, with a gated output, in place of attention, as in LFM2.
 
-    It returns out(gate * convolution(input * value)); `join` returns input, gate and value one after another.
+    The result is out(gate * convolution(input * value)); `join` returns input, gate and value one after another.
     https://arxiv.org/abs/2511.23404
     """
 

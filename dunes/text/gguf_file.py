@@ -1,8 +1,8 @@
 """Read untrusted GGUF files (llama.cpp's format): the header and its tokenizer.
 
 The reader of the `gguf` package creates several objects for each element of an array, which takes seconds for a
-vocabulary. It also trusts the counts in a file, so a damaged file can take all memory. Here, each count is
-compared with the file's size before it is used. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+vocabulary. That reader also trusts the counts in a file, so a damaged file can take all memory. Here, each count
+is compared with the file's size before it is used. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import struct

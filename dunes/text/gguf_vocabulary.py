@@ -2,7 +2,7 @@
 
 Two of llama.cpp's algorithms are used. `gpt2` is byte-level BPE within words; a named pattern splits text into
 words. `llama` is sentencepiece's algorithm: text is not split, and the neighbours whose merged text has the
-highest score are merged first. It also serves tokenizers trained here, whose merges cross spaces.
+highest score are merged first. `llama` also serves tokenizers trained here, whose merges cross spaces.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -129,7 +129,7 @@ def _text_bytes(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 
 def _texts(tokenizer: Tokenizer, inner: tokenizers.Tokenizer, special: list[str]) -> list[str]:
     """Test texts: TEXTS, single tokens from the vocabulary, nine such tokens concatenated, and special tokens
-    alone and inside text. All are NFC-normalized if the tokenizer normalizes to NFC."""
+    alone and inside text. All texts are NFC-normalized if the tokenizer normalizes to NFC."""
     samples = [data.decode(errors="ignore") for data in tokenizer.token_bytes[:: tokenizer.vocab // SAMPLES + 1]]
     joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
     in_context = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]

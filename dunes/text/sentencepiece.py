@@ -161,7 +161,7 @@ def check(model: Model) -> None:
     elif not types <= {NORMAL, UNKNOWN, CONTROL, USER, BYTE} or NORMAL not in types:
         problem = f"types of pieces {sorted(types)}; normal ones are needed, {UNUSED} (unused) is not supported"
     elif model.byte_fallback and model.texts(BYTE) != [f"<0x{b:02X}>" for b in range(256)]:
-        problem = "byte_fallback without its 256 byte pieces in order"
+        problem = "byte_fallback is true, but the 256 byte pieces are not in order"
     if problem:
         raise ValueError(f"not a sentencepiece model that can be read: {problem}")
 

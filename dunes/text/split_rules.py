@@ -106,7 +106,7 @@ def split_rule(name: str) -> SplitRule:
 
 
 def rule_names(steps: Sequence[Mapping[str, Any]], whole_words: bool) -> list[str]:
-    """Names of the rules that split as these pre-tokenizers of a tokenizer.json do.
+    """Names of the rules that split like these pre-tokenizers of a tokenizer.json.
 
     A Split after ByteLevel is ignored: it separates text spelled like a special token.
     """

@@ -33,7 +33,7 @@ MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
 MARKED_KEYS = ("content", "name", "arguments", *chat_template.REASONING_KEYS)
 
 CUT = "\ufdd0"
-"""A noncharacter of Unicode, which marks the end of a text that is continued."""
+"""A Unicode noncharacter that marks the end of a text to continue."""
 
 MAX_DEPTH = 100
 """Maximum levels of nested data in tools and tool calls."""
@@ -41,7 +41,7 @@ MAX_DEPTH = 100
 NO_FIELDS: Mapping[str, Any] = {}
 
 PROBE, UNKNOWN_ROLE = "probed text", "unheard-of"
-"""Text and role of test messages, which show what roles a template writes."""
+"""Text and role of test messages that show which roles a template writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,10 +443,10 @@ class NamedTemplate(Template):
 class ModelTemplate(Template):
     """The chat template that came with a model. An answer is rendered to determine the stop token.
 
-    The stop token is the first special token after the answer, or if none follows, the first one before the next
-    question. Tokens that are also between the generation prompt and the answer, such as the tags around an empty
-    thought, do not count. Without such a token, EOS is the stop token, and a record cannot be trained on. Raises
-    ValueError if the template fails on a question and an answer.
+    The stop token is the first special token after the answer; if a last answer has none, the first special token
+    between an answer and the next question. Tokens that are also between the generation prompt and the answer,
+    such as the tags around an empty thought, do not count. Without such a token, EOS is the stop token, and a
+    record cannot be trained on. Raises ValueError if the template fails on a question and an answer.
     """
 
     name = "the model's own"
@@ -604,7 +604,7 @@ def encode_prompt(
 ) -> list[int]:
     """The ids of a prompt, which are the same as the ids before its answer in training.
 
-    With `continues`, the last message is the beginning of the answer. Raises ValueError if it is not an answer.
+    With `continues`, the last message is the beginning of the answer. Raises ValueError if it is no answer.
     """
     template.check_tokenizer(tokenizer)
     if continues and (not turns or turns[-1].role not in ANSWER_ROLES or "tool_calls" in turns[-1].fields):

@@ -400,7 +400,7 @@ def _parse_json(data: bytes) -> tokenizers.Tokenizer:
 
 
 def _config_for_json(config: dict[str, Any]) -> bytes:
-    """The tokenizer_config.json for a converted tokenizer.json, with the class that uses all of the latter."""
+    """The tokenizer_config.json for a converted tokenizer.json; its class reads all of the tokenizer.json."""
     settings = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 

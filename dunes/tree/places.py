@@ -43,7 +43,7 @@ def linear(module: nn.Module) -> bool:
 
 
 def is_dense(module: object) -> TypeGuard[nn.Linear]:
-    """True if the module computes exactly what `nn.Linear` does with its weight and bias."""
+    """True if the module computes exactly like `nn.Linear`, with its weight and bias."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 

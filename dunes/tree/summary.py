@@ -245,7 +245,7 @@ def print_statistics(records: Mapping[str, ModuleStatistics]) -> None:
 
 
 class ModuleRow(NamedTuple):
-    """Everything that determines what a module computes, except the values of its weights."""
+    """Everything that determines a module's output, except the values of its weights."""
 
     place: str
     class_name: str

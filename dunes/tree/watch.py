@@ -147,7 +147,7 @@ class ModuleStatistics:
 def statistics(model: nn.Module, where: Where = "**") -> Iterator[dict[str, ModuleStatistics]]:
     """Collect statistics of outputs and gradients: `with statistics(model) as of: loss(model(x)).backward()`.
 
-    Read a figure like `of["fc1"].gradient.std`. A module with several outputs has an entry for each output, such
+    Read a figure with `of["fc1"].gradient.std`. A module with several outputs has an entry for each output, such
     as `lstm[0]`. A module at several places is listed under its first place. Modules that were not called are
     added at the end. Memory does not grow with the number of calls. Each call waits for the device. Raises
     ValueError like `hooks`.
