@@ -4,8 +4,8 @@ A shard is a folder with `tokens.bin` (little-endian ids; each text has its star
 (the index of each text's first id, in eight bytes) and `shard.json`. The shard's key is a hash of the documents'
 contents, the tokenizer and the settings, so a changed corpus or tokenizer gets a new shard.
 
-A shard is written in batches. `batches.bin` has each batch's sizes and digest, so that another writer can continue
-the work of a killed writer.
+A shard is written in batches. `batches.bin` has each batch's sizes and digest, so that a killed writer's work is
+continued.
 """
 
 import json

@@ -155,8 +155,7 @@ def return_freed_memory() -> None:
 def page_out(ranges: Iterable[tuple[int, int]]) -> None:
     """Evict pages of a mapped file from memory, at ranges (address, bytes); the next access reads them again.
 
-    Otherwise, weights that were read once, to be cast or quantized, would stay in memory. Changed pages keep their
-    content.
+    Otherwise, weights that were read once, to be cast or quantized, would stay in memory. Changed pages are kept.
     """
     if sys.platform == "linux":
         page, pageout = resource.getpagesize(), 21

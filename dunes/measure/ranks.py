@@ -294,8 +294,7 @@ def add(tensor: Tensor) -> None:
 
 
 def from_first(tensor: Tensor) -> Tensor:
-    """The first rank's tensor. Machines round differently, so their own tensors could lead to different
-    choices."""
+    """The first rank's tensor, since machines round differently and their own tensors could differ."""
     tensor = tensor.contiguous()
     if count() > 1:
         dist.broadcast(tensor, 0)

@@ -16,7 +16,7 @@ Milliseconds, plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
 
 Without gradients the grouped version is faster from about two tokens per expert on. In training it is faster with
 many narrow experts; with a few wide experts, the plain version is up to a third faster. With the grouped version,
-complete training steps of a Mixtral with 5 layers of 8 x 384 x 512, 2 take 1.2 to 1.4 times as long (bfloat16, AMD
+complete training steps of a Mixtral with 5 layers of 8 x 384 x 512, 2 take 1.2 to 1.4 times as long (bfloat16,
 EPYC).
 """
 

@@ -85,10 +85,9 @@ def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Statistics:
-    """Statistics of tensors.
+    """Statistics of tensors: `count` of values, `nonfinite` (their number) and `zeros` (their fraction).
 
-    All values: `count`, `nonfinite` (their number) and `zeros` (their fraction). Finite values: `mean`, `std` (of
-    the population) and `largest` (the largest absolute value).
+    `mean`, `std` (of the population) and `largest` (the largest absolute value) cover only finite values.
     """
 
     count: int = 0
