@@ -207,7 +207,7 @@ def is_shown() -> bool:
 
 
 def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[float], None]:
-    """A function to call with the amount of work done since its last call, out of `total`.
+    """A function to call after each piece of work, with its amount out of `total`.
 
     The function reports progress from fraction `start` to fraction `end` of the current phase.
     """

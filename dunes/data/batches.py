@@ -248,7 +248,7 @@ class Rows:
     def __post_init__(self) -> None:
         lengths = [len(t) for t in self.tensors]
         if len({*lengths}) != 1:
-            raise ValueError(f"tensors of {lengths} rows; expected at least one, and all of the same length")
+            raise ValueError(f"tensors of {lengths} rows; expected one or more tensors of the same length")
         if not 1 <= self.batch_size <= lengths[0]:
             raise ValueError(
                 f"a batch of {self.batch_size} from {plural(lengths[0], 'row')}; expected 1 to {lengths[0]}"

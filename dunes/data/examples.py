@@ -253,8 +253,8 @@ def _chat_text(name: str, row: Any) -> str:
     turns = _read(name, row)
     if keys := [*["tools"] * bool(_tools(row)), *(key for turn in turns for key in turn.fields)]:
         raise ValueError(
-            f"{keys[0]}: plain text has no form for it; use dunes finetune with a "
-            "model whose own chat template has one, or leave it out"
+            f"{keys[0]}: plain text cannot express it; use dunes finetune with a "
+            "model whose own chat template can, or leave it out"
         )
     return _join(turn.full_text for turn in turns if turn.trained or turn.role not in ANSWER_ROLES)
 
@@ -309,7 +309,7 @@ def _read(name: str, row: Any) -> Conversation:
     elsewhere = (
         record_format.refused,
         bool,
-        "the format has no place for it; write it into the conversation, or leave the row out",
+        "the format does not read this field; write it into the conversation, or leave the row out",
     )
     _check_usable(row, (*UNUSABLE_IN_ROWS, elsewhere))
     turns = record_format.read(row)
@@ -598,7 +598,7 @@ def _is_trained(message: dict[str, Any], role: str) -> bool:
             raise ValueError(f"{key}: expected {expected}, found {str(value)[:40]}")
     _one(values, values, "marks")
     if role not in ANSWER_ROLES and (marks := [key for key in ("train", "training") if values.get(key)]):
-        raise ValueError(f"{marks[0]}: {role} messages are trained on by --train-on all alone; expected false")
+        raise ValueError(f"{marks[0]}: {role} messages are trained on only with --train-on all; expected false")
     return all(values.values())
 
 

@@ -177,7 +177,7 @@ class Walk:
         elif (rules := rules_above(target, is_folder)) is None:
             self.skip("ignored", name)
         elif is_folder:
-            self._roots.append(target)  # so that links back to it are not followed
+            self._roots.append(target)  # so that links back to the target are not followed
             yield from self._walk(path, root, rules)
         else:
             yield SourceFile(path, name, False)

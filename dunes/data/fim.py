@@ -81,7 +81,7 @@ class FillInMiddle:
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
             raise ValueError(f"the rate of fill-in-the-middle is {self.rate}; expected 0 to 1")
-        assert self.sentinels  # raises for a tokenizer without them
+        assert self.sentinels  # raises for a tokenizer without sentinels
 
     @cached_property
     def sentinels(self) -> Sentinels:

@@ -165,7 +165,7 @@ def check_report(report: DataReport, limit: float = 0.05) -> None:
     if report.double_bos:
         raise ValueError(
             f"{plural(report.double_bos, 'example begins', 'examples begin')} with the BOS token twice; "
-            "the chat template writes it and the tokenizer adds it"
+            "both the chat template and the tokenizer add it"
         )
     # Checked before missing targets, since truncation may have removed them.
     if report.truncated_share > limit:

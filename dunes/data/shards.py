@@ -263,7 +263,7 @@ def _batches(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool)
 
 
 def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
-    """The shard in this folder; None unless it is intact and matches the card."""
+    """The shard in this folder; None unless the shard is intact and matches the card."""
     try:
         shard = open_shard(folder)
     except ValueError:

@@ -2,8 +2,8 @@
 
 Links, binaries, generated files, third-party code, tables of numbers, duplicates, and files that .gitignore
 excludes are skipped, and counted by reason. Among files of similar kind and size, validation files are selected by
-a hash of their path, so that the split is the same on every machine. Near-duplicates are on the same side.
-Validation records are selected by a hash of their text.
+a hash of their path, so that the split is the same on every machine. Near-duplicates are on the same side of the
+split. Validation records are selected by a hash of their text.
 """
 
 from collections import Counter

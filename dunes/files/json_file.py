@@ -19,8 +19,8 @@ MAX_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 8 << 20
 """Size limit of a tokenizer's config file in bytes; most config files have about a kilobyte."""
 MAX_ITEMS = 2_000_000
-"""Maximum number of commas and opening brackets in a JSON file. Each may begin a Python object, which takes about
-twenty times as much memory as its text."""
+"""Maximum number of commas and opening brackets in a JSON file. Each of these may begin a Python object, which
+takes about twenty times as much memory as its text."""
 
 
 def read(path: Path) -> dict[str, Any]:

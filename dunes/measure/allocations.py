@@ -158,7 +158,7 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
     Recording costs some tens of microseconds per operation.
     """
     log = Allocations([])
-    gc.collect()  # otherwise earlier garbage would be freed inside
+    gc.collect()  # otherwise earlier garbage would be freed while recording
     with ModuleTracker(model) as places, ExitStack() as hooks:
         recorder = _Recorder(places, log.made)
         recorder.record_model(model)

@@ -40,8 +40,8 @@ FAR = 3.0
 READERS = 8
 """Number of cores above which the bandwidth of reading memory hardly grows."""
 SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
-"""A rate needs this many samples and seconds in total. Samples agree if their quartiles differ by less than SPREAD
-times the median; beside three busy processes on two cores, they differ by up to 0.34 times the median."""
+"""A rate needs SAMPLES samples of SAMPLE_SECONDS in total. Samples agree if their quartiles differ by less than
+SPREAD times the median; beside three busy processes on two cores, they differ by up to 0.34 times the median."""
 
 
 class Kind(NamedTuple):

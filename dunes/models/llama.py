@@ -191,7 +191,7 @@ def head_dim(hf: Mapping[str, Any]) -> int:
     """
     width = size(hf, "head_dim", 0) or quotient(hf, "hidden_size", "num_attention_heads")
     if width % 2:
-        raise ValueError(f"config.json: head_dim is {width}; rotary positions need an even one")
+        raise ValueError(f"config.json: head_dim is {width}; rotary positions need an even number")
     return width
 
 

@@ -444,7 +444,7 @@ def _opcheck(c: Case) -> Iterator[Case]:
     operator = getattr(c.op, "operator", c.op)
     falls_back = isinstance(c.op, Operation) and c.op.fallback_reason(c.device.type)
     if falls_back or not isinstance(operator, CustomOpDef):
-        raise NotTried("torch has no operator of it, or its kernels are missing here")
+        raise NotTried("it has no torch operator, or its kernels cannot run here")
     torch.library.opcheck(operator, (*c.inputs.values(),))
     fake = lambda case: torch.library.opcheck(operator, (*case.inputs.values(),), test_utils="test_faketensor")
     plain = replace(c, inputs=c.inputs | c.floats, after=fake)

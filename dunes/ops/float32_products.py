@@ -2,7 +2,7 @@
 
 Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024
 weights, one thread: 84 and 154 GFLOP/s). Converting a matrix to float32 takes less time than the float32 products
-save. Results are rounded to bfloat16 only once, and are at least as exact.
+save. Results are rounded to bfloat16 only once, so they are at least as exact as bfloat16 products.
 
 The Gram matrix of inputs is the sum of x xT in float32. Only its upper triangle is computed, in panels of rows.
 For bfloat16 inputs, products in bfloat16 give the same matrix up to 1e-6, because products of two bfloat16 numbers

@@ -124,7 +124,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.position is not None:
             q, k = self.position(q, ctx), self.position(k, ctx)
-        return q.to(v.dtype), k.to(v.dtype), v  # norms may return float32, as torch's do under autocast
+        return q.to(v.dtype), k.to(v.dtype), v  # norms may return float32, as torch's norms do under autocast
 
 
 class ValueResidualAttention(Attention):

@@ -487,7 +487,7 @@ def record_auxiliary(model: nn.Module) -> Iterator[Recorded]:
     try:
         yield recorded
     finally:
-        # Activation checkpointing runs forwards again later; these do not record.
+        # Forwards that activation checkpointing runs again later must not record.
         for part in recorded:
             part.recorded = None
 

@@ -97,7 +97,7 @@ class MoE(nn.Module):
             self.bias_rate = bias_rate
             if self.selection_bias is None:
                 self.register_buffer("selection_bias", torch.zeros(len(self.experts), device=device))
-            # In the state, so that a skipped step restores it.
+            # `load` is a buffer, so that a skipped step restores it.
             self.register_buffer("load", torch.zeros(len(self.experts), dtype=torch.long, device=device))
         if shared:
             self.shared = nn.ModuleList([*(self.shared or ()), *shared])

@@ -140,7 +140,7 @@ class Rotary:
 
     def __post_init__(self) -> None:
         if self.head_dim % 2:  # a dimension would be left out with a warning
-            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even one")
+            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B, 1, T, D/2) in float32 of the angles at positions (B, T)."""

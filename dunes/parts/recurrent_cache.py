@@ -31,7 +31,7 @@ class RecurrentCache(Cache):
         self.snapshots: list[Tensor] = []
         # Number of tokens in each snapshot; 0 for an empty snapshot.
         self.snapshot_lengths = torch.zeros(batch, SNAPSHOTS, dtype=torch.long, device=device)
-        # Number of tokens since the last snapshot, index of the next snapshot, and True during a forward.
+        # For each row: tokens since the last snapshot, index of the next snapshot, True during a forward.
         self.unsaved, self.next_snapshot = torch.zeros_like(self.length), torch.zeros_like(self.length)
         self.unfinished = torch.zeros_like(self.length, dtype=torch.bool)
         self._most_unsaved = 0  # an upper bound of `unsaved`, known without a device read

@@ -309,7 +309,7 @@ def _texts(fields: Mapping[str, Any], name: str) -> list[str]:
 
 def _check_length(name: str, numbers: "np.ndarray[Any, Any]", tokens: Sequence[str], kinds: str) -> None:
     if numbers.dtype.kind not in kinds or len(numbers) != len(tokens):
-        raise ValueError(f"tokenizer.{name} has {len(numbers)} {numbers.dtype}; expected a number of each token")
+        raise ValueError(f"tokenizer.{name} has {len(numbers)} {numbers.dtype}; expected a number for each token")
 
 
 def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -> int | None:

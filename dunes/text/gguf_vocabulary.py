@@ -93,7 +93,7 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
             if actual == expected or _same_text(tokenizer, text, actual, expected):
                 continue
             if not _moves_spaces(tokenizer, text, actual, expected, special):
-                ids = f"{actual[:9]}, which the tokenizer reads as {expected[:9]}"
+                ids = f"{actual[:9]}, but the tokenizer as {expected[:9]}"
                 raise ValueError(f"llama.cpp would read {ascii(text)[:60]} as ids {ids}; export it with --to hf")
             texts.append(text)
     if texts:
@@ -203,7 +203,7 @@ def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
     if len(begin) > 1 or end not in ([], [ids.get("eos_token")]):
         added = [tokenizer.inner.id_to_token(i) for i in (begin if len(begin) > 1 else end)]
         raise ValueError(
-            f"the tokenizer's post_processor adds {added}, llama.cpp BOS and EOS only; export it with --to hf"
+            f"the tokenizer's post_processor adds {added}, but llama.cpp only BOS and EOS; export it with --to hf"
         )
     ids |= {"bos_token": begin[0]} if begin else {}
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}

@@ -86,7 +86,7 @@ def convert_tekken(data: bytes) -> tokenizers.Tokenizer:
         if [entry["rank"] for entry in entries] != [*range(len(entries))]:
             raise ValueError("the special tokens' ranks do not count from 0")
     if not 256 <= size - count <= len(listed) or len(special) > count:
-        raise ValueError(f"{size} ids with {count} special ones; {len(listed)} and {len(special)} are listed")
+        raise ValueError(f"{size} ids, {count} of them special; {len(listed)} and {len(special)} are listed")
     special = [*special, *(f"<SPECIAL_{i}>" for i in range(len(special), count))]
     tokens = [_spelled(t["token_bytes"], t["rank"], rank) for rank, t in enumerate(listed[: size - count])]
     begin = "<s>" if "<s>" in special else None

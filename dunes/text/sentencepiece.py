@@ -159,7 +159,7 @@ def check(model: Model) -> None:
     elif odd := [i for i, p in enumerate(model.pieces) if not math.isfinite(p.score)]:
         problem = f"the score of piece {odd[0]}, {texts[odd[0]]!a}, is not finite"
     elif not types <= {NORMAL, UNKNOWN, CONTROL, USER, BYTE} or NORMAL not in types:
-        problem = f"types of pieces {sorted(types)}; normal ones are needed, {UNUSED} (unused) is not supported"
+        problem = f"types of pieces {sorted(types)}; expected normal pieces, and none of type {UNUSED} (unused)"
     elif model.byte_fallback and model.texts(BYTE) != [f"<0x{b:02X}>" for b in range(256)]:
         problem = "byte_fallback is true, but the 256 byte pieces are not in order"
     if problem:

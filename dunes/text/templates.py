@@ -206,7 +206,7 @@ class Template(ABC):
 
     @cached_property
     def _roles(self) -> dict[str, str]:
-        """EQUAL_ROLES, but a role for which the template has a form of its own is mapped to itself."""
+        """EQUAL_ROLES, except that a role with a form of its own in the template is mapped to itself."""
         # A template that writes any role by its name has no form of its own for a role.
         unknown = self._probe(UNKNOWN_ROLE)
         own = (r for r in EQUAL_ROLES if self.writes(r) and self._probe(r) != unknown.replace(UNKNOWN_ROLE, r))
@@ -429,8 +429,8 @@ class NamedTemplate(Template):
     def _message(self, turn: Turn) -> dict[str, Any]:
         if names := [*turn.fields, *["a tool's message"] * (turn.role == "tool")]:
             raise ValueError(
-                f"{names[0]}: template {self.name} has no form for it; use a model whose own chat template has "
-                "one, or leave it out"
+                f"{names[0]}: template {self.name} cannot express it; use a model whose own chat template can, "
+                "or leave it out"
             )
         if not self.inputs:
             return super()._message(turn)

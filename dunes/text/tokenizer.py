@@ -386,7 +386,7 @@ def _parse(path: Path, data: bytes) -> tokenizers.Tokenizer:
 
 
 def _parse_json(data: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer in any tokenizer.json. Raises ValueError for invalid ids."""
+    """The tokenizer in the content of a tokenizer.json. Raises ValueError for invalid ids."""
     json_file.parse(data, Path("tokenizer.json"))
     inner = tokenizers.Tokenizer.from_str(data.decode("utf-8-sig"))
     inner.encode("")  # some damaged parts fail only here
