@@ -13,7 +13,7 @@ INSTALLED = "installed"
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Copies = Literal["auto", "never", "only"]
-"""Choices to complete lines by copying alone: if the model is worse, never, or always (without a model)."""
+"""Values of `--copies`: complete lines by copying alone if the model is worse, never, or always."""
 Family = Literal[
     "arcee",
     "llama",

@@ -144,7 +144,7 @@ def test_copies_of_one_file_are_no_training_and_validation(tmp_path):
 def test_a_run_tells_near_duplicates_and_an_earlier_one_keeps_its_sides(tmp_path):
     source, run = copied(tmp_path / "source", copies=40), tmp_path / "run"
     printed = training_output(toy(source, steps=2), run)
-    assert "near-duplicates: 40 files, each on one side" in " ".join(printed.split())
+    assert "near-duplicates: 40 files, each on the same side" in " ".join(printed.split())
     plan, card = run / "state" / "plan.json", json.loads((run / "dunes.json").read_text())
     assert json.loads(plan.read_text())["split_version"] == card["trained"]["split_version"] == SPLIT_VERSION
     assert sides(split_documents(card)) == sides(gather(toy(source, split_version=SPLIT_VERSION)))

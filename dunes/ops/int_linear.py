@@ -30,7 +30,10 @@ ALIGNED = 64
 
 INT4_ROWS = 16
 """Maximum rows of the int4 packed product; with 32 rows it takes as long as dequantizing."""
-WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # group sizes, and divisor of outputs, that the kernel supports
+WIDTHS, OUTPUTS = (
+    (32, 64, 128, 256),
+    16,
+)  # the kernel's group sizes; the number of outputs must be a multiple of OUTPUTS
 MIDDLE = 8  # the kernel reads this code as zero
 
 

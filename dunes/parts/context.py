@@ -162,7 +162,7 @@ class ForwardContext:
         """Attention mask (B, T, S), True if a query may attend to a key; None for plain causal attention.
 
         `window` is the maximum number of keys that a query attends to, its own included. Raises ValueError if the
-        cache stores fewer positions.
+        cache stores fewer positions than `window`.
         """
         self._check_window(window)
         first = self.cache is None or self.cache.max_length == self.positions.shape[1]

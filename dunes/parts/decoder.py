@@ -178,7 +178,7 @@ class Decoder(nn.Module):
             self.softcap = softcap
         if ahead:
             self.ahead_weight = ahead_weight
-        self.embed: Any = fitted("embed", embed, "ids, ctx")  # an Embedding, or a user's own
+        self.embed: Any = fitted("embed", embed, "ids, ctx")  # an Embedding, or a module of the user
         if head is None and not hasattr(embed, "token"):
             raise ValueError(f"{type(embed).__name__} has no `token`, whose weight is the head's; pass a head")
         self.blocks = nn.ModuleList(with_context("a block", block) for block in blocks)

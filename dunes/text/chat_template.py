@@ -91,7 +91,7 @@ _NOT_ASCII = re.compile("[^\x00-\x7e\ud800-\udfff]+")
 def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """The filter `tojson` of transformers' templates.
 
-    Surrogates are never escaped: they replace special tokens in a user's text, or mark strings.
+    Surrogates are never escaped, since they replace special tokens in a user's text, or mark strings.
     """
     text = json.dumps(value, ensure_ascii=False, **options)
     return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text

@@ -38,7 +38,7 @@ _CASED = (
     "\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-"
     "\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943]"
 )
-"""Letters of most scripts with two cases."""
+"""Letters of most scripts that have upper and lower case."""
 _DIGITS = r"\p{N}"
 """One digit."""
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"

@@ -445,8 +445,8 @@ class ModelTemplate(Template):
 
     The stop token is the first special token after the answer; if a last answer has none, the first special token
     between an answer and the next question. Tokens that are also between the generation prompt and the answer,
-    such as the tags around an empty thought, do not count. Without such a token, EOS is the stop token, and a
-    record cannot be trained on. Raises ValueError if the template fails on a question and an answer.
+    such as the tags around an empty thought, do not count. If there is no such token, EOS is the stop token, and
+    records cannot be trained on. Raises ValueError if the template fails on a question and an answer.
     """
 
     name = "the model's own"

@@ -41,8 +41,8 @@ _SPELLED = re.compile(
     rf"(?=[{_FIRST}|x>])(?:(?<=<\|)(?=[{_FIRST}])|(?=\|>)(?:{'|'.join(f'(?<={name})' for name in _NAMES)})"
     r"|(?<=<0)(?=x)|(?=>)(?<=x[89A-F][0-9A-F]))"
 )
-"""Matches positions that no token of a trained vocabulary may cross. So two tokens together never spell a special
-token or a byte in GGUF (`<0xFF>`), into which llama.cpp would join them."""
+"""Matches positions that no token of a trained vocabulary may cross. Otherwise llama.cpp could join two tokens
+that together spell a special token or a byte in GGUF (`<0xFF>`)."""
 
 UNKNOWN = "<|unk|>"
 KINDS = ("bpe", "bytes", "chars")

@@ -91,7 +91,7 @@ def _run(model: nn.Module, example: Sequence[Any], keywords: Mapping[str, Any]) 
     """Run the example on a copy with fake tensors, or if that fails, on the network; returns totals by module."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-    with suppress(Exception):  # a network may raise anything when it is copied, or needs values
+    with suppress(Exception):  # a copy may raise any error, and a forward may need values
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with FakeCopyMode(fake):
             copy = deepcopy(model)
