@@ -102,11 +102,10 @@ def collect_corpus(
     packages (`dunes.data.installed`) without near-duplicates. About `share` of the text (default
     `validation_share`) is for validation. A text file is entirely for training or for validation; files of records
     are divided record by record. Of several items, at least one is for validation, but never all. Near-duplicates
-    are on the same side, except with `split_version` 0. Versions 0 and 1, which earlier trainings used, select
-    files by their hash alone. Links to files outside the sources are followed only with `follow_links`. If
-    `text_field` is given, only these fields of records are read; `names` are as for `read_records`. Raises
-    ValueError if a source is missing, if a file of records that the user named cannot be read, if there is no
-    text, or for an unknown version.
+    are on the same side, except with `split_version` 0. Versions 0 and 1, for earlier runs, select files by hash
+    alone. Links to files outside the sources are followed only with `follow_links`. If `text_field` is given, only
+    these fields of records are read; `names` are as for `read_records`. Raises ValueError if a source is missing,
+    if a file of records that the user named cannot be read, if there is no text, or for an unknown version.
     """
     if split_version not in range(SPLIT_VERSION + 1):
         raise ValueError(
