@@ -110,7 +110,7 @@ class FillInMiddle:
         return np.array([bool(piece) for piece in self.tokenizer.token_bytes])
 
     def _longest_text(self, ids: NDArray[np.int64]) -> tuple[int, int]:
-        """Start and stop of the longest run of text ids, after any file header or rest of a cut character."""
+        """Start and stop of the longest run of text ids, after any file header or incomplete character."""
         edges = np.flatnonzero(np.diff(self._is_text[ids], prepend=False, append=False))
         texts = [(self._text_start(ids, start, stop), stop) for start, stop in edges.reshape(-1, 2).tolist()]
         return max(texts, key=lambda text: text[1] - text[0], default=(0, 0))
