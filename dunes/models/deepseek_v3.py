@@ -25,7 +25,7 @@ class Config(llama.Config):
     `kv_rank`, `q_rank` and `value_dim` are arguments of `LatentAttention`. The first `dense` layers have MLPs of
     width `dense_hidden`. Later layers have `experts` of width `hidden`, and a shared expert that is `shared` times
     as wide; `factor`, `groups`, `top_groups`, `renormalise` and `balance` are arguments of `MoE`. With `adjacent`,
-    adjacent dimensions are rotated together. With `mscale`, YaRN's factor with this weight is applied twice.
+    adjacent dimensions are rotated together. With `mscale`, YaRN's factor with this weight scales scores twice.
     """
 
     kv_rank: int
