@@ -1,12 +1,12 @@
 """Let waiting OpenMP threads spin while the cores are idle, and sleep early while other programs use the cores.
 
 A waiting libgomp thread (PyTorch's OpenMP on Linux) spins 300,000 times before it sleeps. If other programs run,
-it takes the core from the thread for which it waits: a training step took 25 times as long. On an idle machine,
+it takes the core from the thread that it waits for: a training step took 25 times as long. On an idle machine,
 always sleeping early costs 17 % (docs/log/training.md, "Waiting threads by need; measured once, kept for ever").
 libgomp spins less while it manages more threads than the machine has processors, and checks this at each wait
 (`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). So a watcher thread measures the time that
-this process's threads wait for a core. While this time is long, another thread keeps an idle OpenMP team, so that
-libgomp manages more threads than processors.
+this process's threads wait for a core. While threads wait long for a core, another thread keeps an idle OpenMP
+team, so that libgomp manages more threads than processors.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from time import perf_counter, sleep
 OWN_CHOICE = frozenset({
     "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "OMP_STACKSIZE", "GOMP_STACKSIZE",
 })  # fmt: skip
-"""Environment variables by which users choose how OpenMP waits or binds threads; each disables the watcher."""
+"""Environment variables that set how OpenMP waits or binds threads; each of them disables the watcher."""
 SECONDS = 0.25
 """Seconds between two measurements."""
 BUSY = 0.15
@@ -55,7 +55,7 @@ def share_cores() -> None:
 
 
 def _after_fork() -> None:
-    """Reset the watcher and its lock in a forked child: it has no other threads, so their locks stay locked."""
+    """Reset the watcher and its lock in a forked child, where no other thread exists that could unlock it."""
     global _watcher, _lock
     _watcher, _lock = None, threading.Lock()
 
@@ -96,7 +96,7 @@ def _watch() -> None:
         if share > BUSY and team is None and "torch" in sys.modules:
             try:
                 team = _start_team(len(os.sched_getaffinity(0)) + 1)
-            except (AttributeError, RuntimeError):  # another OpenMP, or the limit of threads
+            except (AttributeError, RuntimeError):  # another OpenMP library, or too many threads
                 return
         elif free >= PATIENCE and team is not None:
             team.set()
@@ -106,11 +106,11 @@ def _watch() -> None:
 def _start_team(size: int) -> threading.Event:
     """Start an idle OpenMP team of `size` threads that lasts until the returned event is set.
 
-    Raises AttributeError if libgomp is not loaded, and RuntimeError if so many threads cannot be started.
+    Raises AttributeError if libgomp is not loaded, and RuntimeError if `size` threads cannot be started.
     """
     process, end = ctypes.CDLL(None), threading.Event()
     parallel, nothing = process.GOMP_parallel, ctypes.cast(process.free, ctypes.c_void_p)
-    _try_threads(size)  # libgomp would abort the process
+    _try_threads(size)  # where threads cannot start, libgomp aborts the process
 
     def keep() -> None:  # the team ends with the thread
         parallel(nothing, None, size, 0)
@@ -121,7 +121,7 @@ def _start_team(size: int) -> threading.Event:
 
 
 def _try_threads(count: int) -> None:
-    """Raises RuntimeError if `count` more threads cannot be started."""
+    """Raise RuntimeError if `count` more threads cannot be started."""
     end = threading.Event()
     threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(count)]
     try:

@@ -13,7 +13,7 @@ INSTALLED = "installed"
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Copies = Literal["auto", "never", "only"]
-"""Which lines are completed by copying alone: those of a model that is worse at it, none, or all."""
+"""Values of `--copies`: complete lines by copying alone if the model is worse, never, or always."""
 Family = Literal[
     "arcee",
     "llama",
@@ -75,11 +75,11 @@ def option(field: str) -> str:
 
 
 def parse_fields(texts: Sequence[str]) -> dict[str, str]:
-    """Names of a file's fields by ours, from texts like "prompt=question,completion=answer". Raises ValueError."""
+    """Map our field names to a file's, given texts like "prompt=question,completion=answer". Raises ValueError."""
     parts = [part.partition("=") for text in texts for part in re.split(r",(?=\w+=)", text)]
     names = {ours: theirs for ours, _, theirs in parts}
     if min(len(names), len({*names.values()})) < len(parts) or not all(map(all, names.items())):
         raise ValueError(
-            f"--fields {' '.join(texts)}: expected OURS=THEIRS once for each of both, such as prompt=question"
+            f"--fields {' '.join(texts)}: expected OURS=THEIRS with each name once, such as prompt=question"
         )
     return names

@@ -73,20 +73,20 @@ class Display:
 
     def __exit__(self, *error: object) -> None:
         if self.console.is_terminal and not self.quiet:
-            self._bar.update(self._task, visible=False)  # what it says is over
+            self._bar.update(self._task, visible=False)  # its description is outdated
             self._bar.stop()
 
     def state(self, text: str, done: float) -> None:
-        """Show the progress: a text, whose parts two spaces separate, and the fraction done, in [0, 1].
+        """Show the progress: a text, whose parts are separated by two spaces, and the fraction done, in [0, 1].
 
-        On a terminal that is too narrow for all parts, only the first ones and the last one are shown.
+        On a terminal that is too narrow for all parts, parts before the last one are left out.
         """
         if self.quiet:
             return
         if self.console.is_terminal:
             parts = text.split("  ")
             while len(parts) > 2 and len("  ".join(parts)) >= self.console.width - BAR:
-                del parts[-2]  # rather than the bar and the time left, which is the last part
+                del parts[-2]  # the last part is the time left
             self._bar.update(self._task, description="  ".join(parts), completed=min(1.0, done))
         elif monotonic() - self._last_line >= EVERY:
             self._last_line = monotonic()
@@ -101,7 +101,7 @@ class Display:
 
     @contextmanager
     def own_bar(self, title: str) -> Iterator[None]:
-        """Show the phases inside the `with` block on a bar that starts anew, with a title and their time left."""
+        """Show the phases inside the `with` block on a bar that starts anew, with a title and the time left."""
         self._start, self._last_line = monotonic(), -math.inf
         with shown_by(lambda text, done: self.time_left(f"{title}: {text}", done)):
             yield
@@ -159,7 +159,7 @@ def phase(text: str, start: float = 0.0, end: float = 1.0) -> Iterator[None]:
 
     def listen(share: float) -> None:
         nonlocal reached
-        reached = max(reached, share)  # a second loop does not move it back
+        reached = max(reached, share)  # a second loop does not move the bar back
         show(text, start + (end - start) * reached)
 
     show(text, start)
@@ -196,7 +196,7 @@ def interruptible(asked: Callable[[], bool]) -> Iterator[None]:
 
 
 def raise_if_asked() -> None:
-    """Raise Interrupted if the user asked to stop, inside `interruptible`."""
+    """Inside `interruptible`, raise Interrupted if the user asked to stop."""
     if _asked.get()():
         raise Interrupted
 
@@ -207,9 +207,9 @@ def is_shown() -> bool:
 
 
 def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[float], None]:
-    """A function to call with the amount of work done since its last call, out of `total`.
+    """A function to call after each piece of work, with its amount out of `total`.
 
-    It reports progress from fraction `start` to fraction `end` of the current phase.
+    The function reports progress from fraction `start` to fraction `end` of the current phase.
     """
     listener, done = _listener.get(), 0.0
 
@@ -223,9 +223,9 @@ def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[flo
 
 
 def each(items: Collection[T], start: float = 0.0, end: float = 1.0) -> Iterator[T]:
-    """Yields the items, and reports progress from fraction `start` to fraction `end` of the current phase.
+    """Yield the items, and report progress from fraction `start` to fraction `end` of the current phase.
 
-    Raises Interrupted before an item, inside `interruptible`.
+    Inside `interruptible`, raises Interrupted before the next item if the user asked to stop.
     """
     report = advance(len(items), start, end)
     for item in items:
@@ -238,8 +238,8 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str
     """Print a table: labels and bars left-aligned, figures right-aligned.
 
     A table that is wider than the terminal is printed in several parts, since truncated or wrapped figures would
-    mislead. Each part has the first `keys` columns, which identify a line, and at least one other. A column
-    without a title is text, and stays with the column before it.
+    mislead. Each part has the first `keys` columns, which identify a line, and at least one other column. A column
+    without a title contains text, and stays in one part with the column before it.
     """
     from rich.cells import cell_len
 

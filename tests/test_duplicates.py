@@ -112,7 +112,7 @@ def test_a_file_and_its_copies_are_on_one_side(tmp_path, edit):
         assert all(found[f"src/file_{i}.py"] == found[f"vendor/deep/file_{i}.py"] for i in range(40))
     assert {name: sides(corpus)[name] for name in alone} == alone, "a copy follows the file with the shorter path"
     assert corpus.notes == [
-        "near-duplicates: 40 files, each on one side with its like (vendor/deep/file_0.py of src/file_0.py)"
+        "near-duplicates: 40 files, each on the same side as its original (vendor/deep/file_0.py of src/file_0.py)"
     ]
     old = sides(collect_corpus([tmp_path / "all"], 0.2, split_version=0))
     assert any(old[f"src/file_{i}.py"] != old[f"vendor/deep/file_{i}.py"] for i in range(40))
@@ -144,7 +144,7 @@ def test_copies_of_one_file_are_no_training_and_validation(tmp_path):
 def test_a_run_tells_near_duplicates_and_an_earlier_one_keeps_its_sides(tmp_path):
     source, run = copied(tmp_path / "source", copies=40), tmp_path / "run"
     printed = training_output(toy(source, steps=2), run)
-    assert "near-duplicates: 40 files, each on one side" in " ".join(printed.split())
+    assert "near-duplicates: 40 files, each on the same side" in " ".join(printed.split())
     plan, card = run / "state" / "plan.json", json.loads((run / "dunes.json").read_text())
     assert json.loads(plan.read_text())["split_version"] == card["trained"]["split_version"] == SPLIT_VERSION
     assert sides(split_documents(card)) == sides(gather(toy(source, split_version=SPLIT_VERSION)))

@@ -194,7 +194,7 @@ def test_an_unfinished_download_is_named(model):
     refuses(r"no weights; .*; model.safetensors.incomplete is an unfinished download", open_source, model)
     (model / "model.safetensors.incomplete").rename(model / "model.safetensors")
     (model / "model.safetensors.aria2").write_bytes(b"\0\1")
-    refuses(r"model.safetensors: its download has not ended, by model.safetensors.aria2", open_source, model)
+    refuses(r"model.safetensors: an unfinished download, since model.safetensors.aria2", open_source, model)
 
 
 def test_a_long_header_of_tensors_is_not_taken_for_another_format(tmp_path):

@@ -346,7 +346,7 @@ def test_a_process_that_does_not_answer_ends_the_run_with_the_stacks_of_the_othe
         os.kill(children(process)[1], signal.SIGSTOP)
         assert eventually(lambda: [*folder.glob("state/stacks-rank-*.txt")], 29)
         out = process.communicate(timeout=60)[0]  # torchrun waits for half a minute for the one that was stopped
-    assert out.count("dunes: a rank did not answer for 24 s; where the others wait is in") == 1
+    assert out.count("dunes: a rank did not answer for 24 s; the others' stacks are in") == 1
     assert "dunes/runs/loop.py" in next(folder.glob("state/stacks-rank-*.txt")).read_text()
 
 

@@ -58,7 +58,7 @@ class PackedText:
     of the previous document and the first input of the next.
 
     `Windows` applies `transform`, if any, to each complete document, including its first id. `transform` may
-    reorder and replace ids. Its generator is seeded by (seed, epoch, document), so all windows that contain parts
+    reorder and replace ids. The generator is seeded by (seed, epoch, document), so all windows that contain parts
     of the same document see the same transformed document.
     """
 
@@ -87,7 +87,7 @@ class PackedText:
         return transformed
 
     def batch(self, window: Tensor, index: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
-        """Ids, targets and positions (B, T) of windows (B, T + 1), whose rows are at consecutive indices.
+        """Ids, targets and positions (B, T) of windows (B, T + 1); `index` has consecutive indices in each row.
 
         A target that is the first id of the next document is ignored, unless it is `end`.
         """
@@ -107,8 +107,8 @@ class Windows:
     `arrange`, if any, is applied to each window; its generator is seeded by (seed, epoch, position in the epoch's
     order). A batch then has separate targets, which are IGNORE where `arrange.is_target` is False.
 
-    Each epoch has its own offset and order. It omits fewer than two windows at the ends of the text, and
-    other epochs include these. Raises ValueError if there are fewer tokens than one window needs.
+    Each epoch has its own offset and order. An epoch omits fewer than two windows of tokens at the ends of the
+    text; other epochs include these tokens. Raises ValueError if there are fewer tokens than one window needs.
     """
 
     tokens: TokenIds
@@ -190,9 +190,8 @@ class Windows:
 def shuffle_index(index: NDArray[np.int64], size: int, key: tuple[int, int]) -> NDArray[np.int64]:
     """Map each index by a pseudorandom permutation of 0..size-1, without storing the permutation.
 
-    A Feistel network permutes the numbers below the next power of four. It is repeated until the result is below
-    `size` (cycle walking).
-    https://en.wikipedia.org/wiki/Format-preserving_encryption
+    A Feistel network permutes the numbers below the next power of four. The network is applied again until the
+    result is below `size` (cycle walking). https://en.wikipedia.org/wiki/Format-preserving_encryption
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
@@ -249,10 +248,10 @@ class Rows:
     def __post_init__(self) -> None:
         lengths = [len(t) for t in self.tensors]
         if len({*lengths}) != 1:
-            raise ValueError(f"tensors of {lengths} rows; expected at least one, and all of the same length")
+            raise ValueError(f"tensors of {lengths} rows; expected one or more tensors of the same length")
         if not 1 <= self.batch_size <= lengths[0]:
             raise ValueError(
-                f"a batch of {self.batch_size} from {plural(lengths[0], 'row')}; expected 1 to that many"
+                f"a batch of {self.batch_size} from {plural(lengths[0], 'row')}; expected 1 to {lengths[0]}"
             )
 
     def steps(self, epochs: float) -> int:
@@ -317,7 +316,7 @@ class Batches:
 
     @cached_property
     def _layout(self) -> list[list[int]]:
-        """The examples in each row, as positions in the descending order of length."""
+        """For each row, its examples as indices into the descending order of length."""
         lengths = np.sort(self._lengths)[::-1].tolist()
         return best_fit(lengths, self.context_length) if self.packed else [[i] for i in range(len(lengths))]
 
@@ -335,7 +334,7 @@ class Batches:
     def _ranking(self, epoch: int) -> NDArray[np.int64]:
         """Examples in descending order of length; examples of equal length are shuffled in each epoch."""
         if epoch not in self._cache:
-            # A different key from the rows.
+            # A different key from the one that shuffles rows.
             size = len(self._with_target)
             order = shuffle_index(np.arange(size), size, (self.seed, -1 - epoch))
             self._cache.clear()
@@ -366,9 +365,9 @@ class Batches:
 
 @dataclass(frozen=True, eq=False)
 class PairBatches(Batches):
-    """Batches of preferences: as `Batches`, but each pair is two rows, which alternate: chosen, rejected, ...
+    """Batches of preferences: like `Batches`, but each pair becomes two consecutive rows, chosen and rejected.
 
-    A fourth part (rows,) has the rows' `reference` log-probabilities, which are (examples, 2) here.
+    A batch has a fourth tensor (rows,), the log-probabilities in `reference` (examples, 2).
     """
 
     packed: bool = False

@@ -1,4 +1,4 @@
-"""Convert records to conversations, and conversations to finetuning examples: ids and a loss mask of the answers.
+"""Convert records to conversations, and conversations to finetuning examples: ids with a loss mask of the answers.
 
 The format of a file is detected from its first row. An invalid row raises an error that names the row.
 """
@@ -45,11 +45,11 @@ ROLES = {
 """Maps the names of roles in the formats of OpenAI and ShareGPT to our roles."""
 
 CALL_ROLES = ("function_call", "tool_call")
-"""Roles of ShareGPT's messages whose text is a tool call, or a list of them, in JSON."""
+"""Roles of ShareGPT's messages whose text is JSON: a tool call, or a list of tool calls."""
 
 CALL_KEYS = ("tool_calls", "function_call")
 RESULT_KEYS = ("name", "tool_call_id")
-"""Keys of the fields that only answers, and only the messages of tools, have."""
+"""Keys of fields that only answers have (CALL_KEYS), and that only messages of tools have (RESULT_KEYS)."""
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 """Keys under which a row may have a system prompt beside its conversation or task."""
@@ -58,10 +58,10 @@ VARIABLES = "chat_template_kwargs"
 """Key of a row's additional variables for the chat template."""
 
 LOSS_KEYS = ("weight", "train", "training", "loss")
-"""Keys by which OpenAI, axolotl and ms-swift exclude a message from the loss."""
+"""Keys with which OpenAI, axolotl and ms-swift exclude a message from the loss."""
 
 TOOL_KEYS = ("tools", "functions")
-"""Keys of a row's tools: a list of OpenAI's schemas, or its JSON."""
+"""Keys of a row's tools: a list of OpenAI's schemas, or this list as JSON."""
 
 _Unusable = tuple[Sequence[str], Callable[[Any], bool], str]
 _MEDIA: _Unusable = (
@@ -69,7 +69,7 @@ _MEDIA: _Unusable = (
     lambda value: value is not False,
     "only text is supported; leave the row out",
 )
-_UNLEARNED = "false marks a row that is not to be learned; leave it out"
+_UNLEARNED = "false excludes a row from training; leave the row out"
 UNUSABLE_IN_ROWS: tuple[_Unusable, ...] = (
     _MEDIA,
     (("weight",), lambda value: value != 1, "a row cannot be weighted; leave it out, or write it several times"),
@@ -86,8 +86,8 @@ UNUSABLE_IN_MESSAGES: tuple[_Unusable, ...] = (
     ),
     (("refusal",), lambda value: value is not False, "write a refusal into the content"),
 )
-"""Fields with a meaning that training cannot have: their keys, True for a value that asks for it, and the message.
-Values without effect, and all other fields that are not read, are ignored and listed."""
+"""Fields with a meaning that training does not support: keys, a condition on the value, and the error message.
+Other values of these fields, and all other fields that are not read, are ignored and listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Record:
 
     `format` is a key of RECORD_FORMATS; `variables` are additional variables for the chat template, with `tools`.
     `turns` of a preference are the prompt and the chosen answer, and `rejected` the prompt and the other answer.
-    Answers inside the prompt are not trained on. `seen` is that of the record's example, once it has one.
+    Answers inside the prompt are not trained on. `seen` is `Example.seen`, once the record has an example.
     """
 
     turns: Conversation
@@ -111,7 +111,7 @@ class Record:
 class Records:
     """The records of a file. `format` is a key of RECORD_FORMATS; `blank` is the number of rows without text.
 
-    `ignored` are the names of fields, of rows or messages, that have no effect.
+    `ignored` are the names of fields, in rows or in messages, that have no effect.
     """
 
     path: Path
@@ -133,7 +133,7 @@ class Records:
 class RecordFormat:
     """A record format: description, keys that identify it, the function that reads a row, and optional keys.
 
-    `refused` are keys under which a row may have a part of its text that the format does not read.
+    `refused` are keys of text that the format cannot read; a row with such text is refused.
     """
 
     description: str
@@ -153,9 +153,9 @@ class RecordFormat:
 class Example:
     """The `ids` (T,), int32, of a record, and `loss_mask` (T,), bool, True for targets. `place` names the record.
 
-    `window_index` numbers the windows of a plain text, which overlap by one id; it is None for a conversation. A
-    preference has the ids of the chosen answer, and those of the other one in `rejected`. `seen` is a digest of
-    the words of a rendered conversation, or of a preference's prompt; plain text has none.
+    `window_index` numbers the windows of a plain text, which overlap by one id; it is None for a conversation. For
+    a preference, this example has the chosen answer, and `rejected` the other one. `seen` is a digest of the words
+    of a rendered conversation, or of a preference's prompt; plain text has none.
     """
 
     ids: NDArray[np.int32]
@@ -170,14 +170,14 @@ class Example:
 
     @property
     def sides(self) -> "tuple[Example, ...]":
-        """The example itself, and the rejected one if it is a preference."""
+        """The example itself; for a preference, also the rejected example."""
         return (self,) if self.rejected is None else (self, self.rejected)
 
     def targets(self, context_length: int) -> int:
         """Number of targets that remain if the example is truncated to `context_length` + 1 ids.
 
-        Of a preference, it is the number of both sides, but 0 if one side has none, or if both are equal then:
-        such a pair is skipped.
+        For a preference, the targets of both sides are added. The result is 0, and the pair is skipped, if one
+        side has no target or the truncated sides are equal.
         """
         counts = [int(side.loss_mask[1 : context_length + 1].sum()) for side in self.sides]
         equal = len({side.ids[: context_length + 1].tobytes() for side in self.sides}) < len(self.sides)
@@ -187,9 +187,9 @@ class Example:
 def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[str, str] | None = None) -> Records:
     """The records of a JSON list, a JSON lines or CSV file (all may be gzipped), or a parquet file.
 
-    With `fields`, only these fields are read, as plain text. `names` has the file's names of fields by those of
-    RECORD_FORMATS, and selects formats that have all of them. Raises ValueError that names the file, the line or
-    row, the expected value and the actual value.
+    With `fields`, only these fields are read, as plain text. `names` maps fields of RECORD_FORMATS to the file's
+    names; only formats with all these fields are tried. Raises ValueError that names the file, the line or row,
+    the expected value and the actual value.
     """
     path, names = Path(path), names or {}
     check_names(names)
@@ -210,9 +210,9 @@ def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[st
 def record_texts(
     path: Path, fields: Sequence[str] = (), names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each record's file and line, and its text (possibly empty); with `fields`, only the text in these.
+    """Yield each record's file and line, and its text (possibly empty).
 
-    `names` are those of `read_records`. Raises ValueError in the same cases, and if no record has text.
+    Arguments are as for `read_records`. Raises ValueError like `read_records`, and if no record has text.
     """
     check_names(names or {})
     remaining, has_text = rows(path, fields, names), False
@@ -237,8 +237,8 @@ def text_reader(
 ) -> tuple[str, Callable[[Any], str]]:
     """A description of the text in a file that starts with this row, and the function that extracts a row's text.
 
-    Several fields, or the turns of a conversation, are joined by blank lines. Raises ValueError for a row of
-    an unknown format. The format has all of `names`.
+    Several fields, or the turns of a conversation, are joined by blank lines. Only formats with all fields in
+    `names` are tried. Raises ValueError for a row of an unknown format.
     """
     if not fields:
         name = _known_format(first, names)
@@ -249,12 +249,12 @@ def text_reader(
 
 
 def _chat_text(name: str, row: Any) -> str:
-    """The texts of a conversation. Raises ValueError for tools, their calls, and reasoning: they are no text."""
+    """The text of a conversation. Raises ValueError for tools, tool calls and reasoning, which are no text."""
     turns = _read(name, row)
     if keys := [*["tools"] * bool(_tools(row)), *(key for turn in turns for key in turn.fields)]:
         raise ValueError(
-            f"{keys[0]}: plain text has no form for it; use dunes finetune with a "
-            "model whose own chat template has one, or leave it out"
+            f"{keys[0]}: plain text cannot express it; use dunes finetune with a "
+            "model whose own chat template can, or leave it out"
         )
     return _join(turn.full_text for turn in turns if turn.trained or turn.role not in ANSWER_ROLES)
 
@@ -309,7 +309,7 @@ def _read(name: str, row: Any) -> Conversation:
     elsewhere = (
         record_format.refused,
         bool,
-        "the format has no place for it; write it into the conversation, or leave the row out",
+        "the format does not read this field; write it into the conversation, or leave the row out",
     )
     _check_usable(row, (*UNUSABLE_IN_ROWS, elsewhere))
     turns = record_format.read(row)
@@ -331,7 +331,7 @@ def _record(name: str, row: Any, place: str) -> Record:
 
 
 def _is_blank(value: Any) -> bool:
-    """True for an empty value, and for a string with empty JSON, such as LLaMA-Factory writes for tools."""
+    """True for an empty value, and for a string of empty JSON, which LLaMA-Factory writes for missing tools."""
     return value is None or value in ("", [], {}, "[]", "{}", "null")
 
 
@@ -342,7 +342,7 @@ def _check_usable(values: dict[str, Any], unusable: Iterable[_Unusable]) -> None
 
 
 def _one(values: Mapping[str, Any], keys: Iterable[str], noun: str) -> str | None:
-    """The first of the keys that has a value; None if none has. Raises ValueError if two have different values."""
+    """The first key that has a value; None if no key has. Raises ValueError if two keys have different values."""
     given = [key for key in keys if not _is_blank(values.get(key))]
     if any(values[key] != values[given[0]] for key in given):
         raise ValueError(f"{' and '.join(given)}: two different {noun}; leave one of them out")
@@ -377,7 +377,7 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
 def _functions(key: str, entries: Any, noun: str) -> list[dict[str, Any]]:
     """The list of tools, or of their calls, under a key of a row or message, in OpenAI's form.
 
-    Each entry may be its JSON, and may be a function alone.
+    An entry may be given as JSON, and may be the function without the object around it.
     """
     if not _typed(entries, list, key):
         raise ValueError(f"{key}: expected {noun}s, found an empty list")
@@ -401,7 +401,7 @@ def _function(entry: Any, noun: str) -> dict[str, Any]:
 
 
 def _parse(key: str, value: Any) -> Any:
-    """The value, which may be a string of JSON."""
+    """The value, decoded if it is a string of JSON."""
     try:
         return DECODER.decode(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -431,7 +431,7 @@ def ignored_line(files: Iterable[Records]) -> list[str]:
 
 
 def _typed(value: Any, kind: type[T], key: str = "") -> T:
-    """The value. Raises ValueError if it has another type, and for a string with half of a surrogate pair."""
+    """Return the value. Raises ValueError for another type, and for a string with half of a surrogate pair."""
     place = f"{key}: " if key else ""
     if not isinstance(value, kind):
         raise ValueError(f"{place}expected {TYPES[kind]}, found {_type(value)}")
@@ -469,10 +469,10 @@ def _pair(row: dict[str, Any]) -> Conversation:
 
 
 def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
-    """The prompt with the chosen, and with the rejected answer. Answers that both sides have are not trained on.
+    """The prompt with the chosen answer, and with the rejected one. Answers in the prompt are not trained on.
 
-    `chosen` and `rejected` are an answer (text, a message, or messages) after a prompt, or both are complete
-    conversations; then the messages that they begin with are the prompt, and a `prompt` beside them must be one.
+    `chosen` and `rejected` are answers (text, a message, or messages) to a prompt, or complete conversations. The
+    prompt of complete conversations is their common beginning, which must contain the text of a field `prompt`.
     """
     prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
     size = _shared(chosen, rejected)
@@ -495,13 +495,13 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
 
 
 def _shared(chosen: Conversation, rejected: Conversation) -> int:
-    """Number of messages with which both sides of a preference begin, whatever is excluded from the loss."""
+    """Number of equal messages at the beginning of a preference's sides; `trained` may differ."""
     equal = (a == replace(b, trained=a.trained) for a, b in zip(chosen, rejected, strict=False))
     return sum(takewhile(bool, equal))
 
 
 def _prompt(row: dict[str, Any]) -> Conversation:
-    """The prompt beside the answers of a preference; empty if it has none."""
+    """The prompt that a preference has in separate fields; empty if it has none."""
     key = _one(row, ("conversations", "instruction", "prompt"), "prompts") or "prompt"
     if isinstance(row.get(key), list | dict):
         _check_usable(row, [(("input", "history"), bool, f"expected in {key}")])
@@ -519,7 +519,7 @@ def _answer(row: dict[str, Any], key: str) -> Conversation:
 
 
 def _listed(row: dict[str, Any], key: str) -> Conversation:
-    """The messages under a key, as OpenAI's or ShareGPT's; of a preference, perhaps a single one."""
+    """The messages under a key, in OpenAI's or ShareGPT's form; in a preference, also a single message."""
     messages = [row[key]] if isinstance(row[key], dict) and "chosen" in row else _typed(row[key], list, key)
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     sharegpt = "from" in first or (key == "conversations" and "role" not in first)
@@ -528,7 +528,7 @@ def _listed(row: dict[str, Any], key: str) -> Conversation:
 
 
 def _history(row: dict[str, Any]) -> Conversation:
-    """The turns of earlier questions and answers in LLaMA-Factory's format; these answers are trained on, too."""
+    """Earlier questions and answers (a field of LLaMA-Factory) as turns; these answers are trained on, too."""
     pairs = [] if _is_blank(value := row.get("history")) else _typed(value, list, "history")
     if any(not isinstance(pair, list | tuple) or [*map(type, pair)] != [str, str] for pair in pairs):
         raise ValueError("history: expected pairs of strings, [user, assistant]")
@@ -553,7 +553,7 @@ def _turn(message: Any, role_key: str, content_key: str) -> Turn:
 
 
 def _fields(message: dict[str, Any], role: str, call_keys: Sequence[str]) -> dict[str, Any]:
-    """The further fields of a message for a chat template; calls may be under each of `call_keys`."""
+    """The additional fields of a message for a chat template; tool calls may be under any of `call_keys`."""
     given = [key for key in (*call_keys, *REASONING_KEYS) if not _is_blank(message.get(key))]
     if given and role != "assistant":
         raise ValueError(f"{given[0]}: expected in a message of the assistant, found in one of the {role}")
@@ -598,7 +598,7 @@ def _is_trained(message: dict[str, Any], role: str) -> bool:
             raise ValueError(f"{key}: expected {expected}, found {str(value)[:40]}")
     _one(values, values, "marks")
     if role not in ANSWER_ROLES and (marks := [key for key in ("train", "training") if values.get(key)]):
-        raise ValueError(f"{marks[0]}: {role} messages are trained on by --train-on all alone; expected false")
+        raise ValueError(f"{marks[0]}: {role} messages are trained on only with --train-on all; expected false")
     return all(values.values())
 
 
@@ -640,7 +640,7 @@ RECORD_FORMATS = {
 def split_records(
     rows: Sequence[Record], share: float = 0.1, split_version: int = SPLIT_VERSION
 ) -> tuple[list[Record], list[Record]]:
-    """Split records into training and validation. About `share` are for validation: at least one, but never all.
+    """Split records into training and validation: about `share` are for validation, at least one, but never all.
 
     The split is by `record_hashes`, so that a record and its copies are on the same side in every run and with
     every tokenizer. If all records are equal, or `share` is 0, no record is for validation.
@@ -657,10 +657,10 @@ def split_records(
 
 
 def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) -> list[float]:
-    """The hash of each record's words, in [0, 1), by which records are split; near-duplicate texts share one hash.
-    Preferences with equal prompts share one, too, and so do records whose examples have equal words (`seen`).
+    """Hashes of the records' words, in [0, 1), which decide the split. Near-duplicate texts share a hash.
 
-    One is added to the hash of a group with more than LARGE of the records, so that it is selected for validation
+    Preferences with equal prompts also share a hash, and records whose examples have equal words (`seen`). The
+    hash of a group with more than LARGE of the records is increased by 1, so that it is selected for validation
     last. With `split_version` 0, near-duplicates are not grouped; below 3, only fields are compared.
     """
     hashes = [split_hash(_split_by(row)) for row in rows]
@@ -674,14 +674,14 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
     joined, keys = list[float](), (hashes, [row.seen for row in rows])
     while split_version > 2 and joined != hashes:
         joined = hashes
-        for each in keys:  # equal keys have the least of their hashes, which comes last
+        for each in keys:  # records with equal keys get their least hash, which comes last in the dict
             least: dict[Any, float] = dict(sorted(zip(each, hashes, strict=True), key=itemgetter(1), reverse=True))
             hashes = [least[key] if key != b"" else value for key, value in zip(each, hashes, strict=True)]
     return hashes
 
 
 def _split_by(row: Record) -> Conversation:
-    """The turns by which a record is split: all, or the prompt of a preference."""
+    """The turns whose hash decides the split: all turns, or a preference's prompt."""
     return row.turns[: _shared(row.turns, row.rejected)] if row.rejected else row.turns
 
 
@@ -700,7 +700,7 @@ def validation_limit(least: float, most: float, share: float) -> float:
 def split_hash(turns: Conversation) -> float:
     """Hash of a conversation's words, in [0, 1): a digest of their JSON, which has one list per turn.
 
-    A turn's further fields, such as tool calls, end its list.
+    Additional fields of a turn, such as tool calls, come last in its list.
     """
     hasher = blake2b(digest_size=6)
     for i, turn in enumerate(turns):
@@ -717,7 +717,7 @@ def split_hash(turns: Conversation) -> float:
 def tokenize_records(
     rows: Sequence[Record], template: Template, tokenizer: Tokenizer, train_on: str = "answers"
 ) -> Iterator[Example]:
-    """Encode records as ids. Answers and their stop tokens are trained on, or, with "all", everything but BOS.
+    """Encode records as ids. Targets are the answers with their stop tokens or, with "all", all ids except BOS.
 
     An answer that its record excludes from the loss is never trained on. Raises ValueError if the tokenizer lacks
     special tokens, if the template does not support a record, and if a record excludes a prompt from the loss
@@ -732,7 +732,7 @@ def tokenize_records(
 
 def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: str) -> Example:
     if row.turns[-1].role == "text":
-        # A plain text may be large and needs no rendering: an empty one checks that the template supports it.
+        # A plain text may be large and needs no rendering; an empty text checks that the template supports it.
         template.render((Turn("text", ""),), variables=row.variables)
         return _text_example(row, tokenizer)
     segments = template.render(row.turns, variables=row.variables)
@@ -766,7 +766,7 @@ def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
 
 
 def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """The text of an example in spans, each with True if it is trained on; special tokens are spelled out."""
+    """Spans of an example's text, each with a flag, True if trained on. Special tokens are spelled out."""
     edges = np.flatnonzero(np.diff(example.loss_mask)) + 1
     runs = np.split(example.ids, edges)
     return [

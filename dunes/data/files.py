@@ -24,7 +24,7 @@ from dunes.flags import STDLIB, is_path
 
 NEVER = {".git", ".hg", ".svn", "__pycache__"}
 DEPENDENCIES = {"node_modules", ".venv", "site-packages"}
-"""Folders of third-party code. They are skipped inside a source, and reported unless .gitignore excludes them."""
+"""Folders of third-party code, which are skipped in a source, and reported unless .gitignore excludes them."""
 THIRD_PARTY = {"bower_components", "third_party", "third-party", "thirdparty", "3rdparty"}
 VENDOR = {"vendor", "vendors", "vendored", "_vendor"}
 """Folders of third-party code, if they or their subfolders have a file that `_OF_OTHERS` matches."""
@@ -65,7 +65,7 @@ _REGEX = {
 class SourceFile:
     """A file: `name` is its path within its source, `named` is True if the user named the file itself.
 
-    `package` is the folder of its package in the source `installed`, and empty in others.
+    `package` is the folder of its package in the source `installed`, and empty for other sources.
     """
 
     path: Path
@@ -86,7 +86,7 @@ def reason_by_name(file: SourceFile) -> str:
 
 @lru_cache(256)
 def _is_of_others(folder: Path) -> bool:
-    """True if a folder, or one in it, has a licence or the list of a package manager."""
+    """True if a folder or a subfolder has a licence, or a package manager's list of packages."""
     try:
         entries = [*os.scandir(folder)]
         below = (name for e in entries if e.is_dir(follow_symlinks=False) for name in os.listdir(e.path))
@@ -138,7 +138,7 @@ class Walk:
 
     def _walk(self, folder: Path, root: Path, rules: Rules) -> Iterator[SourceFile]:
         try:
-            self.folders[folder] = os.stat(folder).st_mtime_ns  # before it is read
+            self.folders[folder] = os.stat(folder).st_mtime_ns  # before the folder is read
             entries = sorted(os.scandir(folder), key=lambda e: e.name)
         except OSError:
             self.skip("unreadable", folder.relative_to(root).as_posix())
@@ -177,7 +177,7 @@ class Walk:
         elif (rules := rules_above(target, is_folder)) is None:
             self.skip("ignored", name)
         elif is_folder:
-            self._roots.append(target)  # so that links back to it are not followed
+            self._roots.append(target)  # so that links back to the target are not followed
             yield from self._walk(path, root, rules)
         else:
             yield SourceFile(path, name, False)
@@ -264,7 +264,7 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
 
 
 def source_roots(source: str | Path) -> dict[Path, Rules]:
-    """The file or the folders of a source, with rules if it has a name. Raises ValueError for a missing source."""
+    """The file or folders of a source, `stdlib` and `installed` with rules. Raises ValueError if it is missing."""
     if not is_path(source):
         stdlib = {Path(sysconfig.get_paths()["stdlib"]).resolve(): STDLIB_TESTS}
         roots = stdlib if str(source) == STDLIB else installed_roots(str(source))
@@ -278,7 +278,7 @@ def source_roots(source: str | Path) -> dict[Path, Rules]:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a plain file for reading. Raises OSError for anything else, without blocking on it."""
+    """Open a plain file for reading. Raises OSError for any other file, without blocking."""
     if not stat.S_ISREG(os.stat(path).st_mode):  # first, since opening a device may have side effects
         raise OSError("not a plain file")
     opener = lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
@@ -288,7 +288,7 @@ def open_plain(path: Path) -> BinaryIO:
         return file
     file.close()
     if stat.S_ISREG(status.st_mode):
-        return io.BytesIO()  # files of /proc have size 0, but content, maybe without an end
+        return io.BytesIO()  # files of /proc have size 0, but may have endless content
     raise OSError("not a plain file any more")
 
 

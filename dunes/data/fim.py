@@ -69,7 +69,7 @@ class FillInMiddle:
 
     Only the longest text of one document in the window is rearranged, without its file header; other ids keep
     their places. Cuts are between characters. Half of the middles go from a random character to the end of its
-    line; the others span up to SPAN_LINES lines. The suffix loses its end, so that the window keeps its length. A
+    line; the others span up to SPAN_LINES lines. The end of the suffix is cut off to keep the window's length. A
     window is unchanged if its text is short, or if none of TRIES cuts fits because the middle ends too late.
 
     Raises ValueError for a tokenizer without the sentinels.
@@ -81,7 +81,7 @@ class FillInMiddle:
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
             raise ValueError(f"the rate of fill-in-the-middle is {self.rate}; expected 0 to 1")
-        assert self.sentinels  # raises for a tokenizer without them
+        assert self.sentinels  # raises for a tokenizer without sentinels
 
     @cached_property
     def sentinels(self) -> Sentinels:
@@ -110,7 +110,7 @@ class FillInMiddle:
         return np.array([bool(piece) for piece in self.tokenizer.token_bytes])
 
     def _longest_text(self, ids: NDArray[np.int64]) -> tuple[int, int]:
-        """Start and stop of the longest run of text ids, after any file header or rest of a cut character."""
+        """Start and stop of the longest run of text ids, after any file header or incomplete character."""
         edges = np.flatnonzero(np.diff(self._is_text[ids], prepend=False, append=False))
         texts = [(self._text_start(ids, start, stop), stop) for start, stop in edges.reshape(-1, 2).tolist()]
         return max(texts, key=lambda text: text[1] - text[0], default=(0, 0))
@@ -143,7 +143,7 @@ class FillInMiddle:
 def draw_middle(text: str, ends_line: bool, random: np.random.Generator) -> tuple[int, int]:
     """Draw the start and stop of a middle in a text of at least one character, never between \\r and \\n.
 
-    With `ends_line`, it is the rest of a line without the line end; otherwise, it spans up to SPAN_LINES lines.
+    With `ends_line`, the middle is the rest of a line without the line end; otherwise, up to SPAN_LINES lines.
     """
     start = _before_line_end(text, int(random.integers(len(text))))
     lines = 1 if ends_line else int(random.integers(1, 1 + SPAN_LINES))
@@ -188,5 +188,5 @@ def find_headers(tokenizer: Tokenizer) -> Callable[[NDArray[Any]], NDArray[np.bo
 
 
 def _decode(pieces: Sequence[bytes]) -> str:
-    """The text of these tokens, without characters that are cut at its start or end."""
+    """The text of these tokens, without an incomplete character at its start or end."""
     return b"".join(pieces).decode(errors="ignore")

@@ -1,8 +1,8 @@
 """Code that is installed on this machine: packages of Python, Node, Go and Rust, and headers of C.
 
-`installed` is a source of text like `stdlib`; `installed:python,go` is its part in these languages. Headers must
-be named, since every machine has them. Tests are left out. If there are more than CAP bytes, packages contribute
-equally, and smaller ones completely.
+`installed` is a source of text like `stdlib`; `installed:python,go` limits it to these languages. Headers are read
+only if `c` is named, since every machine has them. Tests are left out. If there are more than CAP bytes, each
+package contributes the same number of bytes, and smaller packages all of theirs.
 """
 
 import json
@@ -60,13 +60,13 @@ LANGUAGES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[Path]]]] = {
     "rust": ((".rs",), _rust_folders),
     "c": ((".h", ".hh", ".hpp", ".hxx"), lambda: [Path("/usr/include"), Path("/usr/local/include")]),
 }
-"""Suffixes of files, and folders that may have packages, by language. The last language must be named."""
+"""Suffixes of files, and folders that may have packages, by language. The last language is read only if named."""
 
 
 def installed_roots(source: str) -> dict[Path, list[str]]:
-    """The folders of a source `installed` or `installed:LANGUAGE,...`, with lines of a .gitignore for other files.
+    """The folders of a source `installed` or `installed:LANGUAGE,...`, with .gitignore lines that select files.
 
-    A suffix such as `ts` also names its language. Raises ValueError for an unknown language, or without folders.
+    A suffix such as `ts` also names its language. Raises ValueError for an unknown language or without folders.
     """
     aliases = {suffix[1:]: name for name, (suffixes, _) in LANGUAGES.items() for suffix in suffixes}
     asked = source.partition(":")[2].lower().split(",") if ":" in source else [*LANGUAGES][:-1]
@@ -102,7 +102,7 @@ def select_files(files: Sequence[tuple[str, str, int]], cap: float = CAP) -> set
 
 
 def describe_package(folder: Path) -> str:
-    """Name, version and licence of a package, as far as its metadata or its file of the licence states them."""
+    """Name, version and licence of a package, as far as its metadata or licence file states them."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         if (folder / "package.json").is_file():
             fields = json.loads((folder / "package.json").read_bytes())
@@ -120,7 +120,7 @@ def _describe(name: str, license: object) -> str:
 
 @lru_cache(1)
 def _owners(path: Sequence[str]) -> Mapping[str, list[str]]:
-    """The distributions of each importable name, while `path` is `sys.path`."""
+    """The distributions of each importable name; `path` is `sys.path`, the key of the cache."""
     return packages_distributions()
 
 

@@ -160,7 +160,7 @@ _STROKES: list[list[list[tuple[float, float]]]] = [
 def drawn_digits(count: int = 400, seed: int = 0) -> Digits:
     """Digits drawn by code, with random slant, size, position and pen width: a stand-in that needs no download.
 
-    They are much easier to classify than MNIST. The same count and seed give the same digits.
+    Drawn digits are much easier to classify than MNIST. The same count and seed give the same digits.
     """
     generator = np.random.default_rng(seed)
     labels = np.arange(count) % CLASSES

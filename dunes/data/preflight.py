@@ -26,10 +26,10 @@ class DataReport:
     `windows` counts windows of plain text; other examples are conversations. `tokens` counts an id shared by two
     windows once. `trained` counts targets within the context, `lost` targets beyond it. `lengths` are QUANTILES of
     the examples' lengths in ids before truncation. `leaked` counts validation examples that are also training
-    examples (preferences: with a prompt of the training data), `with_stop` counts conversations with a stop token
-    as target, and `without_target` counts examples without targets. `double_bos` counts training and validation
-    examples that start with two BOS tokens. `max_id` is the largest id of all examples. Preferences are examples
-    (`noun` is "pair"): their tokens and targets are those of both sides, their length is that of the longer one.
+    examples, or preferences whose prompt is in the training data. `with_stop` counts conversations with a stop
+    token as target, and `without_target` counts examples without targets. `double_bos` counts training and
+    validation examples that start with two BOS tokens. `max_id` is the largest id of all examples. A preference is
+    one example (`noun` is "pair") with the tokens and targets of both sides, and the length of the longer side.
     """
 
     examples: int
@@ -148,7 +148,7 @@ def _content(example: Example) -> bytes:
 
 
 def _double_bos(example: Example, begin: Sequence[int]) -> bool:
-    """True if the example starts with two BOS tokens, and does not consist of these alone."""
+    """True if the example starts with two BOS tokens, and has further tokens."""
     n = len(begin)
     return 0 < 2 * n < len(example) and example.ids[: 2 * n].tolist() == [*begin, *begin]
 
@@ -165,9 +165,9 @@ def check_report(report: DataReport, limit: float = 0.05) -> None:
     if report.double_bos:
         raise ValueError(
             f"{plural(report.double_bos, 'example begins', 'examples begin')} with the BOS token twice; "
-            "the chat template writes it and the tokenizer adds it"
+            "both the chat template and the tokenizer add it"
         )
-    # First, since truncation may be why no targets are left.
+    # Checked before missing targets, since truncation may have removed them.
     if report.truncated_share > limit:
         raise ValueError(
             f"{report.truncated_share:.1%} of the examples are longer than the context of {report.context_length} "

@@ -21,7 +21,7 @@ MAX_ROW_BYTES = 1 << 24
 """Maximum bytes of a line."""
 
 DECODER = json.JSONDecoder(object_pairs_hook=unique_keys)
-"""Reads JSON in which no object has a key twice. To keep a decoder is faster than `json.loads` with a hook."""
+"""Reads JSON and refuses duplicate keys. Reusing a decoder is faster than `json.loads` with a hook."""
 
 EXPECTED = "expected one JSON object per line, or one list"
 
@@ -34,10 +34,10 @@ TABLES: dict[str, tuple[bytes, str, str, dict[str, Any]]] = {
     ".csv": (b"", "CSV", "scan_csv", {"infer_schema": False}),
     ".tsv": (b"", "TSV", "scan_csv", {"infer_schema": False, "separator": "\t"}),
 }
-"""Formats of tables by suffix: a file's first bytes (none: by suffix alone), the format's name, the function of
-polars to read it, and its options. All values in CSV are texts."""
+"""Formats of tables by suffix: the first bytes of a file (empty if only the suffix identifies it), the format's
+name, the function of polars that reads it, and its options. All values in CSV are read as text."""
 DELIMITED = (".csv", ".tsv")
-"""Suffixes of tables that are plain text, unless the user asks for records."""
+"""Suffixes of tables that are read as plain text, unless the user asks for records."""
 TABLE_ROWS = 8192
 """Number of rows of a table that are in memory at a time."""
 
@@ -53,9 +53,9 @@ def file_format(path: Path) -> str:
 def rows(
     path: Path, fields: Collection[str] = (), names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its place (file and line or row). Of tables, only columns in `fields`, if any, are read.
+    """Yield each row with its place (file and line or row). With `fields`, only these columns of tables are read.
 
-    Fields are renamed from the values of `names` to its keys; a field that had that name is kept under another.
+    Fields are renamed from the values of `names` to its keys; another field with such a key gets a new name.
     Raises ValueError that names the file, the line or row, the expected value and the actual one.
     """
     if not names:
@@ -97,7 +97,7 @@ def _rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]
 
 
 def first_row(path: Path) -> Any:
-    """The first row of a file, also with duplicate keys, which `rows` refuses; the others are not read.
+    """The first row of a file; no other row is read. Duplicate keys, which `rows` refuses, are allowed.
 
     Raises ValueError if the file starts with no row.
     """
@@ -115,7 +115,7 @@ def first_row(path: Path) -> Any:
 
 @contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for its bytes, which are decompressed if it is gzipped."""
+    """Open a file for reading bytes; a gzipped file is decompressed."""
     with open_plain(path) as file:
         zipped = file.read(2) == b"\x1f\x8b"
         file.seek(0)
@@ -125,7 +125,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
 
 
 def _table_suffix(path: Path) -> str | None:
-    """The key in TABLES whose first bytes or suffix the file has; None if the file has none of them."""
+    """The key in TABLES that fits the file's name or first bytes; None if the file is no table."""
     with open_plain(path) as file:
         head = file.read(HEAD)
     if reason := stand_in(head):

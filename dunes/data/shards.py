@@ -1,10 +1,11 @@
 """Token shards: the ids of a corpus on disk, in private, immutable files with a digest.
 
 A shard is a folder with `tokens.bin` (little-endian ids; each text has its start and end tokens), `starts.bin`
-(the index of each text's first id, in eight bytes) and `shard.json`. Its key is a hash of the documents' contents,
-the tokenizer and the settings, so a changed corpus or tokenizer gets a new shard.
+(the index of each text's first id, in eight bytes) and `shard.json`. The shard's key is a hash of the documents'
+contents, the tokenizer and the settings, so a changed corpus or tokenizer gets a new shard.
 
-It is written in batches. `batches.bin` has sizes and digest of each, so that a killed writer's work is continued.
+A shard is written in batches. `batches.bin` has each batch's sizes and digest, so that a killed writer's work is
+continued.
 """
 
 import json
@@ -34,16 +35,16 @@ from dunes.text import Tokenizer
 from dunes.text.lines import line_parts
 
 FORMAT = 2
-"""Raise it if the ids, or their division into batches, change."""
+"""Format version; increase it if the ids, or their division into batches, change."""
 BATCHES = "batches.bin"
 ENTRY = Struct("<II32s")
 """Bytes of a batch's ids, bytes of its starts, and the SHA-256 of both."""
 AHEAD = 4
 """Number of batches that are tokenized before the first of them is written."""
 Batch = tuple[int, list[str | list[int] | None]]
-"""The size of some text in bytes, and its parts, with None before each text and the ids around it."""
+"""Texts: their size in bytes, and their parts: None before each text, strings to encode, and ids around a text."""
 Encoded = tuple[int, NDArray[np.uint32], NDArray[np.int64]]
-"""The size of some text in bytes, its ids, and the index of each text's first id."""
+"""Encoded texts: their size in bytes, their ids, and the index of each text's first id."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class TokenFile:
         return self.length
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """The ids (N, T) at an index (N, T). One read per row covers its smallest to its largest index."""
+        """The ids (N, T) at an index (N, T). Each row is read at once, from its smallest to its largest index."""
         if self._stat() != self._initial_stat:
             raise ValueError(f"{self.path}: the tokens changed while they were in use; start again")
         return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])
@@ -115,7 +116,7 @@ def default_cache() -> Path:
 def token_shard(
     documents: Sequence[Document], tokenizer: Tokenizer, cache: Path | None = None, *, headers: bool = False
 ) -> Shard:
-    """The shard of these documents, from the cache or newly written; an unfinished one is completed.
+    """The shard of these documents, from the cache or newly written; an unfinished shard is completed.
 
     With `headers`, each file starts with its `file_header`. Raises ValueError if a document changes meanwhile, or
     if the tokenizer lacks the token that headers need.
@@ -125,16 +126,16 @@ def token_shard(
     if (shard := _read(folder, card)) is not None:
         return shard
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with staging_folder(folder, f"{card['key']}-{platform.node()}") as staged:  # machines may not see locks
+    with staging_folder(folder, f"{card['key']}-{platform.node()}") as staged:  # other machines may not see locks
         staged.chmod(0o700)
         with phase("tokenizing"):
             _write(staged, documents, tokenizer, card, headers)
         with folder_lock(folder.parent):
-            if _read(folder, card) is None:  # or another writer was faster, and its shard may be in use
-                shutil.rmtree(folder, ignore_errors=True)  # a damaged one, if any
+            if _read(folder, card) is None:  # otherwise, another writer was faster, and its shard may be in use
+                shutil.rmtree(folder, ignore_errors=True)  # a damaged shard, if any
                 staged.rename(folder)
                 (folder / BATCHES).unlink()
-                for name in ("tokens.bin", "starts.bin"):  # now, as a killed writer's files are written to
+                for name in ("tokens.bin", "starts.bin"):  # not earlier: a killed writer's files are continued
                     (folder / name).chmod(0o400)
             shutil.rmtree(staged, ignore_errors=True)
     shard = _read(folder, card)
@@ -168,7 +169,7 @@ def _key(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool) -> 
     for document in documents:
         hasher.update(document.digest.encode())
         if headers:
-            hasher.update(repr(document.header).encode())  # a digest has no quotation mark
+            hasher.update(repr(document.header).encode())  # unlike digests, it has quotation marks
     return hasher.hexdigest()
 
 
@@ -201,9 +202,9 @@ def _write(
 
 
 def _resume(tokens: BinaryIO, starts: BinaryIO, entries: BinaryIO, digest: Any) -> int:
-    """The number of intact batches of a killed writer; its files are truncated after them.
+    """Truncate a killed writer's files after its intact batches, and return their number.
 
-    The digest is updated with their ids.
+    The digest is updated with the ids of these batches.
     """
     files, ends = (tokens, starts, entries), [0, 0, 0]
     for file in files:
@@ -222,7 +223,7 @@ def _resume(tokens: BinaryIO, starts: BinaryIO, entries: BinaryIO, digest: Any) 
 
 
 def _tokenized(batches: Iterator[Batch], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Yield each batch encoded; two threads encode the next ones, as ids become Python's integers on one core."""
+    """Yield each batch encoded. Two threads encode ahead, since ids become Python integers on a single core."""
     waiting = deque[Future[Encoded]]()
     with ThreadPoolExecutor(2, "tokenizer") as pool:
         for batch in batches:
@@ -262,7 +263,7 @@ def _batches(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool)
 
 
 def _read(folder: Path, card: dict[str, str | int]) -> Shard | None:
-    """The shard in this folder; None unless it is intact and matches the card."""
+    """The shard in this folder; None unless the shard is intact and matches the card."""
     try:
         shard = open_shard(folder)
     except ValueError:

@@ -2,8 +2,8 @@
 
 Links, binaries, generated files, third-party code, tables of numbers, duplicates, and files that .gitignore
 excludes are skipped, and counted by reason. Among files of similar kind and size, validation files are selected by
-a hash of their path, so that the split is the same on every machine. Near-duplicates are on the same side.
-Validation records are selected by a hash of their text.
+a hash of their path, so that the split is the same on every machine. Near-duplicates are on the same side of the
+split. Validation records are selected by a hash of their text.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ TESTED = 0.05
 COMMON = 20
 """Suffixes with at least this many files are split separately; rarer suffixes are split together."""
 SHOWN = 5
-"""Maximum number of unreadable files of records that are named; the others are counted."""
+"""Maximum number of unreadable files of records whose names are shown; the others are counted."""
 
 
 NEAR_DUPLICATES = "near-duplicates:"
@@ -96,17 +96,16 @@ def collect_corpus(
     names: Mapping[str, str] | None = None,
     split_version: int = SPLIT_VERSION,
 ) -> Corpus:
-    """Collect the corpus in files and folders; `stdlib` is the standard library of the running Python,
-    and `installed` the code of installed packages (`dunes.data.installed`), of which near-duplicates are left out.
+    """Collect the corpus in files and folders.
 
-    About `share` of the text (default `validation_share`) is for validation. A text file is entirely on one side;
-    files of records are divided record by record. Of several items, at least one is for validation, but never all.
-    Near-duplicates are on the same side, except with `split_version` 0. Versions 0 and 1, which earlier trainings
-    used, select files by their hash alone. Links to files outside the sources are followed only with
-    `follow_links`. If `text_field` is given, only these fields of records are read; `names` are those of
-    `read_records`. Raises ValueError if a source
-    is missing, if a file of records that the user named cannot be read, if there is no text, or for an unknown
-    version.
+    The source `stdlib` is the standard library of the running Python, and `installed` is the code of installed
+    packages (`dunes.data.installed`) without near-duplicates. About `share` of the text (default
+    `validation_share`) is for validation. A text file is entirely for training or for validation; files of records
+    are divided record by record. Of several items, at least one is for validation, but never all. Near-duplicates
+    are on the same side, except with `split_version` 0. Versions 0 and 1, for earlier runs, select files by hash
+    alone. Links to files outside the sources are followed only with `follow_links`. If `text_field` is given, only
+    these fields of records are read; `names` are as for `read_records`. Raises ValueError if a source is missing,
+    if a file of records that the user named cannot be read, if there is no text, or for an unknown version.
     """
     if split_version not in range(SPLIT_VERSION + 1):
         raise ValueError(
@@ -184,7 +183,7 @@ def _left_out_line(files: Sequence[tuple[int, str]]) -> str:
 def _read_records(
     file: SourceFile, share: float, fields: Sequence[str], names: Mapping[str, str] | None, notes: list[str]
 ) -> Sequence[Document] | str:
-    """The documents in a file of records, or the reason why it has none. Raises ValueError for named files."""
+    """The documents in a file of records, or the reason to skip it. Raises ValueError if the user named it."""
     try:
         return record_documents(file, share, fields, names)
     except ValueError as error:
@@ -228,7 +227,7 @@ def _find_duplicates(corpus: Corpus, documents: dict[str, Document], installed: 
     if pairs:
         example = " of ".join(header_name(d.name)[:200] for d in pairs[0])
         corpus.notes.append(
-            f"{NEAR_DUPLICATES} {plural(len(pairs), 'file')}, each on one side with its like ({example})"
+            f"{NEAR_DUPLICATES} {plural(len(pairs), 'file')}, each on the same side as its original ({example})"
         )
 
 
@@ -280,7 +279,7 @@ def _group_order(group: _Group) -> tuple[float, str]:
 
 
 def _divide(corpus: Corpus, documents: Sequence[Document], share: float, split_version: int) -> None:
-    """Set `corpus.train` and `corpus.valid`. At least one of several files is in `valid`, unless records are."""
+    """Set `corpus.train` and `corpus.valid`. Of several files, `valid` gets one or more unless it has records."""
     records = [d for d in documents if isinstance(d, RecordDocument)]
     groups = _groups(corpus, documents)
     valid: list[Document] = [d for d in records if d.validation]
@@ -295,7 +294,7 @@ def _divide(corpus: Corpus, documents: Sequence[Document], share: float, split_v
 def without_files(corpus: Corpus) -> Corpus:
     """The corpus with the tails of its documents for validation. Of near-duplicates, only the first is kept.
 
-    The other near-duplicates would have that document's tail in their training text.
+    Otherwise, the validation tail of one near-duplicate would be in the training text of another.
     """
     documents = [d for d in corpus.documents if d.digest not in corpus.duplicates]
     notes = [note for note in corpus.notes if not note.startswith(NEAR_DUPLICATES)]

@@ -1,4 +1,4 @@
-"""Atomic writes: after a crash, a file has either its old or its new content, complete.
+"""Atomic writes: after a crash, a file has either its complete old or its complete new content.
 
 A file is fsynced before it is renamed into place, and the rename is fsynced before the call returns. Each writer
 locks its own staging folder (flock). The lock ends with the writer's process; later writers remove the staging
@@ -87,13 +87,13 @@ def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
     """Create a folder beside `path`, on the same disk, and yield it; it is removed afterwards.
 
     Staging folders of dead writers beside `path` are removed first. The name `kept` is for work that can be
-    continued: a dead writer's folder of this name is yielded as it is, and no folder is removed afterwards.
+    continued: the folder is not removed afterwards, and the next writer of this name gets it with its content.
     """
     with folder_lock(path.parent):
         for name in (
             f"kept-{kept}" if kept else token_hex(8),
             token_hex(8),
-        ):  # another writer may be using the first
+        ):  # another writer may have locked the first folder
             folder = path.with_name(STAGED.format(name))
             folder.mkdir(exist_ok=True)
             handle = os.open(folder, _OPEN)
@@ -112,11 +112,11 @@ def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
 
 
 def _clear(parent: Path) -> None:
-    """Remove the staging folders of dead writers from `parent`; continuable ones after KEPT_SECONDS."""
+    """Remove dead writers' staging folders from `parent`; kept folders are removed after KEPT_SECONDS."""
     for folder in parent.glob(STAGED.format("*")):
         if folder.name.startswith(KEPT) and time() - folder.stat().st_mtime < KEPT_SECONDS:
             continue
-        with suppress(OSError), open_handle(folder, _OPEN) as handle:  # locked, or another user's
+        with suppress(OSError), open_handle(folder, _OPEN) as handle:  # locked, or owned by another user
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder)
 
@@ -133,7 +133,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None:  # numpy's, when it cannot write a complete array
+        if error.errno is None:  # numpy could not write a complete array
             raise OSError(errno.EIO, f"{error}; is the disk full?", str(path)) from None
         if error.filename is None:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
@@ -152,7 +152,7 @@ def digest(path: Path, advance: Callable[[int], object] = lambda size: None) -> 
 
 @contextmanager
 def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar on a terminal for more than LARGE bytes; yields a function that advances it by bytes.
+    """Show a progress bar on a terminal for more than LARGE bytes; yields a function that advances the bar.
 
     If the progress of a phase is shown already, the function advances that display instead.
     """
@@ -171,8 +171,8 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
 def tensor_digests(
     tensor: "torch.Tensor", dtypes: "Sequence[torch.dtype]", block: int = DIGEST_BLOCK
 ) -> list[str]:
-    """SHA-256 (hex) of a tensor's bytes after a cast to each dtype; the blocks hashed fit into the CPU's cache."""
-    import torch  # `dunes complete` asks a server without torch
+    """SHA-256 (hex) of a tensor's bytes after a cast to each dtype. Each block fits into the CPU's cache."""
+    import torch  # late, since `dunes complete` asks a server without torch
 
     hashes = [hashlib.sha256() for _ in dtypes]
     for part in torch.split(tensor.detach().cpu().contiguous().flatten(), block):

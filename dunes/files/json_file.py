@@ -1,4 +1,4 @@
-"""Read and write JSON objects and JSON lines. Files may be untrusted: their size and error texts are limited."""
+"""Read and write JSON objects and JSON lines. Files may be untrusted, so sizes and error messages are limited."""
 
 import json
 import os
@@ -19,8 +19,8 @@ MAX_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 8 << 20
 """Size limit of a tokenizer's config file in bytes; most config files have about a kilobyte."""
 MAX_ITEMS = 2_000_000
-"""Maximum number of commas and opening brackets in a JSON file. Each may begin a Python object, which takes about
-twenty times as much memory as its text."""
+"""Maximum number of commas and opening brackets in a JSON file. Each of these may begin a Python object, which
+takes about twenty times as much memory as its text."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def read_records(
 ) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines for which `fits` is True; empty if the file does not exist.
 
-    Other lines are skipped, and `warn` is called with a message about them; by default, it is printed on stderr.
+    Other lines are skipped, and `warn` (by default, printing on stderr) is called with a message about them.
     """
     records, damaged = list[dict[str, Any]](), list[str]()
     for number, text in enumerate(read_lines(path), 1):

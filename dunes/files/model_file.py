@@ -1,6 +1,6 @@
-"""Find and open the files of an untrusted model folder, and permit running code that its card names.
+"""Find and open the files of an untrusted model folder, and permit running code that its model card names.
 
-Each file must be a regular file in that folder, have a limited size, and be the file itself, not a placeholder.
+Each file must be a regular file in that folder, have a limited size, and not be a placeholder for a download.
 """
 
 import os
@@ -31,7 +31,7 @@ _trusted = ContextVar("trusted", default=False)
 
 @contextmanager
 def trust_cards(trust: bool = True) -> Iterator[None]:
-    """Permit, in this context and thread, importing functions that cards name, which runs third-party code.
+    """Permit, in this context and thread, the import of functions that model cards name (third-party code).
 
     The option `--trust-code` does the same. `trust=False` leaves the permission unchanged.
     """
@@ -56,8 +56,8 @@ def find_file(folder: Path, name: str) -> Path | None:
 def require_inside(folder: Path, path: Path, index: str = "") -> Path:
     """The path unchanged, if it is a regular file below the folder and completely downloaded.
 
-    The file may be a link within its own folder. In the Hub's cache, it may also be a link into the folder `blobs`
-    beside all snapshots. `index` is the name of a file that lists this one, for the error message. Raises
+    The file may be a link within its own folder. In the Hub's cache, the file may also be a link into the folder
+    `blobs` beside all snapshots. `index` is the name of a file that lists this one, for the error message. Raises
     ValueError for any other path, such as a link to another folder.
     """
     try:
@@ -74,7 +74,7 @@ def require_inside(folder: Path, path: Path, index: str = "") -> Path:
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path}: not a regular file")
     if os.path.lexists(f"{path}.aria2"):  # aria2 allocates the full size first
-        raise ValueError(f"{path}: its download has not ended, by {path.name}.aria2; {_AGAIN}")
+        raise ValueError(f"{path}: an unfinished download, since {path.name}.aria2 exists; {_AGAIN}")
     return path
 
 
@@ -112,9 +112,9 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def require_content(path: Path, file: BinaryIO) -> None:
-    """Raise ValueError if the first bytes are those of a placeholder, a web page or an unfinished download.
+    """Raise ValueError if the file begins like a placeholder, a web page or an unfinished download.
 
-    Any other content is refused by the reader of the file's format.
+    The reader of the file's format checks the rest.
     """
     head = file.read(HEAD)
     file.seek(0)
@@ -134,6 +134,6 @@ def stand_in(head: bytes) -> str:
 
 
 def unfinished_downloads(folder: Path) -> str:
-    """Text, to append to a message, that names an unfinished download in the folder; empty if it has none."""
+    """The end of a message, naming an unfinished download in the folder; empty if the folder has none."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(UNFINISHED)) if folder.is_dir() else []
     return f"; {names[0]} is an unfinished download: {_AGAIN}" if names else ""

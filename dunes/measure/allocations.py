@@ -32,9 +32,9 @@ KINDS: Sequence[Kind] = ("parameters", "gradients", "optimizer", "cache", "activ
 class ModuleTracker:
     """Tracks the running module: in `with ModuleTracker(model) as tracker:`, `tracker.now()` returns its name.
 
-    In a forward pass, the running module is the innermost module whose `forward` runs. In a backward pass, it is
-    the module whose forward pass created the running graph node. Graph nodes are numbered in order of creation, so
-    the tracker records the numbers at which modules begin and end. The model has hooks only inside the `with`.
+    The running module is the innermost module whose `forward` runs, or in a backward pass, the module whose
+    forward pass created the running graph node. Graph nodes are numbered in order of creation, so the tracker
+    records the numbers at which modules begin and end. The model has hooks only inside the `with`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,7 +60,7 @@ class ModuleTracker:
     def now(self) -> str | None:
         """Dotted name of the running module; None outside all modules.
 
-        If the graph node of a parameter runs, the name of the parameter's module.
+        While a parameter accumulates its gradient, the name of the parameter's module.
         """
         if self.stack:
             return self.stack[-1]
@@ -158,7 +158,7 @@ def allocations(model: nn.Module) -> Iterator[Allocations]:
     Recording costs some tens of microseconds per operation.
     """
     log = Allocations([])
-    gc.collect()  # otherwise earlier garbage would be freed inside
+    gc.collect()  # otherwise earlier garbage would be freed while recording
     with ModuleTracker(model) as places, ExitStack() as hooks:
         recorder = _Recorder(places, log.made)
         recorder.record_model(model)
@@ -182,7 +182,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorded: dict[int, tuple[Any, Allocation]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(t, "full_tensor") for t in types):  # sharded: the operations on this rank's part follow
+        if any(hasattr(t, "full_tensor") for t in types):  # operations on a sharded tensor's local part follow
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -193,7 +193,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def record(self, tensor: Tensor, operation: str, kind: Kind = "temporaries") -> Allocation | None:
         """Record the tensor's storage if it is new; returns its `Allocation`, or None for an empty storage.
 
-        Of a sharded tensor, this rank's part.
+        A sharded tensor's storage is the storage of this rank's part.
         """
         return self._record(getattr(tensor, "_local_tensor", tensor).untyped_storage(), operation, kind)
 
@@ -222,7 +222,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame = sys._getframe(3)
         while frame.f_back and _is_torch_frame(frame.f_code.co_filename):
             frame = frame.f_back
-        cached = hasattr(frame.f_locals.get("self"), "advance")  # a method of all caches in `parts`
+        cached = hasattr(frame.f_locals.get("self"), "advance")  # all caches in `parts` have this method
         place = self.places.now()
         if place is None:
             place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name})"
@@ -235,7 +235,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moment += 1
         allocation.freed = self.moment
         if allocation.kind == "temporaries" and allocation.phase == "forward":
-            # Kept for a later module or for backward, not only while its own module ran.
+            # A later module or backward needed the tensor, not only its own module.
             inside = allocation.owner in self.places.stack
             if self.phase == "backward" or (self.places.calls > allocation.call and not inside):
                 allocation.kind = "activations"
@@ -271,7 +271,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
-        """Record resized storages: `fully_shard` so allocates and frees the parameters that it gathers."""
+        """Record resized storages: `fully_shard` resizes storages to allocate and free gathered parameters."""
         original: Any = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int) -> None:
@@ -287,7 +287,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def finish(self) -> None:
-        """Change the kind of the forward pass's live temporaries to activations: no backward pass used them."""
+        """Change live temporaries of the forward pass to activations, since no backward pass freed them."""
         self.over = True
         for _, allocation in self.recorded.values():
             if allocation.kind == "temporaries" and allocation.phase == "forward":

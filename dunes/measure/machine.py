@@ -1,8 +1,8 @@
 """Properties of this machine: device, memory, rates, and the dtype and number of threads that suit it.
 
-Training results depend on the dtype and the number of threads. So these follow from the kind of processor and from
-the cores that this process may use, never from a measurement. Rates, by which a run's size is chosen, are measured
-by the processor time of threads, which other programs hardly change.
+Training results depend on the dtype and the number of threads. So both follow from the kind of processor and from
+the cores that this process may use, never from a measurement. Rates, which decide the size of a run, are measured
+in processor time of threads, since other programs hardly change it.
 """
 
 import ctypes
@@ -36,20 +36,20 @@ _device_set: str | None = None
 FASTEST_CLOCK = 6.2e9
 """Cycles per second of the fastest processors sold; virtual machines do not report their own clock."""
 FAR = 3.0
-"""Other programs and other virtual machines on a core hardly change its rate by more than this factor."""
+"""Other programs and virtual machines that share a core rarely change its rate by more than this factor."""
 READERS = 8
-"""More cores than these hardly read more from memory."""
+"""Number of cores above which the bandwidth of reading memory hardly grows."""
 SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
-"""Least samples of a rate, and their total seconds; the quartiles of samples that agree differ by less than this
-fraction of the median. Beside three busy processes on two cores, they differ by up to 0.34."""
+"""A rate needs SAMPLES samples of SAMPLE_SECONDS in total. Samples agree if their quartiles differ by less than
+SPREAD times the median; beside three busy processes on two cores, they differ by up to 0.34 times the median."""
 
 
 class Kind(NamedTuple):
     """A kind of processor: all processors whose facts (`processor`) contain the words in `where`.
 
-    `bfloat16` is True if its matrix products are clearly faster than float32's. `rates` are typical for a core:
-    TFLOP/s of products in float32 and bfloat16, GB/s of memory reads. `most` are bounds of a core: operations per
-    cycle in float32 and in 16 bits, and bytes per cycle.
+    `bfloat16` is True if matrix products are clearly faster in bfloat16 than in float32. `rates` are typical of a
+    core: TFLOP/s of products in float32 and bfloat16, GB/s of memory reads. `most` are upper bounds of a core:
+    operations per cycle in float32 and in 16 bits, and bytes per cycle.
     """
 
     where: Mapping[str, str]
@@ -60,33 +60,33 @@ class Kind(NamedTuple):
 
 AMD, BF16 = {"vendor_id": "AuthenticAMD"}, {"flags": "avx512_bf16"}
 KINDS = (
-    # AMX, measured on two Xeons: 0.15, and 0.58 and 1.0.
+    # AMX, measured on two Xeons: float32 0.15 on both, bfloat16 0.58 and 1.0.
     Kind({"flags": "amx_bf16"}, True, (0.15, 0.76, 13), (64, 1024, 32)),
-    # Zen 5, measured: 0.12, and 0.44 to 0.50. Then Zen 4, measured: 0.09 and 0.21.
+    # Zen 5, measured: float32 0.12, bfloat16 0.44 to 0.50. Next line: Zen 4, measured: 0.09 and 0.21.
     Kind(AMD | BF16 | {"cpu family": "26"}, True, (0.12, 0.47, 17)),
     Kind(AMD | BF16, True, (0.1, 0.24, 17)),
-    # Cooper Lake, training ResNet-50: 1.7 times as fast, http://www.anandtech.com/show/15862
+    # Cooper Lake trains ResNet-50 1.7 times as fast in bfloat16: http://www.anandtech.com/show/15862
     Kind(BF16 | {"vendor_id": "GenuineIntel", "model": "85"}, True, (0.12, 0.2, 10)),
-    # A later Xeon whose AMX a virtual machine hides, measured: 0.154 and 0.084.
+    # A later Xeon in a virtual machine that hides AMX, measured: float32 0.154, bfloat16 0.084.
     Kind(BF16, False, (0.15, 0.084, 13)),
     # oneDNN emulates bfloat16, at half the rate or less: https://github.com/uxlfoundation/oneDNN/issues/493
     Kind({"flags": "avx512f"}, False, (0.12, 0.05, 10)),
     # Zen 3, measured: 0.054 and 0.001. Intel's AVX2 is as slow: https://github.com/pytorch/pytorch/issues/146508
     Kind({"flags": "avx2"}, False, (0.07, 0.001, 10), (32, 32, 32)),
-    # Apple, 76 tokens/s and 26 in bfloat16: https://github.com/pytorch/torchchat/issues/651
+    # Apple: 26 tokens/s in bfloat16, 76 without: https://github.com/pytorch/torchchat/issues/651
     Kind({"system": "Darwin"}, False, (0.25, 0.02, 25), (512, 512, 32)),
-    # ARM, 1.9 times as fast on Graviton3: https://github.com/pytorch/pytorch/pull/91763
+    # ARM: bfloat16 is 1.9 times as fast on Graviton3: https://github.com/pytorch/pytorch/pull/91763
     Kind({"system": "aarch64", "Features": "bf16"}, True, (0.06, 0.15, 15), (128, 256, 32)),
     Kind({}, False, (0.03, 0.002, 8), (128, 256, 32)),
 )
-"""The first that fits is a processor's kind. Rates that were not measured are guessed by clock and width."""
+"""A processor is of the first kind that fits it. Rates without a measurement are guessed by clock and width."""
 
 
 class Rate(NamedTuple):
-    """A rate per second: `value` as measured, or typical for this kind of processor if samples are not `sure`.
+    """A rate per second. `sure` is True if the samples agree; else `value` is typical of the kind of processor.
 
-    A plan uses `planned`, which does not vary as measurements do: the typical rate, or if `value` differs from it
-    by more than a factor of FAR, that rate times a power of two.
+    Plans use `planned`, which varies less than `value`: the typical rate, multiplied by a power of two if `value`
+    differs from it by more than a factor of FAR.
     """
 
     value: float
@@ -125,7 +125,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 LARGE_BLOCK = 1 << 25
-"""Size in bytes above which freed memory is returned to the system, with `keep_freed_memory`; glibc's maximum."""
+"""With `keep_freed_memory`, larger freed blocks (in bytes) return to the system; glibc allows no larger value."""
 
 
 def keep_freed_memory() -> None:
@@ -133,8 +133,8 @@ def keep_freed_memory() -> None:
 
     By default, glibc returns freed memory to the system at once. A training step then spends a third of its time
     on page faults (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it); prefill spends a
-    tenth (10M parameters, 256 tokens). In the heap, large gradients and copies of a model of 135M parameters left
-    holes of other sizes, so that each step needed more memory than the one before.
+    tenth (10M parameters, 256 tokens). Larger blocks are not kept: with a model of 135M parameters, they left
+    holes of unequal sizes in the heap, and each step needed more memory than the step before.
     """
     trim_threshold, mmap_threshold = -1, -3
     if sys.platform == "linux":
@@ -146,16 +146,16 @@ def keep_freed_memory() -> None:
 
 def return_freed_memory() -> None:
     """Return freed memory to the system, also pages between blocks in use; the next step allocates them again."""
-    gc.collect()  # completion engines are cycles, with a model each
+    gc.collect()  # completion engines are reference cycles, each with a model
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def page_out(ranges: Iterable[tuple[int, int]]) -> None:
-    """Take pages of a mapped file out of memory, at ranges (address, bytes); any use reads them again.
+    """Evict pages of a mapped file from memory, at ranges (address, bytes); the next access reads them again.
 
-    Weights that were read once, to be cast or quantized, would stay in memory. Changed pages stay as they are.
+    Otherwise, weights that were read once, to be cast or quantized, would stay in memory. Changed pages are kept.
     """
     if sys.platform == "linux":
         page, pageout = resource.getpagesize(), 21
@@ -230,9 +230,9 @@ def free_memory(device: torch.device) -> int:
 
 
 def cgroup_limits(root: Path = Path("/")) -> tuple[float, float]:
-    """Processors, and bytes still free, that this process's control groups allow; infinite without limits.
+    """Number of processors and of free bytes that this process's control groups allow; infinite without limits.
 
-    A group and all that contain it have limits, of which the smallest counts. `root` contains the folder proc.
+    The smallest limit of a group and of the groups around it applies. `root` contains the folder proc.
     """
     limits = [(math.inf, math.inf)]
     with suppress(OSError, ValueError, IndexError):
@@ -241,7 +241,7 @@ def cgroup_limits(root: Path = Path("/")) -> tuple[float, float]:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """Folders of this process's control groups of versions 1 and 2, each followed by those that contain it."""
+    """Folders of this process's control groups (versions 1 and 2), each followed by the groups around it."""
     texts = ((root / "proc/self" / name).read_bytes().decode(errors="replace") for name in ("cgroup", "mountinfo"))
     groups, mounts = (text.splitlines() for text in texts)
     for mount in (line for line in mounts if " - cgroup" in line):
@@ -251,7 +251,7 @@ def _cgroups(root: Path) -> Iterator[Path]:
         for _, controllers, path in (group.split(":", 2) for group in groups):
             wanted, parts = {*controllers.split(",")}, [*filter(None, path.split("/"))]
             if kind == ("cgroup" if controllers else "cgroup2") and wanted <= {"", *options.split(",")}:
-                # A path outside of the mounted folder is another namespace's: that folder is what is known.
+                # A path outside the mounted folder belongs to another namespace; use the mounted folder then.
                 inside = parts[len(above) :] if parts[: len(above)] == above and ".." not in parts else []
                 yield from ((root / point).joinpath(*inside[:n]) for n in range(len(inside), -1, -1))
 
@@ -268,7 +268,7 @@ def _quota(group: Path) -> float:
 def _free_in(group: Path) -> float:
     """Bytes that can be allocated before a control group reaches a limit of memory; infinite without limits."""
     free, cached = math.inf, 0
-    with suppress(OSError, ValueError):  # cached files can be evicted; version 1 totals those of inner groups
+    with suppress(OSError, ValueError):  # cached files can be evicted; `total_` (version 1) adds inner groups
         evictable = re.compile(r"^(?:total_)?inactive_file (\d+)", re.M)
         cached = max(map(int, evictable.findall((group / "memory.stat").read_text())))
     older = ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -310,7 +310,7 @@ def processor() -> dict[str, str]:
 
 
 def kind_of(facts: Mapping[str, str]) -> Kind:
-    """The first of KINDS that fits these facts, those of `processor` and `system` like "Linux x86_64"."""
+    """The first of KINDS that fits these facts: the result of `processor`, and `system`, like "Linux x86_64"."""
     words = {name: {*text.split()} for name, text in facts.items()}
     return next(k for k in KINDS if all({*v.split()} <= words.get(n, set()) for n, v in k.where.items()))
 
@@ -330,7 +330,7 @@ def total_memory(device: torch.device) -> int:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 1024, seconds: float = 0.1) -> float:
-    """FLOP/s of a product of two square matrices of this size, measured under the current load: the median."""
+    """Median FLOP/s of several products of two square matrices of this size, under the current load."""
     work = _product(dtype, device, size)
     return 2 * size**3 / median(_times(lambda: work(0), device, seconds))
 
@@ -371,8 +371,8 @@ def model_flops_utilization(flops: float, seconds: float, dtype: torch.dtype, de
 def choose_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 if its matrix products are clearly faster on this device than float32's, else float32.
 
-    They are on GPUs from Ampere on, and on CPUs by KINDS. Apple's GPU saves memory by bfloat16, no time
-    (https://github.com/karpathy/nanochat/pull/793).
+    NVIDIA's GPUs from Ampere on have faster products in bfloat16; KINDS decides for CPUs. On Apple's GPU, bfloat16
+    saves memory but no time (https://github.com/karpathy/nanochat/pull/793).
     """
     cuda = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if cuda or (device.type == "cpu" and _kind().bfloat16) else torch.float32
@@ -416,9 +416,9 @@ def _cached_rate(
     amount: float,
     most_cores: int = sys.maxsize,
 ) -> Rate:
-    """The rate of a function that does `amount`; a rate that is sure is cached on disk.
+    """The rate of a function whose call does `amount` of work; a rate that is sure is cached on disk.
 
-    `prepare` returns the function for a number of cores; each core calls it with its own number.
+    `prepare` takes the number of cores and returns the function; each core calls it with the core's number.
     """
     cpu, threads = device.type == "cpu", torch.get_num_threads()
     key = f"{name}-{device.type}" + f"-{threads}" * cpu
@@ -451,10 +451,10 @@ def _cached_rate(
 
 
 def _sample(work: Callable[[int], object], device: torch.device, cores: int) -> list[list[float]]:
-    """Seconds of each call, by core: on Linux processor time, while threads for all cores call at once."""
-    if device.type != "cpu" or sys.platform != "linux":  # where libraries compute in threads that they hide
+    """Seconds of each call, by core. On Linux, one thread per core measures its own processor time."""
+    if device.type != "cpu" or sys.platform != "linux":  # libraries on macOS compute in hidden threads
         return [_times(lambda: work(0), device, SAMPLE_SECONDS, SAMPLES)]
-    # Each thread computes alone: threads of a team spin while they wait for one that other programs interrupt.
+    # Each thread computes alone: the threads of an OpenMP team would spin while they wait for a slow one.
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -471,7 +471,7 @@ def _times(
     least: int = 1,
     clock: Callable[[], float] = perf_counter,
 ) -> list[float]:
-    """Seconds of each of several calls: at least so many calls and, if the clock advances, so many seconds."""
+    """Seconds of each call of `work`: at least `least` calls and, if the clock advances, `seconds` in total."""
     times = list[float]()
     for _ in range(2):  # the first calls load kernels
         work()

@@ -31,9 +31,9 @@ LIMIT = 1800.0
 STALLED = 5
 """Exit status of a rank that has waited too long for another rank."""
 GATHERED = 0.1
-"""Weights that take a smaller fraction of a machine's memory, with all its ranks, stay gathered until backward."""
+"""Weights stay gathered until backward if the ranks of a machine need less than this fraction of its memory."""
 SLOW_STEP = 30
-"""A rank waits in a step for at most this many times the longest step, or for a minute if this is longer."""
+"""In a step, a rank waits for others at most this many times the longest step, or a minute if that is longer."""
 _last = 0.0
 _limit = math.inf
 _saving: Any = None
@@ -49,7 +49,7 @@ def job() -> str:
     if name != "none":
         return name
     started = ""
-    with suppress(OSError):  # Linux; in containers, numbers of processes are often equal
+    with suppress(OSError):  # start time (Linux): process numbers in different containers are often equal
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{parent} {started}"
 
@@ -91,20 +91,20 @@ def joined(
         raise
     finally:
         ended.set()
-        # After an error, NCCL might wait for exchanges that never end, before the error is printed.
+        # After an error, NCCL might wait for ever, so that the error would not be printed.
         if dist.is_initialized() and not (sys.exc_info()[0] and machine.device().type == "cuda"):
             dist.destroy_process_group()
 
 
 def _is_first_failure(store: Any, unknown: bool) -> bool:
-    """True if no other rank has reported an error; `unknown` if the process that has the store has ended."""
+    """True if no other rank has reported an error. Returns `unknown` if the store's process has ended."""
     with suppress(RuntimeError):
         return bool(store.add("failed", 1) == 1)
     return unknown
 
 
 def _meet(limit: float) -> tuple[Any, int, int]:
-    """The store, number and count of the ranks. Raises ValueError if some do not answer for `limit` seconds."""
+    """The store, number and count of the ranks. Raises ValueError if a rank is missing after `limit` seconds."""
     from torch.distributed.rendezvous import rendezvous
 
     try:
@@ -116,10 +116,10 @@ def _meet(limit: float) -> tuple[Any, int, int]:
 
 
 def _fresh_store(shared: Any, number: int, ranks: int, limit: float = LIMIT) -> Any:
-    """A store in which only ranks of the same start meet. Raises RuntimeError if one does not for `limit` seconds.
+    """A store for the ranks of this start only. Raises RuntimeError if a rank is missing after `limit` seconds.
 
     torchrun's static rendezvous has one store for all restarts, with the addresses of processes that have ended.
-    Restarts cannot be told apart by their number: torchrun counts them on each machine.
+    A restart's number does not identify it, because torchrun counts restarts on each machine.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -139,18 +139,18 @@ def _fresh_store(shared: Any, number: int, ranks: int, limit: float = LIMIT) -> 
 
 
 def _watch(ended: Event, limit: float, folder: Path, store: Any) -> None:
-    """Watch this rank until the run ends; exit once the last exchange with other ranks is `limit` seconds ago."""
+    """Watch this rank until the run ends; exit if it exchanges nothing with other ranks for `limit` seconds."""
     _alive()
     while not ended.wait(min(1.0, limit / 4)):
         if monotonic() - _last < (allowed := min(limit, _limit)):
             continue
         with suppress(OSError), (folder / f"stacks-rank-{rank()}.txt").open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        line = f"dunes: a rank did not answer for {format_seconds(allowed)}; where the others wait is in {folder}"
+        line = f"dunes: a rank did not answer for {format_seconds(allowed)}; the others' stacks are in {folder}"
         report = Thread(target=_report, args=(store, f"{line}/stacks-rank-*.txt"), daemon=True)
         report.start()
         report.join(2.0)
-        if report.is_alive():  # the store does not answer, either, so that no other rank's line is seen here
+        if report.is_alive():  # the store does not answer either, so no other rank's line appears
             print(f"{line}/stacks-rank-*.txt", file=sys.stderr, flush=True)
         os._exit(STALLED)
 
@@ -162,7 +162,7 @@ def _report(store: Any, line: str) -> None:
 
 
 def _make_groups(by_node: bool, limit: timedelta) -> None:
-    """Make the group that saves in the background, and the mesh over which parameters are sharded."""
+    """Make the group for saving in the background, and the mesh over which parameters are sharded."""
     from torch.distributed.device_mesh import init_device_mesh
 
     global _saving, _mesh
@@ -213,7 +213,7 @@ def alone() -> Iterator[None]:
 def imagined(number: int) -> Iterator[None]:
     """Inside the `with` block, this process is the first of `number` ranks, for example to make an estimate.
 
-    They exchange nothing: what the other ranks would send is uninitialized.
+    The ranks exchange nothing: tensors from other ranks are uninitialized.
     """
     global _mesh
     if number == 1:
@@ -226,7 +226,7 @@ def imagined(number: int) -> Iterator[None]:
     group, mesh, dist.GroupMember.WORLD = dist.GroupMember.WORLD, _mesh, None
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-        # DTensor caches by mesh: without a name of its own, this one would replace the mesh of the real ranks.
+        # DTensor caches by mesh: without a unique name, this mesh would replace the mesh of the real ranks.
         _mesh = init_device_mesh(machine.device().type, (number,), mesh_dim_names=(token_hex(8),))
         yield
     finally:
@@ -267,7 +267,7 @@ def largest(*values: float) -> list[float]:
 
 
 def expect(seconds: float) -> None:
-    """Limit the wait for other ranks to a multiple of this duration of a step; 0 restores the usual limit."""
+    """Limit the wait for other ranks to SLOW_STEP times a step's `seconds`; 0 restores the usual limit."""
     global _limit
     _alive()
     _limit = max(60.0, SLOW_STEP * seconds) if seconds else math.inf
@@ -294,7 +294,7 @@ def add(tensor: Tensor) -> None:
 
 
 def from_first(tensor: Tensor) -> Tensor:
-    """The first rank's tensor; unlike machines round differently, and would make other choices."""
+    """The first rank's tensor, since machines round differently and their own tensors could differ."""
     tensor = tensor.contiguous()
     if count() > 1:
         dist.broadcast(tensor, 0)
@@ -303,7 +303,7 @@ def from_first(tensor: Tensor) -> Tensor:
 
 
 def summed(x: Tensor) -> Tensor:
-    """The sum over ranks. Gradients count `count()` times, as a loss that all ranks have is averaged over them."""
+    """The sum over ranks. Gradients are multiplied by `count()`, since gradients of a shared loss are averaged."""
     if count() == 1:
         return x
     sums = x.detach().clone()
@@ -312,7 +312,7 @@ def summed(x: Tensor) -> Tensor:
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Wait for all ranks. Raises ValueError, naming the fact, if a fact of some rank differs from rank 0's."""
+    """Wait for all ranks. Raises ValueError, naming the fact, if a rank's fact differs from rank 0's."""
     first, *everyone = together(lambda: dict(facts))
     _alive()
     for number, others in enumerate(everyone, 1):
@@ -322,9 +322,9 @@ def agree(facts: Mapping[str, Any]) -> None:
 
 
 def together(work: Callable[[], T]) -> list[T]:
-    """The results of `work()` on all ranks. If it fails on a rank, all raise its OSError or ValueError.
+    """The results of `work()` on all ranks. If a rank raises OSError or ValueError, all ranks raise it.
 
-    Also callable in a thread that saves in the background, while the main thread calls the other functions.
+    A thread that saves in the background may call it while the main thread calls the other functions.
     """
     if count() == 1:
         return [work()]
@@ -344,12 +344,12 @@ def together(work: Callable[[], T]) -> list[T]:
 
 
 def is_shared(error: OSError) -> bool:
-    """True if all ranks have this error, from `together`."""
+    """True if all ranks raised this error (in `together`)."""
     return count() == 1 or str(error.strerror or error).startswith("rank ")
 
 
 def in_turn(work: Callable[[], T]) -> T:
-    """The result of `work()`, called by each machine's first rank before the others, which can use its cache."""
+    """The result of `work()`. Each machine's first rank calls it first, so that others can use what it cached."""
     first = count() == 1 or _local_rank() == 0
     result = work() if first else None
     agree({})
@@ -367,17 +367,17 @@ def rows(size: int) -> slice:
 
 
 def shard(model: M, units: Iterable[nn.Module], dtype: torch.dtype | None = None) -> M | None:
-    """Shard the trainable parameters over the ranks, on `machine.device()`; a unit's are gathered to compute it.
+    """Shard the trainable parameters over the ranks, on `machine.device()`. A unit gathers them while it computes.
 
-    If `dtype` is given, each unit is cast to it first, so no rank has all parameters in it. Parameters on the meta
-    device become uninitialized memory. Frozen parameters, which may have another dtype, stay complete on every
-    rank. Returns a copy of the model on the meta device, for the gathered weights; None for a single process.
+    With `dtype`, each unit is cast just before it is sharded, so no rank has all parameters in `dtype`. Parameters
+    on the meta device become uninitialized memory. Frozen parameters, which may have another dtype, stay complete
+    on every rank. Returns a copy of the model on the meta device, for gathered weights; None for a single process.
     """
     if count() == 1:
         return None
     from torch.distributed.fsdp import fully_shard
 
-    # deepcopy takes these for copies that it has made, so that no values are copied.
+    # deepcopy takes these for copies that it has already made, so no values are copied.
     copies: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     copies |= {id(b): b.to("meta") for b in model.buffers()}
     outline, modules = deepcopy(model, copies), [*units, cast(nn.Module, model)]
@@ -402,7 +402,7 @@ def keeps_gathered(model: nn.Module) -> bool:
 
 
 def describe(model: nn.Module) -> str:
-    """How several ranks share the model, as the end of a sentence; empty for one process."""
+    """The end of a sentence on how several ranks share the model; empty for one process."""
     if count() == 1:
         return ""
     kept = "stay gathered until backward" if keeps_gathered(model) else "are gathered block by block"
@@ -414,9 +414,9 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def own(tensor: Tensor) -> Tensor | None:
-    """The values that this rank saves: its part of a sharded tensor; other tensors on the first rank; else None.
+    """The values that this rank saves: its part of a sharded tensor, or on rank 0, a complete tensor; else None.
 
-    If machines have replicas, the first machine's ranks save the parts.
+    If every machine has a replica, the ranks of the first machine save the parts.
     """
     if not is_sharded(tensor):
         return tensor if is_first() else None
@@ -430,7 +430,7 @@ def full(value: Any) -> Any:
 
 
 def merged(parts: list[Tensor]) -> Tensor:
-    """The tensor of consecutive rows in `parts`; with several ranks sharded, so that each copies only its rows."""
+    """Concatenate `parts` by rows. With several ranks, the result is sharded; each rank copies only its rows."""
     if len(parts) == 1 or count() == 1:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -458,7 +458,7 @@ def part(value: Tensor, like: Tensor) -> Tensor:
 
 
 def interleaved(own: Tensor, size: int) -> Tensor:
-    """Gather items of all ranks into (size, ...); `own` (N, ...) has this rank's items, every `count`-th item."""
+    """Gather the items of all ranks into (size, ...). `own` (N, ...) has this rank's items: every `count()`-th."""
     if count() == 1:
         return own
     padded = torch.cat([own, own.new_zeros(-(-size // count()) - len(own), *own.shape[1:])])

@@ -2,8 +2,8 @@
 
 Each family's file defines Config, build(config), read(model, context_length), from_hf, to_hf and NAMES. It may
 also define ALIASES (weight names that are read but not written), IGNORED_NAMES (tensors in checkpoint files that
-are no weights) and refusal(config) (why transformers does not run such a model). Start with `llama.Config`,
-`llama.build` and `initialise.initialise`. `FAMILIES` is the table of all families by name.
+are no weights) and refusal(config) (the reason why transformers does not run the model). Start with
+`llama.Config`, `llama.build` and `initialise.initialise`. `FAMILIES` is the table of all families by name.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -31,10 +31,10 @@ def family_of(hf: Mapping[str, Any]) -> str:
 
 
 def refusal(family: str, config: Any) -> str:
-    """Why transformers refuses a model folder with this config, or computes other logits; "" if it runs it."""
+    """The reason why transformers refuses a model of this config, or computes other logits; "" if it does not."""
     reason: str = getattr(FAMILIES[family], "refusal", lambda config: "")(config)
     if 1 in (getattr(config, "window", None), *getattr(config, "windows", ())):
-        reason = reason or "its cache of a sliding window of 1 keeps all tokens"  # its slice [-window + 1:]
+        reason = reason or "its cache of a sliding window of 1 keeps all tokens"  # it keeps [-window + 1:]
     return reason and f"transformers does not run it: {reason}"
 
 

@@ -94,7 +94,7 @@ def layer_count(hf: Json) -> int:
 def layer_types(hf: Json, name: str, default: Sequence[bool]) -> tuple[bool, ...]:
     """For each layer, True if its type has this name, False for full attention.
 
-    They are `default` if the file has no `layer_types`. Raises ValueError for other types.
+    If the file has no `layer_types`, the result is `default`. Raises ValueError for other types.
     """
     types, known = hf.get("layer_types"), [name, "full_attention"]
     if types is None:
@@ -108,7 +108,7 @@ def layer_types(hf: Json, name: str, default: Sequence[bool]) -> tuple[bool, ...
 
 
 def layer_windows(hf: Json, windowed: Sequence[bool]) -> tuple[int | None, ...]:
-    """The window of each layer; `windowed` says which layers have one if the file has no `layer_types`."""
+    """The window of each layer. If the file has no `layer_types`, `windowed` is True for layers with a window."""
     windowed = layer_types(hf, "sliding_attention", windowed)
     window = size(hf, "sliding_window", largest=1 << 31) if any(windowed) else None
     return tuple(window if w else None for w in windowed)
@@ -117,7 +117,7 @@ def layer_windows(hf: Json, windowed: Sequence[bool]) -> tuple[int | None, ...]:
 def layer_windows_to_hf(windows: Sequence[int | None], context_length: int) -> dict[str, Any]:
     """The inverse of `layer_windows`. Raises ValueError for windows of several sizes.
 
-    Without windows, `sliding_window` is the context length, since transformers makes the mask that no layer uses.
+    Without windows, `sliding_window` is the context length, since transformers always makes a windowed mask.
     """
     if len(sizes := {w for w in windows if w is not None}) > 1:
         raise ValueError(f"config.json cannot express windows of several sizes: {sorted(sizes)}")
@@ -132,9 +132,9 @@ def _short(value: Any) -> str:
 
 
 def rope_fields(hf: dict[str, Any], default: float = 10_000.0, partial: bool = False) -> dict[str, Any]:
-    """The fields `rope_base` and `scaling` of a Config; `default` is the base if the file gives none.
+    """The fields `rope_base` and `scaling` of a Config; `default` is the base if the file has none.
 
-    If a file has both `rope_scaling` and `rope_parameters`, the former counts, as in transformers. Raises
+    If a file has both `rope_scaling` and `rope_parameters`, `rope_scaling` is read, as in transformers. Raises
     ValueError for an unsupported scaling and, unless `partial` is set, if only part of each head is rotated.
     """
     rope = _rope(hf)
@@ -150,9 +150,9 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0, partial: bool = F
 
 
 def rotary_dim(hf: Json, head_dim: int, default: float) -> int:
-    """How many dimensions of each head are rotated; `default` is their share of `head_dim` if the file has none.
+    """The number of rotated dimensions of each head. `default` is their share of `head_dim` if the file has none.
 
-    Raises ValueError unless it is an even number from 2 to `head_dim`.
+    Raises ValueError unless the number is even and from 2 to `head_dim`.
     """
     share = number(_rope(hf), "partial_rotary_factor", number(hf, "partial_rotary_factor", default))
     dim = int(head_dim * share)
@@ -167,7 +167,7 @@ def rotary_dim(hf: Json, head_dim: int, default: float) -> int:
 def rotary_share(rotary_dim: int, head_dim: int) -> float:
     """The `partial_rotary_factor` from which `rotary_dim` reads this number of dimensions."""
     share = rotary_dim / head_dim
-    # The product of a quotient that was rounded down may be below the whole number.
+    # If the quotient was rounded down, its product may be below the whole number.
     return share if int(head_dim * share) == rotary_dim else math.nextafter(share, 2.0)
 
 
@@ -178,7 +178,7 @@ def _rope(hf: Json) -> dict[str, Any]:
         raise ValueError(f"config.json: rope_scaling is a {type(rope).__name__}; it must be an object")
     if nested := [k for k, v in rope.items() if isinstance(v, dict)]:
         raise ValueError(
-            f"config.json: rotary settings of {', '.join(nested)[:60]}; only one for all is supported"
+            f"config.json: rotary settings for {', '.join(nested)[:60]}; expected the same for all layers"
         )
     return rope
 

@@ -1,4 +1,4 @@
-"""DeepSeek V3: latent attention, and after a few dense layers mixtures with sigmoid routing and a shared expert.
+"""DeepSeek V3: latent attention; a few dense layers, then mixtures with sigmoid routing and a shared expert.
 
 https://arxiv.org/abs/2412.19437
 """
@@ -20,12 +20,12 @@ from dunes.parts.moe import check_groups
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """LLaMA's config; of the `head_dim` dimensions of queries and keys, `rope_dim` have positions.
+    """LLaMA's config. Queries and keys have `head_dim` dimensions, of which `rope_dim` have positions.
 
-    `kv_rank`, `q_rank` and `value_dim` are those of `LatentAttention`. The first `dense` layers have MLPs of width
-    `dense_hidden`. The others have `experts` of width `hidden` and a shared one that is `shared` times as wide;
-    `factor`, `groups`, `top_groups`, `renormalise` and `balance` are those of `MoE`. With `adjacent`, adjacent
-    dimensions are rotated together. With `mscale`, YaRN's factor with this weight multiplies the scores twice.
+    `kv_rank`, `q_rank` and `value_dim` are arguments of `LatentAttention`. The first `dense` layers have MLPs of
+    width `dense_hidden`. Later layers have `experts` of width `hidden`, and a shared expert that is `shared` times
+    as wide; `factor`, `groups`, `top_groups`, `renormalise` and `balance` are arguments of `MoE`. With `adjacent`,
+    adjacent dimensions are rotated together. With `mscale`, YaRN's factor with this weight scales scores twice.
     """
 
     kv_rank: int
@@ -47,7 +47,7 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch: one dense layer, then 8 narrow experts and a shared one in each."""
+        """A config for training from scratch: a dense layer, then layers of 8 narrow and one shared expert."""
         base = llama.Config.from_size(vocab, dim, depth, context_length)
         return cls(
             **vars(base) | {"hidden": expert_width(dim, cls.experts), "dense_hidden": base.hidden},
@@ -123,7 +123,7 @@ _KEYS = _SIZES | {"q_rank": "q_lora_rank", "dense": "first_k_dense_replace", "de
 _KEYS |= {"hidden": "moe_intermediate_size", "experts": "n_routed_experts", "top_k": "num_experts_per_tok"}
 _KEYS |= {"factor": "routed_scaling_factor", "renormalise": "norm_topk_prob", "balance": "aux_loss_alpha"}
 _KEYS |= {"adjacent": "rope_interleave"}
-"""Keys of a config.json by our fields; those of `_SIZES` have no default."""
+"""Keys of a config.json by our fields; keys in `_SIZES` have no default."""
 _REQUIRED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "mlp_bias": False}
 
 
@@ -160,7 +160,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """Why transformers fails in the forward of this config; "" if it does not."""
+    """The reason why a forward of transformers fails with this config; "" if it does not."""
     single = config.experts == 1 and config.dense < config.depth
     return "it has 1 expert, and groups of experts are chosen by their best 2" if single else ""
 
@@ -185,4 +185,4 @@ NAMES: Names = [
 ALIASES: Names = EXPERTS
 
 IGNORED_NAMES = (*llama.IGNORED_NAMES, "model.layers.{depth}.**")
-"""The last are those of the published layer that predicts the token after the next."""
+"""The last pattern matches the published layer that predicts the token after the next."""

@@ -67,10 +67,10 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 
 def _rope(hf: dict[str, Any], kind: str, base: float) -> dict[str, Any]:
-    """The rotary settings of one kind of layer: since transformers 5 an object in `rope_parameters`.
+    """The rotary settings of one kind of layer: since transformers 5, an object in `rope_parameters`.
 
-    What that object lacks is at the top of the file, where it was before: `rope_local_base_freq` is the base of
-    layers with a window, `rope_theta` that of the others, which `rope_scaling` scales.
+    Settings that this object lacks are read from the top level, as in older files: `rope_local_base_freq` is the
+    base of layers with a window; `rope_theta` is the base of the other layers, which `rope_scaling` scales.
     """
     nested = hf.get("rope_parameters") or {}
     own, scaling = (nested.get(kind) if isinstance(nested, dict) else None) or {}, hf.get("rope_scaling") or {}
@@ -82,7 +82,7 @@ def _rope(hf: dict[str, Any], kind: str, base: float) -> dict[str, Any]:
         raise ValueError(f"config.json: rope_scaling is a {type(scaling).__name__}; it must be an object")
     top, more = ("rope_theta", scaling) if kind == FULL else ("rope_local_base_freq", {})
     others = {k: v for k, v in hf.items() if k not in ("rope_theta", "rope_scaling")}
-    rope = {"rope_theta": hf.get(top), **own, **more, "truncate": True}  # which transformers does not read here
+    rope = {"rope_theta": hf.get(top), **own, **more, "truncate": True}  # transformers ignores `truncate` here
     return rope_fields(others | {"rope_parameters": rope}, base)
 
 

@@ -1,4 +1,4 @@
-"""gpt-oss: biased experts of bounded gates, attention with sinks, a window in every other layer.
+"""gpt-oss: experts with biases and clamped gates, attention with sinks, a window in every other layer.
 
 https://arxiv.org/abs/2508.10925
 """
@@ -19,7 +19,7 @@ __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "r
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """LLaMA's config with experts as in Mixtral's, the windows of the layers, and the `limit` of the experts."""
+    """LLaMA's config with Mixtral's experts, the windows of the layers, and the `limit` of `ClampedGatedMLP`."""
 
     windows: tuple[int | None, ...]
     experts: int = 8
@@ -71,7 +71,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 def to_hf(config: Config) -> dict[str, Any]:
     """Convert a Config to the content of a Hugging Face config.json."""
-    # Without a rope_scaling, transformers 4 takes that of the published models.
+    # If the file has no rope_scaling, transformers 4 uses the setting of the published models.
     hf = (
         {"rope_scaling": {"rope_type": "default"}}
         | llama.to_hf(config)

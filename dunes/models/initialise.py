@@ -15,10 +15,9 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
 
     Matrices are drawn from a normal distribution with standard deviation 1/sqrt(fan_in), embeddings with 0.02.
     Biases are zero. The projections that add to the residual stream (attention's `out`, each MLP's `down`) are
-    zero, so that every block starts as the identity (https://arxiv.org/abs/2203.03466); not if a norm follows
-    them, whose gradient at zero would be huge.
-    With `empty`, for a model built on the meta device, other parameters get the values of a new model, too: those
-    of the part's `initial_values` by name, else 1 for weights of norms, and 0.
+    zero, so that every block starts as the identity (https://arxiv.org/abs/2203.03466). Projections before a norm
+    are not zero, since the norm's gradient at zero would be huge. With `empty`, for a model built on the meta
+    device, other parameters are set, too: to the part's `initial_values`, else weights of norms to 1, others to 0.
     """
     generator = torch.Generator().manual_seed(seed % 2**64)
 

@@ -95,8 +95,8 @@ def build(
 ) -> Decoder:
     """Build the model of this config, untrained.
 
-    `attention` (for the layer with this number) and `mlp` build these parts of each block, and `block` joins them.
-    `norm` builds the last norm.
+    `attention` (called with the number of the layer) and `mlp` build these parts of each block, and `block` joins
+    them. `norm` builds the last norm.
     """
     return Decoder(
         embed=Embedding(config.vocab, config.dim),
@@ -114,7 +114,7 @@ def read(model: Any, context_length: int) -> Config:
 def read_fields(model: Any, context_length: int, mlp: Any, attns: Sequence[Any] | None = None) -> dict[str, Any]:
     """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block.
 
-    `attns` are its attentions, if not every block has one; without any, their fields are left out.
+    `attns` are the model's attentions, if not every block has one. If `attns` is empty, their fields are left out.
     """
     attns = [block.attn for block in model.blocks] if attns is None else attns
     return {
@@ -158,8 +158,8 @@ def config_fields(
     """The fields of a Config, read from a config.json.
 
     `act` is the only supported activation, `base` is the default rotary base, and `eps` the key of the norms'
-    epsilon. `partial` is the default share of each head that is rotated, whose size is then the field
-    `rotary_dim`; without it, only all is supported. Raises ValueError for unsupported or out-of-range values, and
+    epsilon. `partial` is the default share of each head that is rotated, and adds the field `rotary_dim`; without
+    `partial`, heads must be rotated completely. Raises ValueError for unsupported or out-of-range values, and
     KeyError for missing values.
     """
     check_supported(hf, required={"hidden_act": act})
@@ -191,7 +191,7 @@ def head_dim(hf: Mapping[str, Any]) -> int:
     """
     width = size(hf, "head_dim", 0) or quotient(hf, "hidden_size", "num_attention_heads")
     if width % 2:
-        raise ValueError(f"config.json: head_dim is {width}; rotary positions need an even one")
+        raise ValueError(f"config.json: head_dim is {width}; rotary positions need an even number")
     return width
 
 
@@ -218,7 +218,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """Why transformers refuses this config; "" if it does not. It checks the width in several families."""
+    """The reason why transformers, which checks the width in several families, refuses this config; else ""."""
     width, heads = config.dim, config.heads
     return (
         f"hidden_size is {width}, which is not divisible by num_attention_heads, {heads}" if width % heads else ""
@@ -236,7 +236,7 @@ ATTENTION: Names = [
     name("model.norm.weight", "norm.weight"),
     name("lm_head.weight", "head.weight"),
 ]
-"""All weight names except those of the MLP; related families share them."""
+"""All weight names except the MLP's; related families share them."""
 
 NAMES: Names = [
     *ATTENTION,

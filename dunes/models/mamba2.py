@@ -16,12 +16,12 @@ UNLIMITED = (0.0, math.inf)
 READ = ("heads", "head_dim", "state_dim", "groups", "limits")
 """Fields of `Config` that are attributes of `Mamba2`."""
 BLOCK_SIZE = 7
-"""Parameters of a block of `Config.from_size`, about, in units of dim²; other families have 12."""
+"""Approximate number of parameters of a block of `Config.from_size`, in units of dim²; 12 in other families."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Sizes of a Mamba-2, as in `Mamba2`. It has no limit of length; `context_length` is that of training."""
+    """Sizes of a Mamba-2, as in `Mamba2`. Texts may have any length; training uses `context_length`."""
 
     vocab: int
     dim: int
@@ -93,7 +93,7 @@ SIZES = {
 }  # fmt: skip
 """The keys of a config.json by the fields of `Config`."""
 DEFAULTS = {"state_size": 128, "n_groups": 8, "conv_kernel": 4, "expand": 2, "max_position_embeddings": 2048}
-"""Values of a config.json without them; of all but the last, as in transformers."""
+"""Default values of a config.json; all but the last are also the defaults of transformers."""
 
 
 def from_hf(hf: dict[str, Any]) -> Config:
@@ -121,7 +121,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 
 def _limits(hf: dict[str, Any]) -> tuple[float, float]:
-    """The smallest and the largest time step; transformers 5 writes infinity as an object of its name."""
+    """The smallest and the largest time step; transformers 5 writes infinity as an object with this name."""
     given = [*UNLIMITED] if hf.get("time_step_limit") is None else hf["time_step_limit"]
     values = [math.inf if v == {"__float__": "Infinity"} else v for v in given] if isinstance(given, list) else []
     sized = [type(v) in (int, float) and (v < 1e30 or v == math.inf) for v in values]
@@ -133,7 +133,7 @@ def _limits(hf: dict[str, Any]) -> tuple[float, float]:
 
 
 def to_hf(config: Config) -> dict[str, Any]:
-    """Convert a Config to the content of a Hugging Face config.json. Raises ValueError if it cannot express it."""
+    """Convert a Config to the content of a Hugging Face config.json. Raises ValueError if this is impossible."""
     expand, rest = divmod(config.heads * config.head_dim, config.dim)
     if rest:
         raise ValueError(f"config.json: {config.heads} heads of {config.head_dim} are no multiple of {config.dim}")

@@ -52,7 +52,7 @@ def expert_width(dim: int, experts: int) -> int:
 def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
     """The fields `experts`, `top_k` and `balance` of a Config, read from a config.json.
 
-    The argument `balance` is the default of that field. Raises ValueError if top_k exceeds the number of experts.
+    The argument `balance` is the default of this field. Raises ValueError if top_k exceeds the number of experts.
     """
     # transformers 5 writes num_local_experts where Qwen writes num_experts; DeepSeek has a name of its own.
     names = ("n_routed_experts", "num_local_experts")
@@ -69,9 +69,9 @@ def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
 
 
 def experts_to_hf(config: Any) -> dict[str, Any]:
-    """The key of a config.json with which transformers runs experts of this width.
+    """The setting in config.json that transformers needs to run experts of this width; empty if it needs none.
 
-    Its default, `F.grouped_mm`, needs rows of a multiple of 16 bytes.
+    The default of transformers, `F.grouped_mm`, needs rows of a multiple of 16 bytes.
     """
     return {"experts_implementation": "eager"} if config.dim % 8 or config.hidden % 8 else {}
 

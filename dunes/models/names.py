@@ -24,9 +24,10 @@ def identity(weight: Tensor) -> Tensor:
 class Name:
     """One row of a table: their tensor is one of ours, or several of ours joined along the first dimension.
 
-    `load` converts their tensor to our layout before it is split; `save` is the inverse. Ours have equally many
-    rows, or the first has as many as their matrix `like` has columns, and the others share the rest. Ours have
-    this name only next to our tensor `beside`, as parts of different blocks may name their matrices alike.
+    `load` converts their tensor to our layout before it is split; `save` is the inverse. Our tensors have equally
+    many rows; with `like`, the first has as many rows as their matrix `like` has columns, and the others share the
+    rest. With `beside`, the row applies only to blocks with our tensor `beside`, since different parts may share a
+    name.
     """
 
     theirs: str
@@ -51,9 +52,9 @@ def transpose(weight: Tensor) -> Tensor:
 
 
 def halves(weight: Tensor) -> Tensor:
-    """Reorder rows, of a matrix or a bias: the rows of even numbers, then those of odd numbers."""
+    """Reorder the rows of a matrix or bias: first the rows with even numbers, then the rows with odd numbers."""
     if len(weight) % 2:
-        return weight  # whose shape is refused
+        return weight  # the comparison of shapes refuses it later
     return torch.unflatten(weight, 0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 
@@ -77,14 +78,14 @@ def weight_and_bias(theirs: str, *ours: str, load: Layout = identity, save: Layo
 
 
 def convolution(theirs: str, ours: str) -> list[Name]:
-    """The names of a convolution of each channel, whose weights (C, 1, W) in PyTorch's Conv1d are ours (C, W)."""
+    """The names of a depthwise convolution: weights are (C, 1, W) in PyTorch's Conv1d, and (C, W) in ours."""
     return weight_and_bias(
         theirs, ours, load=partial(torch.squeeze, dim=-2), save=partial(torch.unsqueeze, dim=-2)
     )
 
 
 def per_head(names: Names) -> Names:
-    """Names whose tensor has the rows of all parts for one head after another; `for_heads` completes them."""
+    """Names whose tensor has, for one head after another, the rows of all parts; `for_heads` completes them."""
     return [replace(n, load=_unknown_heads, save=_unknown_heads) for n in names]
 
 
@@ -103,14 +104,14 @@ def for_heads(names: Names, heads: int) -> Names:
 
 
 def _regroup(weight: Tensor, sizes: tuple[int, int]) -> Tensor:
-    """Reorder rows, of a matrix or a bias, from (a, b, rest) to (b, a, rest); `sizes` are a and b."""
+    """Reorder the rows of a matrix or bias from (a, b, rest) to (b, a, rest); `sizes` are a and b."""
     groups = weight.view(*sizes, len(weight) // (sizes[0] * sizes[1]), *weight.shape[1:])
     return groups.transpose(0, 1).flatten(0, 2)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """How to compute the tensor `target`: by calling `make` on the list of the tensors named in `sources`.
+    """A recipe for the tensor `target`: call `make` with the list of the tensors named in `sources`.
 
     The result is a view if nothing has to be copied.
     """
@@ -147,7 +148,7 @@ def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[C
 def _split(rule: Name, part: int, index: int | None, rows: int | None) -> Callable[[Sequence[Tensor]], Tensor]:
     def make(sources: Sequence[Tensor]) -> Tensor:
         weight = rule.load(sources[0] if index is None else sources[0][index])
-        # Unlike `chunk`, an uneven split yields a shape that the comparison of shapes refuses.
+        # Unlike `chunk`, `tensor_split` may split unevenly; the comparison of shapes refuses such parts.
         if len(rule.ours) == 1 or rows is None:
             return weight if len(rule.ours) == 1 else weight.tensor_split(len(rule.ours))[part]
         if part == 0:
@@ -172,9 +173,9 @@ def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Conversion], list
 
 
 def parts_by_target(rule: Name, ours: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
-    """The names of our tensors by the name of their tensor: one row, or if it is stacked a row for each expert.
+    """Maps names of their tensors to rows of our names: one row, or for a stacked tensor, a row for each expert.
 
-    `ours` has the first name of each row.
+    `ours` must contain the first name of each row.
     """
     free, ours = "".join(fields(rule.ours[0]) - fields(rule.theirs)), {*ours} if rule.beside else ours
     targets: dict[str, dict[int, tuple[str, ...]]] = {}

@@ -1,7 +1,8 @@
-"""A model from named parts: the form that `dunes train` trains by default, with some of its parts replaced.
+"""A model from named parts: the default model of `dunes train`, with some of its parts replaced.
 
-`dunes train --parts mlp=gated position=alibi` trains one, and `dunes bench parts` measures what a part brings. The
-names are in `flags.PARTS`; the first of each is the default. An own part is a function like `build`, in any file.
+`dunes train --parts mlp=gated position=alibi` trains such a model, and `dunes bench parts` measures the gain of a
+part. `flags.PARTS` has the names of parts and choices; the first choice is the default. To use a part of your own,
+write a function like `build` in any file.
 """
 
 from collections.abc import Callable
@@ -26,9 +27,9 @@ LOGIT_CAP, SCORE_CAP = 30.0, 50.0
 
 
 def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -> Decoder:
-    """Build an untrained model; `parts` are choices by the names in `flags.PARTS`.
+    """Build an untrained model; `parts` maps names in `flags.PARTS` to choices.
 
-    MLPs have about equally many parameters. Raises ValueError for an unknown name or choice.
+    All choices of `mlp` have about the same number of parameters. Raises ValueError for an unknown name or choice.
     """
     chosen = {name: choices[0] for name, choices in PARTS.items()} | parts
     for name, choice in chosen.items():
@@ -77,7 +78,7 @@ def _block(
 
 
 def _mixer(size: Config, chosen: dict[str, str], layer: int) -> nn.Module:
-    """The attention of a layer, or in three of four layers, as in Qwen3-Next, a part with a recurrent state."""
+    """The attention of a layer, or a part with a recurrent state, in three of four layers as in Qwen3-Next."""
     width = size.head_dim
     makers: dict[str, Callable[[], nn.Module]] = {
         "convolution": partial(GatedConvolution, size.dim),
@@ -97,10 +98,11 @@ def _mixer(size: Config, chosen: dict[str, str], layer: int) -> nn.Module:
 
 
 def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
-    """The attention of a layer. With few key/value heads, as many as divide the heads.
+    """The attention of a layer. The number of key/value heads divides the number of heads.
 
-    Differences are of pairs: heads are half as wide where their number is odd. A latent has a quarter of the
-    model's width, and half of each head has positions; raises ValueError for few key/value heads, as it has none.
+    Differential attention needs pairs of heads: an odd number of heads is doubled, with half the width. A latent
+    has a quarter of the model's width, and half of each head has positions. Raises ValueError for latent attention
+    with a choice of key/value heads, since it has none.
     """
     if chosen["attention"] == "latent":
         return _latent_attention(size, chosen, layer)
@@ -157,7 +159,7 @@ def _position(choice: str, size: Config, layer: int) -> Position | None:
     positions: dict[str, Position | None] = {
         "rotary": rotary,
         "partial": PartialRotary(Rotary(size.head_dim // 4)),
-        "some": rotary if (layer + 1) % 4 else None,  # none in every fourth layer, as in SmolLM3
+        "some": rotary if (layer + 1) % 4 else None,  # no positions in every fourth layer, as in SmolLM3
         "alibi": Alibi(size.heads),
     }
     return positions.get(choice)

@@ -1,6 +1,6 @@
 """Phi-3: Mistral whose files join queries, keys and values, and the MLP's gate and up. https://arxiv.org/abs/2404.14219
 
-Its modules are those of a Mistral, or without a window of a LLaMA, and a changed model is saved as one.
+The modules are Mistral's, or without a window LLaMA's; a changed model is saved as a model of that family.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: LLaMA with biases on queries, keys and values. https://arxiv.org/abs/2407.10671
 
-transformers 5 replaces the pre-tokenization in such a folder's tokenizer file by Qwen's own, unless the tokenizer
-is loaded as PreTrainedTokenizerFast.
+transformers 5 replaces the pre-tokenization in the tokenizer file of a Qwen2 folder by Qwen's own, unless the
+tokenizer is loaded as PreTrainedTokenizerFast.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
     refuse_mixed_windows(hf)
     check_supported(hf, required={"mlp_bias": False})
-    # Its three biases are always present and have no key.
+    # Queries, keys and values always have biases; no setting removes them.
     return Config(**llama.config_fields(hf | {"attention_bias": False}))
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta rules with gated attention in every fourth layer, and experts beside a shared one.
+"""Qwen3-Next: gated delta rules, gated attention in every fourth layer, and experts with a shared expert.
 
 https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct, https://arxiv.org/abs/2412.06464
 """
@@ -34,8 +34,8 @@ __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "r
 class Config(qwen3_moe.Config):
     """Qwen3-MoE's config; attention rotates `rotary_dim` dimensions of each head, and has no biases.
 
-    The layers that are `recurrent` have a `GatedDeltaNet` of these value heads, key heads, widths and convolution
-    in place of attention. `shared_hidden` is the width of the shared expert.
+    In place of attention, `recurrent` layers have a `GatedDeltaNet` with `value_heads`, `key_heads`, `value_dim`,
+    `key_dim` and a convolution of `width` tokens. `shared_hidden` is the width of the shared expert.
     """
 
     rotary_dim: int
@@ -49,7 +49,7 @@ class Config(qwen3_moe.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch, as Qwen3-MoE's; two heads share keys where their number is even.
+        """A config for training from scratch, like Qwen3-MoE's; two heads share keys if their number is even.
 
         Every fourth layer, and the last, has attention.
         """
@@ -99,7 +99,7 @@ def build(config: Config) -> Decoder:
 
 
 def read(model: Any, context_length: int) -> Config:
-    """The Config of a built model; sizes of a part that no layer has are those of `from_size`.
+    """The Config of a built model; `from_size` gives the sizes of a part that no layer has.
 
     Raises AttributeError if the model lacks an expected part.
     """
@@ -149,7 +149,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """Why transformers fails in the forward of this config; "" if it does not."""
+    """The reason why a forward of transformers fails with this config; "" if it does not."""
     return "no layer has attention, which its cache needs" if all(config.recurrent) else ""
 
 
@@ -178,4 +178,4 @@ IGNORED_NAMES = (
     *(n.theirs.replace("model.", "mtp.") for n in [*NAMES, *ALIASES] if n.theirs.startswith("model.")),
     *("mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.pre_fc_norm_embedding.weight"),
 )
-"""With the tensors that predict more than one token ahead, which transformers does not read either."""
+"""LLaMA's, and tensors that predict more than one token ahead, which transformers does not read either."""

@@ -16,13 +16,13 @@ __all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_h
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """LLaMA's config, and for each layer whether it has rotary positions."""
+    """LLaMA's config; `rotary` is True for each layer with rotary positions."""
 
     rotary: tuple[bool, ...]
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch; every fourth layer, of fewer the last, has no positions."""
+        """A config for training from scratch; every fourth layer, or else the last, has no positions."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
         return cls(**base, rotary=_every(min(4, max(2, depth)), depth))
 
@@ -64,5 +64,5 @@ def from_hf(hf: dict[str, Any]) -> Config:
 def to_hf(config: Config) -> dict[str, Any]:
     """Convert a Config to the content of a Hugging Face config.json."""
     hf = llama.to_hf(config) | {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
-    # Its default padding id is beyond smaller vocabularies.
+    # The default padding id of transformers may be beyond the vocabulary.
     return hf | {"no_rope_layers": [*map(int, config.rotary)], "use_sliding_window": False, "pad_token_id": None}

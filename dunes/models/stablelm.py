@@ -17,13 +17,13 @@ from dunes.parts.position import PartialRotary
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """LLaMA's config; `rotary_dim` dimensions of each head are rotated, and `attention_bias` is not for `out`."""
+    """LLaMA's config; `rotary_dim` dimensions of each head are rotated, and `out` never has a bias."""
 
     rotary_dim: int
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config of this width and depth for training from scratch; the heads share the width without a rest."""
+        """A config of this width and depth for training from scratch; the heads divide the width evenly."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
         base["head_dim"] = dim // base["heads"]
         return cls(**base, rotary_dim=max(2, base["head_dim"] // 8 * 2))
@@ -63,7 +63,7 @@ def read_fields(model: Any, context_length: int) -> dict[str, Any]:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
-    # Its parallel blocks have one norm for both parts, and its norms of queries and keys a weight for each head.
+    # Parallel blocks have one norm for both parts; norms of queries and keys have a weight for each head.
     check_supported(hf, required={"use_parallel_residual": False, "qk_layernorm": False})
     return Config(**config_fields(hf | {"mlp_bias": False, "attention_bias": flag(hf, "use_qkv_bias")}))
 

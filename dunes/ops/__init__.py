@@ -1,7 +1,7 @@
 """Tensor operations with a fast implementation beside the plain one, and checks of operations.
 
 `operation` builds an operation from a forward and a backward function, and `check` tests it. Kernels are written
-with `Cpp` or `Metal`, or are of another kind.
+with `Cpp`, `Metal`, or another class with a method `missing`.
 """
 
 from dunes.ops.check import Report, check

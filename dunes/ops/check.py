@@ -1,8 +1,8 @@
 """Checks that compare an operation with its reference: dtypes, gradients, layouts, sizes and compilation.
 
-A case in which the reference raises an error is skipped. The operation's error may be about as large as the
-reference's error in the same dtype, or as rounding errors inside of the reference make it. All errors are relative
-to the reference in float64 (in float32 on Apple's GPU, which has no float64). Every call starts with equal seeds.
+A case in which the reference raises an error is skipped. The operation's error may be a few times the reference's
+error in the same dtype, at the inputs or next to them, or a few rounding errors. All errors are relative to the
+reference in float64 (in float32 on Apple's GPU, which has no float64). Every call starts with equal seeds.
 """
 
 import math
@@ -33,7 +33,7 @@ Check = namedtuple("Check", "name result detail")
 Times = namedtuple("Times", "form reference operation")  # median seconds of a call
 
 SLACK, ROUNDINGS = 4, 4  # permitted errors, as multiples of the reference's error and of a rounding error
-SMALL = 1 / 2  # errors are relative to a tensor's largest number, at least SMALL times the largest of all
+SMALL = 1 / 2  # errors are relative to a tensor's largest number, or to SMALL times the largest number of all
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTPUTS = {"": slice(None), " of the first output alone": slice(1), " of the last output alone": slice(-1, None)}
@@ -44,7 +44,7 @@ class NotTried(Exception):
 
 
 class Fault(ValueError):
-    """Raised by a check for what no operation may do, also where it may raise errors."""
+    """Raised by a check for a fault that no operation may have, even in cases in which it may raise errors."""
 
 
 class Report(NamedTuple):
@@ -71,7 +71,7 @@ def check(
     `torch.library.custom_op`, or any function; the last two need a `reference`. `backend` is passed to
     torch.compile. Each time is measured for `seconds`; with 0, no times are measured.
 
-    If a check fails, it prints the table and raises ValueError with the name of the first failed check.
+    If a check fails, the table is printed, and ValueError names the first failed check.
     """
     own = op if isinstance(op, Operation) else None
     name = own.name if own else str(getattr(op, "_qualname", getattr(op, "__name__", op)))
@@ -84,7 +84,7 @@ def check(
     case, report = Case(op, reference, dict(zip(names, inputs, strict=True)), backend), Report([], [])
     case = case.replace({name: x.detach().clone() for name, x in case.tensors.items()})
     with warnings.catch_warnings(), torch.random.fork_rng():
-        warnings.filterwarnings("ignore", ".*determinis")  # a warning of torch's, asked for in `_sizes`
+        warnings.filterwarnings("ignore", ".*determinis")  # the debug mode that `_sizes` sets makes torch warn
         for row in ROWS:
             report.checks.append(_attempt(row, case, [c.name for c in report.failures()]))
     report.times.extend(_times(case, seconds) if seconds and not report.failures() else ())
@@ -98,7 +98,7 @@ def check(
 
 
 def _attempt(row: str, plain_case: "Case", wrong: Sequence[str]) -> Check:
-    """Check the cases of a row until one fails. Skips dtype modes in `wrong`: they failed a check of their own."""
+    """Check the cases of a row until a case fails. Modes in `wrong`, which failed their own check, are skipped."""
     (cases, modes), case = ROWS[row], plain_case
     results: list[Any] = ["there is no such input"]
     try:
@@ -107,7 +107,7 @@ def _attempt(row: str, plain_case: "Case", wrong: Sequence[str]) -> Check:
                 results.append(_compare(case))
     except NotTried as reason:
         results.append(str(reason))
-    except Exception as error:  # any error of the operation is the result to show
+    except Exception as error:  # the report shows any error of the operation
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in case.tensors.items())
         return Check(row, "failed", f"{case.label}{_line(error)} ({case.mode}: {shapes})")
     errors = [pair for pair in results if isinstance(pair, tuple)]
@@ -144,8 +144,8 @@ class Case:
     may_refuse: bool = False
     wild: bool = False  # inputs are not finite: gradients may have inf for NaN, and NaN for 0
     seed: int = 0
-    graphs: tuple[bool, ...] = (False,)  # for each backward: True if the next one differentiates its gradients
-    after: Form | None = None  # another check of the case, for results that are right
+    graphs: tuple[bool, ...] = (False,)  # per backward: True if the next backward differentiates its gradients
+    after: Form | None = None  # a further check of the case, if its results are right
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -198,7 +198,7 @@ def _evaluate(form: Form, c: Case) -> dict[str, Tensor]:
             gradients = torch.autograd.grad(differentiable, of, grads, keep, create_graph, materialize_grads=True)
             results |= {f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)}
             if create_graph:
-                # With a further term, as in a loss, autograd itself does not refuse a gradient without a graph.
+                # With the term x * x, autograd does not refuse a gradient without a graph by itself.
                 differentiable = [g + x * x for g, x in zip(gradients, of, strict=True)]
                 leaves |= {f"incoming gradient {i + 1}": g for i, g in enumerate(grads)}
     finally:
@@ -209,7 +209,7 @@ def _evaluate(form: Form, c: Case) -> dict[str, Tensor]:
 
 
 def _memory(x: Tensor, name: str = "") -> tuple[str, Tensor, Tensor]:
-    """The name, the bytes of all memory in which x lies, also between its numbers, and a copy of them."""
+    """The name, all bytes of x's storage, also between the numbers of x, and a copy of these bytes."""
     memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
     return name, memory, memory.clone()
 
@@ -219,7 +219,7 @@ def _describe(name: str, y: Tensor | None) -> str:
 
 
 def _compare(c: Case) -> tuple[float, float] | str:
-    """The errors of operation and reference; if one of them raises an error that is allowed, the error's text.
+    """The errors of operation and reference, or the text of an allowed error that one of them raises.
 
     Raises ValueError if the results differ too much. Raises errors of the operation that are not allowed.
     """
@@ -243,7 +243,7 @@ def _compare(c: Case) -> tuple[float, float] | str:
         if aliases == [True, False]:
             raise ValueError(f"it returns its input {name} or a view of it; return a clone")
     exact = reference
-    with suppress(Exception):  # the reference may not support float64, where random numbers are others
+    with suppress(Exception):  # the reference may not support float64, or draws other random numbers in it
         other = _evaluate(c.reference, replace(c, seed=1))
         if all(torch.equal(_memory(y)[1], _memory(other[name])[1]) for name, y in reference.items()):
             exact = _evaluate(c.reference, c.in_mode("float64"))
@@ -254,9 +254,9 @@ def _compare(c: Case) -> tuple[float, float] | str:
 
 
 def _judge(c: Case, own: Any, reference: Any, exact: Any) -> tuple[float, float]:
-    """The largest errors of operation and reference. Raises ValueError if one of the operation is too large."""
+    """The largest errors of operation and reference. Raises ValueError if an operation's error is too large."""
     rounding = torch.finfo(torch.bfloat16 if c.mode == "autocast" else DTYPES.get(c.mode, torch.float32)).eps
-    long = max(x.numel() for x in c.tensors.values()) ** 0.5 * torch.finfo(torch.float32).eps  # a sum in sequence
+    long = max(x.numel() for x in c.tensors.values()) ** 0.5 * torch.finfo(torch.float32).eps  # sequential sum
     worst = (0.0, 0.0)
     for name, error, ref_error, numbers in _errors(own, reference, exact, c):
         if error > max(SLACK * ref_error, ROUNDINGS * rounding, long) and error > SLACK * _nearby(c, name, exact):
@@ -266,7 +266,7 @@ def _judge(c: Case, own: Any, reference: Any, exact: Any) -> tuple[float, float]
 
 
 def _nearby(c: Case, name: str, exact: Any) -> float:
-    """The reference's error next to the inputs: at the inputs themselves it may be exact by chance."""
+    """The reference's error next to the inputs; at the inputs, the reference may be exact by chance."""
     moved: Form = lambda x, sign: x * (1 + sign * torch.finfo(x.dtype).eps * _gradient(x).abs())
     sides = [c.replace({n: moved(x, sign) for n, x in c.floats.items()}) for sign in (-1, 1)]
     results = (_evaluate(c.reference, side) for side in sides)
@@ -274,7 +274,7 @@ def _nearby(c: Case, name: str, exact: Any) -> float:
 
 
 def _errors(own: Any, reference: Any, exact: Any, c: Case) -> Iterator[tuple[str, float, float, str]]:
-    """For each tensor: the largest errors of operation and reference over finite numbers, its name, the numbers.
+    """For each tensor: its name, the largest errors of operation and reference over finite numbers, the numbers.
 
     Raises ValueError if a number that should be inf or NaN differs.
     """
@@ -282,11 +282,11 @@ def _errors(own: Any, reference: Any, exact: Any, c: Case) -> Iterator[tuple[str
     sizes = {name: float(y.where(y.isfinite(), 0).abs().max()) if y.numel() else 0.0 for name, y in exact.items()}
     for name, y in ((name, y) for name, y in own.items() if y.numel()):
         value, ref, want = (x[name].detach().to(exact[name].dtype) for x in (own, reference, exact))
-        want = want.where(want.to(y.dtype).isfinite(), want.to(y.dtype).to(want.dtype))  # where it overflows
-        # The errors of an output of softmax's kind reach gradients that cancel to nearly 0.
+        want = want.where(want.to(y.dtype).isfinite(), want.to(y.dtype).to(want.dtype))  # y's dtype overflows
+        # Errors of outputs, such as softmax's, reach gradients that cancel to nearly 0.
         floor = min(1.0, *(size for output, size in sizes.items() if output[0] == "o")) * (name[0] == "g")
         largest = max(sizes[name], floor, *(SMALL * size for other, size in sizes.items() if other[0] == name[0]))
-        overflows = want.isfinite() & ~((ref - want).abs() <= largest / 2)  # inside of the reference
+        overflows = want.isfinite() & ~((ref - want).abs() <= largest / 2)  # an overflow inside the reference
         equal = want.isfinite() & (value.isfinite() | overflows.any())
         equal |= torch.isclose(value, want, 0, 0, equal_nan=True) | torch.isclose(value, ref, 0, 0, equal_nan=True)
         lost = (want == 0) & value.isnan() | ~want.isfinite() & ~value.isfinite() & (name[0] == "g")
@@ -328,7 +328,7 @@ def _variants(vary: Form, c: Case) -> Iterator[Case]:
             yield c.replace(tensors, label=f"{variant} {' and '.join(names)}: ")
     gradient_variants = max(variants.values(), key=len, default={})
     for outputs, variant in product(OUTPUTS, gradient_variants) if c.leaves else ():
-        # A layout that does not exist for a gradient of fewer dimensions is an error of the reference, too.
+        # If the gradient has too few dimensions for a layout, the reference raises an error, too.
         gradient = lambda y, variant=variant: dict(vary(_gradient(y)))[variant]
         yield replace(c, gradient=gradient, outputs=outputs, label=f"{variant} the gradient{outputs}: ")
 
@@ -360,7 +360,7 @@ def _values(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     if x.is_floating_point():
         yield "whole numbers in", x.round()
         yield "other numbers in", x + _gradient(x)
-        # Squares of large numbers overflow; GPUs may flush subnormal ones.
+        # Squares of large numbers overflow; GPUs may flush subnormal numbers.
         for factor in (0, 1 / 128, 128, 2.0**66, *([2.0**-129] if x.device.type == "cpu" else ())):
             yield f"{factor:.2g} times", x * factor
 
@@ -387,7 +387,7 @@ def _sizes(c: Case) -> Iterator[Case]:
 
 
 def _other_values(c: Case) -> Iterator[Case]:
-    """Cases in which a tensor, a number, or a number in a sequence is another one, or a tensor is None."""
+    """Cases with other values of a tensor or a number (also in a sequence), or with None in place of a tensor."""
     yield from _variants(_values, c)
     for name, argument in c.inputs.items():
         leaves, spec = tree_flatten(argument)
@@ -444,7 +444,7 @@ def _opcheck(c: Case) -> Iterator[Case]:
     operator = getattr(c.op, "operator", c.op)
     falls_back = isinstance(c.op, Operation) and c.op.fallback_reason(c.device.type)
     if falls_back or not isinstance(operator, CustomOpDef):
-        raise NotTried("torch has no operator of it, or its kernels are missing here")
+        raise NotTried("it has no torch operator, or its kernels cannot run here")
     torch.library.opcheck(operator, (*c.inputs.values(),))
     fake = lambda case: torch.library.opcheck(operator, (*case.inputs.values(),), test_utils="test_faketensor")
     plain = replace(c, inputs=c.inputs | c.floats, after=fake)

@@ -15,9 +15,9 @@ Milliseconds, plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
                                  bfloat16     22 / 21     36 / 28    57 / 45   101 / 89
 
 Without gradients the grouped version is faster from about two tokens per expert on. In training it is faster with
-many narrow experts; with a few wide ones, the plain one is up to a third faster. Whole training steps of a
-Mixtral with 5 layers of 8 x 384 x 512, 2 take 1.2 to 1.4 times as long with the grouped version in bfloat16 on an
-AMD EPYC.
+many narrow experts; with a few wide experts, the plain version is up to a third faster. With the grouped version,
+complete training steps of a Mixtral with 5 layers of 8 x 384 x 512, 2 take 1.2 to 1.4 times as long (bfloat16,
+EPYC).
 """
 
 # Shapes: N tokens, k experts per token, E experts, D width, H an expert's hidden width, S rows (N * k).
@@ -88,7 +88,7 @@ def _routed_tokens(expert_ids: Tensor, expert: int, experts: int) -> tuple[Tenso
     """
     if isinstance(expert_ids, FakeTensor) or expert_ids.is_meta:
         if torch.compiler.is_exporting():
-            raise ValueError("experts of this form run one by one, by the values of the router")
+            raise ValueError("experts of this form run one by one, depending on the router's values")
         token = torch.arange(-(-expert_ids.numel() // experts), device=expert_ids.device)
         return token % len(expert_ids), torch.zeros_like(token)
     token, slot = torch.where(expert_ids == expert)
@@ -108,7 +108,7 @@ def grouped(x: Tensor, stacks: Stacks, expert_ids: Tensor, weights: Tensor) -> T
             return cast(Tensor, products(rows.to(dtype), weight, ends, False))
         weight = weight.to(dtype)  # neither grouped_mm nor a custom operator knows autocast
         if not torch.is_grad_enabled() and not isinstance(rows, FakeTensor):
-            return F.grouped_mm(rows, weight.mT, offs=ends)  # saves the second of a custom operator's first call
+            return F.grouped_mm(rows, weight.mT, offs=ends)  # a custom operator's first call takes a second
         y: Tensor = product(rows, weight, ends)
         return y
 
@@ -134,8 +134,7 @@ def outer(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(a.mT, b, offs=ends)
 
 
-# A compiled graph cannot make views of the experts' storage, so that this operator takes separate matrices, of any
-# dtype.
+# A compiled graph cannot make views of the experts' storage, so this operator takes a matrix for each expert.
 @torch.library.custom_op("dunes::expert_products", mutates_args=())
 def products(rows: Tensor, weights: Sequence[Tensor], ends: Tensor, transposed: bool) -> Tensor:
     """Same as `product`, with a separate weight (O, I) for each expert, or (I, O) if `transposed`.

@@ -1,13 +1,13 @@
 """Matrix products and attention of bfloat16 tensors, computed in float32 on CPUs where this is faster.
 
 Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024
-weights, one thread: 84 and 154 GFLOP/s). Converting a matrix to float32 takes less time than this saves. Results
-are rounded to bfloat16 only once, and are at least as exact.
+weights, one thread: 84 and 154 GFLOP/s). Converting a matrix to float32 takes less time than the float32 products
+save. Results are rounded to bfloat16 only once, so they are at least as exact as bfloat16 products.
 
 The Gram matrix of inputs is the sum of x xT in float32. Only its upper triangle is computed, in panels of rows.
 For bfloat16 inputs, products in bfloat16 give the same matrix up to 1e-6, because products of two bfloat16 numbers
-are exact in float32 and AMX accumulates in float32. They are faster (4,096 tokens, 5,632 inputs, two threads:
-0.82 s plain, 0.47 s in panels, 0.24 s in panels with bfloat16 products).
+are exact in float32 and AMX accumulates in float32. bfloat16 products are faster (4,096 tokens, 5,632 inputs, two
+threads: 0.82 s plain, 0.47 s in panels, 0.24 s in panels with bfloat16 products).
 """
 
 # Shapes: N tokens, I inputs.
@@ -26,7 +26,7 @@ from dunes.ops.operation import without_autocast
 
 MIN_TOKENS = 128
 """Fewest tokens for float32 products; with 64, the gain equals the cost of conversion (10M, 124M parameters)."""
-PANELS, NARROWEST = 8, 256  # of the Gram matrix, and rows of a panel
+PANELS, NARROWEST = 8, 256  # number of panels of the Gram matrix, and minimum rows of a panel
 
 
 def float32_products(weight: Tensor, tokens: int) -> AbstractContextManager[Any]:
@@ -47,7 +47,7 @@ _recorded: list[bool] = []
 def repeat_choice(faster: bool | None) -> None:
     """From now on, `float32_is_faster` returns `faster`, the choice recorded by an earlier run.
 
-    With None, it decides for this machine again.
+    With None, the choice depends on this machine again.
     """
     _recorded[:] = [] if faster is None else [faster]
 

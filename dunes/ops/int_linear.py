@@ -3,7 +3,7 @@
 int8 codes have one scale per output. The plain implementation casts the codes to x's dtype (bfloat16 represents
 them exactly) and scales the outputs, which takes 0.3 to 0.6 of the time of scaling the matrix. The packed product
 reads the codes directly, and for a few rows it is faster than a bfloat16 product. From 16 rows on it is slower
-than the plain one, and in float32 it is not vectorized.
+than the plain implementation, and in float32 it is not vectorized.
 
 int4 codes have one scale and zero point per group of inputs. The packed product reads half a byte per weight:
 2048 x 2048, one thread, 1 / 4 / 16 rows: 0.20 / 0.37 / 1.6 ms. A bfloat16 product takes 0.56 ms; dequantizing
@@ -30,8 +30,8 @@ ALIGNED = 64
 
 INT4_ROWS = 16
 """Maximum rows of the int4 packed product; with 32 rows it takes as long as dequantizing."""
-WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # group sizes, and divisor of outputs, that the kernel supports
-MIDDLE = 8  # the kernel's code of zero
+WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # the kernel's group sizes, and a divisor of the number of outputs
+MIDDLE = 8  # the kernel reads this code as zero
 
 
 def is_few(x: Tensor) -> bool:

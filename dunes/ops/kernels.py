@@ -89,7 +89,7 @@ def why_not_compiled() -> str:
         get_cpp_compiler()
     except RuntimeError:
         return "no C++ compiler; install g++ or clang"
-    except OSError as error:  # importing the compiler makes the folder of its cache
+    except OSError as error:  # importing the compiler creates its cache folder
         return one_line(error)
     return ""
 
@@ -106,5 +106,5 @@ def attempt(message: str, work: Callable[[], T]) -> T:
     """
     try:
         return work()
-    except Exception as error:  # torch raises whatever it meets
+    except Exception as error:  # torch's compiler may raise any error
         raise ValueError(f"{message}: {one_line(error)}") from None

@@ -1,8 +1,8 @@
-"""Recurrences of a matrix with decay, whose update may follow the delta rule; they are linear in the values.
+"""Recurrences of a matrix with decay, linear in the values; the update may follow the delta rule.
 
-The state is S_t = a_t S_{t-1} + k_t u_t^T, and the output S_t^T q_t. Here u_t is v_t, as in Mamba-2
-(https://arxiv.org/abs/2405.21060), or with `beta` the gated delta rule beta_t (v_t - a_t S_{t-1}^T k_t)
-(https://arxiv.org/abs/2412.06464). `plain` computes it token by token, `chunked` by products of matrices.
+The state is S_t = a_t S_{t-1} + k_t u_t^T, and the output S_t^T q_t. Without `beta`, u_t is v_t, as in Mamba-2
+(https://arxiv.org/abs/2405.21060). With `beta`, u_t follows the gated delta rule: beta_t (v_t - a_t S_{t-1}^T k_t)
+(https://arxiv.org/abs/2412.06464). `plain` computes one token after another, `chunked` uses matrix products.
 """
 
 # Shapes: B batch, H heads, T tokens, K width of keys, V width of values, N chunks of C tokens.
@@ -27,8 +27,8 @@ def recurrence(
     """The outputs (B, H, T, V) and the last state, in the faster of the two forms.
 
     `q` and `k` are (B, H, T, K), `v` (B, H, T, V), `log_decay` (at most 0) and `beta` (B, H, T), `state`
-    (B, H, K, V), all of one dtype, float32 or wider. `documents` (B or 1, T) numbers the document of each token:
-    the state is zero at the start of each but the first, which continues `state`.
+    (B, H, K, V), all of one dtype, float32 or wider. `documents` (B or 1, T) numbers the document of each token.
+    The first document continues `state`; the state is zero at the start of each later document.
     """
     return (plain if v.shape[2] == 1 else chunked)(q, k, v, log_decay, state, beta, documents)
 
@@ -64,11 +64,11 @@ def chunked(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence`, by chunks: inside one, a triangular system gives the updates of the delta rule."""
+    """`recurrence`, by chunks: a triangular system gives the delta rule's updates inside a chunk."""
     length = v.shape[2]
     size = min(CHUNK, length)
     extra = -length % size
-    # Contiguous, since compiled code expects that of the result of `pad`, which keeps the strides if `extra` is 0.
+    # Compiled code expects a contiguous result of `pad`, but `pad` keeps the strides if `extra` is 0.
     q, k, v = (torch.unflatten(F.pad(x.contiguous(), (0, 0, 0, extra)), 2, (-1, size)) for x in (q, k, v))
     total = torch.unflatten(F.pad(log_decay, (0, extra)), 2, (-1, size)).cumsum(-1)  # BHNC
     visible = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
@@ -79,7 +79,7 @@ def chunked(
         before = torch.cat([number[:, :, :1, :1], number[:, :, :-1, -1:]], 2)
         visible = visible & (number[..., :, None] == number[..., None, :])
         enters, leaves = enters * (number == before), leaves * (number == number[..., -1:])
-    # Of later tokens, the exponent may overflow.
+    # Masked before `exp`: the exponents of later tokens may overflow.
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~visible, -torch.inf).exp()
     scores, removed = (q @ k.mT) * decay, None
     if beta is not None:

@@ -74,7 +74,7 @@ class Operation:
         return f"<operation {self.name}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Operation":
-        """The operation itself, so that models that contain it can be copied; deepcopy treats functions so too."""
+        """The operation itself, so that models that contain it can be copied; deepcopy does not copy functions."""
         return self
 
     def _call(self, args: Sequence[Any], device: str) -> Any:
@@ -235,7 +235,7 @@ def _tensor_parameters(name: str, forward: Callable[..., Any]) -> list[int]:
 
 
 def _eager_function(op: Operation) -> type[torch.autograd.Function]:
-    store, keeps = cast(Saved, op.saved).store, op.keeps  # looked up once: calls are short
+    store, keeps = cast(Saved, op.saved).store, op.keeps  # looked up once, since calls are short
 
     def forward(ctx: Any, *args: Any) -> Any:
         result = op.forward(*args)
@@ -282,7 +282,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 def _register(op: Operation) -> Any:
     """Register and return the torch operator that compiled graphs, exports and tensor subclasses use."""
     if op.keeps and op.fake is None:
-        raise ValueError(f"{op.name}: what is kept has a shape that the reference does not tell; give fake=")
+        raise ValueError(f"{op.name}: the reference does not tell the shapes of kept tensors; give fake=")
     try:
         schema = torch.library.infer_schema(op.forward, mutates_args=())
         form = _contiguous(op.forward) if op.fake is None else op.forward

@@ -2,12 +2,12 @@
 
 `fused` and `plain` compute the same. `fused` is PyTorch's kernel. `plain` is two matrix products and a softmax;
 without a mask it is causal and computed in blocks of queries. On a CPU the fused kernel is slow in bfloat16,
-above all its backward. Forward and backward, 4 heads of 64, fused / plain: B=16, T=256, 2 threads, Xeon:
+especially in the backward pass. Forward and backward, 4 heads of 64, fused / plain: B=16, T=256, 2 threads, Xeon:
 21 / 9 ms; B=8, one thread, AMD EPYC: 101 / 45 ms with T=512 (71 without blocks), 260 / 169 ms with T=1,024. With
-T=1,024 and two key heads `plain` was slower on the Xeon (28 / 61 ms, without blocks): it is used up to 512 keys.
+T=1,024 and two key heads, `plain` was slower on the Xeon (28 / 61 ms, without blocks); it is used up to 512 keys.
 
-`varlen_attention` is the attention of documents packed into one row. It computes blocks of queries, each with the
-keys from the start of its first document on. So it computes few masked scores, and saves no scores for the
+`varlen_attention` is the attention of documents packed into one row. Blocks of queries are computed, each with the
+keys from the start of its first document on. So few masked scores are computed, and no scores are saved for the
 backward pass. Blocks start at multiples of QUERY_BLOCK, and BLOCKS_PER_PRODUCT of them form one product. So few
 shapes occur: oneDNN compiles and caches a kernel for each new shape.
 """
@@ -35,7 +35,7 @@ QUERY_BLOCK = 64
 CAUSAL_BLOCK = 512
 """Queries per block in `causal_attention`."""
 
-PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # queries per block; most keys, as scores are saved for the backward pass
+PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # queries per block; most keys, since scores are saved for backward
 
 BLOCKS_PER_PRODUCT = 4
 LONG_KEYS = 512
@@ -61,13 +61,13 @@ def form(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Form:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
-    if (width := v.shape[3]) < q.shape[3]:  # kernels have one width: 1,024 tokens of 96 and 64 took 86 ms, now 29
+    if (width := v.shape[3]) < q.shape[3]:  # kernels need equal widths; padding 64 to 96 saves two thirds
         return fused(q, k, F.pad(v, (0, q.shape[3] - width)), mask, dropout)[..., :width]
     if mask is not None and mask.dim() == 3:
         mask = mask[:, None]
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.shape[2] == 1 and mask is not None:
-        # Query heads are rows, so that keys are read once: 16 heads on 4,096 keys of width 288 3.3 to 1.0 ms.
+        # Query heads become rows, so keys are read once: 1.0 instead of 3.3 ms (16 heads, 4,096 keys, width 288).
         return fused(q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v, mask, dropout).view(*q.shape[:3], -1)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=grouped)
 
@@ -101,13 +101,13 @@ def attend_scored(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend` with other scores: first softcap * tanh(scores / softcap), then + bias.
+    """`attend` with changed scores: first softcap * tanh(scores / softcap), then + bias.
 
     `bias` broadcasts to (B, H, T, S). `sinks` (H,) are the logits of one further key per head, whose value is 0.
-    Memory is (B, H, T, S) in q's dtype.
+    All scores (B, H, T, S) are in memory, in q's dtype.
     """
     (b, h, t, d), kv = q.shape, k.shape[1]
-    k, v = k.to(q.dtype), v.to(q.dtype)  # compiled steps have a cache of another dtype
+    k, v = k.to(q.dtype), v.to(q.dtype)  # in compiled decoding, the cache has another dtype
     mask = mask[:, None] if mask.dim() == 3 else mask
     if softcap is None and sinks is None and bias is not None:
         added = bias.to(q.dtype).masked_fill(~mask, -torch.inf)
@@ -131,7 +131,7 @@ def _plain_block(q: Tensor, k: Tensor, v: Tensor, start: int, dropout: float) ->
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-    """Causal attention for inference; the queries (B, H, T, D) are at the last T positions of k and v (as above).
+    """Causal attention for inference; the queries (B, H, T, D) are at the last T positions of k and v.
 
     A query attends to at most `window` keys, up to and including its own. Without cached keys and without a
     shorter window, the kernel needs no mask (1,024 tokens, 6 heads of 64, one thread: 10 ms, with a mask 17 ms).

@@ -19,9 +19,9 @@ class Attention(nn.Module):
     """Causal multi-head attention: grouped if `kv_heads` < `heads`, sliding-window if `window` is set.
 
     `position` encodes positions into queries and keys: a Rotary, or any callable with arguments (x, context). Such
-    a callable declares `supports_packing = True` if it uses only the context's positions. If it has a method
-    `bias` (see `parts.context.Bias`), this is added to the scores. `q_norm` and `k_norm` are applied to each head
-    before `position`. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in training only.
+    a callable declares `supports_packing = True` if it uses only the context's positions. The result of its method
+    `bias`, if any (see `parts.context.Bias`), is added to the scores. `q_norm` and `k_norm` are applied to each
+    head before `position`. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in training only.
 
     Scores are multiplied by `scale` (default: head_dim ** -0.5). `softcap` bounds them by softcap * tanh(scores /
     softcap), as in Gemma 2 (https://arxiv.org/abs/2408.00118). With `sinks`, each head learns the score of one
@@ -29,8 +29,8 @@ class Attention(nn.Module):
     """
 
     depends_on_order: ClassVar[bool] = False
-    """True for a part that computes with what a certain earlier block left in the context."""
-    # Not attributes of an instance without these settings, whose saved structure would otherwise differ.
+    """True for a part that reads tensors that a certain earlier block left in the context."""
+    # Class attributes, which do not change the saved structure of models without these settings.
     scale: float | None = None
     softcap: float | None = None
 
@@ -117,21 +117,21 @@ class Attention(nn.Module):
         return out
 
     def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), keys and values (B, K, T, D) of the new tokens, with their positions."""
+        """Queries (B, H, T, D), keys and values (B, K, T, D) of the new tokens, with encoded positions."""
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q, self.k, self.v))
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.position is not None:
             q, k = self.position(q, ctx), self.position(k, ctx)
-        return q.to(v.dtype), k.to(v.dtype), v  # norms may return float32, as torch's do under autocast
+        return q.to(v.dtype), k.to(v.dtype), v  # norms may return float32, as torch's norms do under autocast
 
 
 class ValueResidualAttention(Attention):
     """Attention whose values are a learned mixture of its own and the first layer's.
 
-    `first` is True for the first layer of a model, whose values the others mix in; the other arguments are
-    Attention's. The mixture starts half and half. https://arxiv.org/abs/2410.17897
+    `first` is True for the first layer of a model; later layers mix in the values of the first layer. The other
+    arguments are Attention's. The mixture starts with one half of each. https://arxiv.org/abs/2410.17897
     """
 
     depends_on_order = True
@@ -143,7 +143,7 @@ class ValueResidualAttention(Attention):
         self.register_parameter("mix", None if first else nn.Parameter(torch.tensor(0.5)))
 
     def heads(self, x: Tensor, ctx: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), keys and values (B, K, T, D) of the new tokens, with their positions."""
+        """Queries (B, H, T, D), keys and values (B, K, T, D) of the new tokens, with encoded positions."""
         q, k, v = super().heads(x, ctx)
         if self.mix is None:
             ctx.carried["values"] = v
@@ -153,9 +153,9 @@ class ValueResidualAttention(Attention):
 
 
 class GatedAttention(Attention):
-    """Attention whose heads' outputs are multiplied by sigmoid(gate(x)), an element each.
+    """Attention whose heads' outputs are multiplied elementwise by sigmoid(gate(x)).
 
-    It removes the sinks that softmax causes. https://arxiv.org/abs/2505.06708
+    The gate removes the attention sinks that softmax causes. https://arxiv.org/abs/2505.06708
     """
 
     def __init__(self, dim: int, heads: int, kv_heads: int | None = None, **options: Any) -> None:
@@ -168,11 +168,11 @@ class GatedAttention(Attention):
 
 
 class DifferentialAttention(Attention):
-    """Attention of half of the heads minus that of the other half, times a learned factor.
+    """Attention of half of the heads, minus a learned factor times the attention of the other half.
 
-    Each of the H / 2 differences has values of two heads and is normed. `layer` is the number of the block, by
-    which the factor starts between 0.2 and 0.8. https://arxiv.org/abs/2410.05258, with the layout of transformers'
-    DiffLlama. The number of key/value heads is even.
+    Each of the H / 2 differences has values of two heads and is normed. The factor starts between 0.2 and 0.8,
+    depending on `layer`, the number of the block. The number of key/value heads is even. The weights have the
+    layout of transformers' DiffLlama. https://arxiv.org/abs/2410.05258
     """
 
     initial_values = MappingProxyType({"factors": 0.1})

@@ -39,8 +39,8 @@ class Cache:
     def __init__(self, batch: int, capacity: int, device: torch.device | str = "cpu") -> None:
         self.batch, self.capacity = batch, capacity
         self.length = torch.zeros(batch, dtype=torch.long, device=device)
-        # An upper bound on the length of every row, known without a device read; `equal_rows` is True if it is
-        # exact and all rows are equally long.
+        # An upper bound on the length of every row, known without a device read. `equal_rows` is True if the bound
+        # is exact and all rows are equally long.
         self.max_length, self.equal_rows = 0, True
         self._in_order, self._empty = False, True
         self._slot_numbers = torch.arange(0)
@@ -55,7 +55,7 @@ class Cache:
     def readable_slots(self) -> int:
         """Number of slots that attention reads.
 
-        Unless `in_order`, it is a power of two (or the capacity): short sequences are cheap, and few shapes occur.
+        Unless `in_order`, a power of two (or the capacity): short sequences are cheap, and few shapes occur.
         """
         if self.in_order:
             return self.max_length
@@ -114,7 +114,7 @@ class Cache:
             layers[:] = [self._allocate(t, self.capacity) for t in tensors]
 
     def _allocate(self, x: Tensor, slots: int) -> Tensor:
-        """Zeros for `slots` keys or values like x (B, K, T, D), and for one more slot, which is for padding."""
+        """Zeros (B, K, slots + 1, D) for keys or values like x (B, K, T, D); the last slot is for padding."""
         return x.new_zeros(self.batch, x.shape[1], slots + 1, x.shape[3])
 
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ class Cache:
             block = slice(self.max_length - k.shape[2], self.max_length)
             self.keys[layer][:, :, block], self.values[layer][:, :, block] = k, v
         else:
-            # On a CPU, scatter_ of bfloat16 takes time for all of the cache.
+            # On a CPU, scatter_ of bfloat16 takes time proportional to the size of the cache.
             rows, heads = (torch.arange(n, device=k.device) for n in k.shape[:2])
             index = rows[:, None, None], heads[:, None], self.slots(positions)[:, None]
             self.keys[layer].index_put_(index, k)
@@ -190,7 +190,7 @@ class Cache:
     def select_rows(self, rows: Tensor | slice) -> Self:
         """A new cache that contains these rows (N,) of this cache, in this order; a row may occur twice.
 
-        Rows of a slice share their memory with this cache, which is read again after `write_rows`.
+        With a slice, both caches share memory: call `write_rows` before this cache is read again.
         """
         cache = copy.copy(self)
         for name in self.row_state:
@@ -206,7 +206,7 @@ class Cache:
         for name in self.row_state:
             getattr(self, name)[rows] = getattr(other, name)
         self._measure()
-        for name in self.stored if isinstance(rows, Tensor) else ():  # otherwise, it is the same memory
+        for name in self.stored if isinstance(rows, Tensor) else ():  # a slice shares the memory
             for tensor, rows_of_other in zip(getattr(self, name), getattr(other, name), strict=True):
                 tensor[rows] = rows_of_other
 
@@ -214,7 +214,7 @@ class Cache:
 class RollingCache(Cache):
     """A cache of the last `window + slack` positions of each row; its memory does not grow with the text.
 
-    It is for models in which every layer has a window of at most `window`. From a text longer than the capacity,
+    Every layer of the model must have a window of at most `window`. From a text longer than the capacity,
     `truncate` can drop `slack + 1` tokens.
     """
 
@@ -226,12 +226,12 @@ class RollingCache(Cache):
         # One past the highest position ever written in each row: rolled-back tokens still occupy their slots.
         self.high_water = torch.zeros_like(self.length)
         self._new_positions: Tensor | None = None
-        # True if slots may contain positions of the capacity or above, which `truncate` leaves in them.
+        # True if slots may contain positions >= capacity; `truncate` does not remove them from the slots.
         self._wrapped = False
 
     def _plan(self, positions: Tensor) -> None:
-        # A single token overwrites one that is out of every window. Of several, the first would still attend to
-        # slots that the last overwrites, so new tokens are read next to the slots.
+        # A single new token overwrites a token outside every window. The first of several new tokens still attends
+        # to slots that the last one overwrites, so new tokens are read beside the slots.
         self._new_positions = positions if self._wrapped and positions.shape[1] > 1 else None
 
     def _count(self, new: int | Tensor) -> None:

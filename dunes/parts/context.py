@@ -26,17 +26,17 @@ from dunes.units import plural
 
 Part = TypeVar("Part", bound=Callable[..., Any])
 Bias = Callable[[Tensor, Tensor], Tensor]
-"""Given the positions of queries (B or 1, T) and keys (B or 1, S), returns what is added to the scores of
-attention, broadcastable to (B, H, T, S)."""
+"""Maps the positions of queries (B or 1, T) and keys (B or 1, S) to a bias of attention scores, broadcastable to
+(B, H, T, S)."""
 
 
 class ForwardContext:
     """The state of one forward, built once and passed to every block.
 
     `positions` is (B or 1, T), -1 for padding. Without a cache, positions separate packed documents: a position
-    that is not the previous one plus one starts a new document, and documents do not attend to each other. For a
-    single row, `document_starts` (T,) may give the index at which each token's document starts; T must then be a
-    multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
+    that is not the previous position plus one starts a new document, and documents do not attend to each other.
+    For a single row, `document_starts` (T,) may give the index at which each token's document starts; T must then
+    be a multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ForwardContext:
         document_starts: Tensor | None = None,
     ) -> None:
         self.positions, self.cache, self.document_starts = positions, cache, document_starts
-        # The usual case, known without reading the tensor: the last T of positions 0..S-1 in every row.
+        # True if it is known without reading the tensor that each row has the last T of positions 0..S-1.
         self.consecutive = consecutive
         self.carried: dict[str, Tensor] = {}
         """Tensors that a layer hands to later layers of this forward, for these tokens, by name."""
@@ -83,8 +83,8 @@ class ForwardContext:
         return (k, v) if self.cache is None else self.cache.put(layer, k, v, self.positions)
 
     def state(self, name: Hashable, initial: Tensor) -> Tensor:
-        """The recurrent state of this name after the earlier tokens; the zeros `initial` (B, ...) if none are
-        cached. Raises ValueError for a cache without states."""
+        """The recurrent state of this name after the earlier tokens; `initial` (B, ...), which is zero, if no
+        tokens are cached. Raises ValueError for a cache without states."""
         if self.cache is None:
             return initial
         if not isinstance(self.cache, RecurrentCache):
@@ -97,7 +97,7 @@ class ForwardContext:
             self.state(name, state).copy_(state)
 
     def padding(self) -> Tensor | None:
-        """True (B, T) for padding among tokens that continue cached ones; None if it is sure that none is."""
+        """Mask (B, T), True for padding among tokens that continue cached tokens; None if there is no padding."""
         return None if self.cache is None or self.consecutive else self.positions < 0
 
     def documents(self) -> Tensor | None:
@@ -131,7 +131,7 @@ class ForwardContext:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """`attend` with other scores; `softcap` and `sinks` are as in `ops.scaled_dot_product.attend_scored`."""
+        """`attend` with a bias, a cap or sinks, which are as in `ops.scaled_dot_product.attend_scored`."""
         mask, key = self.mask(window), self.key_positions()
         if mask is None:
             mask = self.once(("mask", window), lambda: self._mask(window))
@@ -162,7 +162,7 @@ class ForwardContext:
         """Attention mask (B, T, S), True if a query may attend to a key; None for plain causal attention.
 
         `window` is the maximum number of keys that a query attends to, its own included. Raises ValueError if the
-        cache stores fewer positions.
+        cache stores fewer positions than `window`.
         """
         self._check_window(window)
         first = self.cache is None or self.cache.max_length == self.positions.shape[1]
@@ -208,7 +208,7 @@ def document_starts(positions: Tensor) -> Tensor:
 def documents_by_length(positions: Tensor) -> list[Tensor]:
     """Token indices of the documents, in one tensor (documents, length) for each document length.
 
-    They are indices into the flattened batch (B, T).
+    The indices refer to the flattened batch (B, T).
     """
     starts, real = document_starts(positions), (positions >= 0).flatten().nonzero()[:, 0]
     first = torch.unique(starts)
@@ -220,7 +220,7 @@ def documents_by_length(positions: Tensor) -> list[Tensor]:
 
 
 class WithoutContext(nn.Module):
-    """A part that is called with x alone, in a slot that is called with a context, too."""
+    """A wrapper for a part that takes x alone, in a slot that is called with x and a context."""
 
     supports_packing = True
 
@@ -229,18 +229,18 @@ class WithoutContext(nn.Module):
         self.base = base
 
     def forward(self, x: Tensor, *context: Any) -> Tensor:
-        """The part's output for x, both (B, T, dim). Raises ValueError if it is no tensor of this shape."""
+        """The part's output for x, both (B, T, dim). Raises ValueError if the output has another shape."""
         y: Any = self.base(x)
-        if (found := getattr(y, "shape", type(y).__name__)) != x.shape:
-            raise ValueError(f"{type(self.base).__name__} returned {found}; expected a tensor {tuple(x.shape)}")
+        if (shape := getattr(y, "shape", type(y).__name__)) != x.shape:
+            raise ValueError(f"{type(self.base).__name__} returned {shape}; expected a tensor {tuple(x.shape)}")
         return cast(Tensor, y)
 
 
 def fitted(slot: str, part: Part, arguments: str) -> Part:
-    """The part, which can be called with these arguments, such as "x, ctx, layer".
+    """Return the part if it can be called with these arguments, such as "x, ctx, layer".
 
-    Raises ValueError, with the slot's name, for another one. torch's own modules take no context, whatever their
-    further parameters are, and a part with a parameter `ctx` is not called without it.
+    Otherwise raises ValueError that names the slot. torch's own modules take no context, even if they have further
+    parameters. A part with a parameter `ctx` cannot be called without a context.
     """
     alone, call = "," not in arguments, _signature(part)
     calls = map(_signature, part.modules()) if isinstance(part, nn.Sequential) else [call]
@@ -257,7 +257,7 @@ def fitted(slot: str, part: Part, arguments: str) -> Part:
 
 
 def with_context(slot: str, part: nn.Module) -> nn.Module:
-    """The part, called with (x, ctx, layer); one that takes x alone is in a `WithoutContext`. Else as `fitted`."""
+    """The part, for calls with (x, ctx, layer); wrapped if it takes x alone. Raises ValueError like `fitted`."""
     try:
         return fitted(slot, part, "x, ctx, layer")
     except ValueError:
@@ -269,7 +269,7 @@ def with_context(slot: str, part: nn.Module) -> nn.Module:
 def _signature(part: Any) -> Signature:
     try:
         return signature(getattr(part, "forward", part))
-    except ValueError:  # of code that is no Python
+    except ValueError:  # not written in Python
         return signature(lambda *arguments: None)
 
 
@@ -297,7 +297,7 @@ def undeclared_modules(model: nn.Module) -> list[nn.Module]:
 
 def _declares_packing(module: nn.Module) -> bool:
     if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
-        return False  # the class's forward is not what is called
+        return False  # a call does not run the class's forward
     author = next(c for c in type(module).__mro__ if "forward" in vars(c))
     if author in PER_TOKEN:
         return len(getattr(module, "normalized_shape", "D")) == 1  # a norm over several tokens mixes them

@@ -46,14 +46,14 @@ class Block(nn.Module):
     """A block: x = x + attn(attn_norm(x)), then x + mlp(mlp_norm(x)).
 
     `dropout` acts on the outputs of attn and mlp, in training only. `attn_post_norm` and `mlp_post_norm` are
-    applied to these outputs before they are added; with nn.Identity as the norms before, the block norms only
-    after. With `parallel`, it is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an MLP (both None), only attn
-    is added. `attn` is called with (x, ctx, layer), or with x if it takes nothing else; the others are called with
-    x. Raises ValueError for a part that cannot be.
+    applied to these outputs before they are added; with nn.Identity as `attn_norm` and `mlp_norm`, the block norms
+    only outputs. With `parallel`, the block is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an MLP (both
+    None), only attn is added. `attn` is called with (x, ctx, layer), or with x if it takes nothing else; the
+    others are called with x. Raises ValueError for a part that does not take these arguments.
     """
 
     supports_packing = True
-    parallel: bool = False  # no attribute of other blocks, whose saved structure would otherwise differ
+    parallel: bool = False  # a class attribute does not change the saved structure of other blocks
 
     def __init__(
         self,
@@ -98,11 +98,11 @@ class Block(nn.Module):
 
 
 class SkipBlock(Block):
-    """A block to whose input the input of an earlier one is added, times a learned weight, which starts at 0.
+    """A block that adds an earlier block's input, times a learned weight that starts at 0, to its own input.
 
-    `source` is the number of that block in the model, which is a SkipBlock too, or None. With source 0 it is the
-    embedding, and with those of a U-Net the last blocks get what the first ones did. Both are parts of
-    https://github.com/KellerJordan/modded-nanogpt.
+    `source` is the number of the earlier block, also a SkipBlock; None adds nothing. The input of block 0 is the
+    embedding. In a U-Net, the last blocks add the inputs of the first blocks.
+    https://github.com/KellerJordan/modded-nanogpt does both.
     """
 
     supports_packing = True
@@ -125,10 +125,10 @@ class SkipBlock(Block):
 
 
 class AheadBlock(nn.Module):
-    """A module of `Decoder.ahead`, which predicts one token further than the one before it.
+    """A module of `Decoder.ahead`, which predicts one token further than the module before it.
 
-    It applies `block` to a linear map of two normed inputs: the states before, and the embeddings of later tokens.
-    The head reads the result after `norm`. Section 2.2 of https://arxiv.org/abs/2412.19437.
+    It applies `block` to a linear map of two normed inputs: the states of the module before it, and the embeddings
+    of later tokens. The head reads the result after `norm`. Section 2.2 of https://arxiv.org/abs/2412.19437.
     """
 
     supports_packing = True
@@ -141,7 +141,7 @@ class AheadBlock(nn.Module):
         self.join = nn.Linear(2 * dim, dim, bias=False)
 
     def forward(self, x: Tensor, tokens: Tensor, ctx: ForwardContext, layer: int) -> tuple[Tensor, Tensor]:
-        """States and embeddings (B, T, dim) -> the states for the next module, and those for the head."""
+        """States and embeddings (B, T, dim) -> states for the next module, and states for the head."""
         x = self.join(torch.cat([self.state_norm(x), self.token_norm(tokens)], -1))
         x = self.block(x, ctx, layer)
         return x, self.norm(x)
@@ -150,16 +150,17 @@ class AheadBlock(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model. With `head=None` the token embedding is also the head (tied weights).
 
-    `softcap` bounds the logits, by softcap * tanh(logits / softcap).
-    Each module of `ahead` (`AheadBlock`) predicts one token further than the one before it, in training only.
-    `ahead_weight` times the mean of their losses, each over the positions that have such a target, is added to the
-    loss; the losses are the metrics `ahead_1`, ... (multi-token prediction, https://arxiv.org/abs/2404.19737).
+    `softcap` bounds the logits, by softcap * tanh(logits / softcap). In training, each module of `ahead`
+    (`AheadBlock`) predicts one token further than the module before it. Its loss is averaged over the positions
+    with such a target, and is a metric (`ahead_1`, ...); `ahead_weight` times the mean of these losses is added to
+    the loss (multi-token prediction, https://arxiv.org/abs/2404.19737).
+
     Documents packed into one row do not attend to each other. If a module's class does not declare
     `supports_packing`, each document is computed in its own row, and `cache_for` returns None; both are slower.
     """
 
     supports_packing = True
-    softcap: float | None = None  # no attribute of other models, whose saved structure would otherwise differ
+    softcap: float | None = None  # a class attribute does not change the saved structure of other models
     ahead_weight: float = 0.3
 
     def __init__(
@@ -177,26 +178,26 @@ class Decoder(nn.Module):
             self.softcap = softcap
         if ahead:
             self.ahead_weight = ahead_weight
-        self.embed: Any = fitted("embed", embed, "ids, ctx")  # an Embedding, or a user's own
+        self.embed: Any = fitted("embed", embed, "ids, ctx")  # an Embedding, or a module of the user
         if head is None and not hasattr(embed, "token"):
             raise ValueError(f"{type(embed).__name__} has no `token`, whose weight is the head's; pass a head")
         self.blocks = nn.ModuleList(with_context("a block", block) for block in blocks)
         self.norm = fitted("norm", norm, "x")
         self.head = None if head is None else fitted("head", head, "x")
         self.ahead: nn.ModuleList | None
-        # The last one, so that the other first values are those of a model without it.
+        # Registered last, so that other parts get the same initial values as without `ahead`.
         self.register_module("ahead", nn.ModuleList(ahead) if ahead else None)
         if len(set(map(id, self.layers))) < len(self.layers):
             raise ValueError("the same block occurs twice in `blocks`; build a new one for each layer")
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The blocks, and behind them the modules of `ahead`."""
+        """The blocks, followed by the modules of `ahead`."""
         return [*self.blocks, *(self.ahead or ())]
 
     @property
     def trunk(self) -> "Decoder":
-        """The model without `ahead`, of the same parts: what evaluation and generation compute."""
+        """The model without `ahead`, with the same parts, for evaluation and generation."""
         if self.ahead is None:
             return self
         return Decoder(self.embed, [*self.blocks], self.norm, self.head, self.softcap)
@@ -212,13 +213,13 @@ class Decoder(nn.Module):
     ) -> Tensor | LossSums | RowLosses:
         """Logits (B, T, V) for ids (B, T), or with `last` only for the last positions; with `targets`, the loss.
 
-        `positions` (B, T) are -1 for padding. A position that is not the previous one plus one starts a new
+        `positions` (B, T) are -1 for padding. A position that is not the previous position plus one starts a new
         document. With a cache, positions come from `cache.start`, and new keys and values are added to the cache.
 
         With `targets` (B, T), returns (loss, count, metrics): the summed cross entropy in nats (float32), the
         number of targets other than IGNORE, and metrics by name as (sum, count). In training the loss includes the
-        parts' auxiliary losses times the count, and those of `ahead`; they are metrics too. Raises ValueError for
-        targets together with `cache` or `last`.
+        auxiliary losses of parts, times the count, and the losses of `ahead`; all of them are metrics, too. Raises
+        ValueError for targets together with `cache` or `last`.
 
         With `by_row`, returns (losses, counts, auxiliary, metrics): the cross entropy and the number of targets of
         each row (B,), the auxiliary losses of the parts by name (not in `losses`), and the other metrics. Modules
@@ -235,7 +236,7 @@ class Decoder(nn.Module):
         return self.logits(x if last is None else x[:, x.shape[1] - last :])
 
     def before_head(self, ids: Tensor, last: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """States (B, last, dim) of the last positions of ids (B, T), and the function from their slices to logits.
+        """States (B, last, dim) of the last positions of ids (B, T), and a function from slices of them to logits.
 
         If the head may mix tokens, the logits are computed at once, and the function is the identity.
         """
@@ -262,7 +263,7 @@ class Decoder(nn.Module):
         return read(ids, ForwardContext.of(ids, positions, cache))
 
     def _by_length(self, read: Read, ids: Tensor, positions: Tensor) -> Tensor:
-        """Call `read` for batches of documents of equal length, one per row without padding; so none are mixed."""
+        """Call `read` for batches of documents of equal length, one document per row, without padding."""
         indices = documents_by_length(positions)
         if not indices:
             return read(ids, ForwardContext(positions))
@@ -285,9 +286,9 @@ class Decoder(nn.Module):
         return x
 
     def _outputs(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        """What the loss reads (B, T, width): states, or logits if the head may mix tokens.
+        """The input (B, T, width) of the loss: states, or logits if the head may mix tokens.
 
-        In training, those of each module of `ahead` follow in the last dimension.
+        In training, the outputs of each module of `ahead` follow in the last dimension.
         """
         tokens = self.embed(ids, ctx)
         states = [self.norm(x := self._run(tokens, ctx))]
@@ -331,7 +332,7 @@ class Decoder(nn.Module):
         return total, count, metrics
 
     def _row_losses(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> RowLosses:
-        """Loss and number of targets of each row; as in `_loss`, tokens that do not matter may be dropped."""
+        """Loss and number of targets of each row; as in `_loss`, tokens without effect may be dropped."""
         counts, starts = (targets != IGNORE).sum(1), None
         read = self._logits if self._head_mixes else self._states
         if positions is not None and self._uses_varlen(positions := positions.expand_as(ids)):
@@ -438,12 +439,11 @@ def cache_for(
 ) -> Cache | None:
     """An empty cache for `batch` rows of up to `capacity` tokens.
 
-    For a model with recurrent states it is a `RecurrentCache`. With a `format` it is a `QuantizedCache`. Without
-    one, it is a `RollingCache` if every layer has a window smaller than the capacity; otherwise it is a `Cache`.
-    Raises ValueError for a format and recurrent states.
+    For a model with recurrent states it is a `RecurrentCache`, with a `format` it is a `QuantizedCache`, and if
+    every layer has a window smaller than the capacity, it is a `RollingCache`; otherwise it is a `Cache`.
 
     Returns None, with a warning, if a module may mix tokens in ways that a KV cache cannot reproduce. The model
-    may be compiled or wrapped. Raises ValueError for a `format` if the model has a `LatentAttention`.
+    may be compiled or wrapped. Raises ValueError for a `format` with recurrent states or a `LatentAttention`.
     """
     inner = next((m.trunk for m in model.modules() if isinstance(m, Decoder)), None)
     if inner is not None and undeclared_modules(inner):
@@ -470,7 +470,7 @@ def cache_for(
 def recurrent_part(model: nn.Module) -> str:
     """The name of the class of a model's first part with a recurrent state; "" if it has none.
 
-    A class declares it by `recurrent = True`.
+    The class of such a part sets `recurrent = True`.
     """
     return next((type(m).__name__ for m in model.modules() if getattr(m, "recurrent", False)), "")
 
@@ -487,7 +487,7 @@ def record_auxiliary(model: nn.Module) -> Iterator[Recorded]:
     try:
         yield recorded
     finally:
-        # Activation checkpointing runs forwards again later.
+        # Forwards that activation checkpointing runs again later must not record.
         for part in recorded:
             part.recorded = None
 

@@ -22,17 +22,17 @@ class LatentAttention(Attention):
     """Causal attention whose keys and values are computed from a latent of `kv_rank` dimensions per token.
 
     A head's query and key have `nope_dim` dimensions without positions and `rope_dim` dimensions that `position`
-    encodes; the latter are the same in the keys of all heads. Values have `value_dim` dimensions. With a `q_rank`,
-    queries are computed from a latent, too. Latents are normed with `eps`. `bias` applies to the projections to
-    latents and to `out`. Other arguments are Attention's.
+    encodes. All heads share the key's dimensions with positions. Values have `value_dim` dimensions. With a
+    `q_rank`, queries are computed from a latent, too. Latents are normed with `eps`. `bias` applies to the
+    projections to latents and to `out`. Other arguments are Attention's.
 
-    The cache has one key of kv_rank + rope_dim elements per token: the latent and the part with positions. Values
-    are the latents, so those of the cache have the width 0. Without earlier tokens, keys and values are computed
-    from the latents. With them, a few queries are multiplied by the keys' weight, attend to the latents, and the
-    result is multiplied by the values' weight, unless `kv_b` is a mixture of adapters.
+    The cache has one key of kv_rank + rope_dim elements per token: the latent and the part with positions. The
+    cache's values have width 0, since values follow from the latents. Without earlier tokens, keys and values of
+    each head are computed. With earlier tokens and few queries, queries are multiplied by the keys' weight and
+    attend to the latents, and the result by the values' weight, unless `kv_b` is a mixture of adapters.
     """
 
-    supports_packing = Attention.supports_packing  # a forward of its own needs its own declaration
+    supports_packing = Attention.supports_packing  # a class with its own forward declares it again
     sinks = q_norm = k_norm = None
 
     def __init__(
@@ -86,17 +86,17 @@ class LatentAttention(Attention):
         return self.project(y.transpose(1, 2).flatten(2), x)
 
     def queries(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Queries (B, H, T, N + R) with their positions."""
+        """Queries (B, H, T, N + R) with encoded positions."""
         q = self.q_b(self.q_a_norm(self.q_a(x))) if hasattr(self, "q_b") else self.q(x)
         return self._encode(q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2), ctx)
 
     def compress(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """What is cached (B, 1, T, C + R): the normed latent, and the dimensions of all keys with positions."""
+        """Cache entries (B, 1, T, C + R): the normed latent, and the dimensions with positions of all keys."""
         latent, shared = self.kv_a(x)[:, None].tensor_split([-self.rope_dim], -1)
         return self._encode(torch.cat([self.kv_a_norm(latent).to(shared.dtype), shared], -1), ctx)
 
     def expand(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (B, H, S, N + R) and values (B, H, S, V), from what `compress` returned for these tokens."""
+        """Keys (B, H, S, N + R) and values (B, H, S, V), from the result of `compress` for these tokens."""
         latent, shared = seen.tensor_split([-self.rope_dim], -1)
         pairs = self.kv_b(latent[:, 0]).unflatten(-1, (-1, self.nope_dim + self.value_dim)).transpose(1, 2)
         k, v = pairs.tensor_split([self.nope_dim], -1)
@@ -110,10 +110,10 @@ class LatentAttention(Attention):
         return torch.cat([rest, self.position(encoded, ctx)], -1)
 
     def _absorbs(self, new: int, ctx: ForwardContext) -> bool:
-        """True if there are earlier tokens, and less is multiplied for each of them than to expand their keys."""
+        """True if there are earlier tokens, and attending to latents takes fewer products than expanding them."""
         rank, width = self.kv_b.in_features, self.nope_dim + self.value_dim
         first = ctx.cache is not None and ctx.cache.max_length == new
-        by_input = any(getattr(m, "depends_on_input", False) for m in self.kv_b.modules())  # no weight equals them
+        by_input = any(getattr(m, "depends_on_input", False) for m in self.kv_b.modules())  # no constant weight
         return not (first or by_input) and new * (2 * rank - width) <= rank * width
 
     def _attend_latents(self, q: Tensor, seen: Tensor, ctx: ForwardContext) -> Tensor:

@@ -40,7 +40,7 @@ class Embedding(nn.Module):
     """
 
     supports_packing = True
-    scale: float | None = None  # no attribute of other embeddings, whose saved structure would otherwise differ
+    scale: float | None = None  # a class attribute does not change the saved structure of other embeddings
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
 
 class GroupedRMSNorm(RMSNorm):
-    """RMSNorm whose rms is over each of `groups` of equally many channels."""
+    """RMSNorm with a separate rms for each of `groups` equal groups of channels."""
 
     supports_packing = True
 
@@ -159,7 +159,7 @@ class GatedMLP(nn.Module):
 class WeightedGatedMLP(GatedMLP):
     """A gated feed-forward layer whose output is multiplied by sigmoid(router(x)), one factor for each token.
 
-    It is the shared expert of Qwen's mixtures. https://arxiv.org/abs/2407.10671
+    Qwen's mixtures use such a layer as the shared expert. https://arxiv.org/abs/2407.10671
     """
 
     supports_packing = True
@@ -174,7 +174,7 @@ class WeightedGatedMLP(GatedMLP):
 
 
 class ClampedGatedMLP(GatedMLP):
-    """A gated feed-forward layer of bounded factors: down(quick_gelu(gate(x)) * (1 + up(x))), as in gpt-oss.
+    """A gated feed-forward layer with clamped factors: down(quick_gelu(gate(x)) * (1 + up(x))), as in gpt-oss.
 
     Before the product, gate(x) is clamped to at most `limit`, and up(x) to -limit to limit.
     https://arxiv.org/abs/2508.10925

@@ -25,21 +25,21 @@ LEAST_NOISE = 1e-2
 class MoE(nn.Module):
     """Routes each token to the `top_k` experts with the highest probability and returns their weighted sum.
 
-    `router` returns logits (N, E). Their softmax, in float32 or wider, gives the weights. With `renormalise`, the
-    weights of the chosen experts are scaled to sum to one; with a top_k of 1 the router then gets no gradient.
-    Ties go to the first expert. `shared` experts get every token, and their outputs are added without a weight. In
-    training, `balance` times `load_balance` and `z_loss` times `router_z` are added to the loss. Raises ValueError
-    for a top_k below 1 or above the number of experts, and for an expert that occurs twice.
+    `router` returns logits (N, E). The weights are the softmax of the logits, in float32 or wider. With
+    `renormalise`, the weights of the chosen experts are scaled to sum to one; with a top_k of 1 the router then
+    gets no gradient. Ties go to the first expert. `shared` experts get every token, and their outputs are added
+    without a weight. In training, `balance` times `load_balance` and `z_loss` times `router_z` are added to the
+    loss. Raises ValueError for a top_k below 1 or above the number of experts, and for a repeated expert.
 
     With a `bias_rate`, experts are chosen by probability plus `selection_bias` (E,); the weights do not include
-    the bias. After each step that trains the router, the bias is raised by `bias_rate` for each expert whose load
-    is below the mean, and lowered for each above it (loss-free balancing, https://arxiv.org/abs/2408.15664). Loads
+    the bias. After each step that trains the router, the bias is raised by `bias_rate` for experts whose load is
+    below the mean, and lowered for experts above it (loss-free balancing, https://arxiv.org/abs/2408.15664). Loads
     are summed over all micro-batches and ranks. The bias is cast together with the weights: train in float32.
-    `biased` adds such a bias that training does not change.
+    `biased` adds a selection bias that training does not change.
 
     As in DeepSeek V3, with `sigmoid` the probabilities are the sigmoids of the logits, and weights are multiplied
-    by `factor`. With `groups` of successive experts, experts are chosen from `top_groups` of them: those in which
-    the two highest probabilities, biased, have the highest sums. Raises ValueError as `check_groups` does.
+    by `factor`. With `groups` of successive experts, experts are chosen from the `top_groups` groups in which the
+    two highest biased probabilities have the highest sums. Raises ValueError like `check_groups`.
     """
 
     supports_packing = True
@@ -47,7 +47,7 @@ class MoE(nn.Module):
     selection_bias: Tensor | None
     load: Tensor
     shared: nn.ModuleList | None
-    # Class attributes: the structure of saved models without them stays the same.
+    # Class attributes, which do not change the saved structure of models without them.
     z_loss, bias_rate, sigmoid, factor, groups, top_groups = 0.0, 0.0, False, 1.0, 1, 1
 
     def __init__(
@@ -97,7 +97,7 @@ class MoE(nn.Module):
             self.bias_rate = bias_rate
             if self.selection_bias is None:
                 self.register_buffer("selection_bias", torch.zeros(len(self.experts), device=device))
-            # In the state, so that a skipped step restores it.
+            # `load` is a buffer, so that a skipped step restores it.
             self.register_buffer("load", torch.zeros(len(self.experts), dtype=torch.long, device=device))
         if shared:
             self.shared = nn.ModuleList([*(self.shared or ()), *shared])
@@ -143,8 +143,8 @@ class MoE(nn.Module):
     def auxiliary_losses(self, recorded: Sequence[Tensor], real: Tensor | None) -> dict[str, Any]:
         """The auxiliary losses, already multiplied by their coefficients.
 
-        They are computed from the router logits recorded in all calls. The metric `expert_load` is a pair: tokens
-        per expert (E,), and number of tokens. Tokens that are not `real` do not count.
+        The losses are computed from the router logits recorded in all calls. The metric `expert_load` is a pair:
+        tokens per expert (E,), and number of tokens. Tokens that are not `real` do not count.
         """
         real = None if real is None else real.repeat(len(recorded))
         logits = _without_padding(torch.cat([*recorded]), real)
@@ -214,7 +214,7 @@ class MoE(nn.Module):
 
 
 def check_groups(experts: int, top_k: int, groups: int, top_groups: int, place: str = "") -> None:
-    """Raise ValueError unless groups have one size, of 2 or more, and the chosen ones at least `top_k` experts.
+    """Raise ValueError unless groups have one size, of 2 or more, and chosen groups have `top_k` experts or more.
 
     The message starts with `place`.
     """
@@ -222,7 +222,7 @@ def check_groups(experts: int, top_k: int, groups: int, top_groups: int, place: 
     if rest or (groups > 1 and size < 2) or not top_k <= top_groups * size <= experts:
         raise ValueError(
             f"{place}{top_groups} of {groups} groups of {experts} experts, of which a token gets {top_k}; "
-            "expected groups of one size of 2 or more, and as many of them as have enough experts"
+            f"expected equal groups of 2 or more, and at least {top_k} experts in the chosen groups"
         )
 
 
@@ -235,8 +235,8 @@ def choose_experts(scores: Tensor, top_k: int) -> Tensor:
 def load_balance(logits: Tensor, top_k: int, real: Tensor | None = None) -> Tensor:
     """Load-balancing loss of a layer's router logits (N, E); only tokens that are `real` (N, bool) count.
 
-    It is E times the sum over experts of (share of tokens) * (mean probability): `top_k` if all experts are used
-    equally, E if `top_k` experts get every token. This is the convention of transformers;
+    The loss is E times the sum over experts of (share of tokens) * (mean probability): `top_k` if all experts are
+    used equally, E if `top_k` experts get every token. This is the convention of transformers;
     https://arxiv.org/abs/2101.03961 divides by `top_k`. Training computes the loss per layer, since logits pooled
     over layers can look balanced even if each layer prefers different experts.
     """
@@ -245,7 +245,7 @@ def load_balance(logits: Tensor, top_k: int, real: Tensor | None = None) -> Tens
 
 
 def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """Router z-loss: the mean squared logsumexp of the router logits (N, E). It keeps the logits small.
+    """Router z-loss, which keeps the logits small: the mean squared logsumexp of the router logits (N, E).
 
     Only tokens that are `real` (N, bool) count. https://arxiv.org/abs/2202.08906
     """
@@ -274,7 +274,7 @@ def _one_hot(expert_ids: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _without_padding(logits: Tensor, real: Tensor | None) -> Tensor:
-    """Replace the logits of padding by zeros. They may be NaN, and NaN times zero would be NaN."""
+    """Replace the logits of padding, which may be NaN, by zeros; NaN times zero would be NaN."""
     return logits if real is None else logits.masked_fill(~real[:, None], 0.0)
 
 
@@ -289,8 +289,8 @@ class NoisyGate(nn.Module):
     Returns out(tanh(hidden(x))). In training it adds normal noise of standard deviation softplus(noise(x)) + 0.01.
     https://arxiv.org/abs/2406.16554, after https://arxiv.org/abs/1701.06538
 
-    The balance loss is `balance` times the sum of two squared coefficients of variation over experts: one of the
-    importance (an expert's summed weights), one of the load (the summed probability of choosing the expert if the
+    The balance loss is `balance` times the sum of two squared coefficients of variation over experts: of the
+    importance (an expert's summed weights), and of the load (the summed probability of choosing the expert if the
     noise were drawn again).
     """
 

@@ -1,6 +1,6 @@
 """Rotary position embeddings: https://arxiv.org/abs/2104.09864
 
-A scaling extends a model to longer contexts than it was trained on. It is a dataclass that computes the inverse
+A scaling extends a model to longer contexts than in training. A scaling is a dataclass that computes the inverse
 frequencies (D/2,) in float32 and has a factor for cosines and sines. The operations and their order are the same
 as in transformers, because a frequency that is rounded differently changes the angle at position 100,000 by 0.006.
 """
@@ -62,7 +62,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN: divides low frequencies by `factor`, keeps high ones, and blends both between (a linear ramp).
+    """YaRN: divides low frequencies by `factor`, keeps high frequencies, and blends both in between (linear ramp).
 
     A frequency is high if its pair of dimensions makes `beta_fast` or more rotations within the original context
     of `length` tokens, and low if it makes `beta_slow` or fewer. https://arxiv.org/abs/2309.00071
@@ -98,7 +98,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Llama3:
-    """Llama 3's scaling: divides the frequencies of long wavelengths by `factor`, and keeps the short ones.
+    """Llama 3's scaling: divides the frequencies of long wavelengths by `factor`, and keeps short wavelengths.
 
     A wavelength (in tokens) is short below `length / high_freq_factor`, and long above `length / low_freq_factor`.
     Between these, both are blended (a ramp). https://arxiv.org/abs/2407.21783
@@ -140,7 +140,7 @@ class Rotary:
 
     def __post_init__(self) -> None:
         if self.head_dim % 2:  # a dimension would be left out with a warning
-            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even one")
+            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B, 1, T, D/2) in float32 of the angles at positions (B, T)."""
@@ -162,7 +162,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class PartialRotary:
-    """Rotates only the first dimensions of each head, as many as `rotary.head_dim`. The others stay.
+    """Rotates only the first `rotary.head_dim` dimensions of each head.
 
     GPT-NeoX rotates a quarter: https://arxiv.org/abs/2204.06745
     """
@@ -179,8 +179,8 @@ class PartialRotary:
 class Alibi:
     """ALiBi: a bias of slope * (key position - query position), with one slope per head, and no other positions.
 
-    Head h of H has slope 2^(-8 h / H); if H is no power of two, the slopes are those of the next smaller one, and
-    then every second one of twice as many heads. https://arxiv.org/abs/2108.12409
+    Head h of H has slope 2^(-8 h / H). If H is no power of two, the slopes of the next smaller power P come first,
+    then every second slope of 2 P heads. https://arxiv.org/abs/2108.12409
     """
 
     heads: int

@@ -31,7 +31,7 @@ SMALLEST = 2.0**-24
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """The settings of a quantized cache. Raises ValueError for unsupported ones.
+    """The settings of a quantized cache. Raises ValueError for an unsupported number of bits.
 
     A quantization grid has 2 ** bits values: minimum + code * scale, with minimum and scale in float16. Keys have
     one grid per channel and `group` tokens. Values have one grid per token and `group` channels (per token and
@@ -117,7 +117,7 @@ class _Writes:
     ring: Tensor
     """Slot (B, T) of each token in the ring; W for a token that the ring does not store."""
     groups: Tensor
-    """Indices (B, n) of the n groups that may become complete; the extra last group replaces an incomplete one."""
+    """Indices (B, n) of the n groups that may become complete; incomplete groups have the extra last index."""
     index: Tensor
     """Offset (B, T) of each token in the concatenation of these n groups; n * G for a token outside them."""
     open_slots: Tensor
@@ -192,9 +192,9 @@ class QuantizedCache(Cache):
         return -(-self.capacity // self.format.group)
 
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Write keys and values (B, K, T, D); return all readable ones (B, K, S, D).
+        """Write keys and values (B, K, T, D); return all readable keys and values (B, K, S, D).
 
-        They come in this order: dequantized groups, tokens in the ring, new tokens.
+        Their order is: dequantized groups, tokens in the ring, new tokens.
         """
         if layer == len(self.keys):
             for rings, x in ((self.keys, k), (self.values, v)):
@@ -283,7 +283,7 @@ class QuantizedCache(Cache):
 
         Dropping up to SLACK tokens is exact. After dropping more, some of the last tokens may exist only as codes;
         queries then read the codes, with an error of at most half the scale. If the cut falls inside a group of
-        such codes, the group is dropped, and the caller evaluates its tokens again; so none is quantized twice.
+        such codes, the group is dropped, and the caller evaluates its tokens again; no token is quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
         remaining = super().truncate(

@@ -16,13 +16,13 @@ from dunes.parts.context import ForwardContext
 from dunes.parts.layers import at_least_float32
 
 LEAST_DECAY = -30.0
-"""Smallest logarithm of a decay, which is 1e-13: sums of much smaller ones would lose those of other tokens."""
+"""Smallest logarithm of a decay (1e-13). In a sum, a much smaller one would round away other tokens' decays."""
 
 
 def _start(module: Any) -> None:
     """Set the parameters of a new part to its `initial_values`."""
     if next(module.parameters()).is_meta:
-        return  # some of the functions that compute the values would make torch import its compiler
+        return  # some functions that compute the values would make torch import its compiler
     with torch.no_grad():
         for name, value in module.initial_values.items():
             getattr(module, name).copy_(torch.as_tensor(value))
@@ -50,7 +50,7 @@ class ShortConvolution(nn.Module):
         weight, back, length = self.weight.to(x.dtype), self.weight.shape[1] - 1, x.shape[1]
         before = ctx.state((layer, "convolution"), x.new_zeros(len(x), back, x.shape[2]))
         documents, padding, order = ctx.documents(), ctx.padding(), None
-        if padding is not None:  # comes last, so that the real tokens follow the state
+        if padding is not None:  # sort padding to the end, so that the real tokens follow the state
             order = padding.byte().sort(dim=1, stable=True).indices[..., None].expand_as(x)
             x = x.gather(1, order)
         inputs = torch.cat([before, x], 1)
@@ -73,7 +73,7 @@ class ShortConvolution(nn.Module):
 class GatedConvolution(nn.Module):
     """A short convolution of a gated input, with a gated output, in place of attention, as in LFM2.
 
-    out(gate * convolution(input * value)); `join` gives the three one after another: input, gate, value.
+    The result is out(gate * convolution(input * value)); `join` returns input, gate and value one after another.
     https://arxiv.org/abs/2511.23404
     """
 
@@ -95,26 +95,26 @@ class GatedConvolution(nn.Module):
 def _recur(
     ctx: ForwardContext, layer: int, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None = None
 ) -> Tensor:
-    """The outputs (B, T, H, V) of the recurrence, in float32 or wider, of tokens after those of the state.
+    """The outputs (B, T, H, V) of the recurrence for the new tokens, in float32 or wider; updates the state.
 
     `q` and `k` are (B, T, H or a divisor, K), `v` (B, T, H, V), `log_decay` and `beta` (B, T, H).
     """
     heads = v.shape[2]
-    if (padding := ctx.padding()) is not None:  # which changes no state
+    if (padding := ctx.padding()) is not None:  # padding changes no state
         log_decay = log_decay.masked_fill(padding[..., None], 0.0)
         v, beta = v * ~padding[..., None, None], None if beta is None else beta * ~padding[..., None]
     q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
     q, k, v, log_decay = (at_least_float32(x.transpose(1, 2)) for x in (q, k, v, log_decay))
     beta = None if beta is None else at_least_float32(beta.transpose(1, 2))
     state = ctx.state((layer, "recurrence"), v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]))
-    with without_autocast(v):  # which would multiply in bfloat16
+    with without_autocast(v):  # autocast would multiply in bfloat16
         y, last = recurrence(q, k, v, log_decay.clamp(min=LEAST_DECAY), state, beta, ctx.documents())
     ctx.keep((layer, "recurrence"), last)
     return y.transpose(1, 2)
 
 
 def _products(heads: int, key: int, value: int, delta: bool = False) -> list[tuple[int, int]]:
-    """The (inputs, outputs) of each matrix product of the recurrence for a token, without triangular systems."""
+    """Sizes (inputs, outputs) of the recurrence's matrix products per token, without triangular systems."""
     times = 1 + delta
     return [(heads * key, value)] * (1 + times) + [(key, heads * CHUNK)] * times + [(value, heads * CHUNK)]
 
@@ -122,8 +122,8 @@ def _products(heads: int, key: int, value: int, delta: bool = False) -> list[tup
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule, in place of attention, with the layout of Qwen3-Next.
 
-    Each of `key_heads` has the queries and keys of `heads / key_heads` heads of values. `project` gives, for one
-    of them after another, its query, key, values and gates; `rates` gives its learning and forgetting rates.
+    Each of `key_heads` has a query and a key for `heads / key_heads` heads of values. For one key head after
+    another, `project` returns query, key, values and gates, and `rates` returns learning and forgetting rates.
     Queries, keys and values go through a short convolution. https://arxiv.org/abs/2412.06464
     """
 
@@ -152,12 +152,12 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def initial_values(self) -> Mapping[str, Any]:
-        """Of a new part: rates of forgetting that differ between heads, as in Mamba-2."""
+        """Parameters of a new part: forgetting rates that differ between heads, as in Mamba-2."""
         return {"log_rate": torch.linspace(1, 16, self.heads).log(), "step": 1.0}
 
     @property
     def added_products(self) -> list[tuple[int, int]]:
-        """The (inputs, outputs) of each matrix product, beside those of linear layers, for a token in training."""
+        """Sizes (inputs, outputs) of matrix products per token in training, except those of linear layers."""
         return _products(self.heads, self.key_dim, self.value_dim, delta=True)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
@@ -167,7 +167,7 @@ class GatedDeltaNet(nn.Module):
         sizes = [self.key_dim, self.key_dim, shared * self.value_dim, shared * self.value_dim]
         *joined, gate = self.project(x).unflatten(-1, (self.key_heads, -1)).split(sizes, -1)
         rates = torch.unflatten(self.rates(x), -1, (self.key_heads, -1))
-        # Not chunks, whose compiled backward pass assumes other strides than `cat` gives (torch 2.13).
+        # Slices: the compiled backward pass of `chunk` assumes other strides than `cat` returns (torch 2.13).
         beta, rate = rates[..., :shared].flatten(-2), rates[..., shared:].flatten(-2)
         mixed = F.silu(self.convolution(torch.cat([j.flatten(-2) for j in joined], -1), ctx, layer))
         q, k, v = torch.split(mixed, [j[0, 0].numel() for j in joined], -1)
@@ -189,9 +189,9 @@ def _unit(x: Tensor) -> Tensor:
 class Mamba2(nn.Module):
     """A selective state space model, in place of a block's attention and MLP. https://arxiv.org/abs/2405.21060
 
-    The state has `state_dim` numbers for each of the `heads` * `head_dim` channels. `project` gives the channels'
-    gates, and then what goes through a short convolution: their inputs, and `groups` of keys and queries; and a
-    time step for each head. Time steps are clamped to `limits`; `norm` is applied to the gated output.
+    The state has `state_dim` numbers for each of the `heads` * `head_dim` channels. `project` returns gates,
+    channel inputs, `groups` of keys and queries, and a time step for each head. Channel inputs, keys and queries
+    go through a short convolution. Time steps are clamped to `limits`; `norm` is applied to the gated output.
     """
 
     supports_packing = recurrent = True
@@ -222,14 +222,14 @@ class Mamba2(nn.Module):
 
     @property
     def initial_values(self) -> Mapping[str, Any]:
-        """Of a new part: rates 1, 2, ..., and time steps from 0.001 to 0.1, before softplus."""
+        """Parameters of a new part: rates 1, 2, ..., and time steps that softplus maps to 0.001 to 0.1."""
         steps = torch.logspace(-3, -1, self.heads)
         rates = torch.arange(1.0, self.heads + 1)
         return {"log_rate": rates.log(), "step": steps + (-torch.expm1(-steps)).log(), "skip": 1.0}
 
     @property
     def added_products(self) -> list[tuple[int, int]]:
-        """The (inputs, outputs) of each matrix product, beside those of linear layers, for a token in training."""
+        """Sizes (inputs, outputs) of matrix products per token in training, except those of linear layers."""
         return _products(self.heads, self.state_dim, self.head_dim)
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:

@@ -1,4 +1,4 @@
-"""A KV cache that also stores recurrent states, and snapshots of them, from which `truncate` continues."""
+"""A KV cache that also stores recurrent states, and snapshots of them, to which `truncate` returns."""
 
 from collections.abc import Hashable
 from typing import Self
@@ -15,10 +15,10 @@ SNAPSHOTS = 16
 
 
 class RecurrentCache(Cache):
-    """A cache for models with recurrent states, which forget the tokens that they have read.
+    """A cache for models with recurrent states, from which tokens cannot be removed.
 
-    `states` are tensors (B, ...), one for each name that `state` was called with, and `snapshots` (B, SNAPSHOTS,
-    ...) are earlier ones. Layers without keys and values take no memory for them.
+    `states` has one tensor (B, ...) for each name that `state` was called with, and `snapshots` (B, SNAPSHOTS,
+    ...) are earlier states. Layers without keys and values take no memory for them.
     """
 
     row_state = ("length", "snapshot_lengths", "unsaved", "next_snapshot", "unfinished")
@@ -29,9 +29,9 @@ class RecurrentCache(Cache):
         super().__init__(batch, capacity, device)
         self.states: list[Tensor] = []
         self.snapshots: list[Tensor] = []
-        # Tokens that each snapshot has read; 0 for none.
+        # Number of tokens in each snapshot; 0 for an empty snapshot.
         self.snapshot_lengths = torch.zeros(batch, SNAPSHOTS, dtype=torch.long, device=device)
-        # Tokens since the last snapshot, and the place of the next one; True during a forward that reads tokens.
+        # For each row: tokens since the last snapshot, index of the next snapshot, True during a forward.
         self.unsaved, self.next_snapshot = torch.zeros_like(self.length), torch.zeros_like(self.length)
         self.unfinished = torch.zeros_like(self.length, dtype=torch.bool)
         self._most_unsaved = 0  # an upper bound of `unsaved`, known without a device read
@@ -71,7 +71,7 @@ class RecurrentCache(Cache):
             self._save()
 
     def _save(self) -> None:
-        """Make a snapshot of each row that has read INTERVAL tokens since its last one."""
+        """Make a snapshot of each row that has read INTERVAL tokens since its last snapshot."""
         rows, due = torch.arange(self.batch, device=self.length.device), self.unsaved >= INTERVAL
         pairs = [*zip(self.states, self.snapshots, strict=True), (self.length, self.snapshot_lengths)]
         for state, snapshots in pairs:
@@ -85,8 +85,8 @@ class RecurrentCache(Cache):
     def truncate(self, n: Tensor) -> Tensor:
         """Keep at most the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain.
 
-        A row that has to drop tokens, or whose last forward was interrupted, continues from its last snapshot that
-        has no other tokens, or is emptied; the caller must evaluate the tokens after it again.
+        A row that has to drop tokens, or whose last forward was interrupted, returns to its longest snapshot of at
+        most `n` tokens, or is emptied; the caller must evaluate later tokens again.
         """
         n = torch.minimum(self.length, n.to(self.length))
         usable = torch.where(self.snapshot_lengths <= n[:, None], self.snapshot_lengths, 0)

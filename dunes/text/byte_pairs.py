@@ -45,7 +45,7 @@ def merge_pairs(
 
 
 def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
-    """Pre-tokenizers that split text spelled like a token that merges cannot produce, so that it is not looked up.
+    """Pre-tokenizers that keep text from becoming a token that merges cannot produce, by splitting its spelling.
 
     `lookalikes` maps each of these tokens to the parts into which merges encode its spelling.
     """
@@ -75,7 +75,7 @@ def surround(inner: Tokenizer, *begin: str, end: Sequence[str] = ()) -> None:
     inner.post_processor = library.call(f"the tokens around each text, {library.abbreviate([*begin, *end])}", make)
 
 
-# sentencepiece writes U+FFFD for each invalid byte, Python one for several.
+# sentencepiece writes U+FFFD for each invalid byte, Python one U+FFFD for several bytes.
 codecs.register_error("each-byte", lambda error: ("\ufffd", getattr(error, "start", 0) + 1))
 
 
@@ -102,7 +102,7 @@ class ByteDecoder:
         if self.byte_level:
             try:
                 return codecs.charmap_encode(token, "strict", _BYTE_LEVEL)[0]
-            except UnicodeEncodeError:  # unchanged, as in the library
+            except UnicodeEncodeError:  # the library keeps such a token unchanged
                 return token.encode()
         if self.byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", token):
             return bytes([int(token[3:5], 16)])

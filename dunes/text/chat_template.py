@@ -1,4 +1,4 @@
-"""Read and render a model folder's chat template, which turns messages into the text format of its training.
+"""Read and render a model's chat template, which converts messages to the text format of the model's training.
 
 The template comes with a model, so it is untrusted: jinja2's sandbox protects Python's objects and the machine's
 files, and limits `range` (https://huggingface.co/docs/transformers/chat_templating,
@@ -69,7 +69,7 @@ def render(
     """The text of the messages, as transformers' `apply_chat_template` renders it.
 
     `variables` are additional variables for the template, such as `bos_token` or `tools`. With `marks`, OPEN and
-    CLOSE enclose what a `{% generation %}` tag encloses, which transformers' `assistant_masks` cover. Raises
+    CLOSE enclose the body of each `{% generation %}` tag, which transformers' `assistant_masks` cover. Raises
     ValueError if the template refuses the messages or fails.
     """
     fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
@@ -91,7 +91,7 @@ _NOT_ASCII = re.compile("[^\x00-\x7e\ud800-\udfff]+")
 def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """The filter `tojson` of transformers' templates.
 
-    Surrogates are never escaped: pairs of them replace special tokens in a user's text, or mark strings.
+    Surrogates are never escaped, since they replace special tokens in a user's text, or mark strings.
     """
     text = json.dumps(value, ensure_ascii=False, **options)
     return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
@@ -153,7 +153,7 @@ def compile_template(template: str, marks: bool = False) -> Any:
 
 
 def _normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as templates expect it: without values of None, and with any reasoning under both names."""
+    """The message as templates expect it: without None values, and with reasoning under two names."""
     if not isinstance(message, Mapping):
         raise ValueError(f"a message is a mapping with 'role' and 'content', found {type(message).__name__}")
     present = {k: v for k, v in message.items() if v is not None}

@@ -1,8 +1,8 @@
 """Read untrusted GGUF files (llama.cpp's format): the header and its tokenizer.
 
 The reader of the `gguf` package creates several objects for each element of an array, which takes seconds for a
-vocabulary. It also trusts the counts in a file, so a damaged file can take all memory. Here, each count is
-compared with the file's size before it is used. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+vocabulary. That reader also trusts the counts in a file, so a damaged file can take all memory. Here, each count
+is compared with the file's size before it is used. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import struct
@@ -36,13 +36,13 @@ KNOWN = (
     *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
     *("add_space_prefix", "add_bos_token", "add_eos_token"),
 )
-"""Keys of a tokenizer that are read, or do not change the ids of a text; nor do those of single ids."""
+"""Keys of a tokenizer that are read or do not change ids; keys that end in `_token_id` are known, too."""
 OFF = ("remove_extra_whitespaces", "add_sep_token", "precompiled_charsmap")
 """Keys of a tokenizer that must be false or empty."""
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's name, its shape in torch's order, its type number, its byte offset in its file, and this file."""
+    """A tensor's name, shape in torch's order, type number, and byte offset in the file at `path`."""
 
     name: str
     shape: tuple[int, ...]
@@ -182,7 +182,7 @@ def has_tokenizer(path: Path) -> bool:
 def build_tokenizer(
     fields: Mapping[str, Any], parse: Callable[[bytes], tokenizers.Tokenizer]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer in a header. `parse` reads its tokenizer.json; without one, it is built from the tokens.
+    """The tokenizer in a header. `parse` reads a tokenizer.json; without one, tokens and merges are converted.
 
     For damaged fields and unsupported kinds, raises ValueError that names the key and index, but not the file.
     """
@@ -210,7 +210,7 @@ def build_tokenizer(
 
 
 def check_same_tokens(inner: tokenizers.Tokenizer, fields: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError if the tokenizer.json `name` has other tokens; a few may be spelled differently."""
+    """Raise ValueError if the tokenizer.json `name` has more tokens, or over half of the normal tokens differ."""
     tokens, types = vocabulary(fields)
     normal = [i for i, type in enumerate(types) if type == NORMAL]
     other = [i for i in normal if inner.id_to_token(i) != tokens[i]]
@@ -244,7 +244,7 @@ def byte_pairs(
 ) -> tokenizers.Tokenizer:
     """A byte-pair tokenizer that splits words by the rule of this name and has no added tokens."""
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    # The first of two equal merges counts, as in llama.cpp; in the library, it is the last.
+    # Of equal merges, llama.cpp uses the first, but the library the last.
     pairs = [tuple(merge.split(" ", 1)) for merge in dict.fromkeys(merges)]
     patterns, whole_words, metaspace, _ = split_rule(rule)
     settings = {"ignore_merges": whole_words, "byte_fallback": metaspace}
@@ -309,7 +309,7 @@ def _texts(fields: Mapping[str, Any], name: str) -> list[str]:
 
 def _check_length(name: str, numbers: "np.ndarray[Any, Any]", tokens: Sequence[str], kinds: str) -> None:
     if numbers.dtype.kind not in kinds or len(numbers) != len(tokens):
-        raise ValueError(f"tokenizer.{name} has {len(numbers)} {numbers.dtype}; expected a number of each token")
+        raise ValueError(f"tokenizer.{name} has {len(numbers)} {numbers.dtype}; expected a number for each token")
 
 
 def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -> int | None:
@@ -322,7 +322,7 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
-    """The special ids in a header. Texts start with BOS if `add_bos_token` is true (else, by the kind).
+    """The special ids in a header. `add_bos_token`, or by default the kind, decides if texts start with BOS.
 
     As in llama.cpp, BOS and EOS of the kind `llama` are 1 and 2 by default, and `gemma4` always adds BOS. Raises
     ValueError for a BOS or EOS that is added but has no id.

@@ -1,9 +1,9 @@
 """Write a tokenizer's vocabulary for a GGUF file, and check that llama.cpp gives the same ids with it.
 
-Two of llama.cpp's algorithms are used. `gpt2` is byte-level BPE within words; the pattern that splits text into
-words is known by a name. `llama` is sentencepiece's algorithm: text is not split, and the neighbours whose merged
-text has the highest score are merged first. It is also used for tokenizers trained here, whose merges cross
-spaces. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Two of llama.cpp's algorithms are used. `gpt2` is byte-level BPE within words; a named pattern splits text into
+words. `llama` is sentencepiece's algorithm: text is not split, and the neighbours whose merged text has the
+highest score are merged first. `llama` also serves tokenizers trained here, whose merges cross spaces.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import json
@@ -28,7 +28,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """The values whose keys start with `tokenizer.` in a GGUF file, for an embedding with `rows` rows.
 
     Raises ValueError if llama.cpp has no algorithm for the tokenizer, or would produce other ids. Warns if ids may
-    differ: for text that the tokenizer changes to NFC, around special tokens, and for patterns with cases.
+    differ: for text that the tokenizer changes to NFC, around special tokens, and for case-sensitive patterns.
     """
     content = json.loads(tokenizer.json())
     model = content["model"]
@@ -42,7 +42,7 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         raise ValueError("two tokens have the same spelling in llama.cpp's vocabulary, which it cannot tell apart")
     fields: dict[str, Any] = {"ggml.tokens": tokens, "ggml.token_type": types, JSON: tokenizer.json()}
     if by_score:
-        spelled = {*tokens, b" "}  # never looked up as a byte
+        spelled = {*tokens, b" "}  # llama.cpp never looks up a space as a byte
         missing = sum(spelled.isdisjoint((b"<0x%02X>" % b, bytes([b][: b < 128]))) for b in range(256))
         if missing or not (tokenizer.line_separable or model["byte_fallback"]):
             raise ValueError(
@@ -93,7 +93,7 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
             if actual == expected or _same_text(tokenizer, text, actual, expected):
                 continue
             if not _moves_spaces(tokenizer, text, actual, expected, special):
-                ids = f"{actual[:9]}, which the tokenizer reads as {expected[:9]}"
+                ids = f"{actual[:9]}, but the tokenizer as {expected[:9]}"
                 raise ValueError(f"llama.cpp would read {ascii(text)[:60]} as ids {ids}; export it with --to hf")
             texts.append(text)
     if texts:
@@ -101,7 +101,7 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
 
 
 def _joined_bytes(fields: Mapping[str, Any]) -> list[str]:
-    """The spellings of bytes into which llama.cpp may join two tokens."""
+    """Spellings of bytes that llama.cpp may produce when it joins two tokens."""
     vocab: set[bytes] = {*fields["ggml.tokens"]}
     spelled = [t for t, type in zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True) if type == BYTE]
     return [t.decode() for t in spelled if any({t[:i], t[i:]} <= vocab for i in range(1, len(t)))]
@@ -111,7 +111,7 @@ def _same_text(tokenizer: Tokenizer, text: str, actual: list[int], expected: lis
     """True if only the merges differ: llama.cpp merges characters, a tokenizer trained here merges bytes."""
     if not tokenizer.line_separable or text.isascii():
         return False
-    return SPACE in text or _text_bytes(tokenizer, actual) == _text_bytes(tokenizer, expected)  # becomes a space
+    return SPACE in text or _text_bytes(tokenizer, actual) == _text_bytes(tokenizer, expected)  # SPACE is decoded
 
 
 def _moves_spaces(
@@ -129,7 +129,7 @@ def _text_bytes(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 
 def _texts(tokenizer: Tokenizer, inner: tokenizers.Tokenizer, special: list[str]) -> list[str]:
     """Test texts: TEXTS, single tokens from the vocabulary, nine such tokens concatenated, and special tokens
-    alone and inside text. All are NFC-normalized if the tokenizer normalizes to NFC."""
+    alone and inside text. All texts are NFC-normalized if the tokenizer normalizes to NFC."""
     samples = [data.decode(errors="ignore") for data in tokenizer.token_bytes[:: tokenizer.vocab // SAMPLES + 1]]
     joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
     in_context = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]
@@ -165,7 +165,7 @@ def _tokens(tokenizer: Tokenizer, by_score: bool, merged: set[str], rows: int) -
     for i in range(rows):
         text = tokenizer.inner.id_to_token(i) if i < tokenizer.vocab else None
         if text is None:
-            end = "\n" if tokenizer.line_separable else ""  # no token joins a line and its end
+            end = "\n" if tokenizer.line_separable else ""  # no merge produces text with line ends
             yield f"{end}[PAD{i}]{end}".encode(), UNUSED
         elif text == unknown:
             yield text.encode(), UNKNOWN
@@ -203,7 +203,7 @@ def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
     if len(begin) > 1 or end not in ([], [ids.get("eos_token")]):
         added = [tokenizer.inner.id_to_token(i) for i in (begin if len(begin) > 1 else end)]
         raise ValueError(
-            f"the tokenizer's post_processor adds {added}, llama.cpp BOS and EOS only; export it with --to hf"
+            f"the tokenizer's post_processor adds {added}, but llama.cpp only BOS and EOS; export it with --to hf"
         )
     ids |= {"bos_token": begin[0]} if begin else {}
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
@@ -222,7 +222,7 @@ def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
     """llama.cpp's tokenizer for these `vocabulary_fields`: a function of a text and a flag that returns ids.
 
     If the flag is True, special tokens in the text are parsed, and BOS and EOS are added. User-defined tokens are
-    always parsed. The text is not normalized. (llama.cpp knows lstrip and rstrip for a few models only, by name.)
+    always parsed. The text is not normalized. (llama.cpp supports lstrip and rstrip only for a few named models.)
     """
     tokens, types = [token.decode(errors=RAW) for token in fields["ggml.tokens"]], fields["ggml.token_type"]
     encode: Callable[[str], list[int]]
@@ -240,7 +240,7 @@ def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
     def ids(text: str, special: bool) -> list[int]:
         parts, before = _split(text, searched[special]), True
         encoded = []
-        for part in parts:  # a text after a special token starts like the first
+        for part in parts:  # text after a special token starts like the first text
             encoded += [part] if isinstance(part, int) else encode((prefix if before else "") + part)
             before = isinstance(part, int)
         begin = [fields["ggml.bos_token_id"]] if special and fields["ggml.add_bos_token"] else []

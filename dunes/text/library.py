@@ -13,7 +13,7 @@ SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def call(subject: str, make: Callable[[], _T]) -> _T:
-    """The result of `make`. Any error in it becomes a one-line ValueError that starts with the subject."""
+    """The result of `make`. Any error becomes a one-line ValueError that starts with the subject."""
     try:
         return make()
     except BaseException as error:  # a panic in the library is not an Exception
@@ -39,7 +39,7 @@ def bpe(
 
 
 def parse(text: str) -> tokenizers.Tokenizer:
-    """The tokenizer in a text written by `Tokenizer.json`. Raises ValueError if the text was damaged since."""
+    """The tokenizer in a text written by `Tokenizer.json`. Raises ValueError if the text is damaged."""
     return call("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
 
 

@@ -13,7 +13,7 @@ from dunes.units import plural
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines with their line ends. The last has none, and is empty after a line end or in an empty text."""
+    """The lines with their line ends. The last line has no line end; it may be empty."""
     lines = [*StringIO(text, newline="")]
     return lines if lines and lines[-1][-1] not in "\r\n" else [*lines, ""]
 
@@ -30,7 +30,7 @@ def decode_text(data: bytes, source: str) -> str:
 
 
 def line_parts(text: str, size: int = 1 << 16) -> Iterator[str]:
-    """Yield parts of about `size` characters, each ending after a \\n; no line, and so no token, is split."""
+    """Yield parts of about `size` characters that end after a \\n, so that no line and no token is split."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + size)
@@ -40,7 +40,7 @@ def line_parts(text: str, size: int = 1 << 16) -> Iterator[str]:
 
 
 def valid_text(text: str) -> str:
-    """The text with each lone surrogate replaced by U+FFFD. Editors may send them; no tokenizer accepts them."""
+    """The text with lone surrogates, which editors may send and no tokenizer accepts, replaced by U+FFFD."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

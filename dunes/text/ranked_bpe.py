@@ -46,8 +46,8 @@ LLAMA3_SPECIAL = (
 def convert_llama3(data: bytes) -> tokenizers.Tokenizer:
     """A tokenizer with the same ids as Llama 3's code.
 
-    If special tokens are requested, a text starts with LLAMA3_BEGIN. Raises an error that does not name the file
-    if the file is invalid.
+    If special tokens are requested, a text starts with LLAMA3_BEGIN. For an invalid file, raises an error that
+    does not name the file.
     """
     tokens = []
     for rank, line in enumerate(data.splitlines()):
@@ -75,7 +75,7 @@ def _spelled(token: bytes | str, number: int, rank: int) -> str:
 def convert_tekken(data: bytes) -> tokenizers.Tokenizer:
     """A tokenizer with the same ids as mistral-common. If special tokens are requested, a text starts with `<s>`.
 
-    Raises an error that does not name the file if the file is invalid.
+    For an invalid file, raises an error that does not name the file.
     """
     content = json_file.parse(data, Path("tekken.json"))
     config, listed = content["config"], content["vocab"]
@@ -86,7 +86,7 @@ def convert_tekken(data: bytes) -> tokenizers.Tokenizer:
         if [entry["rank"] for entry in entries] != [*range(len(entries))]:
             raise ValueError("the special tokens' ranks do not count from 0")
     if not 256 <= size - count <= len(listed) or len(special) > count:
-        raise ValueError(f"{size} ids with {count} special ones; {len(listed)} and {len(special)} are listed")
+        raise ValueError(f"{size} ids, {count} of them special; {len(listed)} and {len(special)} are listed")
     special = [*special, *(f"<SPECIAL_{i}>" for i in range(len(special), count))]
     tokens = [_spelled(t["token_bytes"], t["rank"], rank) for rank, t in enumerate(listed[: size - count])]
     begin = "<s>" if "<s>" in special else None
@@ -102,7 +102,7 @@ def _build(
     """
     vocab = {**special, **{text: first + i for i, text in enumerate(tokens)}}
     if len(vocab) != len(special) + len(tokens) or len({*vocab.values()}) != len(vocab):
-        raise ValueError("not a list of tokens: one occurs twice, or is spelled like a special one")
+        raise ValueError("not a list of tokens: a token occurs twice, or is spelled like a special token")
     merges, parts = _merges(tokens)
     inner = tokenizers.Tokenizer(library.bpe(vocab, merges, ignore_merges=True))
     inner.pre_tokenizer = pre_tokenizers.Sequence(

@@ -59,7 +59,7 @@ def convert(data: bytes) -> tokenizers.Tokenizer:
     """A tokenizer with the same ids as sentencepiece, from the bytes of its file.
 
     Control symbols (`<s>`, `[INST]`) are special tokens. If special tokens are requested, a text starts with
-    `<s>`. Raises an error that does not name the file if the file is invalid or has an unsupported setting.
+    `<s>`. For an invalid file or an unsupported setting, raises an error that does not name the file.
     """
     return build(read(data))
 
@@ -86,7 +86,7 @@ def read(data: bytes) -> Model:
         if number == 1:
             pieces.append(_piece(value))
         elif number in messages:
-            messages[number] += value  # a message split into fields is their concatenation
+            messages[number] += value  # protobuf concatenates the parts of a message
     trainer, normalizer = dict(_fields(messages[2])), dict(_fields(messages[3]))
     model = Model(
         tuple(pieces),
@@ -159,9 +159,9 @@ def check(model: Model) -> None:
     elif odd := [i for i, p in enumerate(model.pieces) if not math.isfinite(p.score)]:
         problem = f"the score of piece {odd[0]}, {texts[odd[0]]!a}, is not finite"
     elif not types <= {NORMAL, UNKNOWN, CONTROL, USER, BYTE} or NORMAL not in types:
-        problem = f"types of pieces {sorted(types)}; normal ones are needed, {UNUSED} (unused) is not supported"
+        problem = f"types of pieces {sorted(types)}; expected normal pieces, and none of type {UNUSED} (unused)"
     elif model.byte_fallback and model.texts(BYTE) != [f"<0x{b:02X}>" for b in range(256)]:
-        problem = "byte_fallback without its 256 byte pieces in order"
+        problem = "byte_fallback is true, but the 256 byte pieces are not in order"
     if problem:
         raise ValueError(f"not a sentencepiece model that can be read: {problem}")
 
@@ -178,7 +178,7 @@ def _bpe(model: Model) -> models.BPE:
             if not {*last} <= scores.keys():
                 raise ValueError(f"not a sentencepiece model that can be read: {text!r} is made of unknown pieces")
             merges.append(last)
-    # Pieces of equal score (Mistral's runs of spaces) are merged from the left, longer ones first.
+    # Pieces of equal score (Mistral's runs of spaces) are merged from the left, longer pieces first.
     merges.sort(key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0] + pair[1])))
     return library.bpe(
         {p.text: i for i, p in enumerate(model.pieces)},
@@ -194,7 +194,7 @@ def _bpe(model: Model) -> models.BPE:
 def _normalizer(model: Model) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if model.remove_extra_whitespaces:
-        # The first space is kept with a dummy prefix: "first" below depends on the start of the text.
+        # With a dummy prefix, one leading space is kept: "first" below depends on the start of the text.
         prefix = " " if model.add_dummy_prefix else ""
         steps += [
             normalizers.Replace(Regex(pattern), text)
@@ -208,7 +208,7 @@ def _normalizer(model: Model) -> normalizers.Normalizer:
 def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if model.add_dummy_prefix:
-        # One space before the text, even if it starts with one, but none after special tokens.
+        # Put a space before the text, even if the text starts with a space, but none after special tokens.
         steps = [
             pre_tokenizers.Metaspace(_MARK, "first", split=False),
             pre_tokenizers.Metaspace(SPACE, "never", split=False),
@@ -222,7 +222,7 @@ def _pre_tokenizer(model: Model) -> pre_tokenizers.PreTokenizer:
 
 
 def _lookalikes(model: Model) -> dict[str, list[str]]:
-    """Maps each token whose spelling is encoded as several other tokens to these tokens."""
+    """Maps each token that merges cannot produce to the tokens into which merges encode its spelling."""
     scores = {p.text: p.score for p in model.pieces if p.type == NORMAL}
     parts_by_text = {p.text: merge_pairs(list(p.text), scores.get)[0] for p in model.pieces if p.type != USER}
     return {text: parts for text, parts in parts_by_text.items() if len(parts) > 1}

@@ -1,9 +1,9 @@
-r"""Rules by which byte-pair tokenizers split a text into words, by llama.cpp's names.
+r"""Rules that split a text into words for byte-pair tokenizers, with llama.cpp's names.
 
 A GGUF file names the rule of its tokenizer in `tokenizer.ggml.pre`. The patterns of a rule are applied one after
-another; each isolates its matches within the parts that the patterns before it left. They are those of
-`llm_tokenizer_bpe` in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp, where possible in the
-form of the original tokenizer, which llama.cpp's own matcher can only approximate ((?i:...), \p{Lu}).
+another; each pattern isolates its matches within the parts that earlier patterns left. The patterns come from
+`llm_tokenizer_bpe` in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp. Where possible, they
+have the form of the original tokenizer, which llama.cpp's own matcher can only approximate ((?i:...), \p{Lu}).
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ _CASED = (
     "\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-"
     "\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943]"
 )
-"""Letters of most scripts with two cases."""
+"""Letters of most scripts that have upper and lower case."""
 _DIGITS = r"\p{N}"
 """One digit."""
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
@@ -49,9 +49,9 @@ _PUNCTUATION = r"[\p{P}\$\+<=>\^~\|`]+"
 class SplitRule(NamedTuple):
     """Patterns that split a text into words, and how a word becomes tokens.
 
-    With `whole_words`, a word that is a token is looked up before pairs are merged (`ignore_merges`). The
-    characters of a word are GPT-2's for its bytes; with `metaspace`, they are the text's, with a mark for each
-    space. With `bos`, a text starts with BOS unless the file says otherwise.
+    With `whole_words`, a word in the vocabulary becomes one token without merges (`ignore_merges`). Merges start
+    from the bytes of a word or, with `metaspace`, from its characters, with a mark for each space. With `bos`, a
+    text starts with BOS unless the file says otherwise.
     """
 
     patterns: tuple[str, ...]
@@ -92,11 +92,11 @@ RULES: Mapping[str, SplitRule] = {
     "gemma4": SplitRule((_LINES,), metaspace=True, bos=True),
     "default": SplitRule((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
-"""Rules by name. The first of several equal ones is written for tokenizers that were not read from a GGUF file."""
+"""Rules by name. Of equal rules, the first name is written for a tokenizer that was not read from a GGUF file."""
 
 
 def split_rule(name: str) -> SplitRule:
-    """The rule of this name. Raises ValueError for an unknown one."""
+    """The rule of this name. Raises ValueError for an unknown name."""
     if name not in RULES:
         raise ValueError(
             f"words are split as in {name[:80]!a}, a rule that is not known here; convert the model from its "
@@ -106,7 +106,7 @@ def split_rule(name: str) -> SplitRule:
 
 
 def rule_names(steps: Sequence[Mapping[str, Any]], whole_words: bool) -> list[str]:
-    """Names of the rules that split as these pre-tokenizers of a tokenizer.json do.
+    """Names of the rules that split like these pre-tokenizers of a tokenizer.json.
 
     A Split after ByteLevel is ignored: it separates text spelled like a special token.
     """
@@ -119,7 +119,7 @@ def rule_names(steps: Sequence[Mapping[str, Any]], whole_words: bool) -> list[st
 
 
 def _patterns(steps: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The patterns of these steps; none if there is a step that no pattern can express."""
+    """The patterns of these steps; empty if a step cannot be expressed as a pattern."""
     patterns: list[str] = []
     for step in steps:
         match step:

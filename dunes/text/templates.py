@@ -33,7 +33,7 @@ MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
 MARKED_KEYS = ("content", "name", "arguments", *chat_template.REASONING_KEYS)
 
 CUT = "\ufdd0"
-"""A character that Unicode keeps free, which marks the end of a text that is continued."""
+"""A Unicode noncharacter that marks the end of a text to continue."""
 
 MAX_DEPTH = 100
 """Maximum levels of nested data in tools and tool calls."""
@@ -41,7 +41,7 @@ MAX_DEPTH = 100
 NO_FIELDS: Mapping[str, Any] = {}
 
 PROBE, UNKNOWN_ROLE = "probed text", "unheard-of"
-"""Text and role of messages by which a template is asked which roles it writes."""
+"""Text and role of test messages that show which roles a template writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ Messages = Sequence[Mapping[str, Any]]
 ANSWER_ROLES = ("assistant", "text")
 """Roles of turns that a model generates."""
 EQUAL_ROLES = {"developer": "system"}
-"""Maps roles to the role that replaces them for a template without a form of its own for them."""
+"""Maps a role to its replacement for templates that have no form of their own for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +95,24 @@ class Template(ABC):
     """A Jinja chat template, its special tokens, and `end`, the special token that ends an answer.
 
     If the template has `{% generation %}` tags, answers are exactly the bodies of these tags, as in transformers
-    (https://huggingface.co/docs/transformers/chat_templating); a tag without the end of an answer does not train
-    the end. In other templates an answer starts after the rendered text of the messages before it, including the
-    generation prompt, and ends with `end`. If that text is another one in a longer conversation, an answer starts
-    after the last message before it, with as much of the generation prompt as the text has. A prompt needs no
-    answers, so it is also rendered where their places cannot be told.
+    (https://huggingface.co/docs/transformers/chat_templating); the end token is not trained on if it is outside a
+    tag. In other templates an answer starts after the rendered text of the messages before it, including the
+    generation prompt, and ends with `end`. If a longer conversation renders these messages differently, an answer
+    starts after the last message before it, with as much of the generation prompt as the text has. A prompt is
+    rendered even if the places of its answers are unknown.
 
-    Nothing that a record has is left out: a message of any role, a tool call, or the name of a tool that is not in
-    the text raises ValueError. Reasoning may be left out of earlier answers, if the template writes it when the
-    answer is the last message. To tell equal strings apart, the text is rendered once more with a mark in each; if
-    the marks change what the template writes, a string may be taken for an equal one.
+    ValueError is raised if the rendered text lacks a part of the record: a message, a tool call, or the name of a
+    tool. Earlier answers may lack reasoning that the template writes in the last answer. The text is rendered once
+    more with a mark in each string, to distinguish equal strings. If marks change the rest of the text, they are
+    not used, and a missing string may be taken for an equal one.
 
-    `special_tokens` maps each token to two flags: True if spaces to its left (right) are stripped. A template that
-    is `complete` writes all of a conversation, and needs no marks.
+    `special_tokens` maps each token to two flags: True if spaces to its left (right) are stripped. A `complete`
+    template writes everything in a conversation, and needs no marks.
     """
 
     name: str
     earlier_end = ""
-    """The special token after an answer that is not the last message, if it is another one than `end`."""
+    """The special token after an answer that is not the last message, if it differs from `end`."""
     closing = ""
     """The text from an answer to `end`, for a template that writes `end` only before the next message."""
     tagged = False
@@ -139,7 +139,7 @@ class Template(ABC):
         """Segments of a conversation; with `add_generation_prompt`, they end where the next answer starts.
 
         `variables` are additional variables of the template. Raises ValueError for a conversation that the
-        template does not support, and for a variable that it does not read.
+        template does not support, and for a variable that the template does not read.
         """
         values = {name: map_strings(value, self._escape) for name, value in (variables or {}).items()}
         if unread := [name for name in values if not self.reads(name)]:
@@ -175,14 +175,14 @@ class Template(ABC):
         for turn, message in zip(turns, messages, strict=True):
             texts = message["content"], self._commands.sub("", message["content"] or "")
             if turn.role not in ANSWER_ROLES and not any(_is_written(text, plain) for text in texts):
-                what = f"a {turn.role[:40]} message{self._unwritten(turn.role)}"
-                self._check(what, message["content"], plain)
+                subject = f"a {turn.role[:40]} message{self._unwritten(turn.role)}"
+                self._check(subject, message["content"], plain)
         tools = values.get("tools")
         self._check("a tool", [_function(t).get("name") for t in tools] if isinstance(tools, list) else (), plain)
         if add_generation_prompt:
             return self._segments([MARKS.sub("", piece) for piece in pieces], [False] * len(answers))
         if len(pieces) == 2 * len(answers) + 1:
-            # Around a tag may be parts of the answer that are not trained on.
+            # Parts of the answer that are not trained on may stand around a tag.
             near = int(self.tagged)
             windows = ["".join(pieces[k - near : k + 1 + near]) for k in range(1, len(pieces), 2)]
         elif all(trained):
@@ -190,7 +190,7 @@ class Template(ABC):
         else:
             raise ValueError(
                 f"the chat template has {len(pieces) // 2} generation tags for {len(answers)} answers, so none of "
-                "them can be excluded from the loss; leave the mark out"
+                "the answers can be excluded from the loss; leave the mark out"
             )
         for i, window in zip(answers, windows, strict=True):
             self._check_answer(messages[i], window, partial(draw, i + 1))
@@ -201,13 +201,13 @@ class Template(ABC):
         return False
 
     def writes(self, role: str) -> bool:
-        """True if the template writes a message of this role at its usual place, as found by rendering one."""
+        """True if the template writes a message of this role at its usual place; a test message is rendered."""
         return PROBE in self._probe(role)
 
     @cached_property
     def _roles(self) -> dict[str, str]:
-        """Maps the roles of EQUAL_ROLES that the template has no form of its own for to their equals."""
-        # A template that writes any role by its name has no form of its own for these.
+        """EQUAL_ROLES, except that a role with a form of its own in the template is mapped to itself."""
+        # A template that writes any role by its name has no form of its own for a role.
         unknown = self._probe(UNKNOWN_ROLE)
         own = (r for r in EQUAL_ROLES if self.writes(r) and self._probe(r) != unknown.replace(UNKNOWN_ROLE, r))
         return {**EQUAL_ROLES, **{role: role for role in own}}
@@ -243,14 +243,14 @@ class Template(ABC):
     def _mark(
         self, text: str, messages: list[dict[str, Any]], is_open: bool, values: dict[str, Any]
     ) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
-        """The text, messages and variables with marks; without them if they change what the template writes."""
+        """The text, messages and variables with marks, or without marks if these change the rest of the text."""
         marks = (chr(0xD810 + k // 496 % 496) + chr(0xDA00 + k % 496) for k in count())
         marked, asked = [], dict[str, dict[str, Any]]()
         for message in messages:
             other = _mark(message, marks)
             if message["role"] in ("user", "tool") and not message["content"].strip():
                 other["content"] += next(marks)
-            # Templates compare questions, so equal ones get the same mark.
+            # Templates compare questions, so equal questions get the same mark.
             marked.append(asked.setdefault(message["content"], other) if message["role"] == "user" else other)
         variables = values | {key: _mark(values[key], marks) for key in ("tools",) if key in values}
         try:
@@ -260,12 +260,12 @@ class Template(ABC):
         is_same = MARKS.sub("", marked_text) == text
         return (marked_text, marked, variables) if is_same else (text, messages, values)
 
-    def _check(self, what: str, value: Any, text: str) -> None:
-        """Raise ValueError if this part of a record is not in the text."""
+    def _check(self, subject: str, value: Any, text: str) -> None:
+        """Raise ValueError, naming the subject, if the text lacks this value of a record."""
         if not _is_written(value, text):
             raise ValueError(
-                f"the chat template ({self.name}) leaves out or changes {what}; leave it out, or use a template "
-                "that writes it"
+                f"the chat template ({self.name}) leaves out or changes {subject}; leave it out, or use a "
+                "template that writes it"
             )
 
     def _check_answer(self, message: Mapping[str, Any], text: str, as_last: Callable[[], str]) -> None:
@@ -281,7 +281,7 @@ class Template(ABC):
     def _pieces(
         self, text: str, messages: Messages, answers: Sequence[int], draw: Callable[..., str]
     ) -> list[str]:
-        """The text in pieces, of which every second one is an answer with its end."""
+        """The text in pieces; every second piece is an answer with its end."""
         pieces: list[str] = []
         stop = start = 0
         for i in answers:
@@ -294,23 +294,23 @@ class Template(ABC):
             if messages[i].get("tool_calls"):  # llama 3.1 ends some calls with another token
                 tokens = self._pattern.findall(draw(i + 1)[len(prompt) :] + self.closing)
                 end, at = end if end in tokens or not tokens else tokens[-1], start
-            found = {e: place for e in (end, self.earlier_end) if e and (place := text.find(e, at)) >= 0}
-            if not found:
+            places = {e: place for e in (end, self.earlier_end) if e and (place := text.find(e, at)) >= 0}
+            if not places:
                 expected = "" if end == END.text else f", not even {end}"
                 raise ValueError(
                     f"the chat template ({self.name}) ends an answer with no special token{expected}; write "
                     "{% generation %} tags around its answers, or name a template"
                 )
-            first = min(found, key=lambda token: found[token])
-            stop = found[first] + len(end) * (first == end)
+            first = min(places, key=places.__getitem__)
+            stop = places[first] + len(end) * (first == end)
             pieces.append(text[start:stop])
         return [*pieces, text[stop:]]
 
     def _answer_start(self, text: str, prompt: str, before: int, stop: int) -> int:
-        """Where the answer to this prompt starts; the previous answer is from `before` to `stop`."""
+        """Index at which the answer to this prompt starts; the previous answer is from `before` to `stop`."""
         if text.startswith(prompt) and len(prompt) >= stop:
             return len(prompt)
-        # Templates write tools before the last question only, or reasoning in the last answer only.
+        # Some templates write tools only before the last question, or reasoning only in the last answer.
         marks = [match.start() for match in MARKS.finditer(prompt)]
         tail = prompt[marks[-1] :] if marks else ""
         bounds = [m.end() for m in re.finditer(rf"{self._pattern.pattern}|\n", tail)][1:]
@@ -336,7 +336,7 @@ class Template(ABC):
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def _segments(self, pieces: Sequence[str], trained: Sequence[bool]) -> list[Segment]:
-        """The pieces in segments. Every second piece is an answer; `trained` says which ones are trained on."""
+        """The pieces in segments. Every second piece is an answer; `trained` has a flag for each answer."""
         segments: list[Segment] = []
         for i, piece in enumerate(pieces):
             is_answer = i % 2 == 1
@@ -429,8 +429,8 @@ class NamedTemplate(Template):
     def _message(self, turn: Turn) -> dict[str, Any]:
         if names := [*turn.fields, *["a tool's message"] * (turn.role == "tool")]:
             raise ValueError(
-                f"{names[0]}: template {self.name} has no form for it; use a model whose own chat template has "
-                "one, or leave it out"
+                f"{names[0]}: template {self.name} cannot express it; use a model whose own chat template can, "
+                "or leave it out"
             )
         if not self.inputs:
             return super()._message(turn)
@@ -443,10 +443,10 @@ class NamedTemplate(Template):
 class ModelTemplate(Template):
     """The chat template that came with a model. An answer is rendered to determine the stop token.
 
-    That is the first special token after the answer that is not also between the generation prompt and the answer
-    (as the tags around an empty thought), or if there is none, the first one before the next question. Without
-    any, it is the tokenizer's EOS, and a record cannot be trained on. Raises ValueError if the template fails on
-    a question and an answer.
+    The stop token is the first special token after the answer; if a last answer has none, the first special token
+    between an answer and the next question. Tokens that are also between the generation prompt and the answer,
+    such as the tags around an empty thought, do not count. If there is no such token, EOS is the stop token, and
+    records cannot be trained on. Raises ValueError if the template fails on a question and an answer.
     """
 
     name = "the model's own"
@@ -512,7 +512,7 @@ def _function(entry: Any) -> Mapping[str, Any]:
 def _mark(value: Any, marks: Iterator[str]) -> Any:
     """Messages, tools or calls with marks in the strings under MARKED_KEYS that are not blank.
 
-    A mark is before the last word, since templates look at the first and the last one, or after a single word;
+    A mark stands before the last word or after a single word, since templates check the first and the last word.
     `<think>` and `</think>` separate strings.
     """
 
@@ -547,9 +547,9 @@ def _is_written(value: Any, text: str) -> bool:
 
 
 def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """The tokens named in the config files, such as `bos_token`, even if no text starts with it.
+    """The tokens named in the config files, such as `bos_token`, even if no text starts with this token.
 
-    As in transformers, the second file overrides, unless the first one has all added tokens.
+    As in transformers, special_tokens_map.json overrides a tokenizer_config.json without `added_tokens_decoder`.
     """
     names, vocab = dict[str, str](), tokenizer.inner.get_vocab()
     for name in (tokenizer.config_path.name, "special_tokens_map.json"):
@@ -604,13 +604,13 @@ def encode_prompt(
 ) -> list[int]:
     """The ids of a prompt, which are the same as the ids before its answer in training.
 
-    With `continues`, the last message is the beginning of the answer. Raises ValueError if it is not an answer.
+    With `continues`, the last message is the beginning of the answer. Raises ValueError if it is no answer.
     """
     template.check_tokenizer(tokenizer)
     if continues and (not turns or turns[-1].role not in ANSWER_ROLES or "tool_calls" in turns[-1].fields):
         raise ValueError("continue_final_message: expected a text of the assistant as the last message")
     tail = ""
-    if continues:  # templates write more after a text than the end token, and may write the same words there
+    if continues:  # after the text, a template may write more than the end token, even the same words again
         text = turns[-1].full_text
         tail = text[len(text.rstrip()) :]
         turns = (*turns[:-1], replace(turns[-1], text=text.rstrip() + CUT + tail))
@@ -632,7 +632,7 @@ def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
     result = tokenizer.with_stop(template.stop_id(tokenizer))
     result.extra_files[chat_template.JINJA] = template.jinja(tokenizer).encode()
     name = result.config_path.name
-    if name in result.extra_files:  # may be an older template
+    if name in result.extra_files:  # the file may contain an older template
         config = json_file.parse(result.extra_files[name], result.config_path)
         if config.pop("chat_template", None) is not None:
             result.extra_files[name] = (json.dumps(config, indent=2) + "\n").encode()

@@ -41,8 +41,8 @@ _SPELLED = re.compile(
     rf"(?=[{_FIRST}|x>])(?:(?<=<\|)(?=[{_FIRST}])|(?=\|>)(?:{'|'.join(f'(?<={name})' for name in _NAMES)})"
     r"|(?<=<0)(?=x)|(?=>)(?<=x[89A-F][0-9A-F]))"
 )
-"""Matches where no token of a trained vocabulary may cross. So no two tokens together are spelled like a special
-token or like a byte in GGUF (`<0xFF>`): llama.cpp joins neighbours that are spelled like any token."""
+"""Matches positions that no token of a trained vocabulary may cross. Otherwise llama.cpp could join two tokens
+that together spell a special token or a byte in GGUF (`<0xFF>`)."""
 
 UNKNOWN = "<|unk|>"
 KINDS = ("bpe", "bytes", "chars")
@@ -167,7 +167,7 @@ class Tokenizer:
         }
         if name in self.extra_files:
             config = json_file.parse(self.extra_files[name], self.config_path.with_name(name))
-        # EOS comes first: the first id is EOS unless another file names one.
+        # EOS comes first: readers take the first id for EOS unless another file names EOS.
         stop_ids = [self.eos, *sorted(result.stops - {self.eos})]
         content = json.dumps(config | {"eos_token_id": stop_ids}, indent=2) + "\n"
         result.extra_files = self.extra_files | {name: content.encode()}
@@ -275,7 +275,7 @@ class Tokenizer:
 
     @cached_property
     def splits(self) -> str:
-        """The parts into which a tokenizer trained here splits a text, a value of _SPLITS; empty for others."""
+        """The parts into which a tokenizer trained here splits text, a value of _SPLITS; otherwise empty."""
         pre_tokenizer = self.inner.pre_tokenizer
         return "" if pre_tokenizer is None else _SPLITS.get(pre_tokenizer.__getstate__(), "")
 
@@ -336,7 +336,7 @@ class Tokenizer:
 
     @cached_property
     def writes_lines(self) -> bool:
-        """False if the ids of a text lack its spaces or line ends, as those of whole words mostly do."""
+        """False if ids do not preserve spaces and line ends, as in most tokenizers of whole words."""
         return {*b" \n"} <= {*b"".join(map(self.bytes_of, self.encode_continuation("a b\nc")))}
 
     @cached_property
@@ -386,7 +386,7 @@ def _parse(path: Path, data: bytes) -> tokenizers.Tokenizer:
 
 
 def _parse_json(data: bytes) -> tokenizers.Tokenizer:
-    """The tokenizer in any tokenizer.json. Raises ValueError for invalid ids."""
+    """The tokenizer in the content of a tokenizer.json. Raises ValueError for invalid ids."""
     json_file.parse(data, Path("tokenizer.json"))
     inner = tokenizers.Tokenizer.from_str(data.decode("utf-8-sig"))
     inner.encode("")  # some damaged parts fail only here
@@ -394,13 +394,13 @@ def _parse_json(data: bytes) -> tokenizers.Tokenizer:
     if not ids or len(set(ids)) != len(ids) or max(ids) >= MAX_IDS:
         raise ValueError(
             f"{plural(len(ids), 'token')} with {plural(len(set(ids)), 'id')} up to {max(ids, default=0)}; "
-            f"each needs its own, below {MAX_IDS}"
+            f"each token needs an id of its own, below {MAX_IDS}"
         )
     return inner
 
 
 def _config_for_json(config: dict[str, Any]) -> bytes:
-    """The tokenizer_config.json for a converted tokenizer.json. It names the class that uses all of that file."""
+    """The tokenizer_config.json for a converted tokenizer.json; its class reads all of the tokenizer.json."""
     settings = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 

@@ -43,12 +43,12 @@ def linear(module: nn.Module) -> bool:
 
 
 def is_dense(module: object) -> TypeGuard[nn.Linear]:
-    """True if the module computes exactly what `nn.Linear` does with its weight and bias."""
+    """True if the module computes exactly like `nn.Linear`, with its weight and bias."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def linears(module: nn.Module) -> Iterator[nn.Module]:
-    """The linear layers in a module, with their wrappers, but no larger modules that also have `in_features`."""
+    """The linear layers in a module, with their wrappers. A base with child modules is no linear layer."""
     if linear(module) and not any(True for _ in innermost(module).children()):
         yield module
     else:
@@ -98,7 +98,7 @@ def _innermost(module: nn.Module, parent: nn.Module, key: str) -> tuple[nn.Modul
 
 
 def _child(module: nn.Module, name: str) -> nn.Module | None:
-    """The child of this name, or None; without getattr, which some networks forward to an inner module."""
+    """The child of this name, or None. Avoids getattr, which some networks forward to an inner module."""
     children = module._modules
     return children[name] if name in children else None  # noqa: SIM401  (a ScriptModule's children have no get)
 
@@ -111,7 +111,7 @@ def innermost(module: nn.Module) -> nn.Module:
 def find(model: nn.Module, where: Where = "**", kind: Kind = anything) -> list[Place]:
     """The places that `where` selects and whose module is of this kind.
 
-    Raises ValueError if no place fits, since a change that applies to nothing is a mistake.
+    Raises ValueError if there is no such place.
     """
     selected = [p for p in places(model) if matches(where, p.name) and kind(p.module)]
     if not selected:

@@ -31,7 +31,7 @@ class Layer:
     `bytes` is the size of parameters and buffers. `flops` counts matrix products and convolutions in a forward
     pass; `kept` is the number of bytes saved for backward, including the output. Without an example, `calls`,
     `flops` and `kept` are None, and the shapes are empty. `container` is True for a module without a forward, such
-    as a ModuleList, and for a ScriptModule, whose calls are not seen.
+    as a ModuleList, and for a ScriptModule, whose calls cannot be recorded.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Layer:
 def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
     """A `Layer` for each module, parents first; `model(*example, **keywords)` gives shapes, FLOPs and memory.
 
-    The example runs in evaluation mode on a copy of the network without values, which takes no time or memory. If
-    the network cannot be copied or its shapes depend on values, the network itself runs once. FLOPs cover only
-    operations that torch's counter knows: neither quantized layers nor packed experts. Raises ValueError, naming
-    the place, for an example that does not fit, and for parameters without a shape yet.
+    The example runs in evaluation mode on a copy of the network with fake tensors, which takes no time or memory.
+    If the network cannot be copied or its shapes depend on values, the network itself runs once. FlopCounterMode
+    counts the FLOPs; it does not know the products in quantized layers and packed experts. Raises ValueError,
+    naming the place, for an example that does not fit, and for parameters without a shape yet.
     """
     model = uncompiled(model)
     require_shapes(model)
@@ -76,7 +76,7 @@ def _layer(name: str, module: nn.Module, totals: Mapping[str, Any]) -> Layer:
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
     size = sum(t.nbytes for t in tensors.values())
     container = getattr(type(module), "forward", None) is nn.Module.forward
-    container |= isinstance(module, torch.jit.ScriptModule)  # its calls are not seen
+    container |= isinstance(module, torch.jit.ScriptModule)  # its calls cannot be recorded
     return Layer(name, _type(module), count(module), size, container, **totals)
 
 
@@ -88,10 +88,10 @@ def _type(module: nn.Module) -> str:
 
 
 def _run(model: nn.Module, example: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, _Run]:
-    """Run the example on a copy without values, or if that fails, on the network; returns totals by module."""
+    """Run the example on a copy with fake tensors, or if that fails, on the network; returns totals by module."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-    with suppress(Exception):  # a network may raise anything when it is copied, or needs values
+    with suppress(Exception):  # a copy may raise any error, and a forward may need values
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with FakeCopyMode(fake):
             copy = deepcopy(model)
@@ -117,16 +117,16 @@ def _forward(
             del output
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         reason = " ".join(str(error).split())[:300]
-        place = (record.stack or [("", 0)])[-1][0] or "the network"  # the innermost whose forward has not ended
+        place = (record.stack or [("", 0)])[-1][0] or "the network"  # the innermost running module
         raise ValueError(f"the example does not fit at {place}: {reason}") from error
     return record.runs
 
 
 @contextmanager
 def _without_values(fake: "FakeTensorMode | None") -> Iterator[None]:
-    """With `fake`, run the body on tensors without values and without fused LSTM kernels, which hide FLOPs."""
+    """With `fake`, run the body on fake tensors, and without fused LSTM kernels, which hide FLOPs."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TF32 acceleration")  # for other hardware, by setting any of these flags
+        warnings.filterwarnings("ignore", "TF32 acceleration")  # setting a flag warns about other hardware
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         with nullcontext() if fake is None else torch.backends.mkldnn.flags(enabled=False), fake or nullcontext():
             yield
@@ -193,7 +193,7 @@ class _Node:
         return self.layer.name.rpartition(".")[2]
 
     def signature(self) -> tuple[Any, ...]:
-        """A key that equal modules share. It ignores `kept`, which may be larger for the first one in a stack."""
+        """A key that equal modules share. It ignores `kept`, which may be larger for a stack's first module."""
         own = replace(self.layer, name="", kept=None)
         figures = vars(own).values()
         return (*figures, *((n.key, n.signature()) for n in self.inside))
@@ -245,7 +245,7 @@ def print_statistics(records: Mapping[str, ModuleStatistics]) -> None:
 
 
 class ModuleRow(NamedTuple):
-    """Everything that determines what a module computes, except the values of its weights."""
+    """Everything that determines a module's output, except the values of its weights."""
 
     place: str
     class_name: str
@@ -254,7 +254,7 @@ class ModuleRow(NamedTuple):
 
 
 def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
-    """A row for each module: name, class, plain attributes and shapes. Models with equal rows are the same."""
+    """A row for each module: name, class, plain attributes and shapes. Equal rows mean the same architecture."""
     for place, module in model.named_modules():
         attrs = {k: stable_repr(v) for k, v in vars(module).items() if not k.startswith("_") and k != "training"}
         tensors = {**module._parameters, **module._buffers}

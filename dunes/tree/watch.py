@@ -85,9 +85,9 @@ def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Statistics:
-    """Statistics of tensors. `count`, `nonfinite`, `zeros` (a fraction) cover all values; the others, finite ones.
+    """Statistics of tensors: `count` of values, `nonfinite` (their number) and `zeros` (their fraction).
 
-    `std` is the population's standard deviation, `largest` the largest absolute value.
+    `mean`, `std` (of the population) and `largest` (the largest absolute value) cover only finite values.
     """
 
     count: int = 0
@@ -146,10 +146,10 @@ class ModuleStatistics:
 def statistics(model: nn.Module, where: Where = "**") -> Iterator[dict[str, ModuleStatistics]]:
     """Collect statistics of outputs and gradients: `with statistics(model) as of: loss(model(x)).backward()`.
 
-    One of them is `of["fc1"].gradient.std`. A module with several outputs has an entry for each output, such as
-    `lstm[0]`. A module at several places is listed under its first place. Modules that were not called are added
-    at the end. Memory does not grow with the number of calls; each call waits for the device. Raises ValueError
-    like `hooks`.
+    Read a figure with `of["fc1"].gradient.std`. A module with several outputs has an entry for each output, such
+    as `lstm[0]`. A module at several places is listed under its first place. Modules that were not called are
+    added at the end. Memory does not grow with the number of calls. Each call waits for the device. Raises
+    ValueError like `hooks`.
     """
     first: dict[int, str] = {}
     for place in find(model, where):
