@@ -13,7 +13,8 @@ from dunes.checkpoint import load_with_tokenizer
 from dunes.serve import http as server_http
 from dunes.serve.app import _headers
 from dunes.serve.fields import NEUTRAL, Fields, Refused
-from dunes.serve.openai import legacy_logprobs
+from dunes.serve.protocols import PROTOCOLS
+from dunes.serve.protocols.openai import legacy_logprobs
 from dunes.text.templates import Turn, encode_prompt, find_template
 from test_adapter import pair
 from test_adapter_folders import TOKENS
@@ -190,21 +191,20 @@ READ = {
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_field_that_changes_the_text_is_read_or_refused_by_name(path):
-    from dunes.serve.app import PATHS as protocols
-
+    endpoint = next(p.endpoints[path] for p in PROTOCOLS if path in p.endpoints)
     for name, neutral in NEUTRAL.items():
         fields = Fields(
             PATHS[path] | {name: OTHERS.get(name, 7 if neutral and neutral[0] in (0, 1, -1) else ["x"])}
         )
         if name in READ[path]:
             continue
-        protocols[path].read(fields)
+        endpoint.read(fields)
         with pytest.raises(Refused, match=f"'{name}'") as refused:
             fields.ignored()
         assert refused.value.status == 400
         for value in (None, *neutral):
             fields = Fields(PATHS[path] | {name: value})
-            protocols[path].read(fields)
+            endpoint.read(fields)
             assert _headers(fields) == {}, "a neutral value is not ignored"
 
 

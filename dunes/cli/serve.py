@@ -65,14 +65,15 @@ def serve(
         return 0
     for module in ("starlette", "uvicorn"):
         extra(module, "serve")
-    from dunes.serve.http import OLLAMA_PORT, is_loopback, open_sockets, run
+    from dunes.serve.http import is_loopback, open_sockets, run
+    from dunes.serve.protocols import ollama as ollama_protocol
 
     key = os.environ.get(KEY) or None
     if not is_loopback(host) and key is None:
         raise ValueError(
             f"--host {host} is reached from other machines; put a key into {KEY}, which clients then send"
         )
-    sockets = open_sockets(host, [port, OLLAMA_PORT] if ollama else [port])
+    sockets = open_sockets(host, [port, ollama_protocol.PORT] if ollama else [port])
     from dunes.serve.app import Server
     from dunes.serve.client import listening
     from dunes.serve.running import Running

@@ -18,10 +18,11 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dunes.serve import llama_server, ollama, openai
 from dunes.serve.client import AGENT, RECENT
 from dunes.serve.fields import BODY, Fields, Refused, parse
-from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Named, Protocol, TextRequest
+from dunes.serve.protocols import PROTOCOLS, protocol_of
+from dunes.serve.protocols.protocol import Endpoint
+from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Named, TextRequest
 from dunes.serve.running import Running
 from dunes.serve.worker import Task
 
@@ -52,32 +53,7 @@ def write_suggest(request: Asked, answers: Answers, streams: bool) -> Any:
     return {"suggestions": listed, "milliseconds": 1e3 * answers[0].seconds, **answers[0].explained}
 
 
-SUGGEST = Protocol(read_suggest, write_suggest)
-PATHS: dict[str, Protocol] = {
-    "/infill": llama_server.INFILL,
-    "/completion": llama_server.COMPLETION,
-    "/completions": llama_server.COMPLETION,
-    "/v1/completions": openai.COMPLETIONS,
-    "/v1/chat/completions": openai.CHAT,
-    "/chat/completions": openai.CHAT,
-    "/v1/fim/completions": openai.MISTRAL,
-    "/api/generate": ollama.GENERATE,
-    "/api/chat": ollama.CHAT,
-}
-ABOUT: dict[str, Callable[[Named], Any]] = {
-    "/health": llama_server.health,
-    "/v1/health": llama_server.health,
-    "/v1/models": llama_server.list_models,
-    "/models": llama_server.list_models,
-    "/v1/models/{name:path}": lambda models: llama_server.list_models(models)["data"][0],
-    "/props": llama_server.props,
-    "/slots": llama_server.slots,
-    "/api/tags": ollama.tags,
-    "/api/ps": ollama.tags,
-    "/api/show": ollama.show,
-    "/api/version": lambda models: {"version": ollama.VERSION},
-}
-"""Paths that describe the models."""
+SUGGEST = Endpoint(read_suggest, write_suggest)
 
 
 def compact(content: Any) -> bytes:
@@ -95,8 +71,8 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 def refusal(request: Request, error: Exception) -> Response:
     """The response to a request that ended with an error, in the format of the path's clients."""
-    refused, path = client_error(error), request.url.path
-    content = {"error": refused.message if path.startswith("/api/") else refused.content}
+    refused = client_error(error)
+    content = protocol_of(request.url.path).write_error(refused)
     headers = {"Retry-After": str(refused.retry)} if refused.retry else {}
     return json_response(content, refused.status, headers)
 
@@ -167,46 +143,50 @@ class Server:
     def app(self, hosts: Sequence[str] = (), key: str | None = None) -> ASGIApp:
         """The application; `hosts` are additional host names of this server."""
         routes = [
-            Route(path, partial(self._answer, protocol), methods=["POST"]) for path, protocol in PATHS.items()
+            Route(path, partial(self._answer, endpoint), methods=["POST"])
+            for protocol in PROTOCOLS
+            for path, endpoint in protocol.endpoints.items()
         ]
-        endpoints: dict[str, Callable[[Request], Any]] = {
-            **{path: partial(self._describe, write) for path, write in ABOUT.items()},
+        pages: dict[str, Callable[[Request], Any]] = {
+            **{
+                path: partial(self._describe, write)
+                for protocol in PROTOCOLS
+                for path, write in protocol.descriptions.items()
+            },
             "/": _page,
             "/suggest": partial(self._answer, SUGGEST),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             RECENT: partial(self._replay, key),
         }
-        routes += [Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in endpoints.items()]
+        routes += [Route(path, page, methods=["GET", "POST"]) for path, page in pages.items()]
         handlers = dict.fromkeys((404, 405, 500, Refused), refusal)
         return Gate(Starlette(routes=routes, exception_handlers=handlers), hosts, key)
 
-    async def _answer(self, protocol: Protocol, request: Request) -> Response:
+    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         fields = await _fields(request)
-        asked = protocol.read(fields)
+        asked = endpoint.read(fields)
         headers = _headers(fields)
         model = self.running.find(asked.model)
         asked.model = asked.model or model.name
         for i, item in enumerate(asked.requests):
             if isinstance(item, TextRequest) and item.messages:
                 asked.requests[i] = await asyncio.to_thread(model.with_prompt, item)
-            elif isinstance(item, LineRequest) and item.files:
-                await asyncio.to_thread(model.warm, item.files)
-        if not asked.requests and protocol is llama_server.INFILL:
-            await asyncio.to_thread(model.warm, fields.open_files("input_extra"))
+        for opened in filter(None, asked.files):
+            await asyncio.to_thread(model.warm, opened)
         events = self._events(asked, request)
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
             # A line may have fewer alternatives than places; only the last places can be missing.
             by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
-            return json_response(protocol.write(asked, by_place, False), headers=headers)
+            return json_response(endpoint.write(asked, by_place, False), headers=headers)
         try:
             first = await anext(events)  # a refused request has no stream
         except StopAsyncIteration:
             first = 0, Answer(reason="length")
-        chunks = _chunks(protocol, asked, first, events)
-        media_type = "application/x-ndjson" if protocol.form == "ndjson" else "text/event-stream"
+        chunks = _chunks(endpoint, asked, first, events)
+        media_type = "application/x-ndjson" if endpoint.form == "ndjson" else "text/event-stream"
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
@@ -291,22 +271,22 @@ async def _page(request: Request) -> Response:
 
 
 async def _chunks(
-    protocol: Protocol, asked: Asked, first: tuple[int, Answer], events: AsyncIterator[tuple[int, Answer]]
+    endpoint: Endpoint, asked: Asked, first: tuple[int, Answer], events: AsyncIterator[tuple[int, Answer]]
 ) -> AsyncIterator[bytes]:
     """Yield the bytes of a reply that is streamed."""
-    head, tail = (b"", b"\n") if protocol.form == "ndjson" else (b"data: ", b"\n\n")
+    head, tail = (b"", b"\n") if endpoint.form == "ndjson" else (b"data: ", b"\n\n")
     answers, first[1].first = dict([first]), True
     try:
-        yield head + compact(protocol.write(asked, answers, True)) + tail
+        yield head + compact(endpoint.write(asked, answers, True)) + tail
         async for index, event in events:
             event.first = index not in answers
-            yield head + compact(protocol.write(asked, {index: event}, True)) + tail
+            yield head + compact(endpoint.write(asked, {index: event}, True)) + tail
             answers[index] = event
-        for value in protocol.end(asked, answers):
+        for value in endpoint.end(asked, answers):
             yield head + compact(value) + tail
     except Refused as error:
         yield head + compact({"error": error.content}) + tail
-    if protocol.form == "sse":
+    if endpoint.form == "sse":
         yield b"data: [DONE]\n\n"
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -41,7 +40,6 @@ from dunes.generate.packages import step_source
 from dunes.inference.chat import NONE, ChatModel, NoTemplate, load_chat_engine
 from dunes.runs.run import read_config
 from dunes.runs.train_config import TrainConfig
-from dunes.serve import ollama
 from dunes.serve.batch import Batch
 from dunes.serve.fields import Refused
 from dunes.serve.requests import Answer, Event, Facts, LineRequest, TextRequest
@@ -120,12 +118,10 @@ def take_out_of_file(model: nn.Module) -> None:
 
 
 def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
-    """The facts of a model, with the modification times of its files; most are 0 during training."""
-    modified = max(stamp) / 1e9
+    """The facts of a model, with the time of its last modification in seconds; most are 0 during training."""
     facts: dict[str, Any] = {
-        "modified_at": ollama.format_time(datetime.fromtimestamp(modified, UTC)),
+        "modified": max(stamp) / 1e9,
         "digest": sha256(repr((str(folder), stamp)).encode()).hexdigest(),
-        "created": int(modified),
         "family": "dunes",
         "folder": str(folder.absolute()),
     }
