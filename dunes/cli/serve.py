@@ -14,7 +14,7 @@ from dunes.extra import extra
 from dunes.flags import flag
 
 if TYPE_CHECKING:
-    from dunes.serve.running import Running
+    from dunes.serve.worker import Worker
 
 Folders = Annotated[
     tuple[str, ...], tyro.conf.Positional, flag("MODEL", about="Model folders, or runs that still train.")
@@ -76,29 +76,29 @@ def serve(
     sockets = open_sockets(host, [port, ollama_protocol.PORT] if ollama else [port])
     from dunes.serve.app import Server
     from dunes.serve.client import listening
-    from dunes.serve.running import Running
+    from dunes.serve.worker import Worker
 
     try:
-        running = Running(_folders(models), acceptance, adapter, partial(print, file=sys.stderr), not no_follow)
+        worker = Worker(_folders(models), acceptance, adapter, partial(print, file=sys.stderr), not no_follow)
     except BaseException:
         for listener in sockets:
             listener.close()
         raise
     place = url(host, sockets[0].getsockname()[1])
-    folders = [] if key else [model.folder for model in running.served.values()]
+    folders = [] if key else [model.folder for model in worker.models.values()]
     try:
-        app = Server(running).app([host, *allow_host], key)
+        app = Server(worker).app([host, *allow_host], key)
         with listening(folders) as own:
-            run(app, [*sockets, *own], partial(_announce, running, models[0], place))
+            run(app, [*sockets, *own], partial(_announce, worker, models[0], place))
     finally:
-        running.close()
+        worker.close()
     return 0
 
 
-def _announce(running: "Running", model: str, place: str) -> None:
+def _announce(worker: "Worker", model: str, place: str) -> None:
     from dunes.serve.editors import EDITORS
 
-    names = ", ".join(name for served in running.served.values() for name in served.names)
+    names = ", ".join(name for served in worker.models.values() for name in served.names)
     print(f"serving {names} at {place} (Ctrl-C ends it)")
     print(f"editors: dunes serve {model} --config {'|'.join(EDITORS)} prints the lines for each")
     print(f"nothing appears? dunes doctor{'' if place.endswith(':8012') else f' {place}'}", flush=True)
@@ -138,10 +138,10 @@ def lsp(
     first = shake_hands(stdin, stdout, __version__)
     from dunes.serve.lsp import start
 
-    def load() -> "Running":
-        from dunes.serve.running import Running
+    def load() -> "Worker":
+        from dunes.serve.worker import Worker
 
-        return Running([folder], acceptance, (), partial(print, file=sys.stderr), not no_follow)
+        return Worker([folder], acceptance, (), partial(print, file=sys.stderr), not no_follow)
 
     die_by_signals()  # cleanup would wait for the thread that reads
     # The loading thread inherits the trust settings.

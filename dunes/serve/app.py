@@ -4,10 +4,12 @@ import asyncio
 import hmac
 import json
 import re
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from importlib.resources import files
+from time import monotonic
 from typing import Any
 
 from starlette.applications import Starlette
@@ -23,8 +25,7 @@ from dunes.serve.fields import BODY, Fields, Refused, parse
 from dunes.serve.protocols import PROTOCOLS, protocol_of
 from dunes.serve.protocols.protocol import Endpoint
 from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Named, TextRequest
-from dunes.serve.running import Running
-from dunes.serve.worker import Task
+from dunes.serve.worker import Task, Worker
 
 RECEIPT = 10.0
 """Seconds in which a request must arrive."""
@@ -32,6 +33,8 @@ SENDING = 30.0
 """Seconds in which a client must receive what is sent."""
 LISTED = 64
 """Maximum number of listed fields that were ignored, and of characters of each."""
+REMEMBERED = 8
+"""Number of lines whose last request is kept in memory, for `dunes doctor`."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EMPTY = Answer(reason="length")
 """The answer to a request for no tokens, and in place of a missing choice."""
@@ -135,10 +138,11 @@ def _host_name(host: str) -> str:
 
 
 class Server:
-    """The handlers of all paths, for models in their worker."""
+    """The handlers of all paths, for the models of a worker."""
 
-    def __init__(self, running: Running) -> None:
-        self.running = running
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._recent = deque[tuple[float, LineRequest, str]](maxlen=REMEMBERED)
 
     def app(self, hosts: Sequence[str] = (), key: str | None = None) -> ASGIApp:
         """The application; `hosts` are additional host names of this server."""
@@ -167,7 +171,7 @@ class Server:
         fields = await _fields(request)
         asked = endpoint.read(fields)
         headers = _headers(fields)
-        model = self.running.find(asked.model)
+        model = self.worker.find(asked.model)
         asked.model = asked.model or model.name
         for i, item in enumerate(asked.requests):
             if isinstance(item, TextRequest) and item.messages:
@@ -209,7 +213,7 @@ class Server:
         is_editor = request.headers.get("user-agent") != AGENT
         try:
             for item in asked.requests:
-                tasks[first] = self.running.worker.submit(item, partial(emit, first))
+                tasks[first] = self.worker.submit(item, partial(emit, first))
                 first += item.alternatives if isinstance(item, LineRequest) else 1
             remaining = len(tasks)
             while remaining:
@@ -219,7 +223,7 @@ class Server:
                 if isinstance(event, list):
                     line = tasks[index].request
                     if is_editor and isinstance(line, LineRequest) and not line.shows_all:
-                        self.running.remember(line, event[0])
+                        self._remember(line, event[0])
                     for i, answer in enumerate(event, index):
                         yield i, Answer(answer.text)
                         yield i, answer
@@ -235,19 +239,35 @@ class Server:
         """The description of all models, or of the named one; a name in the path is an exact one."""
         fields, path = await _fields(request), request.path_params.get("name")
         name = path or fields.text("model") or fields.text("name") or request.query_params.get("model", "")
-        models = self.running.facts_by_name(name.removesuffix(":latest"), path is not None)
+        models = self.worker.facts_by_name(name.removesuffix(":latest"), path is not None)
         return json_response(write(models), headers=_headers(fields))
+
+    def _remember(self, request: LineRequest, answer: Answer) -> None:
+        """Keep a request of an editor and what was shown, in place of an earlier one in the same line."""
+        above = request.before.rpartition("\n")[0]
+        others = [past for past in self._recent if past[1].before.rpartition("\n")[0] != above]
+        self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
+
+    def _places(self) -> list[dict[str, Any]]:
+        """What was shown at the last places where an editor asked, newest first, and what would be shown now."""
+        places = []
+        for time, request, shown in [*self._recent][::-1]:
+            model = self.worker.find(request.model)
+            answer = self.worker.call(partial(model.lines, request, lambda: False)).result()[0]
+            place = {"line": request.before.rpartition("\n")[2], "seconds": monotonic() - time, "shown": shown}
+            places.append(place | {"now": answer.text, "word": answer.word, "threshold": model.threshold})
+        return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
         """The last places where an editor asked, for the user who runs the server: it is text being written."""
         if key is None and request.client is not None:  # the socket in the user's folder has no client address
             raise Refused(403, "only the user who runs the server may see this")
-        notes = {name: model.current.note for name, model in self.running.served.items()}
-        return json_response({"notes": notes, "places": await asyncio.to_thread(self.running.replay)})
+        notes = {name: model.current.note for name, model in self.worker.models.items()}
+        return json_response({"notes": notes, "places": await asyncio.to_thread(self._places)})
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await _fields(request)
-        tokenizer = self.running.find(fields.text("model")).require_batch().tokenizer
+        tokenizer = self.worker.find(fields.text("model")).require_batch().tokenizer
         encode = tokenizer.prompt if fields.flag("add_special") else tokenizer.encode
         tokens: list[Any] = await asyncio.to_thread(encode, fields.text("content"))
         if fields.flag("with_pieces"):
@@ -256,7 +276,7 @@ class Server:
 
     async def _detokenize(self, request: Request) -> Response:
         fields = await _fields(request)
-        tokenizer = self.running.find(fields.text("model")).require_batch().tokenizer
+        tokenizer = self.worker.find(fields.text("model")).require_batch().tokenizer
         ids = fields.items("tokens", BODY)
         if not all(isinstance(i, int) and 0 <= i < tokenizer.vocab for i in ids):
             raise fields.refusal("tokens", f"expected ids from 0 to {tokenizer.vocab - 1}")

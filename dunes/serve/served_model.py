@@ -6,6 +6,7 @@ If a request names no path, its file is recognised by its lines.
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
@@ -43,10 +44,11 @@ from dunes.runs.train_config import TrainConfig
 from dunes.serve.batch import Batch
 from dunes.serve.fields import Refused
 from dunes.serve.requests import Answer, Event, Facts, LineRequest, TextRequest
-from dunes.serve.worker import Worker
 from dunes.text.lines import split_lines
 from dunes.units import plural
 
+Call = Callable[[Callable[[], Any]], Future[Any]]
+"""A function that calls another one in the thread that owns the models."""
 SHORT = 3
 """Minimum characters of a suggestion that does not end its line."""
 PATHS = 64
@@ -191,7 +193,7 @@ class ServedModel:
         has_base_changed = is_missing and base_stamp(self.folder) != current.base_stamp
         return has_base_changed or model_stamp(self.folder) != current.stamp
 
-    def take_in(self, worker: Worker, texts: Mapping[str, str | None]) -> None:
+    def take_in(self, call: Call, texts: Mapping[str, str | None]) -> None:
         """From now on, complete lines with these texts of files, by name; None for a deleted file. Thread-safe.
 
         The texts are indexed in the calling thread, unless a concurrent call in another thread has already picked
@@ -206,7 +208,7 @@ class ServedModel:
             while not is_current:
                 completer = self.current.completer
                 files = completer.with_texts(pending)
-                is_current = worker.call(partial(self._use, completer, files, pending)).result()
+                is_current = call(partial(self._use, completer, files, pending)).result()
 
     def _use(self, completer: Any, files: Any, texts: Mapping[str, str | None]) -> bool:
         """Use these files and return True, unless they were indexed for a model that has been replaced."""
