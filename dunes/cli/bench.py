@@ -3,15 +3,16 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from dunes import measure
 from dunes.bench import BENCHMARKS
 from dunes.bench.runner import Request, Shapes
-from dunes.cli.main import with_trust
+from dunes.cli.command import run, with_trust
 from dunes.flags import REQUIRED, flag
 from dunes.runs.train_config import Tokenization
 from dunes.units import plural
@@ -31,10 +32,17 @@ def _print(print_text: Callable[[], None], record: Any, as_json: bool) -> None:
         print_text()
 
 
+def run_bench(arguments: Sequence[str]) -> int:
+    """Run `dunes bench` with these arguments; returns the exit status."""
+    measure.keep_freed_memory()
+    measure.flush_denormals()
+    return run("dunes bench", ABOUT, commands(), arguments)
+
+
 def commands() -> dict[str, Callable[..., Any]]:
     """The subcommands of `dunes bench`, by name."""
     benchmarks = {name: _benchmark_command(name, b.about) for name, b in BENCHMARKS.items()}
-    of_models = with_trust(benchmarks | {"memory": memory})
+    of_models = {name: with_trust(command) for name, command in (benchmarks | {"memory": memory}).items()}
     return of_models | {"parts": parts, "compare": compare, "plot": plot}
 
 

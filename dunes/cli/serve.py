@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from dunes.cli.main import die_by_signals
+from dunes.cli.process import die_by_signals, drop_lost_output
 from dunes.extra import extra
 from dunes.flags import flag
 
@@ -63,6 +63,7 @@ def serve(
     if config is not None:
         print(editor_config(config, address, os.path.abspath(models[0])), end="")
         return 0
+    drop_lost_output()
     for module in ("starlette", "uvicorn"):
         extra(module, "serve")
     from dunes.serve.http import is_loopback, open_sockets, run
@@ -124,6 +125,7 @@ def lsp(
     """
     if not 0 <= acceptance <= 1:
         raise ValueError(f"--acceptance is {acceptance}; expected a share between 0 and 1")
+    drop_lost_output()
     folder = Path(model)
     if not folder.is_dir():
         raise ValueError(f"{model}: no such folder; train a model there: dunes train SOURCE --out {model}")
