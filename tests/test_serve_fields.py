@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from conftest import refuses
 from dunes import checkpoint
 from dunes.checkpoint import load_with_tokenizer
+from dunes.cli.serve import serve
 from dunes.serve import http as server_http
 from dunes.serve.app import _headers
 from dunes.serve.fields import NEUTRAL, Fields, Refused
@@ -187,6 +189,16 @@ READ = {
     "/api/chat": ("messages", "think"),
 }
 """Fields in NEUTRAL that a path reads."""
+
+
+def test_protocols_are_the_same_in_help_docs_and_code():
+    page = (Path(__file__).parent.parent / "docs/serving.md").read_text()
+    for protocol in PROTOCOLS:
+        assert protocol.name in page
+        assert protocol.name in serve.__doc__
+    endpoints = {path: endpoint for protocol in PROTOCOLS for path, endpoint in protocol.endpoints.items()}
+    assert {path for path in endpoints if f"`{path}`" in page} == {*PATHS}
+    assert {*map(id, endpoints.values())} == {id(endpoints[path]) for path in PATHS}, "others have another name"
 
 
 @pytest.mark.parametrize("path", PATHS)
