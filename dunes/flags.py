@@ -15,26 +15,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 Copies = Literal["auto", "never", "only"]
 """Which lines are completed by copying alone: those of a model that is worse at it, none, or all."""
 Family = Literal[
-    "arcee",
-    "llama",
-    "mistral",
-    "phi3",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "deepseek_v3",
-    "olmo2",
-    "gemma2",
-    "gemma3_text",
-    "smollm3",
-    "gpt_oss",
-    "gpt_neox",
-    "stablelm",
-    "gpt2",
-    "mamba2",
-    "qwen3_next",
-]
+    "arcee", "llama", "mistral", "phi3", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "olmo2",
+    "gemma2", "gemma3_text", "smollm3", "gpt_oss", "gpt_neox", "stablelm", "gpt2", "mamba2", "qwen3_next",
+]  # fmt: skip
 """Names of the model families. They are listed here because importing `models` would import torch."""
 
 PARTS = {

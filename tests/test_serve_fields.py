@@ -193,9 +193,7 @@ READ = {
 
 def test_protocols_are_the_same_in_help_docs_and_code():
     page = (Path(__file__).parent.parent / "docs/serving.md").read_text()
-    for protocol in PROTOCOLS:
-        assert protocol.name in page
-        assert protocol.name in serve.__doc__
+    assert [p.name for p in PROTOCOLS if p.name not in page or p.name not in serve.__doc__] == []
     endpoints = {path: endpoint for protocol in PROTOCOLS for path, endpoint in protocol.endpoints.items()}
     assert {path for path in endpoints if f"`{path}`" in page} == {*PATHS}
     assert {*map(id, endpoints.values())} == {id(endpoints[path]) for path in PATHS}, "others have another name"

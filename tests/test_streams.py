@@ -1,7 +1,6 @@
 """Commands whose output, input or process is taken away: the exit status is right, and nothing is half done."""
 
 import fcntl
-import io
 import os
 import re
 import signal
@@ -103,7 +102,6 @@ def test_the_output_of_these_commands_is_their_result(words, is_result, monkeypa
     dropped = []
     for module in (augment_verb, serve, training, verbs):
         monkeypatch.setattr(module, "drop_lost_output", lambda: dropped.append(True))
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.chdir(tmp_path)
     with suppress(SystemExit, ValueError):
         main.run_command(words.split())

@@ -8,6 +8,8 @@ from inspect import Parameter, Signature, signature
 from operator import or_
 from typing import Annotated, Any, cast
 
+from dunes.files.model_file import trust_cards
+
 TRUST = {
     "trust_code": "Import functions that models' cards name, which runs code outside of this package.",
     "trust_sources": "Read training text that models' cards name, though this user did not train on it here.",
@@ -55,10 +57,7 @@ def with_trust(command: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(command)
     def run(*args: Any, trust_code: bool = False, trust_sources: bool = False, **options: Any) -> Any:
         with ExitStack() as trusted:
-            if trust_code:
-                from dunes import checkpoint
-
-                trusted.enter_context(checkpoint.trust_cards())
+            trusted.enter_context(trust_cards(trust_code))
             if trust_sources:
                 from dunes.checkpoint import trained_text
 

@@ -18,14 +18,12 @@ from dunes.cli.command import LateCommand, run, with_trust
 from dunes.cli.process import exit_with
 
 VERBS = {
-    **{verb: f"training:{verb}" for verb in ("train", "finetune")},
-    **{verb: f"verbs:{verb}" for verb in ("generate", "chat", "complete")},
-    **{verb: f"serve:{verb}" for verb in ("serve", "lsp", "doctor")},
-    "eval": "verbs:evaluate",
-    **{verb: f"verbs:{verb}" for verb in ("inspect", "convert", "export", "augment")},
-    "compile": "verbs:compile_",
-    "bench": "verbs:bench",
-}
+    "train": "training:train", "finetune": "training:finetune",
+    "generate": "verbs:generate", "chat": "verbs:chat", "complete": "verbs:complete",
+    "serve": "serve:serve", "lsp": "serve:lsp", "doctor": "serve:doctor",
+    "eval": "verbs:evaluate", "inspect": "verbs:inspect", "convert": "verbs:convert", "export": "verbs:export",
+    "augment": "verbs:augment", "compile": "verbs:compile_", "bench": "verbs:bench",
+}  # fmt: skip
 """The verbs, and their functions in the modules of this room."""
 GROUPS = {"augment": "augment_verb:run_augment", "bench": "bench:run_bench"}
 """Verbs with commands of their own, and the functions that run those."""

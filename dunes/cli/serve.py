@@ -75,21 +75,22 @@ def serve(
             f"--host {host} is reached from other machines; put a key into {KEY}, which clients then send"
         )
     sockets = open_sockets(host, [port, ollama_protocol.PORT] if ollama else [port])
+    from dunes import checkpoint
     from dunes.serve.app import Server
     from dunes.serve.client import listening
     from dunes.serve.worker import Worker
 
     try:
-        worker = Worker(_folders(models), acceptance, adapter, partial(print, file=sys.stderr), not no_follow)
+        folders = [checkpoint.locate_model(model).folder for model in models]
+        worker = Worker(folders, acceptance, adapter, partial(print, file=sys.stderr), not no_follow)
     except BaseException:
         for listener in sockets:
             listener.close()
         raise
     place = url(host, sockets[0].getsockname()[1])
-    folders = [] if key else [model.folder for model in worker.models.values()]
     try:
         app = Server(worker).app([host, *allow_host], key)
-        with listening(folders) as own:
+        with listening([] if key else folders) as own:
             run(app, [*sockets, *own], partial(_announce, worker, models[0], place))
     finally:
         worker.close()
@@ -180,10 +181,3 @@ def doctor(
         print(f"{'FAILS' if line.problem else 'ok':5}  {line.client}: {line.problem or line.text}")
         failed |= bool(line.problem)
     return 1 if failed else 0
-
-
-def _folders(models: tuple[str, ...]) -> list[Path]:
-    from dunes import checkpoint
-
-    # A run in training has no model yet, only the folder.
-    return [Path(m) if Path(m).is_dir() else checkpoint.locate_model(m).folder for m in models]

@@ -4,7 +4,6 @@ import http.client
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -69,7 +68,8 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
     notes = "".join(f"; {name}: {note}" for name, note in recent.get("notes", {}).items() if note)
     yield Line("server", f"serves {', '.join(names)}{notes}", "" if names else "it has no model")
     yield from map(_replayed, recent.get("places", ()))
-    for check in chain.from_iterable(p.checks(before, after, names[0] if names else "") for p in PROTOCOLS):
+    model = names[0] if names else ""
+    for check in [check for protocol in PROTOCOLS for check in protocol.checks(before, after, model)]:
         start = perf_counter()
         status, data = ask(address, check.path, check.body, key)
         milliseconds = 1e3 * (perf_counter() - start)

@@ -25,11 +25,11 @@ from pygls.workspace import TextDocument
 
 from dunes import __version__
 from dunes.serve.handshake import ACCEPTED, TRIGGERS
+from dunes.serve.requests import Answer, Event, LineRequest
 from dunes.text.lines import decode_text, split_lines
 from dunes.units import plural
 
 if TYPE_CHECKING:
-    from dunes.serve.requests import Answer, Event
     from dunes.serve.worker import Worker
 
 ITEMS = 3
@@ -183,7 +183,7 @@ class Server(LanguageServer):
         offset = document.offset_at_position(position)
         return document.source[:offset], document.source[offset:]
 
-    async def _answers(self, uri: str, position: types.Position) -> list["Answer"]:
+    async def _answers(self, uri: str, position: types.Position) -> list[Answer]:
         """The suggestions at a position. A newer request ends an older request, even one still waiting."""
         if self._newest is not None and not self._newest.done():
             self._newest.set_result([])
@@ -196,13 +196,12 @@ class Server(LanguageServer):
         texts = self._split_at(uri, position)
         if self._is_closed or texts is None:
             return []
-        from dunes.serve.requests import LineRequest
 
-        def take(event: "Event") -> None:
+        def take(event: Event) -> None:
             if not result.done():
                 result.set_result(event)
 
-        def emit(event: "Event") -> None:
+        def emit(event: Event) -> None:
             with suppress(RuntimeError):  # the editor has gone
                 loop.call_soon_threadsafe(take, event)
 
@@ -245,7 +244,7 @@ class Server(LanguageServer):
         return types.CompletionList(is_incomplete=True, items=items)
 
 
-def _command(answer: "Answer") -> types.Command:
+def _command(answer: Answer) -> types.Command:
     """The command of an accepted suggestion, whose argument is its source."""
     return types.Command("accepted", ACCEPTED, arguments=[answer.source])
 

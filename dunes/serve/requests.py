@@ -146,19 +146,13 @@ Answers = Mapping[int, Answer]
 class Asked:
     """The requests in a body: lines with alternatives, or texts, each for one choice of the reply. Each prompt has
     `count` choices. The reply's id starts with `prefix`, and `streams` is the default of `stream`. `files` are
-    indexed for later requests. Raises Refused for too many requests."""
+    indexed before the requests. Raises Refused for too many requests."""
 
     def __init__(
-        self,
-        fields: Fields,
-        requests: Sequence[Request],
-        prefix: str = "",
-        count: int = 1,
-        streams: bool = False,
-        files: Sequence["NamedText"] = (),
+        self, fields: Fields, requests: Sequence[Request], prefix: str = "", count: int = 1, streams: bool = False
     ) -> None:
         self.fields, self.requests, self.model = fields, [*requests], fields.text("model")
-        self.files = [files, *(request.files for request in requests if isinstance(request, LineRequest))]
+        self.files = [request.files for request in requests if isinstance(request, LineRequest)]
         self.count, self.stream = count, fields.flag("stream", streams)
         if all(isinstance(request, LineRequest) for request in requests):  # the most probable line
             fields.disregard("seed", "random_seed", *LIMITS, *chain(*ALIASES.values()))

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dunes import checkpoint, measure
+from dunes import measure
 from dunes.completion import Cancelled
 from dunes.serve.fields import Refused
 from dunes.serve.follow import Follower
@@ -71,21 +71,18 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="dunes-model", daemon=True)
         self._thread.start()
         threading.stack_size(before)
-
-        def load(folder: Path, name: str) -> None:
-            place = checkpoint.locate_model(str(folder)).folder
-            self.models[name] = ServedModel(place, name, acceptance, adapters, say)
-
+        context, request = copy_context(), LineRequest("def main(\nmai", max_tokens=4)
         try:
             for folder, name in zip(folders, names, strict=True):
-                # The copied context carries the trust settings.
-                self.call(partial(copy_context().run, load, folder, name)).result()
+                # The context carries the trust settings.
+                load = partial(context.run, ServedModel, folder, name, acceptance, adapters, say)
+                self.models = self.models | {name: self.call(load).result()}
         except BaseException:
             self.close()
             raise
         for model in self.models.values():
             # The first line takes longer.
-            self.call(partial(model.lines, LineRequest("def main(\nmai", max_tokens=4), lambda: False)).exception()
+            self.call(partial(model.lines, request, lambda: False)).exception()
             if follows:
                 self._followers.append(Follower(model, self.call, say))
                 self._followers[-1].start()

@@ -42,7 +42,9 @@ def read_infill(fields: Fields) -> Asked:
     fields.items("response_fields", 256)
     fields.flag("return_tokens")
     request = LineRequest(before, after, name, files, count, limit or 1, stop, fields.text("model"))
-    return Asked(fields, [request] if limit else [], count=count, files=() if limit else files)
+    asked = Asked(fields, [request] if limit else [], count=count)
+    asked.files = [files]
+    return asked
 
 
 def read_completion(fields: Fields) -> Asked:
@@ -222,19 +224,13 @@ def checks(before: str, after: str, model: str) -> list[Check]:
 _COMPLETION = Endpoint(read_completion, write, "sse-bare")
 PROTOCOL = Protocol(
     "llama-server",
+    {"/infill": Endpoint(read_infill, write, "sse-bare"), "/completion": _COMPLETION, "/completions": _COMPLETION},
+    checks,
     {
-        "/infill": Endpoint(read_infill, write, "sse-bare"),
-        "/completion": _COMPLETION,
-        "/completions": _COMPLETION,
-    },
-    {
-        "/health": health,
-        "/v1/health": health,
-        "/v1/models": list_models,
-        "/models": list_models,
+        **dict.fromkeys(("/health", "/v1/health"), health),
+        **dict.fromkeys(("/models", "/v1/models"), list_models),
         "/v1/models/{name:path}": lambda models: list_models(models)["data"][0],
         "/props": props,
         "/slots": slots,
     },
-    checks,
 )

@@ -15,6 +15,4 @@ def read_fim(fields: Fields) -> Asked:
     return Asked(fields, line_or_texts(text, fields.text("prompt", None), fields.text("suffix")), "fim-")
 
 
-PROTOCOL = Protocol(
-    "Mistral", {"/v1/fim/completions": endpoint(read_fim, "chat.completion", CHUNK, chat_choice)}, {}
-)
+PROTOCOL = Protocol("Mistral", {"/v1/fim/completions": endpoint(read_fim, "chat.completion", CHUNK, chat_choice)})

@@ -135,13 +135,8 @@ PROTOCOL = Protocol(
         "/api/generate": _endpoint(read_generate, lambda text: {"response": text}),
         "/api/chat": _endpoint(read_chat, lambda text: {"message": {"role": "assistant", "content": text}}),
     },
-    {
-        "/api/tags": tags,
-        "/api/ps": tags,
-        "/api/show": show,
-        "/api/version": lambda models: {"version": VERSION},
-    },
     checks,
+    {"/api/tags": tags, "/api/ps": tags, "/api/show": show, "/api/version": lambda models: {"version": VERSION}},
     "/api/",
     lambda refused: {"error": refused.message},
 )

@@ -160,6 +160,5 @@ PROTOCOL = Protocol(
         "/v1/chat/completions": _CHAT,
         "/chat/completions": _CHAT,
     },
-    {},
     checks,
 )

@@ -1,6 +1,7 @@
 """The interface of an HTTP protocol: its paths, its errors, and the requests of its clients."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dunes.serve.fields import Fields, Refused
@@ -37,7 +38,7 @@ class Protocol(NamedTuple):
 
     name: str
     endpoints: Mapping[str, Endpoint]
-    descriptions: Mapping[str, Callable[[Named], Any]]
     checks: Callable[[str, str, str], list[Check]] = lambda before, after, model: []
+    descriptions: Mapping[str, Callable[[Named], Any]] = MappingProxyType({})
     prefix: str = ""
     write_error: Callable[[Refused], Any] = lambda refused: {"error": refused.content}
