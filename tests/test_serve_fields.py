@@ -15,7 +15,7 @@ from dunes.cli.serve import serve
 from dunes.serve import http as server_http
 from dunes.serve.app import _headers
 from dunes.serve.fields import NEUTRAL, Fields, Refused
-from dunes.serve.protocols import PROTOCOLS
+from dunes.serve.protocols import ENDPOINTS, PROTOCOLS
 from dunes.serve.protocols.openai import legacy_logprobs
 from dunes.text.templates import Turn, encode_prompt, find_template
 from test_adapter import pair
@@ -194,27 +194,25 @@ READ = {
 def test_protocols_are_the_same_in_help_docs_and_code():
     page = (Path(__file__).parent.parent / "docs/serving.md").read_text()
     assert [p.name for p in PROTOCOLS if p.name not in page or p.name not in serve.__doc__] == []
-    endpoints = {path: endpoint for protocol in PROTOCOLS for path, endpoint in protocol.endpoints.items()}
-    assert {path for path in endpoints if f"`{path}`" in page} == {*PATHS}
-    assert {*map(id, endpoints.values())} == {id(endpoints[path]) for path in PATHS}, "others have another name"
+    assert {path for path in ENDPOINTS if f"`{path}`" in page} == {*PATHS}
+    assert {*map(id, ENDPOINTS.values())} == {id(ENDPOINTS[path]) for path in PATHS}, "others have another name"
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_field_that_changes_the_text_is_read_or_refused_by_name(path):
-    endpoint = next(p.endpoints[path] for p in PROTOCOLS if path in p.endpoints)
     for name, neutral in NEUTRAL.items():
         fields = Fields(
             PATHS[path] | {name: OTHERS.get(name, 7 if neutral and neutral[0] in (0, 1, -1) else ["x"])}
         )
         if name in READ[path]:
             continue
-        endpoint.read(fields)
+        ENDPOINTS[path].read(fields)
         with pytest.raises(Refused, match=f"'{name}'") as refused:
             fields.ignored()
         assert refused.value.status == 400
         for value in (None, *neutral):
             fields = Fields(PATHS[path] | {name: value})
-            endpoint.read(fields)
+            ENDPOINTS[path].read(fields)
             assert _headers(fields) == {}, "a neutral value is not ignored"
 
 

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dunes.serve.client import AGENT, RECENT
 from dunes.serve.fields import BODY, Fields, Refused, parse
-from dunes.serve.protocols import PROTOCOLS, protocol_of
+from dunes.serve.protocols import DESCRIPTIONS, ENDPOINTS, protocol_of
 from dunes.serve.protocols.protocol import Endpoint
 from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Named, TextRequest
 from dunes.serve.worker import Task, Worker
@@ -146,17 +146,9 @@ class Server:
 
     def app(self, hosts: Sequence[str] = (), key: str | None = None) -> ASGIApp:
         """The application; `hosts` are additional host names of this server."""
-        routes = [
-            Route(path, partial(self._answer, endpoint), methods=["POST"])
-            for protocol in PROTOCOLS
-            for path, endpoint in protocol.endpoints.items()
-        ]
+        routes = [Route(path, partial(self._answer, e), methods=["POST"]) for path, e in ENDPOINTS.items()]
         pages: dict[str, Callable[[Request], Any]] = {
-            **{
-                path: partial(self._describe, write)
-                for protocol in PROTOCOLS
-                for path, write in protocol.descriptions.items()
-            },
+            **{path: partial(self._describe, write) for path, write in DESCRIPTIONS.items()},
             "/": _page,
             "/suggest": partial(self._answer, SUGGEST),
             "/tokenize": self._tokenize,

@@ -9,6 +9,9 @@ PROTOCOLS: tuple[Protocol, ...] = (
     mistral.PROTOCOL,
     ollama.PROTOCOL,
 )
+ENDPOINTS = {path: endpoint for protocol in PROTOCOLS for path, endpoint in protocol.endpoints.items()}
+DESCRIPTIONS = {path: write for protocol in PROTOCOLS for path, write in protocol.descriptions.items()}
+"""The paths of all protocols."""
 
 
 def protocol_of(path: str) -> Protocol:
