@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ import torch
 from conftest import display, eventually, raising, refuses_command, toy
 from dunes import checkpoint
 from dunes.checkpoint import load_with_tokenizer
+from dunes.cli.serve import Editor
 from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.search import CompleteOptions
 from dunes.generate import Request, Token, sampler
@@ -33,7 +35,7 @@ from dunes.runs.train import train
 from dunes.serve import app, follow
 from dunes.serve.batch import Batch, Row
 from dunes.serve.doctor import examine
-from dunes.serve.editors import EDITORS, config, url
+from dunes.serve.editors import config, url
 from dunes.serve.fields import Refused, parse
 from dunes.serve.requests import Answer, LineRequest, TextRequest, fill_in_the_middle
 from dunes.serve.served_model import FileFinder
@@ -666,7 +668,7 @@ def test_a_start_that_cannot_work_is_refused_at_once(run, tmp_path, command, mon
 
 @pytest.mark.parametrize("folder", ["/m/it's", '/m/a"b\\c', "/m/plain"])
 def test_each_editor_has_lines_that_quote_the_folder(folder):
-    for editor in EDITORS:
+    for editor in get_args(Editor):
         lines = config(editor, url("::1", 9000), folder)
         assert "http://[::1]:9000" in lines or "'dunes', 'lsp', '" in lines or '"lsp", "' in lines
     server = tomllib.loads(config("helix", "http://x", folder))["language-server"]["dunes"]

@@ -45,17 +45,12 @@ def run_command(arguments: Sequence[str]) -> int:
         print(version())
         return 0
     if verb in GROUPS:
-        return int(_function(GROUPS[verb])(arguments[1:]))
+        return int(resolve_name(f"dunes.cli.{GROUPS[verb]}")(arguments[1:]))
     return run("dunes", ABOUT, {verb: LateCommand(partial(_load, verb)) for verb in VERBS}, arguments)
 
 
-def _function(name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = resolve_name(f"dunes.cli.{name}")
-    return function
-
-
 def _load(verb: str) -> Callable[..., Any]:
-    command = _function(VERBS[verb])
+    command: Callable[..., Any] = resolve_name(f"dunes.cli.{VERBS[verb]}")
     return command if verb == "doctor" else with_trust(command)
 
 

@@ -5,13 +5,14 @@ import sys
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import tyro
 
 from dunes.cli.process import die_by_signals, drop_lost_output
 from dunes.extra import extra
 from dunes.flags import flag
+from dunes.serve import editors
 
 if TYPE_CHECKING:
     from dunes.serve.worker import Worker
@@ -56,12 +57,8 @@ def serve(
         raise ValueError(f"--acceptance is {acceptance}; expected a share between 0 and 1")
     if not models:
         raise ValueError("MODEL is missing; name a model folder, as runs/project")
-    from dunes.serve.editors import config as editor_config
-    from dunes.serve.editors import url
-
-    address = url(host, port)
     if config is not None:
-        print(editor_config(config, address, os.path.abspath(models[0])), end="")
+        print(editors.config(config, editors.url(host, port), os.path.abspath(models[0])), end="")
         return 0
     drop_lost_output()
     for module in ("starlette", "uvicorn"):
@@ -87,7 +84,7 @@ def serve(
         for listener in sockets:
             listener.close()
         raise
-    place = url(host, sockets[0].getsockname()[1])
+    place = editors.url(host, sockets[0].getsockname()[1])
     try:
         app = Server(worker).app([host, *allow_host], key)
         with listening([] if key else folders) as own:
@@ -98,11 +95,9 @@ def serve(
 
 
 def _announce(worker: "Worker", model: str, place: str) -> None:
-    from dunes.serve.editors import EDITORS
-
     names = ", ".join(name for served in worker.models.values() for name in served.names)
     print(f"serving {names} at {place} (Ctrl-C ends it)")
-    print(f"editors: dunes serve {model} --config {'|'.join(EDITORS)} prints the lines for each")
+    print(f"editors: dunes serve {model} --config {'|'.join(get_args(Editor))} prints the lines for each")
     print(f"nothing appears? dunes doctor{'' if place.endswith(':8012') else f' {place}'}", flush=True)
 
 
@@ -130,10 +125,7 @@ def lsp(
     folder = Path(model)
     if not folder.is_dir():
         raise ValueError(f"{model}: no such folder; train a model there: dunes train SOURCE --out {model}")
-    from importlib.util import find_spec
-
-    if find_spec("pygls") is None:
-        extra("pygls", "lsp")
+    extra("pygls", "lsp")
     from dunes import __version__
     from dunes.serve.handshake import shake_hands
 

@@ -85,12 +85,7 @@ def finetune(
 
 
 def _run(
-    work: Callable[..., int],
-    config: RunConfig,
-    out: Path | None,
-    quiet: bool,
-    options: RunOptions,
-    **more: int,
+    work: Callable[..., int], config: RunConfig, out: Path | None, quiet: bool, options: RunOptions, **more: int
 ) -> int:
     """Start a run. It gets the names of all options set on the command line, even if set to their defaults."""
     if not options.dry_run:

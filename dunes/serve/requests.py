@@ -6,13 +6,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dunes.serve.fields import ENDLESS, SEEDS, Fields, Refused
 from dunes.text.templates import Turn
-
-if TYPE_CHECKING:  # it would import torch, which `dunes doctor` does without
-    from dunes.data.document import NamedText
 
 PROMPTS = 48
 """Maximum number of choices per body, over all its prompts, so that the queue has room for other requests."""
@@ -40,7 +37,7 @@ class LineRequest:
     before: str
     after: str = ""
     name: str = ""
-    files: Sequence["NamedText"] = ()
+    files: Sequence[tuple[str, str]] = ()
     alternatives: int = 1
     max_tokens: int | None = None
     stop: Sequence[str] = ()
@@ -246,7 +243,7 @@ def fill_in_the_middle(prompt: str) -> LineRequest | None:
     return None
 
 
-def _files(head: str) -> "tuple[str, Sequence[NamedText]]":
+def _files(head: str) -> tuple[str, Sequence[tuple[str, str]]]:
     """The name of the file with the cursor (the last in a repository's header), and the other files."""
     parts = FILE.split(REPOSITORY.sub("", head))
     files = tuple(zip(parts[1::2], parts[2::2], strict=True))
