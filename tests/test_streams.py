@@ -19,8 +19,7 @@ PRINTS = """
     from dunes.cli.process import drop_lost_output, exit_with
 
     def work():
-        if not {is_result}:
-            drop_lost_output()
+        {is_result} or drop_lost_output()
         print("résumé 漢 🙂 \\ud83d" if {wide} else "line")
         print("note", file=sys.stderr)
         with open("file", "w") as file:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from time import time
 from typing import Any
 
 from dunes.serve.fields import Fields
@@ -45,8 +46,8 @@ def _text_request(fields: Fields, **more: Any) -> TextRequest:
     return read_text(fields, DEFAULTS, "num_predict", -1, fields.object("options"), variables=variables, **more)
 
 
-def _format_time(time: datetime) -> str:
-    return time.isoformat().replace("+00:00", "Z")
+def _format_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _endpoint(read: Callable[[Fields], Asked], content: Callable[[str], dict[str, Any]]) -> Endpoint:
@@ -54,7 +55,7 @@ def _endpoint(read: Callable[[Fields], Asked], content: Callable[[str], dict[str
 
     def write(request: Asked, answers: Answers, streams: bool) -> dict[str, Any]:
         answer = answers[0]
-        head = {"model": request.fields.text("model"), "created_at": _format_time(datetime.now(UTC))}
+        head = {"model": request.fields.text("model"), "created_at": _format_time(time())}
         text = "" if streams and answer.reason else answer.text
         if not request.requests and not (request.fields.text("prompt") or request.fields.text("suffix")):
             return head | content(text) | {"done": True, "done_reason": "load"}
@@ -80,7 +81,7 @@ def tags(models: Named) -> dict[str, Any]:
     """The reply to /api/tags: the models by name, with their facts."""
     listed = []
     for name, facts in models:
-        about = {"modified_at": _modified_at(facts), "size": facts["size"], "digest": facts["digest"]}
+        about = {"modified_at": _format_time(facts["modified"]), "size": facts["size"], "digest": facts["digest"]}
         listed.append({"name": name, "model": name, **about, "details": _details(facts)})
     return {"models": listed}
 
@@ -97,12 +98,8 @@ def show(models: Named) -> dict[str, Any]:
         "details": _details(facts),
         "model_info": info,
         "capabilities": ["completion", "insert"],
-        "modified_at": _modified_at(facts),
+        "modified_at": _format_time(facts["modified"]),
     }
-
-
-def _modified_at(facts: Facts) -> str:
-    return _format_time(datetime.fromtimestamp(facts["modified"], UTC))
 
 
 def _details(facts: Facts) -> dict[str, Any]:
