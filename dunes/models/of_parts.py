@@ -1,6 +1,6 @@
 """A model from named parts: the form that `dunes train` trains by default, with some of its parts replaced.
 
-`dunes train --parts mlp=gated position=alibi` trains one, and `dunes bench parts` measures what a part brings. The
+`dunes train --parts mlp=gated position=alibi` trains one, and `benchmarks/parts.py` measures what it brings. The
 names are in `flags.PARTS`; the first of each is the default. An own part is a function like `build`, in any file.
 """
 
