@@ -33,7 +33,6 @@ from time import perf_counter
 from typing import Any, Literal
 
 from dunes import measure
-from dunes.bench.parts import interval
 from dunes.bench.rows import Row
 from dunes.checkpoint import load_with_tokenizer
 from dunes.checkpoint.model_folder import read_card
@@ -53,6 +52,7 @@ import numpy as np
 import torch
 import tyro
 from numpy.typing import NDArray
+from parts import interval
 from torch import Tensor
 
 TOP, SHARE = 32, 0.5

@@ -10,7 +10,7 @@ in the same format works, such as the output of `recipes/self_instruct.py`.
 from pathlib import Path
 
 from dunes.checkpoint.export import export
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.generate import sampler
 from dunes.inference.chat import load_chat_engine
 from dunes.progress import Display

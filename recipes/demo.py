@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from dunes import checkpoint
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.completion import LineCompleter
 from dunes.completion.completer import CopyNearest, FolderCompleter, find_completer
 from dunes.completion.keystrokes import CutPoint, cut_points

@@ -9,7 +9,7 @@ measuring forgetting; both are files or folders.
 from pathlib import Path
 
 from dunes import checkpoint
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.evaluate.text_loss import score_folder
 from dunes.progress import Display
 from dunes.runs.augment import augment_folder, undo_folder

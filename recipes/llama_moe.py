@@ -10,7 +10,7 @@ many steps. Prints the validation losses and returns them. https://arxiv.org/abs
 from pathlib import Path
 
 from dunes import checkpoint
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.progress import Display
 from dunes.runs.augment import augment_folder
 from dunes.runs.run import METRICS, read_metrics

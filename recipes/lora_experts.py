@@ -9,7 +9,7 @@ Prints the validation losses and returns them. https://arxiv.org/abs/2402.08562
 from pathlib import Path
 
 from dunes import checkpoint, tree
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.progress import Display
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from dunes import checkpoint
 from dunes.augment import apply_change
 from dunes.checkpoint import Architecture, LoadedModel
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.data import Windows
 from dunes.evaluate.text_loss import evaluate
 from dunes.models import mixtral

@@ -9,7 +9,7 @@ is mlp or conv_net, OPTIMIZER adamw, sgd, momentum or rmsprop, LOSS cross_entrop
 from pathlib import Path
 
 from dunes import measure, train
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.data import Digits, Rows, drawn_digits, fetch_digits, read_digits
 from dunes.files.atomic import cache_home
 from dunes.models import mnist

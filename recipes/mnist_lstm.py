@@ -6,7 +6,7 @@ FOLDER has MNIST's IDX files, or is `drawn` for digits drawn by code.
 """
 
 from dunes import train
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.data import Rows, drawn_digits, read_digits
 from dunes.models.mnist import Normalize
 

@@ -6,7 +6,7 @@ python recipes/own_parts.py
 from pathlib import Path
 
 from dunes import checkpoint
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.parts import Attention, Block, Decoder, Embedding, RMSNorm, Rotary
 from dunes.text import Tokenizer
 from dunes.train import Trainer, adamw, next_token

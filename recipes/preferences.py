@@ -11,7 +11,7 @@ model's own, as SPIN does. https://arxiv.org/abs/2401.01335
 import zlib
 from pathlib import Path
 
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.data.records import rows
 from dunes.files.json_file import append_record
 from dunes.generate import sampler

@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
 
-from dunes.cli.main import exit_with
+from dunes.cli.process import exit_with
 from dunes.files.atomic import folder_lock, write_file
 from dunes.flags import flag, option
 from dunes.progress import Display

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dunes import checkpoint, tree
 from dunes.checkpoint import LoadedModel
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.data import Windows
 from dunes.evaluate.text_loss import evaluate
 from dunes.inference.text_generator import sample_text

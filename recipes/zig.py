@@ -7,7 +7,7 @@ Without Zig: `pip download --no-deps ziglang==0.17.0` fetches a wheel (a zip fil
 
 from pathlib import Path
 
-from dunes.cli.main import run_recipe
+from dunes.cli.process import run_recipe
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import sampler
 from dunes.inference.text_generator import TextGenerator

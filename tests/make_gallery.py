@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dunes import checkpoint
 from dunes.checkpoint.model_folder import read_card
-from dunes.cli.main import _main
+from dunes.cli.main import run_command
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import generate
 from dunes.models import mnist
@@ -92,9 +92,8 @@ def run(out: Path, *args: object) -> None:
     """Run a command that makes a folder, if there is none. Raises RuntimeError where it fails."""
     if out.exists():
         return
-    sys.argv = ["dunes", *map(str, args)]
-    if status := _main():
-        raise RuntimeError(f"{' '.join(sys.argv)}: status {status}")
+    if status := run_command([*map(str, args)]):
+        raise RuntimeError(f"{' '.join(map(str, args))}: status {status}")
 
 
 def kill_at_step_4(out: Path, *args: object) -> None:

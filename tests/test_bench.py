@@ -21,7 +21,7 @@ from dunes.bench.compare import _critical, compare, hodges_lehmann
 from dunes.bench.runner import Lap, race
 from dunes.bench.subject import Setting, Work, of_folder, of_shape
 from dunes.cli import bench as cli
-from dunes.cli.main import run as run_command
+from dunes.cli.command import run as run_command
 from dunes.measure import machine
 from dunes.ops import scaled_dot_product as attention
 from dunes.parts import Decoder

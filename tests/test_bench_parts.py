@@ -1,26 +1,28 @@
-"""The instrument that compares parts: variants, pairs, intervals, rungs; an interrupted one goes on."""
+"""benchmarks/parts.py: variants, pairs, intervals, rungs; an interrupted one goes on."""
 
 import json
 import subprocess
 import sys
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 
 from conftest import refuses
-from dunes.bench import parts
-from dunes.bench.parts import (
-    CLOCK,
-    DEFAULT,
-    TOKENS,
-    Job,
-    Plan,
-    bench_parts,
-    interval,
-    read_variants,
-    verdict,
-)
 from dunes.files.atomic import folder_lock
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "parts.py"
+spec = spec_from_file_location("parts_of_benchmarks", SCRIPT)
+parts = sys.modules[spec.name] = module_from_spec(spec)
+spec.loader.exec_module(parts)
+CLOCK, DEFAULT, TOKENS, Job, Plan = parts.CLOCK, parts.DEFAULT, parts.TOKENS, parts.Job, parts.Plan
+bench_parts, interval, read_variants, verdict = (
+    parts.bench_parts,
+    parts.interval,
+    parts.read_variants,
+    parts.verdict,
+)
 
 PLAN = {"sources": ("stdlib",), "minutes": 1.0, "seeds": 2, "size": "2x64", "tokenizer": "bpe", "budget": None}
 
@@ -215,17 +217,17 @@ def test_the_command_trains_measures_and_keeps_what_it_has(code, tmp_path):
 
     def run(*vary):
         options = "--minutes", "0.05", "--seeds", "2", "--size", "1x32", "--tokenizer", "bytes", "--out", "out"
-        command = [sys.executable, "-m", "dunes", "bench", "parts", code, *options, "--json", "--vary", *vary]
+        command = [sys.executable, str(SCRIPT), code, *options, "--vary", *vary]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
     failed = run("own.py:late")
     assert failed.returncode == 1
-    (reason,) = json.loads(failed.stdout)["failed"].values()
+    (reason,) = json.loads(failed.stdout.splitlines()[-1])["failed"].values()
     assert "own.py:late, seed 0: dunes: " in reason
     assert "as late as this" in reason
     done = run("own.py:build")
     assert done.returncode == 0, done.stderr
-    (rung,) = json.loads(done.stdout)["rungs"]
+    (rung,) = json.loads(done.stdout.splitlines()[-1])["rungs"]
     assert [row["variant"] for row in rung] == [DEFAULT, "own.py:build"]
     rows = [json.loads(line) for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * 3

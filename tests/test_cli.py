@@ -14,7 +14,6 @@ from conftest import refuses_command, run_python
 from dunes import checkpoint
 from dunes.bench.subject import of_shape
 from dunes.cli import main as cli
-from dunes.cli import training
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import sampler
 from dunes.inference.text_generator import TextGenerator
@@ -33,19 +32,6 @@ def dunes(*arguments, text=None):
     return subprocess.run(line, capture_output=True, text=True, input=text, timeout=200)
 
 
-def without_torch(*arguments):
-    """`dunes` with these arguments, which must not load torch."""
-    script = (
-        "import sys; from dunes.cli import main; sys.argv = ['dunes', *sys.argv[1:]]\n"
-        "try: main.main()\n"
-        "finally: assert 'bench' in sys.argv or 'torch' not in sys.modules, 'torch was loaded'"
-    )
-    done = run_python(script, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "AssertionError" not in done.stderr
-    return done
-
-
 def test_help_comes_without_torch_and_each_verb_shows_an_example():
     script = """
         import sys
@@ -53,9 +39,8 @@ def test_help_comes_without_torch_and_each_verb_shows_an_example():
         from dunes.cli import main
         for verb in sys.argv[1:]:
             print("\\0")
-            sys.argv = ["dunes", *verb.split(), "--help"]
             with suppress(SystemExit):
-                main.main()
+                main.run_command([*verb.split(), "--help"])
             assert verb == "bench" or "torch" not in sys.modules, verb
     """
     verbs = sorted(("", *cli.VERBS), key=lambda verb: verb == "bench")  # its registry holds what computes
@@ -67,8 +52,10 @@ def test_help_comes_without_torch_and_each_verb_shows_an_example():
 
 
 def test_the_version_comes_without_torch():
-    printed = without_torch("--version").stdout
-    assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", printed)
+    script = "import sys; from dunes.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    done = run_python(script, "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", done.stdout)
 
 
 @pytest.mark.slow
@@ -102,11 +89,9 @@ def test_the_choices_of_flags_are_those_of_the_code():
 def test_a_flag_at_its_default_counts_as_asked_for(monkeypatch):
     """So that resuming refuses what is not as in the run, and does not pass over it."""
     seen = {}
-    line = "dunes finetune m --rank=16 --no-packing --val_fraction 0.05"
-    monkeypatch.setattr(sys, "argv", line.split())
-    options = config.RunOptions(resume=True)
-    model = finetune_config.FinetuneConfig(model="m")
-    training._run(lambda *_, **named: seen.update(named) or 0, model, Path("run"), False, options)
+    monkeypatch.setattr("dunes.runs.finetune.finetune", lambda *_, **named: seen.update(named) or 0)
+    line = "finetune m --rank=16 --no-packing --val_fraction 0.05 --out run --resume"
+    assert cli.run_command(line.split()) == 0
     assert seen["asked"] == {"model", "rank", "packing", "val_fraction"}
     assert seen["resume"]
 
@@ -125,18 +110,17 @@ def test_importing_the_package_is_light():
 
 def test_generate_imports_neither_training_nor_templates():
     script = (
-        "import sys; from dunes.cli import main; sys.argv = ['dunes', 'generate', 'nowhere']\n"
-        "try: main._main()\n"
+        "import sys; from dunes.cli.main import run_command\n"
+        "try: run_command(['generate', 'nowhere'])\n"
         "except ValueError: print(*{'dunes.cli.training', 'dunes.data', 'jinja2', 'torch'} & sys.modules.keys())"
     )
     assert run_python(script).stdout == "torch\n"
 
 
-def test_errors_of_a_verb_parsed_alone_name_the_options_of_others(monkeypatch, capsys):
+def test_errors_of_a_verb_name_the_options_of_others(capsys):
     """They are printed once."""
-    monkeypatch.setattr(sys, "argv", ["dunes", "generate", "m", "--lora-rank", "4", "--steps", "x"])
     with pytest.raises(SystemExit, match="2"):
-        cli._main()
+        cli.run_command(["generate", "m", "--lora-rank", "4", "--steps", "x"])
     printed, errors = capsys.readouterr()
     assert (printed, errors.count("Unrecognized options")) == ("", 1)
     assert "in dunes train --help" in errors
@@ -170,7 +154,7 @@ def test_a_mistake_is_one_line_and_status_2(arguments, words, tmp_path, monkeypa
 
 
 def test_who_stops_reading_is_told_nothing():
-    script = "from dunes.cli.main import exit_with; exit_with(lambda: print('line'), 'dunes')"
+    script = "from dunes.cli.process import exit_with; exit_with(lambda: print('line'), 'dunes')"
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE, text=True)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dunes.serve import doctor
 from dunes.serve.handshake import message
+from dunes.serve.protocols import openai
 from dunes.text.lines import split_lines
 
 types = pytest.importorskip("lsprotocol.types")
@@ -122,7 +122,7 @@ def test_lines_are_split_where_positions_count_them():
 
 def test_doctor_reads_events_of_servers_that_do_not_escape_line_separators():
     event = json.dumps({"choices": [{"text": NO_ENDS[-3:]}]}, ensure_ascii=False)
-    assert doctor._events(f"data: {event}\r\n\r\ndata: [DONE]\n\n".encode()) == NO_ENDS[-3:]
+    assert openai._events(f"data: {event}\r\n\r\ndata: [DONE]\n\n".encode()) == NO_ENDS[-3:]
 
 
 @pytest.mark.slow

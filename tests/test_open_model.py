@@ -33,7 +33,7 @@ from dunes.runs.train import choose_trainable, train
 from dunes.runs.train_config import NONE, TrainConfig
 from dunes.serve.fields import Refused
 from dunes.serve.follow import Follower
-from dunes.serve.served import LoadedFolder, ServedModel, base_stamp
+from dunes.serve.served_model import LoadedFolder, ServedModel, base_stamp
 from dunes.text import Tokenizer
 from small_models import random_model
 
@@ -387,8 +387,7 @@ def test_a_server_notices_a_base_that_is_put_back(copied):
     folder, own = copied
     away, said = shutil.move(own, own.parent / "away"), []
     served = ServedModel(folder, "run", 0.35, say=said.append)
-    worker = SimpleNamespace(call=lambda work: SimpleNamespace(result=work))
-    follower = Follower(served, worker, said.append)
+    follower = Follower(served, lambda work: SimpleNamespace(result=work), said.append)
     follower._load_again()
     assert isinstance(served.current.completer, CopyCompleter)
     shutil.move(away, own)

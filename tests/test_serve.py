@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ import torch
 from conftest import display, eventually, raising, refuses_command, toy
 from dunes import checkpoint
 from dunes.checkpoint import load_with_tokenizer
+from dunes.cli.serve import Editor
 from dunes.completion.completer import CopyNearest, FolderCompleter
 from dunes.completion.search import CompleteOptions
 from dunes.generate import Request, Token, sampler
@@ -33,11 +35,11 @@ from dunes.runs.train import train
 from dunes.serve import app, follow
 from dunes.serve.batch import Batch, Row
 from dunes.serve.doctor import examine
-from dunes.serve.editors import EDITORS, config, url
+from dunes.serve.editors import config, url
 from dunes.serve.fields import Refused, parse
 from dunes.serve.requests import Answer, LineRequest, TextRequest, fill_in_the_middle
-from dunes.serve.running import Running
-from dunes.serve.served import FileFinder
+from dunes.serve.served_model import FileFinder
+from dunes.serve.worker import Worker
 from dunes.text import Tokenizer
 from small_models import random_model
 from test_chat_verb import alone, three  # noqa: F401  (fixture)
@@ -308,12 +310,12 @@ def test_a_cancelled_text_frees_its_row(run):
 
 
 @pytest.fixture
-def running(run):
-    with closing(Running([run], 0.0, (), lambda line: None, follows=False)) as models:
+def worker(run):
+    with closing(Worker([run], 0.0, (), lambda line: None, follows=False)) as models:
         yield models
 
 
-def test_lines_come_between_the_tokens_of_texts_and_are_the_engines(running, run):
+def test_lines_come_between_the_tokens_of_texts_and_are_the_engines(worker, run):
     events, lines, order = [], {}, []
     done = threading.Event()
 
@@ -323,7 +325,7 @@ def test_lines_come_between_the_tokens_of_texts_and_are_the_engines(running, run
         if event.reason:
             done.set()
 
-    running.worker.submit(TextRequest("def task_", 60, 0.0, model="run"), emit)
+    worker.submit(TextRequest("def task_", 60, 0.0, model="run"), emit)
     completer = FolderCompleter(run)
     for i, end in enumerate(range(20, len(BEFORE), 3)):
         got = threading.Event()
@@ -333,7 +335,7 @@ def test_lines_come_between_the_tokens_of_texts_and_are_the_engines(running, run
             order.append("line")
             got.set()
 
-        running.worker.submit(LineRequest(BEFORE[:end], "", "new.py"), store)
+        worker.submit(LineRequest(BEFORE[:end], "", "new.py"), store)
         assert got.wait(20)
         expected = completer.complete(BEFORE[:end], "", "new.py")
         assert [answer.text for answer in lines[i]] == [expected.text]
@@ -342,35 +344,35 @@ def test_lines_come_between_the_tokens_of_texts_and_are_the_engines(running, run
     assert "".join(e.text for e in events if not e.reason) == events[-1].text
 
 
-def test_a_cancelled_line_says_nothing_and_others_go_on(running):
+def test_a_cancelled_line_says_nothing_and_others_go_on(worker):
     events = []
     blocked, go = threading.Event(), threading.Event()
-    running.worker.call(lambda: (blocked.set(), go.wait(20)))
+    worker.call(lambda: (blocked.set(), go.wait(20)))
     assert blocked.wait(20)
-    task = running.worker.submit(LineRequest(BEFORE), events.append)
+    task = worker.submit(LineRequest(BEFORE), events.append)
     task.cancel()
     got = threading.Event()
-    running.worker.submit(LineRequest(BEFORE), lambda event: got.set())
+    worker.submit(LineRequest(BEFORE), lambda event: got.set())
     go.set()
     assert got.wait(20)
     assert events == []
 
 
-def test_too_many_waiting_requests_are_refused_and_an_error_is_the_requests_own(running, monkeypatch):
+def test_too_many_waiting_requests_are_refused_and_an_error_is_the_requests_own(worker, monkeypatch):
     go = threading.Event()
-    running.worker.call(go.wait)
+    worker.call(go.wait)
     time.sleep(0.05)
     for _ in range(64):
-        running.worker.submit(LineRequest("a"), lambda event: None)
+        worker.submit(LineRequest("a"), lambda event: None)
     with pytest.raises(Refused, match="64 requests") as refused:
-        running.worker.submit(LineRequest("a"), lambda event: None)
+        worker.submit(LineRequest("a"), lambda event: None)
     assert (refused.value.status, refused.value.retry) == (503, 1)
-    monkeypatch.setattr(running.served["run"].current.completer, "alternatives", lambda *args: 1 / 0)
+    monkeypatch.setattr(worker.models["run"].current.completer, "alternatives", lambda *args: 1 / 0)
     go.set()
-    assert eventually(lambda: not running.worker._lines)
+    assert eventually(lambda: not worker._lines)
     got = []
-    running.worker.submit(LineRequest("a"), got.append)
-    running.worker.call(lambda: None).result(20)
+    worker.submit(LineRequest("a"), got.append)
+    worker.call(lambda: None).result(20)
     assert eventually(lambda: got)
     assert isinstance(got[0], ZeroDivisionError)
 
@@ -391,17 +393,17 @@ def test_an_error_of_one_text_is_its_own_and_changes_no_other(run, monkeypatch):
         assert together[i].text == alone.text
 
 
-def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(running, monkeypatch, capsys):
-    model = running.served["run"]
+def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(worker, monkeypatch, capsys):
+    model = worker.models["run"]
     before = Batch.__dict__["_read_piece"]
     monkeypatch.setattr(Batch, "_read_piece", raising(RuntimeError("no memory left")))
     events = []
-    running.worker.submit(TextRequest("def", 5, 0.0), events.append)
+    worker.submit(TextRequest("def", 5, 0.0), events.append)
     assert eventually(lambda: events)
     assert isinstance(events[0], RuntimeError)
     monkeypatch.setattr(Batch, "_read_piece", before)
     later = []
-    running.worker.submit(TextRequest("def", 5, 0.0), later.append)
+    worker.submit(TextRequest("def", 5, 0.0), later.append)
     assert eventually(lambda: later and later[-1].reason)
     assert model.current.batch is not None
 
@@ -666,7 +668,7 @@ def test_a_start_that_cannot_work_is_refused_at_once(run, tmp_path, command, mon
 
 @pytest.mark.parametrize("folder", ["/m/it's", '/m/a"b\\c', "/m/plain"])
 def test_each_editor_has_lines_that_quote_the_folder(folder):
-    for editor in EDITORS:
+    for editor in get_args(Editor):
         lines = config(editor, url("::1", 9000), folder)
         assert "http://[::1]:9000" in lines or "'dunes', 'lsp', '" in lines or '"lsp", "' in lines
     server = tomllib.loads(config("helix", "http://x", folder))["language-server"]["dunes"]
@@ -719,8 +721,8 @@ VIM = {"response_fields": ["content", "timings/prompt_n", "truncated", "tokens_c
 def test_a_run_that_still_trains_copies_and_a_client_keeps_no_answer_without_a_suggestion(run, tmp_path):
     copy, place = in_training(run, tmp_path / "run"), "def task_1_3(value_3, limit=3):\n    return value_3 * 1 "
     lines = []
-    with closing(Running([copy], 0.35, (), lines.append)) as running:
-        application, model = app.Server(running).app(), running.served["run"]
+    with closing(Worker([copy], 0.35, (), lines.append)) as worker:
+        application, model = app.Server(worker).app(), worker.models["run"]
         assert "in training" in lines[0]
         with pytest.raises(Refused, match="in training"):
             model.add(TextRequest("a"), print, lambda: False)
@@ -737,7 +739,7 @@ def test_a_run_that_still_trains_copies_and_a_client_keeps_no_answer_without_a_s
         assert eventually(lambda: model.current.loaded is not None)
         model.acceptance = 0.0
         assert "content" in complete(infill(place, "\n", **VIM))
-        assert shown_by(running, BEFORE).startswith("ue_3")
+        assert shown_by(worker, BEFORE).startswith("ue_3")
 
 
 @pytest.mark.slow
@@ -840,24 +842,24 @@ def copied(run, programs, tmp_path):
     return out, folder
 
 
-def shown_by(running, before):
-    model = running.served["run"]
-    return running.worker.call(lambda: model.lines(LineRequest(before), lambda: False)).result(20)[0].text
+def shown_by(worker, before):
+    model = worker.models["run"]
+    return worker.call(lambda: model.lines(LineRequest(before), lambda: False)).result(20)[0].text
 
 
 @pytest.mark.slow
 def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
     out, _ = copied
     said = []
-    with closing(Running([out], 0.0, (), said.append)) as running:
-        model, events, done = running.served["run"], [], threading.Event()
+    with closing(Worker([out], 0.0, (), said.append)) as worker:
+        model, events, done = worker.models["run"], [], threading.Event()
 
         def emit(event):
             events.append(event)
             if event.reason:
                 done.set()
 
-        running.worker.submit(TextRequest("def task_", 1500, 0.0), emit)
+        worker.submit(TextRequest("def task_", 1500, 0.0), emit)
         assert eventually(lambda: events)
         old = model.current
         (out / "config.json").touch()
@@ -870,7 +872,7 @@ def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
         weights.write_bytes(data[: len(data) // 2])
         assert eventually(lambda: said)
         assert model.current is old
-        assert shown_by(running, BEFORE)
+        assert shown_by(worker, BEFORE)
         weights.write_bytes(data)
         assert eventually(lambda: model.current is not old, 30)
         assert len(said) == 1, said
@@ -880,34 +882,34 @@ def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
 def test_sources_that_vanish_come_back_and_new_folders_and_links_are_known(copied, tmp_path, monkeypatch):
     monkeypatch.setattr(follow, "PERIOD", 0.3)
     out, folder = copied
-    with closing(Running([out], 0.0, (), lambda line: None)) as running:
-        assert eventually(lambda: running._followers[0]._folders)
+    with closing(Worker([out], 0.0, (), lambda line: None)) as worker:
+        assert eventually(lambda: worker._followers[0]._folders)
         new = folder / "deep" / "deeper"
         new.mkdir(parents=True)
         time.sleep(0.5)
         (new / "fresh.py").write_text("y = brand_new_function(1, 2)\n")
-        assert eventually(lambda: shown_by(running, "x = brand_new_") == "function(1, 2)")
+        assert eventually(lambda: shown_by(worker, "x = brand_new_") == "function(1, 2)")
         (new / "fresh.py").write_text("y = brand_new_procedure(3)\n")
-        assert eventually(lambda: shown_by(running, "x = brand_new_") == "procedure(3)")
+        assert eventually(lambda: shown_by(worker, "x = brand_new_") == "procedure(3)")
         folder.rename(tmp_path / "away")
         time.sleep(1)
         (tmp_path / "away").rename(folder)
         (folder / "later.py").write_text("y = quite_another_thing(3)\n")
-        assert eventually(lambda: shown_by(running, "x = quite_another_") == "thing(3)")
+        assert eventually(lambda: shown_by(worker, "x = quite_another_") == "thing(3)")
         secret = tmp_path / "secret.py"
         secret.write_text("y = secret_word_is_swordfish\n")
         (folder / "later.py").unlink()
         (folder / "later.py").symlink_to(secret)
         time.sleep(1)
-        assert "swordfish" not in shown_by(running, "x = secret_word_")
-        assert "thing" not in shown_by(running, "x = quite_another_")
+        assert "swordfish" not in shown_by(worker, "x = secret_word_")
+        assert "thing" not in shown_by(worker, "x = quite_another_")
         (folder / "module_1.py").rename(folder / "renamed.py")
         text = (folder / "renamed.py").read_text()
-        files = running.served["run"].current.files
+        files = worker.models["run"].current.files
         assert eventually(lambda: files.find(text, "") == "renamed.py")
 
 
-def test_a_client_that_never_reads_frees_the_model(running, monkeypatch):
+def test_a_client_that_never_reads_frees_the_model(worker, monkeypatch):
     monkeypatch.setattr(app, "SENDING", 0.3)
     body, sent = json.dumps({"prompt": "def task_", "max_tokens": 4000, "stream": True}).encode(), []
     received = iter([{"type": "http.request", "body": body, "more_body": False}])
@@ -922,19 +924,19 @@ def test_a_client_that_never_reads_frees_the_model(running, monkeypatch):
 
     headers = [(b"host", b"localhost"), (b"content-length", b"%d" % len(body))]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
-    application = app.Server(running).app()
+    application = app.Server(worker).app()
     asyncio.run(asyncio.wait_for(application(scope, receive, send), 20))
     assert sent == ["http.response.start", "http.response.body", "http.response.body"]
-    assert eventually(lambda: not running.served["run"].current.batch.active)
+    assert eventually(lambda: not worker.models["run"].current.batch.active)
 
 
-def test_open_files_that_change_together_are_all_copied_from(running):
+def test_open_files_that_change_together_are_all_copied_from(worker):
     names = ["open_red", "open_blue", "open_green", "open_black", "open_white", "open_pink"]
     with ThreadPoolExecutor(6) as pool:
-        list(pool.map(lambda n: running.take_in(f"{n}.py", f"y = call_of_{n}_thing(1)\n"), names))
-    assert [shown_by(running, f"x = call_of_{name}_") for name in names] == ["thing(1)"] * 6
-    running.take_in("open_blue.py", None)
-    assert "thing" not in shown_by(running, "x = call_of_open_blue_")
+        list(pool.map(lambda n: worker.take_in(f"{n}.py", f"y = call_of_{n}_thing(1)\n"), names))
+    assert [shown_by(worker, f"x = call_of_{name}_") for name in names] == ["thing(1)"] * 6
+    worker.take_in("open_blue.py", None)
+    assert "thing" not in shown_by(worker, "x = call_of_open_blue_")
 
 
 @pytest.mark.slow
@@ -947,10 +949,10 @@ def test_files_that_changed_while_no_server_ran_are_known(copied, monkeypatch):
     os.utime(folder / "module_3.py", (1, 1))  # older than the index, as a file that was edited during training
     for i in range(12):
         (folder / f"large_{i}.py").write_text(f"value_{i} = quite_unheard_of_{i}(2)\n" + f"# {'x' * 60}\n" * 500)
-    with closing(Running([out], 0.0, (), lambda line: None)) as running:
-        assert eventually(lambda: shown_by(running, "x = brand_new_") == "function(1)", 60)
-        assert "module_2.py" not in running.served["run"].current.files.names
-        completer = running.served["run"].current.completer
+    with closing(Worker([out], 0.0, (), lambda line: None)) as worker:
+        assert eventually(lambda: shown_by(worker, "x = brand_new_") == "function(1)", 60)
+        assert "module_2.py" not in worker.models["run"].current.files.names
+        completer = worker.models["run"].current.completer
         names = lambda: {n for n, text in completer._open.texts.items() if text}
         assert eventually(lambda: {f"large_{i}.py" for i in range(12)} <= names(), 60)
 
@@ -972,12 +974,12 @@ def test_a_small_change_among_many_open_files_is_indexed_alone(run):
     assert copied("name_5 = first_call_5") != "(1)"
 
 
-def test_a_replaced_model_is_let_go_and_chats_made_for_it_are_refused(running):
+def test_a_replaced_model_is_let_go_and_chats_made_for_it_are_refused(worker):
     import weakref
 
-    model = running.served["run"]
+    model = worker.models["run"]
     old, request = weakref.ref(model.current.loaded.model), TextRequest("a", 3, batch=object())
-    running.worker.call(model.reload).result(60)
+    worker.call(model.reload).result(60)
     assert eventually(lambda: old() is None, 5)
     with pytest.raises(Refused, match="loaded again"):
         model.add(request, print, lambda: False)

@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import torch
 from conftest import refuses
 from dunes import checkpoint
 from dunes.checkpoint import load_with_tokenizer
+from dunes.cli.serve import serve
 from dunes.serve import http as server_http
 from dunes.serve.app import _headers
 from dunes.serve.fields import NEUTRAL, Fields, Refused
-from dunes.serve.openai import legacy_logprobs
+from dunes.serve.protocols import ENDPOINTS, PROTOCOLS
+from dunes.serve.protocols.openai import legacy_logprobs
 from dunes.text.templates import Turn, encode_prompt, find_template
 from test_adapter import pair
 from test_adapter_folders import TOKENS
@@ -188,23 +191,28 @@ READ = {
 """Fields in NEUTRAL that a path reads."""
 
 
+def test_protocols_are_the_same_in_help_docs_and_code():
+    page = (Path(__file__).parent.parent / "docs/serving.md").read_text()
+    assert [p.name for p in PROTOCOLS if p.name not in page or p.name not in serve.__doc__] == []
+    assert {path for path in ENDPOINTS if f"`{path}`" in page} == {*PATHS}
+    assert {*map(id, ENDPOINTS.values())} == {id(ENDPOINTS[path]) for path in PATHS}, "others have another name"
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_field_that_changes_the_text_is_read_or_refused_by_name(path):
-    from dunes.serve.app import PATHS as protocols
-
     for name, neutral in NEUTRAL.items():
         fields = Fields(
             PATHS[path] | {name: OTHERS.get(name, 7 if neutral and neutral[0] in (0, 1, -1) else ["x"])}
         )
         if name in READ[path]:
             continue
-        protocols[path].read(fields)
+        ENDPOINTS[path].read(fields)
         with pytest.raises(Refused, match=f"'{name}'") as refused:
             fields.ignored()
         assert refused.value.status == 400
         for value in (None, *neutral):
             fields = Fields(PATHS[path] | {name: value})
-            protocols[path].read(fields)
+            ENDPOINTS[path].read(fields)
             assert _headers(fields) == {}, "a neutral value is not ignored"
 
 

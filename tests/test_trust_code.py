@@ -18,7 +18,7 @@ from dunes.text import Tokenizer
 from own_parts import OwnMLP
 from test_network import rename
 
-OF_NO_MODEL = ["bench", "bench compare", "bench plot", "bench parts", "doctor", "augment"]
+OF_NO_MODEL = ["bench", "bench compare", "bench plot", "doctor", "augment"]
 COMMANDS = [
     *VERBS,
     *(f"augment {name}" for name in augment_verb.COMMANDS),

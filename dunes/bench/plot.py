@@ -219,22 +219,6 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
     )
 
 
-def differences(results: Sequence[Mapping[str, Any]]) -> Any:
-    """Plot each variant's difference in bits/byte with its interval; `results` are from `bench.parts.summary`."""
-    p, records = extra("plotnine", "plot"), []
-    for row in results[1:]:
-        for by, (middle, half) in row["difference"].items():
-            low, high = middle - (half or 0.0), middle + (half or 0.0)
-            records.append({"variant": row["variant"], "equal": by, "bits": middle, "low": low, "high": high})
-    frame, dodge = _frame(records), p.position_dodge(width=0.4)
-    plot = _base(
-        frame, high=1.5 + 0.4 * len(results), x="variant", y="bits", ymin="low", ymax="high", color="equal"
-    )
-    plot += p.geom_hline(yintercept=0, linetype="dashed")
-    plot += p.geom_pointrange(position=dodge)
-    return plot + p.coord_flip() + p.labs(x="", y="bits/byte beside the default; left is better", color="equal")
-
-
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write all plots of these measurements, and return their paths.
 

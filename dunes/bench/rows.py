@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from dunes.files.json_file import append_record, print_warning, read_records
+from dunes.files.json_file import print_warning, read_records
 from dunes.progress import Line
 
 Row = dict[str, Any]
@@ -20,12 +20,6 @@ SETTING = (
     "benchmark", "subject", "family", "parameters", "dtype", "batch", "context", "threads", "device", "form",
 )  # fmt: skip
 """Columns whose values identify a case."""
-
-
-def append_row(path: Path, row: Row) -> None:
-    """Append a row to the file; creates missing folders."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    append_record(path, row)
 
 
 def read_rows(path: Path, warn: Line = print_warning) -> list[Row]:

@@ -20,6 +20,7 @@ from dunes import __version__, measure, tree
 from dunes.bench import rows
 from dunes.bench.benchmarks import BENCHMARKS, Benchmark
 from dunes.bench.subject import Setting, Subject, Work, of_folder, of_shape
+from dunes.files.json_file import append_record
 from dunes.flags import flag
 from dunes.progress import report
 from dunes.runs.memory import Shape, train_allocations
@@ -225,12 +226,13 @@ def bench(name: str, request: Request, rounds: int, out: Path, least: float = LE
         works[n] = BENCHMARKS[name].make(c.subject, c.setting)
     machine = {"commit": rows.source_commit(), "dunes": __version__, **measure.fingerprint()}
     ceilings, results = Ceilings(), list[rows.Row]()
+    out.parent.mkdir(parents=True, exist_ok=True)
     report(f"{name}: warming up", 0.0)
     start, laps = perf_counter(), rounds * len(works)
     before = lambda n: torch.set_num_threads(numbered[n].setting.threads)
     for lap in race(works, rounds, before=before, least=least):
         row = _row(name, numbered[lap.name], works[lap.name], lap, ceilings) | machine
-        rows.append_row(out, row)
+        append_record(out, row)
         results.append(row)
         # The warm-up took about as long as a round.
         remaining = (perf_counter() - start) / (len(works) + len(results)) * (laps - len(results))

@@ -1,6 +1,6 @@
 """`dunes augment ...`: one command per modification; each reads a model folder and writes another."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import Parameter
@@ -12,7 +12,8 @@ import tyro
 
 from dunes.augment.options import COMMANDS as CHANGES
 from dunes.augment.options import OPTIONS, Options
-from dunes.cli.main import keyword, with_parameters
+from dunes.cli.command import keyword, run, with_parameters, with_trust
+from dunes.cli.process import drop_lost_output
 from dunes.cli.verbs import AnyBase, Model, Out
 from dunes.flags import Dtype, flag
 
@@ -46,6 +47,7 @@ def merge(
     from dunes.checkpoint.export import export
     from dunes.text import templates
 
+    drop_lost_output()
     torch_dtype = None if dtype is None else getattr(torch, dtype)
     print("\n".join(export(checkpoint.locate_model(model).folder, out, into, torch_dtype, any_base).lines()))
     loaded = checkpoint.load(out)
@@ -59,6 +61,7 @@ def _command(name: str, options_type: type[Options]) -> Callable[..., None]:
     group = name.replace("-", "_")
 
     def command(model: str, out: Path, **settings: Any) -> None:
+        drop_lost_output()
         settings = {p.name: p.default for p in parameters[2:]} | settings
         options = settings.pop(group)
         if settings.pop("undo", False):
@@ -126,3 +129,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {"merge": merge} | {n: _command(n, OPT
 ABOUT = """Modify models: each command reads a folder and writes another.
 
 Example: dunes augment merge runs/chat ~/models/chat"""
+
+
+def run_augment(arguments: Sequence[str]) -> int:
+    """Run `dunes augment` with these arguments; returns the exit status."""
+    return run("dunes augment", ABOUT, {n: with_trust(c) for n, c in COMMANDS.items()}, arguments)

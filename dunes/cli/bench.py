@@ -1,20 +1,18 @@
 """`dunes bench ...`: one command per registered benchmark, and commands that compare and plot the results."""
 
 import json
-import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from dunes import measure
 from dunes.bench import BENCHMARKS
 from dunes.bench.runner import Request, Shapes
-from dunes.cli.main import with_trust
-from dunes.flags import REQUIRED, flag
-from dunes.runs.train_config import Tokenization
-from dunes.units import plural
+from dunes.cli.command import run, with_trust
+from dunes.flags import flag
 
 ABOUT = """Benchmark time and memory, profile, compare and plot.
 
@@ -31,11 +29,18 @@ def _print(print_text: Callable[[], None], record: Any, as_json: bool) -> None:
         print_text()
 
 
+def run_bench(arguments: Sequence[str]) -> int:
+    """Run `dunes bench` with these arguments; returns the exit status."""
+    measure.keep_freed_memory()
+    measure.flush_denormals()
+    return run("dunes bench", ABOUT, commands(), arguments)
+
+
 def commands() -> dict[str, Callable[..., Any]]:
     """The subcommands of `dunes bench`, by name."""
     benchmarks = {name: _benchmark_command(name, b.about) for name, b in BENCHMARKS.items()}
-    of_models = with_trust(benchmarks | {"memory": memory})
-    return of_models | {"parts": parts, "compare": compare, "plot": plot}
+    of_models = {name: with_trust(command) for name, command in (benchmarks | {"memory": memory}).items()}
+    return of_models | {"compare": compare, "plot": plot}
 
 
 def _benchmark_command(name: str, about: str) -> Callable[..., int]:
@@ -123,61 +128,6 @@ def _by_module(name: str, request: Any, picture: Path | None, as_json: bool) -> 
         plots.save_plot(plots.module_bars(report), picture)
     _print(lambda: table.print_times(report, overhead), report.record() | {"overhead": overhead}, as_json)
     return 0
-
-
-def parts(
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
-    vary: Annotated[tuple[str, ...], flag("PART=CHOICE,...|FILE.py:FUNCTION", REQUIRED)] = (),
-    minutes: float = 3.0,
-    seeds: int = 3,
-    size: Annotated[str, flag("SIZE", "chosen from --minutes")] = "",
-    tokenizer: Tokenization = "bpe",
-    budget: Annotated[float | None, flag("HOURS", "none")] = None,
-    out: Path = Path("runs/parts"),
-    as_json: Json = False,
-) -> int:
-    """Show which parts of a model help on your text: variants trained equally long, paired by seed.
-
-    Run it again with the same --out to go on after an interruption.
-
-    Example: dunes bench parts ~/code/project --vary mlp=gated,gelu norm=layer position=alibi+kv=one
-
-    Args:
-        sources: Files and folders of text, as for dunes train.
-        vary: Choices for parts of the default model; "+" joins several in one variant.
-        minutes: Duration of each run.
-        seeds: Number of runs of each variant; pairs with the default have the same seed and order of the text.
-        size: Number of parameters, or LAYERSxWIDTH, of the default model.
-        tokenizer: Tokenizer to train.
-        budget: Hours for successive halving: the worse half leaves, the rest trains twice as long.
-        out: Folder for the results and the plot.
-    """
-    from rich.console import Console
-
-    from dunes.bench import parts as instrument
-    from dunes.progress import Display, shown_by
-
-    plan = instrument.Plan(sources, instrument.read_variants(vary), minutes, seeds, size, tokenizer, budget)
-    with Display(Console(stderr=True, highlight=False)) as display, shown_by(display.state):
-        rungs, failed = instrument.bench_parts(plan, out)
-
-    def print_text() -> None:
-        for (length, _), results in zip(plan.rungs, rungs, strict=True):
-            title = f"bits/byte of validation text, less is better: {length:.3g} minutes, {plural(seeds, 'seed')}"
-            instrument.print_summary(results, title)
-        picture = out / instrument.PICTURE
-        plot = f"plot: {picture}" if picture.exists() else "a plot needs: pip install -e '.[plot]'"
-        print(f"runs: {out / instrument.ROWS}   {plot}")
-        best = min(rungs[-1], key=lambda row: row["difference"][instrument.CLOCK][0])
-        if instrument.verdict(best) == "helps":
-            parts = best["variant"].replace("+", " ")
-            options = f"--size {size} " * bool(size) + f"--tokenizer {tokenizer} " * (tokenizer != "bpe")
-            print(f"train with the best: dunes train {shlex.join(sources)} --parts {parts} {options}--out RUN")
-        for reason in failed.values():
-            print(f"failed: {reason}", file=sys.stderr)
-
-    _print(print_text, {"rungs": rungs, "failed": failed}, as_json)
-    return 1 if failed else 0
 
 
 def compare(

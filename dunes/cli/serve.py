@@ -5,16 +5,17 @@ import sys
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import tyro
 
-from dunes.cli.main import die_by_signals
+from dunes.cli.process import die_by_signals, drop_lost_output
 from dunes.extra import extra
 from dunes.flags import flag
+from dunes.serve import editors
 
 if TYPE_CHECKING:
-    from dunes.serve.running import Running
+    from dunes.serve.worker import Worker
 
 Folders = Annotated[
     tuple[str, ...], tyro.conf.Positional, flag("MODEL", about="Model folders, or runs that still train.")
@@ -56,50 +57,47 @@ def serve(
         raise ValueError(f"--acceptance is {acceptance}; expected a share between 0 and 1")
     if not models:
         raise ValueError("MODEL is missing; name a model folder, as runs/project")
-    from dunes.serve.editors import config as editor_config
-    from dunes.serve.editors import url
-
-    address = url(host, port)
     if config is not None:
-        print(editor_config(config, address, os.path.abspath(models[0])), end="")
+        print(editors.config(config, editors.url(host, port), os.path.abspath(models[0])), end="")
         return 0
+    drop_lost_output()
     for module in ("starlette", "uvicorn"):
         extra(module, "serve")
-    from dunes.serve.http import OLLAMA_PORT, is_loopback, open_sockets, run
+    from dunes.serve.http import is_loopback, open_sockets, run
+    from dunes.serve.protocols import ollama as ollama_protocol
 
     key = os.environ.get(KEY) or None
     if not is_loopback(host) and key is None:
         raise ValueError(
             f"--host {host} is reached from other machines; put a key into {KEY}, which clients then send"
         )
-    sockets = open_sockets(host, [port, OLLAMA_PORT] if ollama else [port])
+    sockets = open_sockets(host, [port, ollama_protocol.PORT] if ollama else [port])
+    from dunes import checkpoint
     from dunes.serve.app import Server
     from dunes.serve.client import listening
-    from dunes.serve.running import Running
+    from dunes.serve.worker import Worker
 
     try:
-        running = Running(_folders(models), acceptance, adapter, partial(print, file=sys.stderr), not no_follow)
+        folders = [checkpoint.locate_model(model).folder for model in models]
+        worker = Worker(folders, acceptance, adapter, partial(print, file=sys.stderr), not no_follow)
     except BaseException:
         for listener in sockets:
             listener.close()
         raise
-    place = url(host, sockets[0].getsockname()[1])
-    folders = [] if key else [model.folder for model in running.served.values()]
+    place = editors.url(host, sockets[0].getsockname()[1])
     try:
-        app = Server(running).app([host, *allow_host], key)
-        with listening(folders) as own:
-            run(app, [*sockets, *own], partial(_announce, running, models[0], place))
+        app = Server(worker).app([host, *allow_host], key)
+        with listening([] if key else folders) as own:
+            run(app, [*sockets, *own], partial(_announce, worker, models[0], place))
     finally:
-        running.close()
+        worker.close()
     return 0
 
 
-def _announce(running: "Running", model: str, place: str) -> None:
-    from dunes.serve.editors import EDITORS
-
-    names = ", ".join(name for served in running.served.values() for name in served.names)
+def _announce(worker: "Worker", model: str, place: str) -> None:
+    names = ", ".join(name for served in worker.models.values() for name in served.names)
     print(f"serving {names} at {place} (Ctrl-C ends it)")
-    print(f"editors: dunes serve {model} --config {'|'.join(EDITORS)} prints the lines for each")
+    print(f"editors: dunes serve {model} --config {'|'.join(get_args(Editor))} prints the lines for each")
     print(f"nothing appears? dunes doctor{'' if place.endswith(':8012') else f' {place}'}", flush=True)
 
 
@@ -123,13 +121,11 @@ def lsp(
     """
     if not 0 <= acceptance <= 1:
         raise ValueError(f"--acceptance is {acceptance}; expected a share between 0 and 1")
+    drop_lost_output()
     folder = Path(model)
     if not folder.is_dir():
         raise ValueError(f"{model}: no such folder; train a model there: dunes train SOURCE --out {model}")
-    from importlib.util import find_spec
-
-    if find_spec("pygls") is None:
-        extra("pygls", "lsp")
+    extra("pygls", "lsp")
     from dunes import __version__
     from dunes.serve.handshake import shake_hands
 
@@ -137,10 +133,10 @@ def lsp(
     first = shake_hands(stdin, stdout, __version__)
     from dunes.serve.lsp import start
 
-    def load() -> "Running":
-        from dunes.serve.running import Running
+    def load() -> "Worker":
+        from dunes.serve.worker import Worker
 
-        return Running([folder], acceptance, (), partial(print, file=sys.stderr), not no_follow)
+        return Worker([folder], acceptance, (), partial(print, file=sys.stderr), not no_follow)
 
     die_by_signals()  # cleanup would wait for the thread that reads
     # The loading thread inherits the trust settings.
@@ -177,10 +173,3 @@ def doctor(
         print(f"{'FAILS' if line.problem else 'ok':5}  {line.client}: {line.problem or line.text}")
         failed |= bool(line.problem)
     return 1 if failed else 0
-
-
-def _folders(models: tuple[str, ...]) -> list[Path]:
-    from dunes import checkpoint
-
-    # A run in training has no model yet, only the folder.
-    return [Path(m) if Path(m).is_dir() else checkpoint.locate_model(m).folder for m in models]

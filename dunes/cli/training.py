@@ -1,6 +1,5 @@
 """The verbs that train."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,8 @@ from typing import Annotated
 
 import tyro
 
+from dunes.cli.command import GIVEN
+from dunes.cli.process import drop_lost_output
 from dunes.flags import flag
 from dunes.runs.config import Hardware, RunConfig, RunOptions
 from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization, Preference
@@ -84,22 +85,18 @@ def finetune(
 
 
 def _run(
-    work: Callable[..., int],
-    config: RunConfig,
-    out: Path | None,
-    quiet: bool,
-    options: RunOptions,
-    **more: int,
+    work: Callable[..., int], config: RunConfig, out: Path | None, quiet: bool, options: RunOptions, **more: int
 ) -> int:
     """Start a run. It gets the names of all options set on the command line, even if set to their defaults."""
+    if not options.dry_run:
+        drop_lost_output()
     if out is None and not options.dry_run:
         raise ValueError("--out is missing; pass a folder for the run")
     from dunes.measure import ranks
     from dunes.progress import Display
     from dunes.runs.run import was_started_by_job
 
-    flags = {word.partition("=")[0][2:].replace("-", "_") for word in sys.argv if word.startswith("--")}
-    set_options = config.changed() | {flag.removeprefix("no_") for flag in flags} & vars(config).keys()
+    set_options = config.changed() | {name.removeprefix("no_") for name in GIVEN.get()} & vars(config).keys()
     display = Display(quiet=(quiet and not options.dry_run) or not ranks.is_first(), silent=not ranks.is_first())
     folder = out or Path("runs/none")
     if not 0 < options.rank_timeout < 1e6:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import tyro
 
+from dunes.cli.process import drop_lost_output
 from dunes.flags import Dtype, flag, parse_fields
 from dunes.inference.sampling_options import SamplingOptions
 
@@ -189,6 +190,7 @@ def compile_(
     from dunes import checkpoint
     from dunes.generate.packages import compile_step
 
+    drop_lost_output()
     start = perf_counter()
     loaded = checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base)
     package, choice = compile_step(loaded.model, loaded.context_length, getattr(torch, dtype) if dtype else None)
@@ -411,6 +413,7 @@ def convert(
     Args:
         names: JSON object that maps names in the source to Hugging Face's, with {i} for a number.
     """
+    drop_lost_output()
     _convert(source, out, dtype, names)
 
 
@@ -471,6 +474,7 @@ def export(
         dtype: Dtype of the written weights; q8_0 and q4_0 are for gguf.
         example: Sizes of the input, batch included, of a network that is no language model, for cpp and onnx.
     """
+    drop_lost_output()
     if to not in ("hf", *_FORMATS):
         raise ValueError(
             f"--to {to[:80]!a}: expected hf, {', '.join(_FORMATS)}; Mistral's and Meta's own formats are read, "

@@ -4,10 +4,12 @@ import asyncio
 import hmac
 import json
 import re
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from importlib.resources import files
+from time import monotonic
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,12 +20,12 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dunes.serve import llama_server, ollama, openai
 from dunes.serve.client import AGENT, RECENT
 from dunes.serve.fields import BODY, Fields, Refused, parse
-from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Named, Protocol, TextRequest
-from dunes.serve.running import Running
-from dunes.serve.worker import Task
+from dunes.serve.protocols import DESCRIPTIONS, ENDPOINTS, protocol_of
+from dunes.serve.protocols.protocol import Endpoint
+from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Named, TextRequest
+from dunes.serve.worker import Task, Worker
 
 RECEIPT = 10.0
 """Seconds in which a request must arrive."""
@@ -31,6 +33,8 @@ SENDING = 30.0
 """Seconds in which a client must receive what is sent."""
 LISTED = 64
 """Maximum number of listed fields that were ignored, and of characters of each."""
+REMEMBERED = 8
+"""Number of lines whose last request is kept in memory, for `dunes doctor`."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EMPTY = Answer(reason="length")
 """The answer to a request for no tokens, and in place of a missing choice."""
@@ -52,32 +56,7 @@ def write_suggest(request: Asked, answers: Answers, streams: bool) -> Any:
     return {"suggestions": listed, "milliseconds": 1e3 * answers[0].seconds, **answers[0].explained}
 
 
-SUGGEST = Protocol(read_suggest, write_suggest)
-PATHS: dict[str, Protocol] = {
-    "/infill": llama_server.INFILL,
-    "/completion": llama_server.COMPLETION,
-    "/completions": llama_server.COMPLETION,
-    "/v1/completions": openai.COMPLETIONS,
-    "/v1/chat/completions": openai.CHAT,
-    "/chat/completions": openai.CHAT,
-    "/v1/fim/completions": openai.MISTRAL,
-    "/api/generate": ollama.GENERATE,
-    "/api/chat": ollama.CHAT,
-}
-ABOUT: dict[str, Callable[[Named], Any]] = {
-    "/health": llama_server.health,
-    "/v1/health": llama_server.health,
-    "/v1/models": llama_server.list_models,
-    "/models": llama_server.list_models,
-    "/v1/models/{name:path}": lambda models: llama_server.list_models(models)["data"][0],
-    "/props": llama_server.props,
-    "/slots": llama_server.slots,
-    "/api/tags": ollama.tags,
-    "/api/ps": ollama.tags,
-    "/api/show": ollama.show,
-    "/api/version": lambda models: {"version": ollama.VERSION},
-}
-"""Paths that describe the models."""
+SUGGEST = Endpoint(read_suggest, write_suggest)
 
 
 def compact(content: Any) -> bytes:
@@ -95,8 +74,8 @@ def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | 
 
 def refusal(request: Request, error: Exception) -> Response:
     """The response to a request that ended with an error, in the format of the path's clients."""
-    refused, path = client_error(error), request.url.path
-    content = {"error": refused.message if path.startswith("/api/") else refused.content}
+    refused = client_error(error)
+    content = protocol_of(request.url.path).write_error(refused)
     headers = {"Retry-After": str(refused.retry)} if refused.retry else {}
     return json_response(content, refused.status, headers)
 
@@ -159,54 +138,51 @@ def _host_name(host: str) -> str:
 
 
 class Server:
-    """The handlers of all paths, for models in their worker."""
+    """The handlers of all paths, for the models of a worker."""
 
-    def __init__(self, running: Running) -> None:
-        self.running = running
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self._recent = deque[tuple[float, LineRequest, str]](maxlen=REMEMBERED)
 
     def app(self, hosts: Sequence[str] = (), key: str | None = None) -> ASGIApp:
         """The application; `hosts` are additional host names of this server."""
-        routes = [
-            Route(path, partial(self._answer, protocol), methods=["POST"]) for path, protocol in PATHS.items()
-        ]
-        endpoints: dict[str, Callable[[Request], Any]] = {
-            **{path: partial(self._describe, write) for path, write in ABOUT.items()},
+        routes = [Route(path, partial(self._answer, e), methods=["POST"]) for path, e in ENDPOINTS.items()]
+        pages: dict[str, Callable[[Request], Any]] = {
+            **{path: partial(self._describe, write) for path, write in DESCRIPTIONS.items()},
             "/": _page,
             "/suggest": partial(self._answer, SUGGEST),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
             RECENT: partial(self._replay, key),
         }
-        routes += [Route(path, endpoint, methods=["GET", "POST"]) for path, endpoint in endpoints.items()]
+        routes += [Route(path, page, methods=["GET", "POST"]) for path, page in pages.items()]
         handlers = dict.fromkeys((404, 405, 500, Refused), refusal)
         return Gate(Starlette(routes=routes, exception_handlers=handlers), hosts, key)
 
-    async def _answer(self, protocol: Protocol, request: Request) -> Response:
+    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
         fields = await _fields(request)
-        asked = protocol.read(fields)
+        asked = endpoint.read(fields)
         headers = _headers(fields)
-        model = self.running.find(asked.model)
+        model = self.worker.find(asked.model)
         asked.model = asked.model or model.name
         for i, item in enumerate(asked.requests):
             if isinstance(item, TextRequest) and item.messages:
                 asked.requests[i] = await asyncio.to_thread(model.with_prompt, item)
-            elif isinstance(item, LineRequest) and item.files:
-                await asyncio.to_thread(model.warm, item.files)
-        if not asked.requests and protocol is llama_server.INFILL:
-            await asyncio.to_thread(model.warm, fields.open_files("input_extra"))
+        for opened in filter(None, asked.files):
+            await asyncio.to_thread(model.warm, opened)
         events = self._events(asked, request)
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
             # A line may have fewer alternatives than places; only the last places can be missing.
             by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
-            return json_response(protocol.write(asked, by_place, False), headers=headers)
+            return json_response(endpoint.write(asked, by_place, False), headers=headers)
         try:
             first = await anext(events)  # a refused request has no stream
         except StopAsyncIteration:
             first = 0, Answer(reason="length")
-        chunks = _chunks(protocol, asked, first, events)
-        media_type = "application/x-ndjson" if protocol.form == "ndjson" else "text/event-stream"
+        chunks = _chunks(endpoint, asked, first, events)
+        media_type = "application/x-ndjson" if endpoint.form == "ndjson" else "text/event-stream"
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
@@ -229,7 +205,7 @@ class Server:
         is_editor = request.headers.get("user-agent") != AGENT
         try:
             for item in asked.requests:
-                tasks[first] = self.running.worker.submit(item, partial(emit, first))
+                tasks[first] = self.worker.submit(item, partial(emit, first))
                 first += item.alternatives if isinstance(item, LineRequest) else 1
             remaining = len(tasks)
             while remaining:
@@ -239,7 +215,7 @@ class Server:
                 if isinstance(event, list):
                     line = tasks[index].request
                     if is_editor and isinstance(line, LineRequest) and not line.shows_all:
-                        self.running.remember(line, event[0])
+                        self._remember(line, event[0])
                     for i, answer in enumerate(event, index):
                         yield i, Answer(answer.text)
                         yield i, answer
@@ -255,19 +231,35 @@ class Server:
         """The description of all models, or of the named one; a name in the path is an exact one."""
         fields, path = await _fields(request), request.path_params.get("name")
         name = path or fields.text("model") or fields.text("name") or request.query_params.get("model", "")
-        models = self.running.facts_by_name(name.removesuffix(":latest"), path is not None)
+        models = self.worker.facts_by_name(name.removesuffix(":latest"), path is not None)
         return json_response(write(models), headers=_headers(fields))
+
+    def _remember(self, request: LineRequest, answer: Answer) -> None:
+        """Keep a request of an editor and what was shown, in place of an earlier one in the same line."""
+        above = request.before.rpartition("\n")[0]
+        others = [past for past in self._recent if past[1].before.rpartition("\n")[0] != above]
+        self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
+
+    def _places(self) -> list[dict[str, Any]]:
+        """What was shown at the last places where an editor asked, newest first, and what would be shown now."""
+        places = []
+        for time, request, shown in [*self._recent][::-1]:
+            model = self.worker.find(request.model)
+            answer = self.worker.call(partial(model.lines, request, lambda: False)).result()[0]
+            place = {"line": request.before.rpartition("\n")[2], "seconds": monotonic() - time, "shown": shown}
+            places.append(place | {"now": answer.text, "word": answer.word, "threshold": model.threshold})
+        return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
         """The last places where an editor asked, for the user who runs the server: it is text being written."""
         if key is None and request.client is not None:  # the socket in the user's folder has no client address
             raise Refused(403, "only the user who runs the server may see this")
-        notes = {name: model.current.note for name, model in self.running.served.items()}
-        return json_response({"notes": notes, "places": await asyncio.to_thread(self.running.replay)})
+        notes = {name: model.current.note for name, model in self.worker.models.items()}
+        return json_response({"notes": notes, "places": await asyncio.to_thread(self._places)})
 
     async def _tokenize(self, request: Request) -> Response:
         fields = await _fields(request)
-        tokenizer = self.running.find(fields.text("model")).require_batch().tokenizer
+        tokenizer = self.worker.find(fields.text("model")).require_batch().tokenizer
         encode = tokenizer.prompt if fields.flag("add_special") else tokenizer.encode
         tokens: list[Any] = await asyncio.to_thread(encode, fields.text("content"))
         if fields.flag("with_pieces"):
@@ -276,7 +268,7 @@ class Server:
 
     async def _detokenize(self, request: Request) -> Response:
         fields = await _fields(request)
-        tokenizer = self.running.find(fields.text("model")).require_batch().tokenizer
+        tokenizer = self.worker.find(fields.text("model")).require_batch().tokenizer
         ids = fields.items("tokens", BODY)
         if not all(isinstance(i, int) and 0 <= i < tokenizer.vocab for i in ids):
             raise fields.refusal("tokens", f"expected ids from 0 to {tokenizer.vocab - 1}")
@@ -291,22 +283,22 @@ async def _page(request: Request) -> Response:
 
 
 async def _chunks(
-    protocol: Protocol, asked: Asked, first: tuple[int, Answer], events: AsyncIterator[tuple[int, Answer]]
+    endpoint: Endpoint, asked: Asked, first: tuple[int, Answer], events: AsyncIterator[tuple[int, Answer]]
 ) -> AsyncIterator[bytes]:
     """Yield the bytes of a reply that is streamed."""
-    head, tail = (b"", b"\n") if protocol.form == "ndjson" else (b"data: ", b"\n\n")
+    head, tail = (b"", b"\n") if endpoint.form == "ndjson" else (b"data: ", b"\n\n")
     answers, first[1].first = dict([first]), True
     try:
-        yield head + compact(protocol.write(asked, answers, True)) + tail
+        yield head + compact(endpoint.write(asked, answers, True)) + tail
         async for index, event in events:
             event.first = index not in answers
-            yield head + compact(protocol.write(asked, {index: event}, True)) + tail
+            yield head + compact(endpoint.write(asked, {index: event}, True)) + tail
             answers[index] = event
-        for value in protocol.end(asked, answers):
+        for value in endpoint.end(asked, answers):
             yield head + compact(value) + tail
     except Refused as error:
         yield head + compact({"error": error.content}) + tail
-    if protocol.form == "sse":
+    if endpoint.form == "sse":
         yield b"data: [DONE]\n\n"
 
 

@@ -55,8 +55,6 @@ def exchange(
 
 def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> dict[str, Any] | None:
     """The suggestion of a running server of this folder, with its `text`; None if no server answers."""
-    if not hasattr(socket, "AF_UNIX"):
-        return None
     body = {"before": before, "after": after, "path": str(path.absolute()) if path else ""}
     with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         body["model"] = folder.resolve().name
@@ -70,8 +68,6 @@ def complete_by_server(folder: Path, before: str, after: str, path: Path | None)
 def listen(folder: Path) -> socket.socket | None:
     """A listening socket for a folder's server; None if another server listens on it, or if it cannot be
     created (as in another user's folder)."""
-    if not hasattr(socket, "AF_UNIX"):
-        return None
     listener = socket.socket(socket.AF_UNIX)
     with suppress(OSError, ValueError):
         file = socket_file(folder)

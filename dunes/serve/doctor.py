@@ -2,8 +2,7 @@
 
 import http.client
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from dunes.serve.client import RECENT, TIMEOUT, SocketConnection, exchange, socket_file
+from dunes.serve.protocols import PROTOCOLS
 from dunes.units import format_seconds
 
 BEFORE = "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return "
@@ -21,15 +21,6 @@ KEPT = (
     "llama.vim keeps what it got here, until `:let g:cache_data = {} | let g:cache_lru_order = []` or the end of "
     "Vim, and llama-vscode until its window is loaded again"
 )
-
-
-class Check(NamedTuple):
-    """A client's request. `shown` returns the text that the client shows for a reply, or raises ValueError."""
-
-    client: str
-    path: str
-    body: Mapping[str, Any] | None
-    shown: Callable[[bytes], str]
 
 
 class Line(NamedTuple):
@@ -50,66 +41,6 @@ def ask(address: str, path: str, body: Mapping[str, Any] | None = None, key: str
         return exchange(connection(parts.hostname, parts.port, timeout=TIMEOUT), path, body, key)
     except http.client.HTTPException as error:
         raise ValueError(f"{address}{path}: no HTTP reply ({type(error).__name__})") from None
-
-
-def _vim(data: bytes) -> str:
-    # llama.vim looks for this in the bytes before it parses them, and wants one line. It keeps what has it, also
-    # an empty text; so a reply without a suggestion lacks it.
-    if b"content" not in data and isinstance(json.loads(data), dict):
-        return ""
-    if not re.search(rb'"content"\s*:"', data) or b"\n" in data.strip():
-        raise ValueError('the reply has no `"content":"` on a single line, so llama.vim drops it')
-    return _vscode(data)
-
-
-def _vscode(data: bytes) -> str:
-    content = json.loads(data)
-    return str((content[0] if isinstance(content, list) else content)["content"])
-
-
-def _zed(data: bytes) -> str:
-    content = json.loads(data)
-    missing = [name for name in ("id", "object", "created", "model", "choices", "usage") if name not in content]
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    missing += [f"usage.{name}" for name in counts if name not in content["usage"]]
-    if missing:
-        raise ValueError(f"the reply lacks {', '.join(missing)}, so Zed drops it")
-    return str(content["choices"][0]["text"])
-
-
-def _events(data: bytes) -> str:
-    lines = [line[6:] for line in data.splitlines() if line.startswith(b"data: ")]
-    if lines[-1:] != [b"[DONE]"]:
-        raise ValueError("the stream does not end with data: [DONE]")
-    return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
-
-
-def _ollama(data: bytes) -> str:
-    lines = [json.loads(line) for line in data.splitlines()]
-    if not lines[-1]["done"]:
-        raise ValueError("the stream does not end with done")
-    return "".join(line["response"] for line in lines)
-
-
-def checks(before: str, after: str, model: str) -> list[Check]:
-    """The requests that the clients send at a cursor."""
-    start = before.rfind("\n") + 1
-    line = before[start:]
-    infill = {"id_slot": 0, "input_prefix": before[:start], "prompt": line, "input_suffix": after}
-    infill |= {"input_extra": [], "n_predict": 128, "stop": [], "top_k": 40, "top_p": 0.9, "stream": False}
-    infill |= {"samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_predict_ms": 250}
-    infill |= {"n_indent": len(line) - len(line.lstrip()), "t_max_prompt_ms": 500}
-    vim = infill | {"model": "", "response_fields": ["content", "timings/prompt_n", "truncated", "tokens_cached"]}
-    fim = f"<|fim_prefix|>{before}<|fim_suffix|>{after}<|fim_middle|>"
-    zed = {"model": model, "prompt": fim, "max_tokens": 64, "stop": ["<|endoftext|>"]}
-    minuet = {"model": model, "prompt": before, "suffix": after, "stream": True, "max_tokens": 64}
-    return [
-        Check("Vim and Neovim (llama.vim)", "/infill", vim, _vim),
-        Check("VS Code (llama-vscode)", "/infill", infill | {"n_cmpl": 3}, _vscode),
-        Check("Zed", "/v1/completions", zed, _zed),
-        Check("Emacs and Neovim (minuet)", "/v1/completions", minuet, _events),
-        Check("clients of Ollama", "/api/generate", {"model": model, "prompt": before, "suffix": after}, _ollama),
-    ]
 
 
 def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTER) -> Iterator[Line]:
@@ -137,7 +68,8 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
     notes = "".join(f"; {name}: {note}" for name, note in recent.get("notes", {}).items() if note)
     yield Line("server", f"serves {', '.join(names)}{notes}", "" if names else "it has no model")
     yield from map(_replayed, recent.get("places", ()))
-    for check in checks(before, after, names[0] if names else ""):
+    model = names[0] if names else ""
+    for check in [check for protocol in PROTOCOLS for check in protocol.checks(before, after, model)]:
         start = perf_counter()
         status, data = ask(address, check.path, check.body, key)
         milliseconds = 1e3 * (perf_counter() - start)

@@ -2,8 +2,6 @@
 
 import json
 
-EDITORS = ("vim", "nvim", "vscode", "zed", "emacs", "helix")
-
 
 def url(host: str, port: int) -> str:
     """The URL of a server that listens on `host`; a wildcard address becomes this machine's own."""

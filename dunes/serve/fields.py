@@ -9,7 +9,6 @@ from importlib.resources import files
 from types import UnionType
 from typing import Any, TypeVar
 
-from dunes.data.examples import CALL_KEYS, RESULT_KEYS, ROLES, read_message
 from dunes.files.json_file import unique_keys
 from dunes.text.chat_template import REASONING_KEYS
 from dunes.text.lines import valid_text
@@ -187,6 +186,9 @@ class Fields:
         return tuple(self._message(f"{name}[{i}]", m) for i, m in enumerate(self.objects(name, 4096)))
 
     def _message(self, place: str, message: "Fields") -> Turn:
+        # Imported late, for it imports torch, which `dunes doctor` does without.
+        from dunes.data.examples import CALL_KEYS, RESULT_KEYS, ROLES, read_message
+
         role = message.text("role", None)
         try:
             body = map_strings(message.body, valid_text)

@@ -17,8 +17,7 @@ from dunes.completion.completer import training_sources
 from dunes.completion.index import MOST, named_texts
 from dunes.data.document import header_name, plain_document
 from dunes.data.files import SourceFile, Walk
-from dunes.serve.served import ServedModel, file_time
-from dunes.serve.worker import Worker
+from dunes.serve.served_model import Call, ServedModel, file_time
 
 PERIOD = 1.0
 """Seconds between two checks of the files."""
@@ -35,10 +34,10 @@ class Follower(threading.Thread):
     An error is reported once, and does not end the thread.
     """
 
-    def __init__(self, model: ServedModel, worker: Worker, say: Callable[[str], object]) -> None:
+    def __init__(self, model: ServedModel, call: Call, say: Callable[[str], object]) -> None:
         # The copied context carries the trust settings.
         super().__init__(target=partial(copy_context().run, self._run), name="dunes-follow", daemon=True)
-        self.model, self.worker, self._say, self._last_message = model, worker, say, ""
+        self.model, self._call, self._say, self._last_message = model, call, say, ""
         self._stamps: dict[Path, Stamp] = {}
         self._folders: dict[Path, int] = {}
         self._files: dict[Path, str] = {}
@@ -87,7 +86,7 @@ class Follower(threading.Thread):
             if stamp and name in indexed and (stamp[1] > LARGE or _read(path, name) == indexed[name]):
                 self._stamps[path] = stamp
         if self._files and (deleted := {*filter(None, indexed)} - {*self._files.values()}):
-            self.model.take_in(self.worker, dict.fromkeys(deleted))
+            self.model.take_in(self._call, dict.fromkeys(deleted))
         self._take_in([path for path in self._files if path not in self._stamps])
 
     def _load_again(self) -> None:
@@ -97,7 +96,7 @@ class Follower(threading.Thread):
             return
         self._seconds_left, self._wait = self._wait, min(2 * self._wait, PATIENCE)
         try:
-            self.worker.call(self.model.reload).result()
+            self._call(self.model.reload).result()
         except Exception as error:
             self._load_error = self._say_once(error, self._load_error)
         else:
@@ -116,7 +115,7 @@ class Follower(threading.Thread):
         self._files, self._folders = files, walk.folders
         self._stamps = {path: stamp for path, stamp in self._stamps.items() if path in files}
         if deleted:
-            self.model.take_in(self.worker, dict.fromkeys(deleted))
+            self.model.take_in(self._call, dict.fromkeys(deleted))
 
     def _stamp(self, path: Path) -> Stamp | None:
         """Modification time (ns) and size of a regular file; None for other paths, such as unfollowed links."""
@@ -140,7 +139,7 @@ class Follower(threading.Thread):
                     texts[name] = text
                     room -= len(text or "")
         if texts:
-            self.model.take_in(self.worker, texts)
+            self.model.take_in(self._call, texts)
         self._stamps |= stamps
 
 

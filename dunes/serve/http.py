@@ -16,8 +16,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dunes.serve.app import RECEIPT
 
-OLLAMA_PORT = 11434
-"""Default port of Ollama."""
 CONNECTIONS = 512
 """Maximum concurrent connections."""
 ENDING = 30

@@ -25,12 +25,12 @@ from pygls.workspace import TextDocument
 
 from dunes import __version__
 from dunes.serve.handshake import ACCEPTED, TRIGGERS
+from dunes.serve.requests import Answer, Event, LineRequest
 from dunes.text.lines import decode_text, split_lines
 from dunes.units import plural
 
 if TYPE_CHECKING:
-    from dunes.serve.requests import Answer, Event
-    from dunes.serve.running import Running
+    from dunes.serve.worker import Worker
 
 ITEMS = 3
 """Maximum number of suggestions."""
@@ -39,7 +39,7 @@ IDLE = 0.5
 
 
 def start(
-    load: Callable[[], "Running"], stdin: BinaryIO, stdout: BinaryIO, first: bytes, is_answered: bool
+    load: Callable[[], "Worker"], stdin: BinaryIO, stdout: BinaryIO, first: bytes, is_answered: bool
 ) -> None:
     """Serve on these streams until the editor ends the server; another thread calls `load` to load the model.
 
@@ -91,10 +91,10 @@ class Document(TextDocument):
 class Server(LanguageServer):
     """The language server, which has the models once they are loaded, and the newest request."""
 
-    def __init__(self, load: Callable[[], "Running"]) -> None:
+    def __init__(self, load: Callable[[], "Worker"]) -> None:
         super().__init__("dunes", __version__)
         self._load = load
-        self._running: Running | None = None
+        self._worker: Worker | None = None
         self._newest: asyncio.Future[Event] | None = None
         self._load_error, self._accepted, self._is_closed = "", 0, False
         self._timers = dict[str, asyncio.TimerHandle]()
@@ -114,7 +114,7 @@ class Server(LanguageServer):
 
     def _load_model(self) -> None:
         try:
-            self._running = self._load()
+            self._worker = self._load()
         except Exception as error:
             self._load_error = " ".join(str(error).split()) or type(error).__name__
             message = types.ShowMessageParams(types.MessageType.Error, f"dunes: {self._load_error}")
@@ -138,8 +138,8 @@ class Server(LanguageServer):
     def _shut_down(self, params: Any) -> None:
         self._is_closed = True
         self._log(types.MessageType.Info, f"{plural(self._accepted, 'suggestion')} accepted")
-        if self._running:
-            self._running.close()
+        if self._worker:
+            self._worker.close()
 
     def _count(self, *_: Any) -> None:
         """Count an accepted suggestion; the log reports the number at the end."""
@@ -152,7 +152,7 @@ class Server(LanguageServer):
         self._timers[uri] = asyncio.get_running_loop().call_later(IDLE, self._index, uri)
 
     def _index(self, uri: str) -> None:
-        if self._running is None:
+        if self._worker is None:
             self._index_later(uri)
             return
         self._timers.pop(uri, None)
@@ -163,13 +163,13 @@ class Server(LanguageServer):
         """Let completions in other files copy from this text; if it is None, from the saved file."""
 
         def work() -> None:
-            if running is not None:
+            if worker is not None:
                 path, content = _path(uri), text
                 with suppress(OSError, ValueError):
                     content = decode_text(Path(path).read_bytes(), path) if text is None else text
-                running.take_in(path, content)
+                worker.take_in(path, content)
 
-        running = self._running
+        worker = self._worker
         threading.Thread(target=work, daemon=True, name="dunes-index").start()
 
     def _log(self, message_type: types.MessageType, message: str) -> None:
@@ -183,31 +183,30 @@ class Server(LanguageServer):
         offset = document.offset_at_position(position)
         return document.source[:offset], document.source[offset:]
 
-    async def _answers(self, uri: str, position: types.Position) -> list["Answer"]:
+    async def _answers(self, uri: str, position: types.Position) -> list[Answer]:
         """The suggestions at a position. A newer request ends an older request, even one still waiting."""
         if self._newest is not None and not self._newest.done():
             self._newest.set_result([])
         loop = asyncio.get_running_loop()
         result = self._newest = loop.create_future()
-        while self._running is None:
+        while self._worker is None:
             await asyncio.sleep(0.05)
             if self._load_error or result.done():
                 return []
         texts = self._split_at(uri, position)
         if self._is_closed or texts is None:
             return []
-        from dunes.serve.requests import LineRequest
 
-        def take(event: "Event") -> None:
+        def take(event: Event) -> None:
             if not result.done():
                 result.set_result(event)
 
-        def emit(event: "Event") -> None:
+        def emit(event: Event) -> None:
             with suppress(RuntimeError):  # the editor has gone
                 loop.call_soon_threadsafe(take, event)
 
         request = LineRequest(*texts, _path(uri), alternatives=ITEMS)
-        task = self._running.worker.submit(request, emit)
+        task = self._worker.submit(request, emit)
         try:
             event = await result
         finally:
@@ -245,7 +244,7 @@ class Server(LanguageServer):
         return types.CompletionList(is_incomplete=True, items=items)
 
 
-def _command(answer: "Answer") -> types.Command:
+def _command(answer: Answer) -> types.Command:
     """The command of an accepted suggestion, whose argument is its source."""
     return types.Command("accepted", ACCEPTED, arguments=[answer.source])
 

@@ -3,12 +3,11 @@
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from dunes.data.document import NamedText
 from dunes.serve.fields import ENDLESS, SEEDS, Fields, Refused
 from dunes.text.templates import Turn
 
@@ -38,7 +37,7 @@ class LineRequest:
     before: str
     after: str = ""
     name: str = ""
-    files: Sequence[NamedText] = ()
+    files: Sequence[tuple[str, str]] = ()
     alternatives: int = 1
     max_tokens: int | None = None
     stop: Sequence[str] = ()
@@ -143,30 +142,20 @@ Answers = Mapping[int, Answer]
 
 class Asked:
     """The requests in a body: lines with alternatives, or texts, each for one choice of the reply. Each prompt has
-    `count` choices. The reply's id starts with `prefix`, and `streams` is the default of `stream`. Raises Refused
-    for too many requests."""
+    `count` choices. The reply's id starts with `prefix`, and `streams` is the default of `stream`. `files` are
+    indexed before the requests. Raises Refused for too many requests."""
 
     def __init__(
         self, fields: Fields, requests: Sequence[Request], prefix: str = "", count: int = 1, streams: bool = False
     ) -> None:
         self.fields, self.requests, self.model = fields, [*requests], fields.text("model")
+        self.files = [request.files for request in requests if isinstance(request, LineRequest)]
         self.count, self.stream = count, fields.flag("stream", streams)
         if all(isinstance(request, LineRequest) for request in requests):  # the most probable line
             fields.disregard("seed", "random_seed", *LIMITS, *chain(*ALIASES.values()))
         self.id, self.created = prefix + uuid.uuid4().hex, int(time.time())
         if len(requests) > PROMPTS:
             raise fields.refusal("prompt", f"{len(requests)} choices of all prompts; at most {PROMPTS}")
-
-
-class Protocol(NamedTuple):
-    """The functions of a path: `read` reads a body, `write` returns the reply with all answers or, in a stream, an
-    object for a part or the end of an answer. `end` returns the objects that follow the answers of a stream."""
-
-    read: Callable[[Fields], Asked]
-    write: Callable[[Asked, Answers, bool], Any]
-    form: str = "sse"
-    """Format of a stream: sse, which ends with `data: [DONE]`; sse-bare, which does not; ndjson."""
-    end: Callable[[Asked, Answers], Sequence[Any]] = lambda request, answers: ()
 
 
 LIMITS: Mapping[str, tuple[float, float]] = {
@@ -254,7 +243,7 @@ def fill_in_the_middle(prompt: str) -> LineRequest | None:
     return None
 
 
-def _files(head: str) -> tuple[str, Sequence[NamedText]]:
+def _files(head: str) -> tuple[str, Sequence[tuple[str, str]]]:
     """The name of the file with the cursor (the last in a repository's header), and the other files."""
     parts = FILE.split(REPOSITORY.sub("", head))
     files = tuple(zip(parts[1::2], parts[2::2], strict=True))

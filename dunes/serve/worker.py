@@ -1,4 +1,4 @@
-"""One thread owns the models: other threads send it requests, and it answers them by calling a function.
+"""The worker owns the models: other threads send requests to its thread, which answers by calling a function.
 
 An engine's caches change with each call, so concurrent calls would give wrong answers. Lines have priority: they
 are completed between two tokens of generated texts.
@@ -7,18 +7,21 @@ are completed between two tokens of generated texts.
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
+from dunes import measure
 from dunes.completion import Cancelled
 from dunes.serve.fields import Refused
-from dunes.serve.requests import Event, LineRequest, Request
-
-if TYPE_CHECKING:
-    from dunes.serve.running import Running
+from dunes.serve.follow import Follower
+from dunes.serve.requests import Event, LineRequest, Named, Request
+from dunes.serve.served_model import ServedModel
 
 QUEUE = 64
 """Maximum number of waiting requests."""
@@ -41,10 +44,26 @@ class Task:
 
 
 class Worker:
-    """Completes lines and generates texts with models, in its own thread."""
+    """Models by name in a thread of their own that completes lines and generates texts; followers of their files.
 
-    def __init__(self, models: "Running") -> None:
-        self._models = models
+    Raises ValueError for a model folder that cannot be used for completion.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        acceptance: float,
+        adapters: Sequence[Path] = (),
+        say: Callable[[str], object] = print,
+        follows: bool = True,
+    ) -> None:
+        if adapters and len(folders) > 1:
+            raise ValueError("--adapter goes with a single model; name one")
+        names = [folder.resolve().name for folder in folders]
+        if duplicates := [name for i, name in enumerate(names) if name in names[:i]]:
+            raise ValueError(f"two models are named {duplicates[0]!r}; rename one of the folders")
+        measure.keep_freed_memory()
+        self.models, self._followers = dict[str, ServedModel](), list[Follower]()
         self._lines, self._texts = deque[Task](), deque[Task]()
         self._calls = deque[tuple[Callable[[], Any], Future[Any]]]()
         self._wake, self._is_closed = threading.Condition(), False
@@ -52,6 +71,38 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="dunes-model", daemon=True)
         self._thread.start()
         threading.stack_size(before)
+        context, request = copy_context(), LineRequest("def main(\nmai", max_tokens=4)
+        try:
+            for folder, name in zip(folders, names, strict=True):
+                # The context carries the trust settings.
+                load = partial(context.run, ServedModel, folder, name, acceptance, adapters, say)
+                self.models = self.models | {name: self.call(load).result()}
+        except BaseException:
+            self.close()
+            raise
+        for model in self.models.values():
+            # The first line takes longer.
+            self.call(partial(model.lines, request, lambda: False)).exception()
+            if follows:
+                self._followers.append(Follower(model, self.call, say))
+                self._followers[-1].start()
+
+    def facts_by_name(self, name: str, is_exact: bool = False) -> Named:
+        """(name, facts) of the model or adapter with this name; for an empty name, of all models and adapters."""
+        models = [self.find(name, is_exact)] if name or is_exact else self.models.values()
+        entries = [(entry, model.current.facts) for model in models for entry in model.names]
+        return [entry for entry in entries if entry[0] == name] or entries
+
+    def find(self, name: str, is_exact: bool = False) -> ServedModel:
+        """The model with this name, or with an adapter of this name. Raises Refused for an unknown name.
+
+        Unless the name must be exact, an empty one selects the first model, and every name the only model.
+        """
+        for model in self.models.values():
+            if name in model.names or (not is_exact and (not name or len(self.models) == 1)):
+                return model
+        listed = ", ".join(n for model in self.models.values() for n in model.names)
+        raise Refused(404, f"model '{name[:80]}' not found; this server has {listed}")
 
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Task:
         """Queue a request. Raises Refused if too many requests wait, or if the worker is closed."""
@@ -76,8 +127,15 @@ class Worker:
                 self._wake.notify()
         return result
 
+    def take_in(self, path: str, text: str | None) -> None:
+        """Let all models copy from this text of an open file when they complete other files."""
+        for model in self.models.values():
+            model.take_in(self.call, {model.name_of(path): text})
+
     def close(self) -> None:
-        """End the thread after the current call, line or token."""
+        """End the threads; the worker's after the current call, line or token."""
+        for follower in self._followers:
+            follower.close()
         with self._wake:
             self._is_closed = True
             for _, result in self._calls:
@@ -111,12 +169,12 @@ class Worker:
             self._texts = deque(task for task in self._texts if not task.is_cancelled())
         while self._texts and not self._must_wait(self._texts[0]):
             self._work_on(self._texts.popleft())
-        return sum(model.advance() for model in self._models.served.values()) > 0  # each goes on
+        return sum(model.advance() for model in self.models.values()) > 0  # each goes on
 
     def _must_wait(self, task: Task) -> bool:
         """True if a text has to wait until its model has room for it."""
         with suppress(Refused):  # an unknown model, refused when the text starts
-            return self._models.find(task.request.model).is_full
+            return self.find(task.request.model).is_full
         return False
 
     def _work_on(self, task: Task) -> None:
@@ -125,7 +183,7 @@ class Worker:
         try:
             if task.is_cancelled():
                 return
-            model = self._models.find(request.model)
+            model = self.find(request.model)
             if isinstance(request, LineRequest):
                 task.emit(model.lines(request, task.is_cancelled))
             else:

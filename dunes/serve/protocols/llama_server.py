@@ -4,12 +4,15 @@ https://github.com/ggml-org/llama.cpp/tree/master/tools/server; contrary to its 
 of `/infill` is the text before the cursor.
 """
 
+import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from dunes import __version__
-from dunes.serve import ollama
 from dunes.serve.fields import CHOICES, ENDLESS, REFERENCE, Fields
+from dunes.serve.protocols import ollama
+from dunes.serve.protocols.protocol import Check, Endpoint, Protocol
 from dunes.serve.requests import (
     LIMITS,
     Answer,
@@ -18,7 +21,6 @@ from dunes.serve.requests import (
     Facts,
     LineRequest,
     Named,
-    Protocol,
     Request,
     TextRequest,
     file_name,
@@ -40,7 +42,9 @@ def read_infill(fields: Fields) -> Asked:
     fields.items("response_fields", 256)
     fields.flag("return_tokens")
     request = LineRequest(before, after, name, files, count, limit or 1, stop, fields.text("model"))
-    return Asked(fields, [request] if limit else [], count=count)
+    asked = Asked(fields, [request] if limit else [], count=count)
+    asked.files = [files]
+    return asked
 
 
 def read_completion(fields: Fields) -> Asked:
@@ -162,7 +166,7 @@ def _entry(name: str, facts: Facts) -> dict[str, Any]:
         "tags": [],
         "object": "model",
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
-        "created": facts["created"],
+        "created": int(facts["modified"]),
         "owned_by": "dunes",
         "meta": {"vocab_type": 2, **{key: facts[name] for key, name in fields.items()}},
     }
@@ -187,5 +191,46 @@ def slots(models: Named) -> list[dict[str, Any]]:
     return [REFERENCE["slot"] | {"n_ctx": models[0][1]["context_length"], "params": settings(None)}]
 
 
-INFILL = Protocol(read_infill, write, "sse-bare")
-COMPLETION = Protocol(read_completion, write, "sse-bare")
+def _vim(data: bytes) -> str:
+    # llama.vim looks for this in the bytes before it parses them, and wants one line. It keeps what has it, also
+    # an empty text; so a reply without a suggestion lacks it.
+    if b"content" not in data and isinstance(json.loads(data), dict):
+        return ""
+    if not re.search(rb'"content"\s*:"', data) or b"\n" in data.strip():
+        raise ValueError('the reply has no `"content":"` on a single line, so llama.vim drops it')
+    return _vscode(data)
+
+
+def _vscode(data: bytes) -> str:
+    content = json.loads(data)
+    return str((content[0] if isinstance(content, list) else content)["content"])
+
+
+def checks(before: str, after: str, model: str) -> list[Check]:
+    """The requests of llama.vim and llama-vscode at a cursor."""
+    start = before.rfind("\n") + 1
+    line = before[start:]
+    infill = {"id_slot": 0, "input_prefix": before[:start], "prompt": line, "input_suffix": after}
+    infill |= {"input_extra": [], "n_predict": 128, "stop": [], "top_k": 40, "top_p": 0.9, "stream": False}
+    infill |= {"samplers": ["top_k", "top_p", "infill"], "cache_prompt": True, "t_max_predict_ms": 250}
+    infill |= {"n_indent": len(line) - len(line.lstrip()), "t_max_prompt_ms": 500}
+    vim = infill | {"model": "", "response_fields": ["content", "timings/prompt_n", "truncated", "tokens_cached"]}
+    return [
+        Check("Vim and Neovim (llama.vim)", "/infill", vim, _vim),
+        Check("VS Code (llama-vscode)", "/infill", infill | {"n_cmpl": 3}, _vscode),
+    ]
+
+
+_COMPLETION = Endpoint(read_completion, write, "sse-bare")
+PROTOCOL = Protocol(
+    "llama-server",
+    {"/infill": Endpoint(read_infill, write, "sse-bare"), "/completion": _COMPLETION, "/completions": _COMPLETION},
+    checks,
+    {
+        **dict.fromkeys(("/health", "/v1/health"), health),
+        **dict.fromkeys(("/models", "/v1/models"), list_models),
+        "/v1/models/{name:path}": lambda models: list_models(models)["data"][0],
+        "/props": props,
+        "/slots": slots,
+    },
+)

@@ -1,18 +1,19 @@
-"""The paths of OpenAI's API (with `suffix`, `echo` and log-probabilities) and of Mistral's fill-in-the-middle API.
+"""The paths of OpenAI's API, with `suffix`, `echo` and log-probabilities.
 
-https://platform.openai.com/docs/api-reference/completions, https://docs.mistral.ai/api/#tag/fim
+https://platform.openai.com/docs/api-reference/completions
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dunes.serve.fields import CHOICES, Fields
+from dunes.serve.protocols.protocol import Check, Endpoint, Protocol
 from dunes.serve.requests import (
     Answer,
     Answers,
     Asked,
-    Protocol,
     TextRequest,
     TokenText,
     choices,
@@ -58,21 +59,15 @@ def read_chat(fields: Fields) -> Asked:
     return Asked(fields, choices(replace(text, continues=continues), count), "chatcmpl-", count=count)
 
 
-def read_mistral(fields: Fields) -> Asked:
-    """A request for the rest of a line between a prompt and a suffix."""
-    text = read_text(fields, DEFAULTS, "max_tokens", seed=fields.seed(fields.first("random_seed", "seed")))
-    return Asked(fields, line_or_texts(text, fields.text("prompt", None), fields.text("suffix")), "fim-")
-
-
 def _wants_usage(fields: Fields) -> bool:
     """True if a stream ends with its usage."""
     return fields.object("stream_options").flag("include_usage")
 
 
-def _protocol(
+def endpoint(
     read: Callable[[Fields], Asked], full: str, chunk: str, choice: Callable[[Asked, Answer, bool], dict[str, Any]]
-) -> Protocol:
-    """A protocol whose replies are objects with choices. A stream has chunks; the last chunk has no text."""
+) -> Endpoint:
+    """A path whose replies are objects with choices. A stream has chunks; the last chunk has no text."""
 
     def reply(request: Asked, name: str, choices: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
         head = {"id": request.id, "object": name, "created": request.created, "model": request.model}
@@ -89,7 +84,7 @@ def _protocol(
     def end(request: Asked, answers: Answers) -> Sequence[Any]:
         return [reply(request, chunk, [], usage(request, answers))] if _wants_usage(request.fields) else []
 
-    return Protocol(read, write, end=end)
+    return Endpoint(read, write, end=end)
 
 
 def usage(request: Asked, answers: Answers) -> dict[str, dict[str, int]]:
@@ -128,7 +123,42 @@ def chat_choice(request: Asked, answer: Answer, streams: bool) -> dict[str, Any]
     return {"delta" if streams else "message": message, "logprobs": logprobs}
 
 
+def _zed(data: bytes) -> str:
+    content = json.loads(data)
+    missing = [name for name in ("id", "object", "created", "model", "choices", "usage") if name not in content]
+    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
+    missing += [f"usage.{name}" for name in counts if name not in content["usage"]]
+    if missing:
+        raise ValueError(f"the reply lacks {', '.join(missing)}, so Zed drops it")
+    return str(content["choices"][0]["text"])
+
+
+def _events(data: bytes) -> str:
+    lines = [line[6:] for line in data.splitlines() if line.startswith(b"data: ")]
+    if lines[-1:] != [b"[DONE]"]:
+        raise ValueError("the stream does not end with data: [DONE]")
+    return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
+
+
+def checks(before: str, after: str, model: str) -> list[Check]:
+    """The requests of Zed and minuet at a cursor."""
+    fim = f"<|fim_prefix|>{before}<|fim_suffix|>{after}<|fim_middle|>"
+    zed = {"model": model, "prompt": fim, "max_tokens": 64, "stop": ["<|endoftext|>"]}
+    minuet = {"model": model, "prompt": before, "suffix": after, "stream": True, "max_tokens": 64}
+    return [
+        Check("Zed", "/v1/completions", zed, _zed),
+        Check("Emacs and Neovim (minuet)", "/v1/completions", minuet, _events),
+    ]
+
+
 CHUNK = "chat.completion.chunk"
-COMPLETIONS = _protocol(read_completions, "text_completion", "text_completion", text_choice)
-CHAT = _protocol(read_chat, "chat.completion", CHUNK, chat_choice)
-MISTRAL = _protocol(read_mistral, "chat.completion", CHUNK, chat_choice)
+_CHAT = endpoint(read_chat, "chat.completion", CHUNK, chat_choice)
+PROTOCOL = Protocol(
+    "OpenAI",
+    {
+        "/v1/completions": endpoint(read_completions, "text_completion", "text_completion", text_choice),
+        "/v1/chat/completions": _CHAT,
+        "/chat/completions": _CHAT,
+    },
+    checks,
+)

@@ -1,43 +1,49 @@
 """Compare variants of a model's parts on a text: all are trained equally long, and results are paired by seed.
 
-Each variant trains like `dunes train --parts`, in its own process, with the size and settings of the default
-model's run: once for the same time, and once for the same number of steps. Differences in validation bits/byte are
-paired by the seed, which also orders the data; they have Student's 95 % interval. With `budget`, runs are limited
-by time only; after each rung, the worse half of the variants is dropped and the rest trains twice as long:
-successive halving (https://arxiv.org/abs/1502.07943).
+    python benchmarks/parts.py ~/code/project --vary mlp=gated,gelu norm=layer position=alibi+kv=one
+
+Each variant trains as `dunes train --parts` does, in a process of its own, with the size and settings that were
+chosen for the default model: once for the same time, and once for the steps that the default model made in it.
+The difference in validation bits/byte is paired by the seed, which also orders the data; its interval is Student's
+at 95 %. With `budget`, all train by the clock alone, the worse half leaves after each rung, and the rest
+trains twice as long: successive halving (https://arxiv.org/abs/1502.07943). The same command goes on after an
+interruption. The last line is JSON.
 """
 
 import json
 import math
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, median, stdev
 from time import process_time
-from typing import Any
-
-import torch
+from typing import Annotated, Any
 
 from dunes import measure
 from dunes.bench.benchmarks import BENCHMARKS
-from dunes.bench.plot import differences, save_plot
+from dunes.bench.plot import save_plot
 from dunes.bench.rows import Row
 from dunes.bench.runner import race
 from dunes.bench.subject import Setting, of_folder
 from dunes.checkpoint.model_folder import read_card
 from dunes.completion.fit import STUDENT
-from dunes.extra import python_command
+from dunes.extra import extra, python_command
 from dunes.files import json_file
 from dunes.files.atomic import folder_lock
 from dunes.files.model_file import trust_cards
-from dunes.flags import PARTS, is_path, option
-from dunes.progress import print_table, report
+from dunes.flags import PARTS, REQUIRED, flag, is_path, option
+from dunes.progress import Display, print_table, report, shown_by
 from dunes.runs.autosize import architecture_for, vocabulary
-from dunes.runs.train_config import TrainConfig
-from dunes.units import format_seconds
+from dunes.runs.train_config import Tokenization, TrainConfig
+from dunes.units import format_seconds, plural
+
+import torch
+import tyro
 
 DEFAULT = "default"
 CLOCK, TOKENS = "minutes", "tokens"
@@ -48,7 +54,7 @@ DECODED = 128
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments of `dunes bench parts`."""
+    """The arguments of `main`."""
 
     sources: tuple[str, ...]
     variants: tuple[str, ...]
@@ -217,7 +223,7 @@ def _jobs(variants: Sequence[str], seed: int, minutes: float, first: Row, by_tok
 
 
 def _read(path: Path) -> list[Row]:
-    return json_file.read_records(path, "a run of `dunes bench parts`", lambda row: "variant" in row)
+    return json_file.read_records(path, "a run of benchmarks/parts.py", lambda row: "variant" in row)
 
 
 def _train(plan: Plan, job: Job, out: Path, first: Row) -> Row:
@@ -338,3 +344,66 @@ def verdict(row: Row) -> str:
     if row["variant"] == DEFAULT or half is None:
         return ""
     return "no difference seen" if abs(middle) <= half else "helps" if middle < 0 else "harms"
+
+
+def differences(results: Sequence[Row]) -> Any:
+    """The plot of each variant's difference in bits/byte, with its interval."""
+    p, records = extra("plotnine", "plot"), []
+    for row in results[1:]:
+        for by, (middle, half) in row["difference"].items():
+            low, high = middle - (half or 0.0), middle + (half or 0.0)
+            records.append({"variant": row["variant"], "equal": by, "bits": middle, "low": low, "high": high})
+    frame = extra("polars", "plot").DataFrame(records)
+    plot = p.ggplot(frame, p.aes(x="variant", y="bits", ymin="low", ymax="high", color="equal"))
+    plot += p.theme_minimal() + p.theme(figure_size=(7, 1.5 + 0.4 * len(results)), legend_position="bottom")
+    plot += p.geom_hline(yintercept=0, linetype="dashed")
+    plot += p.geom_pointrange(position=p.position_dodge(width=0.4))
+    return plot + p.coord_flip() + p.labs(x="", y="bits/byte beside the default; left is better", color="equal")
+
+
+def main(
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")],
+    vary: Annotated[tuple[str, ...], flag("PART=CHOICE,...|FILE.py:FUNCTION", REQUIRED)] = (),
+    minutes: float = 3.0,
+    seeds: int = 3,
+    size: Annotated[str, flag("SIZE", "chosen from --minutes")] = "",
+    tokenizer: Tokenization = "bpe",
+    budget: Annotated[float | None, flag("HOURS", "none")] = None,
+    out: Path = Path("runs/parts"),
+) -> int:
+    """Show which parts of a model help on your text.
+
+    Args:
+        sources: Files and folders of text, as for dunes train.
+        vary: Choices for parts of the default model; "+" joins several in one variant.
+        minutes: Duration of each run.
+        seeds: Number of runs of each variant; pairs with the default have the same seed and order of the text.
+        size: Number of parameters, or LAYERSxWIDTH, of the default model.
+        tokenizer: Tokenizer to train.
+        budget: Hours for successive halving: the worse half leaves, the rest trains twice as long.
+        out: Folder for the results and the plot.
+    """
+    from rich.console import Console
+
+    plan = Plan(sources, read_variants(vary), minutes, seeds, size, tokenizer, budget)
+    with Display(Console(stderr=True, highlight=False)) as display, shown_by(display.state):
+        rungs, failed = bench_parts(plan, out)
+    for (length, _), results in zip(plan.rungs, rungs, strict=True):
+        title = f"bits/byte of validation text, less is better: {length:.3g} minutes, {plural(seeds, 'seed')}"
+        print_summary(results, title)
+    picture = out / PICTURE
+    plot = f"plot: {picture}" if picture.exists() else "a plot needs: pip install -e '.[plot]'"
+    print(f"runs: {out / ROWS}   {plot}")
+    best = min(rungs[-1], key=lambda row: row["difference"][CLOCK][0])
+    if verdict(best) == "helps":
+        parts = best["variant"].replace("+", " ")
+        options = f"--size {size} " * bool(size) + f"--tokenizer {tokenizer} " * (tokenizer != "bpe")
+        print(f"train with the best: dunes train {shlex.join(sources)} --parts {parts} {options}--out RUN")
+    for reason in failed.values():
+        print(f"failed: {reason}", file=sys.stderr)
+    print(json.dumps({"benchmark": "parts", "rungs": rungs, "failed": failed}))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main))

@@ -6,10 +6,10 @@ If a request names no path, its file is recognised by its lines.
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -41,14 +41,14 @@ from dunes.generate.packages import step_source
 from dunes.inference.chat import NONE, ChatModel, NoTemplate, load_chat_engine
 from dunes.runs.run import read_config
 from dunes.runs.train_config import TrainConfig
-from dunes.serve import ollama
 from dunes.serve.batch import Batch
 from dunes.serve.fields import Refused
 from dunes.serve.requests import Answer, Event, Facts, LineRequest, TextRequest
-from dunes.serve.worker import Worker
 from dunes.text.lines import split_lines
 from dunes.units import plural
 
+Call = Callable[[Callable[[], Any]], Future[Any]]
+"""A function that calls another one in the thread that owns the models."""
 SHORT = 3
 """Minimum characters of a suggestion that does not end its line."""
 PATHS = 64
@@ -120,12 +120,10 @@ def take_out_of_file(model: nn.Module) -> None:
 
 
 def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
-    """The facts of a model, with the modification times of its files; most are 0 during training."""
-    modified = max(stamp) / 1e9
+    """The facts of a model, with the time of its last modification in seconds; most are 0 during training."""
     facts: dict[str, Any] = {
-        "modified_at": ollama.format_time(datetime.fromtimestamp(modified, UTC)),
+        "modified": max(stamp) / 1e9,
         "digest": sha256(repr((str(folder), stamp)).encode()).hexdigest(),
-        "created": int(modified),
         "family": "dunes",
         "folder": str(folder.absolute()),
     }
@@ -195,7 +193,7 @@ class ServedModel:
         has_base_changed = is_missing and base_stamp(self.folder) != current.base_stamp
         return has_base_changed or model_stamp(self.folder) != current.stamp
 
-    def take_in(self, worker: Worker, texts: Mapping[str, str | None]) -> None:
+    def take_in(self, call: Call, texts: Mapping[str, str | None]) -> None:
         """From now on, complete lines with these texts of files, by name; None for a deleted file. Thread-safe.
 
         The texts are indexed in the calling thread, unless a concurrent call in another thread has already picked
@@ -210,7 +208,7 @@ class ServedModel:
             while not is_current:
                 completer = self.current.completer
                 files = completer.with_texts(pending)
-                is_current = worker.call(partial(self._use, completer, files, pending)).result()
+                is_current = call(partial(self._use, completer, files, pending)).result()
 
     def _use(self, completer: Any, files: Any, texts: Mapping[str, str | None]) -> bool:
         """Use these files and return True, unless they were indexed for a model that has been replaced."""

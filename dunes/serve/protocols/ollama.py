@@ -1,26 +1,21 @@
 """The paths of Ollama's API. https://github.com/ollama/ollama/blob/main/docs/api.md"""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from time import time
 from typing import Any
 
 from dunes.serve.fields import Fields
-from dunes.serve.requests import (
-    Answer,
-    Answers,
-    Asked,
-    Facts,
-    Named,
-    Protocol,
-    TextRequest,
-    line_or_texts,
-    read_text,
-)
+from dunes.serve.protocols.protocol import Check, Endpoint, Protocol
+from dunes.serve.requests import Answer, Answers, Asked, Facts, Named, TextRequest, line_or_texts, read_text
 from dunes.text.templates import Turn
 
 DEFAULTS = TextRequest(top_p=0.9, min_p=0.0)
 REASONS = {"stop": "stop", "length": "length", "word": "stop"}
+PORT = 11434
+"""Default port of Ollama."""
 VERSION = "0.12.0"
 """Version of Ollama's API that is reported; clients check it for supported features."""
 
@@ -51,23 +46,22 @@ def _text_request(fields: Fields, **more: Any) -> TextRequest:
     return read_text(fields, DEFAULTS, "num_predict", -1, fields.object("options"), variables=variables, **more)
 
 
-def format_time(time: datetime) -> str:
-    """A time in Ollama's format."""
-    return time.isoformat().replace("+00:00", "Z")
+def _format_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _protocol(read: Callable[[Fields], Asked], content: Callable[[str], dict[str, Any]]) -> Protocol:
-    """A protocol whose replies have their text in the fields that `content` returns."""
+def _endpoint(read: Callable[[Fields], Asked], content: Callable[[str], dict[str, Any]]) -> Endpoint:
+    """A path whose replies have their text in the fields that `content` returns."""
 
     def write(request: Asked, answers: Answers, streams: bool) -> dict[str, Any]:
         answer = answers[0]
-        head = {"model": request.fields.text("model"), "created_at": format_time(datetime.now(UTC))}
+        head = {"model": request.fields.text("model"), "created_at": _format_time(time())}
         text = "" if streams and answer.reason else answer.text
         if not request.requests and not (request.fields.text("prompt") or request.fields.text("suffix")):
             return head | content(text) | {"done": True, "done_reason": "load"}
         return head | content(text) | (_end(answer) if answer.reason else {"done": False})
 
-    return Protocol(read, write, "ndjson")
+    return Endpoint(read, write, "ndjson")
 
 
 def _end(answer: Answer) -> dict[str, Any]:
@@ -87,7 +81,7 @@ def tags(models: Named) -> dict[str, Any]:
     """The reply to /api/tags: the models by name, with their facts."""
     listed = []
     for name, facts in models:
-        about = {key: facts[key] for key in ("modified_at", "size", "digest")}
+        about = {"modified_at": _format_time(facts["modified"]), "size": facts["size"], "digest": facts["digest"]}
         listed.append({"name": name, "model": name, **about, "details": _details(facts)})
     return {"models": listed}
 
@@ -104,7 +98,7 @@ def show(models: Named) -> dict[str, Any]:
         "details": _details(facts),
         "model_info": info,
         "capabilities": ["completion", "insert"],
-        "modified_at": facts["modified_at"],
+        "modified_at": _format_time(facts["modified"]),
     }
 
 
@@ -119,5 +113,27 @@ def _details(facts: Facts) -> dict[str, Any]:
     }
 
 
-GENERATE = _protocol(read_generate, lambda text: {"response": text})
-CHAT = _protocol(read_chat, lambda text: {"message": {"role": "assistant", "content": text}})
+def _shown(data: bytes) -> str:
+    lines = [json.loads(line) for line in data.splitlines()]
+    if not lines[-1]["done"]:
+        raise ValueError("the stream does not end with done")
+    return "".join(line["response"] for line in lines)
+
+
+def checks(before: str, after: str, model: str) -> list[Check]:
+    """The request of Ollama's clients at a cursor."""
+    body = {"model": model, "prompt": before, "suffix": after}
+    return [Check("clients of Ollama", "/api/generate", body, _shown)]
+
+
+PROTOCOL = Protocol(
+    "Ollama",
+    {
+        "/api/generate": _endpoint(read_generate, lambda text: {"response": text}),
+        "/api/chat": _endpoint(read_chat, lambda text: {"message": {"role": "assistant", "content": text}}),
+    },
+    checks,
+    {"/api/tags": tags, "/api/ps": tags, "/api/show": show, "/api/version": lambda models: {"version": VERSION}},
+    "/api/",
+    lambda refused: {"error": refused.message},
+)

@@ -1,0 +1,80 @@
+"""Parse a command line and call the function that it names; the options that several commands share."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from functools import cache, reduce, wraps
+from inspect import Parameter, Signature, signature
+from operator import or_
+from typing import Annotated, Any, cast
+
+from dunes.files.model_file import trust_cards
+
+TRUST = {
+    "trust_code": "Import functions that models' cards name, which runs code outside of this package.",
+    "trust_sources": "Read training text that models' cards name, though this user did not train on it here.",
+}
+"""Options of every command that opens a model folder."""
+GIVEN: ContextVar[Collection[str]] = ContextVar("GIVEN", default=())
+"""Names of the options that the command line sets, also to their defaults."""
+
+
+class LateCommand:
+    """A command whose module is imported once its parameters are needed; `load` returns the command."""
+
+    def __init__(self, load: Callable[[], Callable[..., Any]]) -> None:
+        self._load = cache(load)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._load()(*args, **options)
+
+    __signature__ = property(lambda self: signature(self._load()))
+    __annotations__ = property(lambda self: self._load().__annotations__)
+    __doc__ = property(lambda self: self._load().__doc__)
+
+
+def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], arguments: Sequence[str]) -> int:
+    """Parse the arguments and call the command that they name; returns its exit status."""
+    import tyro  # late: an interrupt before `exit_with` would print a traceback
+
+    GIVEN.set({word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")})
+    verb = arguments[0] if arguments and arguments[0] in commands else None
+    choices = []
+    for name, command in commands.items():
+        summary = None if verb in (None, name) else "-"  # its docstring would import the command
+        choices.append(Annotated[Any, tyro.conf.subcommand(name, description=summary, constructor=command)])
+    config, form = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes), cast(Any, reduce(or_, choices))
+    status = tyro.cli(form, args=arguments, prog=program, description=about, config=config)
+    return int(status or 0)
+
+
+def with_trust(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command, with the options in TRUST."""
+    import tyro
+
+    trust = [keyword(name, False, Annotated[bool, tyro.conf.arg(help=text)]) for name, text in TRUST.items()]
+
+    @wraps(command)
+    def run(*args: Any, trust_code: bool = False, trust_sources: bool = False, **options: Any) -> Any:
+        with ExitStack() as trusted:
+            trusted.enter_context(trust_cards(trust_code))
+            if trust_sources:
+                from dunes.checkpoint import trained_text
+
+                trusted.enter_context(trained_text.trust_sources())
+            return command(*args, **options)
+
+    del run.__wrapped__  # tyro would follow it to the inner function
+    return with_parameters(run, [*signature(command).parameters.values(), *trust])
+
+
+def keyword(name: str, default: Any, annotation: Any) -> Parameter:
+    """A keyword-only parameter of a command."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def with_parameters(command: Callable[..., Any], parameters: Sequence[Parameter]) -> Callable[..., Any]:
+    """The command with this signature, from which tyro makes its flags."""
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command

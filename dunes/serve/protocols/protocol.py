@@ -1,0 +1,44 @@
+"""The interface of an HTTP protocol: its paths, its errors, and the requests of its clients."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from dunes.serve.fields import Fields, Refused
+from dunes.serve.requests import Answers, Asked, Named
+
+
+class Endpoint(NamedTuple):
+    """The functions of a path: `read` reads a body, `write` returns the reply with all answers or, in a stream, an
+    object for a part or the end of an answer. `end` returns the objects that follow the answers of a stream."""
+
+    read: Callable[[Fields], Asked]
+    write: Callable[[Asked, Answers, bool], Any]
+    form: str = "sse"
+    """Format of a stream: sse, which ends with `data: [DONE]`; sse-bare, which does not; ndjson."""
+    end: Callable[[Asked, Answers], Sequence[Any]] = lambda request, answers: ()
+
+
+class Check(NamedTuple):
+    """A client's request. `shown` returns the text that the client shows for a reply, or raises ValueError."""
+
+    client: str
+    path: str
+    body: Mapping[str, Any] | None
+    shown: Callable[[bytes], str]
+
+
+class Protocol(NamedTuple):
+    """A protocol: paths with their endpoints, and paths that describe the models.
+
+    `checks` returns the requests of its clients, which `dunes doctor` sends, given the text before and after a
+    cursor and the name of a model. `write_error` returns the body of a reply with an error, also for unknown paths
+    that start with `prefix`.
+    """
+
+    name: str
+    endpoints: Mapping[str, Endpoint]
+    checks: Callable[[str, str, str], list[Check]] = lambda before, after, model: []
+    descriptions: Mapping[str, Callable[[Named], Any]] = MappingProxyType({})
+    prefix: str = ""
+    write_error: Callable[[Refused], Any] = lambda refused: {"error": refused.content}
