@@ -14,7 +14,7 @@ from dunes.runs import compiled_loss as module
 from dunes.runs.compiled_loss import compiled_loss, pays, why_eager
 from dunes.runs.finetune import FinetuneTask, finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import read_metrics
+from dunes.runs.saving import read_metrics
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig
 from dunes.train import Trainer, sgd

@@ -27,7 +27,7 @@ from dunes.runs import finetune as finetune_module
 from dunes.runs.finetune import choose_options, finetune, load_base
 from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate
 from dunes.runs.finetune_data import FinetuneData
-from dunes.runs.run import METRICS, read_metrics
+from dunes.runs.saving import METRICS, read_metrics
 from dunes.text import Tokenizer, templates
 from dunes.train.loss import dpo_loss, next_token_loss
 from test_finetune import ALL, base_in, finetuned

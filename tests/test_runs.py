@@ -30,14 +30,13 @@ from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_f
 from dunes.inference import text_generator
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
-from dunes.runs import autosize
-from dunes.runs import loop as loop_module
+from dunes.runs import autosize, saving
 from dunes.runs import run as run_module
 from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
-from dunes.runs.loop import early_end
-from dunes.runs.run import read_metrics
+from dunes.runs.run import early_end
+from dunes.runs.saving import read_metrics
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text import KINDS, Tokenizer
@@ -108,14 +107,14 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
 
 def stopping_at(step, monkeypatch):
     """A person who presses Ctrl-C during this step."""
-    real = loop_module._log_step
+    real = run_module._log_step
 
     def note(path, done, bits):
         real(path, done, bits)
         if done.number == step:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(loop_module, "_log_step", note)
+    monkeypatch.setattr(run_module, "_log_step", note)
 
 
 def stop(config, folder, step, monkeypatch):
@@ -223,7 +222,7 @@ def test_a_stop_is_obeyed_at_once_and_the_resumed_run_is_that_without(where, cod
     config, real, calls = toy(code, seed=1, complete=where == "the gate"), getattr(owner, name), []
     for each in ("PLACES", "CURSORS"):
         monkeypatch.setattr(fit, each, (0.0, 4, 4))
-    monkeypatch.setattr(loop_module, "SAMPLES", (3,) if where == "a sample" else ())
+    monkeypatch.setattr(run_module, "SAMPLES", (3,) if where == "a sample" else ())
 
     def stopped(*arguments):
         calls.append(None)
@@ -251,7 +250,7 @@ def test_a_stop_is_obeyed_at_once_and_the_resumed_run_is_that_without(where, cod
     ("seconds", "low", "high"), [(0.0, 60, 60), (0.01, 60, 60), (8.0, 300, 1200), (60.0, 1200, 3600)]
 )
 def test_states_are_saved_as_often_as_the_work_that_would_be_lost_is_worth(seconds, low, high):
-    saver = loop_module.Saver(None, print)
+    saver = saving.Saver(None, print)
     saver.seconds = seconds
     assert low <= saver.interval <= high
 
@@ -426,7 +425,7 @@ def test_checks_since_the_best_one_are_counted(bits, since, best):
     run, counts = run_module.Run(Path(), TrainConfig(), task, trainer, None), []
     for number in range(1, len(bits) + 1):
         trainer.number = number
-        run.check(1)
+        run.validate(1)
         counts.append(run.checks_since_best)
     assert counts == since
     assert run.best_step == best
@@ -437,14 +436,14 @@ def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
     scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
     monkeypatch.setattr(TrainTask, "score", lambda self, limit=None: next(scores))
     kept = {}
-    real = run_module.Run.check
+    real = run_module.Run.validate
 
     def check(self, limit):
         score = real(self, limit)
         kept.setdefault("weights", {k: v.clone() for k, v in self.model.state_dict().items()})
         return score
 
-    monkeypatch.setattr(run_module.Run, "check", check)
+    monkeypatch.setattr(run_module.Run, "validate", check)
     printed = training_output(toy(code, steps=30), tmp_path / "run")
     saved = checkpoint.load(tmp_path / "run").model.state_dict()
     assert all(torch.equal(saved[k], v) for k, v in kept["weights"].items())
@@ -656,12 +655,12 @@ def test_training_goes_on_without_an_output_or_a_terminal(code, tmp_path):
     ],
 )
 def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_path, monkeypatch):
-    monkeypatch.setattr("dunes.runs.loop._check_due", lambda step: False)
+    monkeypatch.setattr("dunes.runs.run._check_due", lambda step: False)
     train(toy(code, steps=12, **options), tmp_path / "whole", display()[0])
     stop = lambda step: step == 6 and os.kill(os.getpid(), signal.SIGINT)
-    monkeypatch.setattr("dunes.runs.loop._check_due", stop)
+    monkeypatch.setattr("dunes.runs.run._check_due", stop)
     assert train(toy(code, steps=12, **options), tmp_path / "run", display()[0]) == 128 + signal.SIGINT
-    monkeypatch.setattr("dunes.runs.loop._check_due", lambda step: False)
+    monkeypatch.setattr("dunes.runs.run._check_due", lambda step: False)
     assert train(toy(code, steps=12, **options), tmp_path / "run", display()[0], resume=True) == 0
     whole, resumed = (checkpoint.load(tmp_path / name) for name in ("whole", "run"))
     for (name, a), b in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):

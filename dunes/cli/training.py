@@ -96,7 +96,7 @@ def _run(
         raise ValueError("--out is missing; pass a folder for the run")
     from dunes.measure import ranks
     from dunes.progress import Display
-    from dunes.runs.run import was_started_by_job
+    from dunes.runs.saving import was_started_by_job
 
     flags = {word.partition("=")[0][2:].replace("-", "_") for word in sys.argv if word.startswith("--")}
     set_options = config.changed() | {flag.removeprefix("no_") for flag in flags} & vars(config).keys()

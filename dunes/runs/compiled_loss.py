@@ -15,7 +15,8 @@ from dunes import measure
 from dunes.ops.kernels import one_line, why_not_compiled
 from dunes.progress import Line
 from dunes.runs.autosize import flops
-from dunes.runs.run import Run, append_metrics
+from dunes.runs.saving import append_metrics
+from dunes.runs.task import Run
 from dunes.train.loss import Loss, dpo_loss
 
 GAIN, COMPILING = 0.12, 45.0  # fraction of a step that a compiled loss saves; seconds of compiling

@@ -53,17 +53,10 @@ from dunes.runs.finetune_config import (
     unused_options,
 )
 from dunes.runs.finetune_data import Baseline, FinetuneData, question, score_within
-from dunes.runs.loop import begin_run, execute_run, report_step
 from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memory, process_memory
-from dunes.runs.run import (
-    Run,
-    Timings,
-    card_facts,
-    new_run,
-    run_lock,
-    set_trainable,
-    trainable_state,
-)
+from dunes.runs.report import report_step
+from dunes.runs.run import card_facts, execute_run, new_run
+from dunes.runs.task import Run, TaskFacts, Timings, set_trainable, trainable_state
 from dunes.text import templates
 from dunes.train import Trainer, adamw, cast_frozen
 from dunes.train.loss import Loss, dpo_loss, next_token_loss
@@ -94,35 +87,51 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     tokens highlighted. Returns the exit status of `execute_run`. Raises ValueError, before writing, for invalid
     options or data.
     """
-    run_options, timings = RunOptions(**options), Timings()
+    run_options = RunOptions(**options)
     # A resumed run compares what was asked with its own options.
     if unused := unused_options(config, () if run_options.resume else run_options.asked or ()):
         name = next(iter(unused))
         raise ValueError(f"--{option(name)} has no effect with {unused[name]}; omit it")
-    ready = begin_run(config, folder, display, run_options)
-    if ready is None:
-        return 0
-    check_names(ready.field_names)
-    with display:
-        with timings("reading data"):
-            data = FinetuneData.read(ready, load_base(ready), display)
-        for example in data.train[:examples]:
-            for side in example.sides:
-                display.print_highlighted(f"--- {side.place}", trained_spans(side, data.tokenizer))
-        with timings("preparing"):
-            data, text = choose_options(data, display), forgetting_text(data, display)
-            data = replace(data, config=ranks.decide(data.config))
-            same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
-            text = text if same else None
-        if run_options.dry_run:
-            report_step(data.config, _dry_trainer(data), _full_batch(data.config), display)
-            return 0
-        with run_lock(folder):
-            with timings("building the model"):
-                run = prepare(data, text, folder, display)
-            if not run_options.resume:
-                report_step(data.config, run.trainer, _full_batch(data.config), display)
-            return execute_run(run, display, run_options, timings)
+    plan = partial(plan_finetuning, folder, display, run_options, examples)
+    return execute_run(config, folder, display, run_options, plan)
+
+
+def plan_finetuning(
+    folder: Path, display: Display, options: RunOptions, examples: int, config: FinetuneConfig, timings: Timings
+) -> "FinetunePlan":
+    """Read the examples, print the first of them, and choose all unset options."""
+    check_names(config.field_names)
+    with timings("reading data"):
+        data = FinetuneData.read(config, load_base(config), display)
+    for example in data.train[:examples]:
+        for side in example.sides:
+            display.print_highlighted(f"--- {side.place}", trained_spans(side, data.tokenizer))
+    with timings("preparing"):
+        data, text = choose_options(data, display), forgetting_text(data, display)
+        data = replace(data, config=ranks.decide(data.config))
+        same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
+    return FinetunePlan(data, text if same else None, folder, display, options.resume)
+
+
+@dataclass(frozen=True)
+class FinetunePlan:
+    """A finetuning whose options are all chosen; `text` has the token ids on which forgetting is measured."""
+
+    data: FinetuneData
+    text: TokenIds | None
+    folder: Path
+    display: Display
+    resumed: bool
+
+    def report(self) -> None:
+        report_step(self.data.config, _dry_trainer(self.data), _full_batch(self.data.config), self.display)
+
+    def prepare(self, timings: Timings) -> Run:
+        with timings("building the model"):
+            run = prepare(self.data, self.text, self.folder, self.display)
+        if not self.resumed:
+            report_step(run.config, run.trainer, _full_batch(self.data.config), self.display)
+        return run
 
 
 def load_base(config: FinetuneConfig) -> LoadedModel:
@@ -284,7 +293,7 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
 
     They are stored in `path`, and read from there if the run has saved states, so that a resumed run has the same.
     """
-    sides, fingerprints = (task.data.train, task.data.valid), dict(task.fingerprints)
+    sides, fingerprints = (task.data.train, task.data.valid), dict(task.facts.fingerprints)
     if path.is_file() and any(path.parent.glob("step-*")):
         try:
             stored = json_file.read(path)
@@ -421,21 +430,24 @@ class FinetuneTask:
         return replace(self.data.loaded, architecture=architecture)
 
     @cached_property
-    def fingerprints(self) -> Mapping[str, str]:
+    def facts(self) -> TaskFacts:
         digest = sha256()
         for side in (self.data.train, self.data.valid):
             digest.update(str(len(side)).encode())
             for e in (part for example in side for part in example.sides):
                 digest.update(e.ids.tobytes() + e.loss_mask.tobytes())
-        return {"examples": digest.hexdigest(), "base": str(self.base["sha256"])}
+        fingerprints = {"examples": digest.hexdigest(), "base": str(self.base["sha256"])}
+        return TaskFacts(fingerprints, self._tokens, lambda seconds: self.before.seconds, self._memory_advice)
 
     @property
-    def tokens(self) -> int:
+    def _tokens(self) -> int:
+        """Number of validation targets to score."""
         targets = sum(e.targets(self.config.context_length) for e in self.data.valid)
         return min(targets, self.before.limits[0])
 
-    def closing_seconds(self, seconds_per_token: float) -> float:
-        return self.before.seconds
+    def _memory_advice(self) -> str:
+        remedy = "reduce --context-length or --micro-batch, or use --method qlora"
+        return f"{describe_memory(memory(self.data))}; {remedy}"
 
     def batches(self, start: int) -> Iterator[Batch]:
         config = self.config
@@ -478,7 +490,7 @@ class FinetuneTask:
             answers = self._answers()
         seconds = monotonic() - start
         if score is None:
-            score, limit = score_within(self._budget, self.score, limit, self.tokens)
+            score, limit = score_within(self._budget, self.score, limit, self._tokens)
         assert score is not None, "the validation examples are never empty"
         return Baseline(score, forgetting, answers, self.text, (limit, text_limit), seconds)
 
@@ -523,10 +535,6 @@ class FinetuneTask:
         device, dtype = next(generator.model.parameters()).device, autocast_dtype(self.config)
         with torch.autocast(device.type, dtype, dtype != torch.float32):
             return generator.text(ids, ANSWER_TOKENS)
-
-    def memory_advice(self) -> str:
-        remedy = "reduce --context-length or --micro-batch, or use --method qlora"
-        return f"{describe_memory(memory(self.data))}; {remedy}"
 
     def begin(self, run: Run) -> list[str]:
         config, base = self.config, self.data.base

@@ -33,9 +33,9 @@ from dunes.files import json_file
 from dunes.files.atomic import write_file
 from dunes.measure import ranks
 from dunes.progress import Display
-from dunes.runs.check_state import read_score
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import FINAL_TOKENS
+from dunes.runs.saving import read_score
+from dunes.runs.task import FINAL_TOKENS
 from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Conversation, Template, Turn
 from dunes.units import plural

@@ -49,23 +49,19 @@ from dunes.runs import autosize
 from dunes.runs.augment import described_family, records, resolve_new, save_changed, size_of
 from dunes.runs.config import RunOptions, adamw_rate
 from dunes.runs.corpus import NO_LINES, Tokens, choose_completion, gather, tokenize, with_test_files
-from dunes.runs.loop import begin_run, execute_run, out_of_memory, report_step
 from dunes.runs.memory import PROCESS, TrainSetup, describe_memory
-from dunes.runs.run import (
+from dunes.runs.report import report_step
+from dunes.runs.run import card_facts, execute_run, new_run, out_of_memory
+from dunes.runs.saving import append_metrics, read_config, run_lock, start_run, write_config
+from dunes.runs.task import (
     SAMPLE_SHARE,
     Run,
+    TaskFacts,
     Timings,
-    append_metrics,
-    card_facts,
     check_tokens,
-    new_run,
-    read_config,
-    run_lock,
     selects,
     set_trainable,
-    start_run,
     trainable_state,
-    write_config,
 )
 from dunes.runs.train_config import MIXTURES, NONE, TrainConfig
 from dunes.text import Tokenizer
@@ -95,69 +91,90 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     `options` are fields of `RunOptions`. Returns the exit status of `execute_run`. Raises ValueError, before
     writing, for invalid options or data.
     """
-    run_options, timings = RunOptions(**options), Timings()
-    config = config.with_family(run_options.asked)
-    ready = begin_run(config, folder, display, run_options)
-    if ready is None:
-        return 0
-    named = ready.parts == config.parts  # in this command
-    if run_options.resume and isinstance(ready.chosen_parts, str) and not (named or cards_trusted()):
-        raise ValueError(f"{folder}: built by {ready.chosen_parts}; if you trust it, pass --trust-code")
-    with display:
-        with timings("reading data"):
-            (base, place), reasons = find_base(ready, folder, run_options), list[str]()
-            if base and not ready.trains:
-                packages = trained_packages(read_card(folder))
-                if Reference(ready, folder, base, place, packages).is_finished(run_options, display):
-                    return 0
-            corpus = gather(ready)
-            if not run_options.resume:  # resumed runs have chosen; older ones have None
-                asked = ready
-                ready, reasons = choose_trainable(asked, corpus, base)
-                if (
-                    base
-                    and ready.complete
-                    and ready.trains
-                    and not asked.trainable
-                    and (said := tells_nothing(base, corpus))
-                ):
-                    display.line(f"{asked.base}: {said}")
-                    base = None
-                    ready, reasons = choose_trainable(replace(asked, base=""), corpus, None)
-            corpus = with_test_files(ready, corpus)
-        for line in (corpus.report(), *corpus.notes, *reasons):
-            display.detail(line)
-        if base and not ready.trains:
-            reference = Reference(replace(ready, split=corpus.split), folder, base, place, corpus.packages)
-            return reference.run(corpus, display, run_options, timings)
-        with timings("choosing the size"):
-            ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
-            ready = ranks.decide(ready)
-        if run_options.dry_run:
-            if base is not None:
-                model = base.model.float().to(measure.device())
-                select_trainable(model, ready.trainable, base)
-                dtype = autosize.autocast_dtype(ready)
-                trainer = Trainer(model, build_optimizer(model, ready), next_token_loss, dtype=dtype)
-                _report(ready, trainer, base, display)
-            return 0
-        with timings("tokenizing"):
-            earlier = Tokenizer.load(folder / "state") if run_options.resume and base is None else None
-            known = base.tokenizer if base else earlier
-            tokens = ranks.in_turn(partial(tokenize, ready, corpus, known, display))
-        with run_lock(folder):
-            with timings("indexing the text"):
-                completion = None
-                if ready.complete and ranks.is_first():
-                    files = FileTokenizer(tokens.tokenizer, ready.with_headers)
-                    with shown_by(display.state), phase("indexing the text"):
-                        completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
-            with timings("building the model"):
-                run = prepare(ready, folder, tokens, base, completion)
-            if base and not run_options.resume:
-                run.seconds_per_token = _report(ready, run.trainer, base, display)
-                display.detail(score_base(run))
-            return execute_run(run, display, run_options, timings)
+    run_options = RunOptions(**options)
+
+    def plan(begun: TrainConfig, timings: Timings) -> TrainPlan | None:
+        named = begun.parts == config.parts  # in this command
+        if run_options.resume and isinstance(begun.chosen_parts, str) and not (named or cards_trusted()):
+            raise ValueError(f"{folder}: built by {begun.chosen_parts}; if you trust it, pass --trust-code")
+        return plan_training(begun, folder, display, run_options, timings)
+
+    return execute_run(config, folder, display, run_options, plan)
+
+
+def plan_training(
+    config: TrainConfig, folder: Path, display: Display, options: RunOptions, timings: Timings
+) -> "TrainPlan | None":
+    """Read the text and choose all unset options; None if lines are completed with the base, and all is done."""
+    with timings("reading data"):
+        (base, place), reasons = find_base(config, folder, options), list[str]()
+        if base and not config.trains:
+            packages = trained_packages(read_card(folder))
+            if Reference(config, folder, base, place, packages).is_finished(options, display):
+                return None
+        corpus = gather(config)
+        if not options.resume:  # resumed runs have chosen; older ones have None
+            config, reasons, base = _choose_base(config, corpus, base, display)
+        corpus = with_test_files(config, corpus)
+        config = replace(config, split=corpus.split)
+    for line in (corpus.report(), *corpus.notes, *reasons):
+        display.detail(line)
+    if base and not config.trains:
+        Reference(config, folder, base, place, corpus.packages).run(corpus, display, options, timings)
+        return None
+    with timings("choosing the size"):
+        config = ranks.decide(_choose_options(config, corpus, base, display, options.resume))
+    plan = TrainPlan(config, folder, display, options.resume, base, corpus)
+    if options.dry_run:
+        return plan
+    with timings("tokenizing"):
+        earlier = Tokenizer.load(folder / "state") if options.resume and base is None else None
+        known = base.tokenizer if base else earlier
+        return replace(plan, tokens=ranks.in_turn(partial(tokenize, config, corpus, known, display)))
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """A training whose options are all chosen, with the text; `tokens` is None in a dry run."""
+
+    config: TrainConfig
+    folder: Path
+    display: Display
+    resumed: bool
+    base: LoadedModel | None
+    corpus: Corpus
+    tokens: Tokens | None = None
+
+    def report(self) -> None:
+        if self.base is not None:
+            model = self.base.model.float().to(measure.device())
+            select_trainable(model, self.config.trainable, self.base)
+            dtype = autosize.autocast_dtype(self.config)
+            trainer = Trainer(model, build_optimizer(model, self.config), next_token_loss, dtype=dtype)
+            self._measure(trainer, self.base)
+
+    def prepare(self, timings: Timings) -> Run:
+        assert self.tokens is not None, "made unless in a dry run"
+        with timings("indexing the text"):
+            completion = self._index(self.tokens) if self.config.complete and ranks.is_first() else None
+        with timings("building the model"):
+            run = prepare(self.config, self.folder, self.tokens, self.base, completion)
+        if self.base and not self.resumed:
+            self._measure(run.trainer, self.base)
+            self.display.detail(score_base(run))
+        return run
+
+    def _index(self, tokens: Tokens) -> CompletionFiles:
+        config, files = self.config, FileTokenizer(tokens.tokenizer, self.config.with_headers)
+        with shown_by(self.display.state), phase("indexing the text"):
+            return prepare_completion(self.corpus, files, self.display, config.sources, config.follow_links)
+
+    def _measure(self, trainer: Trainer, base: LoadedModel) -> None:
+        config = self.config
+        rows = config.batch // ranks.count(), config.context_length + 1
+        ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
+        fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
+        report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), self.display, fit)
 
 
 def _choose_options(
@@ -307,6 +324,19 @@ def choose_trainable(
     return replace(config, complete=True, trainable=NONE), [*lines, how]
 
 
+def _choose_base(
+    config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display
+) -> tuple[TrainConfig, list[str], LoadedModel | None]:
+    """As `choose_trainable`, and the base: None if it would be trained by default and knows nothing."""
+    chosen, reasons = choose_trainable(config, corpus, base)
+    if base is None or config.trainable or not (chosen.complete and chosen.trains):
+        return chosen, reasons, base
+    if not (remark := tells_nothing(base, corpus)):
+        return chosen, reasons, base
+    display.line(f"{config.base}: {remark}")
+    return *choose_trainable(replace(config, base=""), corpus, None), None
+
+
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
     """Make the parameters that match the globs trainable, and freeze the others.
 
@@ -338,19 +368,12 @@ def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[s
     return plain if base is None else resolve_new(plain, base)
 
 
-def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> float:
-    rows = config.batch // ranks.count(), config.context_length + 1
-    ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
-    fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
-    return report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
-
-
 def score_base(run: Run) -> str:
     """Validate the base model before the first step, so that its weights are saved if training makes it worse.
 
     Returns a line for the user.
     """
-    score = run.check(check_tokens(run.config))
+    score = run.validate(check_tokens(run.config))
     append_metrics(run.folder, {"step": 0, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
     values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
     return f"validation loss before training: {values}"
@@ -507,8 +530,8 @@ class Reference:
             with display.own_bar("fitting"):
                 return finish_completion(folder, files, amount, loaded, config.copies, self.save)
 
-    def run(self, corpus: Corpus, display: Display, options: RunOptions, timings: Timings) -> int:
-        """`fit`, and say what came of it, also when a signal ends the process; returns the exit status."""
+    def run(self, corpus: Corpus, display: Display, options: RunOptions, timings: Timings) -> None:
+        """`fit`, and print the outcome, also when a signal ends the process."""
         folder = shlex.quote(str(self.folder))
         try:
             said = self.fit(corpus, display, options)
@@ -521,7 +544,6 @@ class Reference:
             took = format_seconds(round(timings.elapsed))
             display.line(f"{said}\ndone after {took}: {folder} refers to {self.place}, which must stay")
             display.line(f"try: dunes complete {folder} FILE:LINE:COLUMN   in your editor: dunes serve {folder}")
-        return 0
 
 
 @dataclass(frozen=True)
@@ -539,18 +561,16 @@ class TrainTask:
     completion: CompletionFiles | None = None
     outline: Decoder | None = None
 
-    @property
-    def fingerprints(self) -> Mapping[str, str]:
-        return self.text.fingerprints
-
-    @property
-    def tokens(self) -> int:
-        return len(self.text.valid)
-
-    def closing_seconds(self, seconds_per_token: float) -> float:
-        if self.completion is None:
-            return 0.0
-        return closing_seconds(self.completion, fit_size(self.config, seconds_per_token))
+    @cached_property
+    def facts(self) -> TaskFacts:
+        config, completion = self.config, self.completion
+        closing = lambda seconds: closing_seconds(completion, fit_size(config, seconds)) if completion else 0.0
+        advice = (
+            partial(memory_with_base, config, self.loaded)
+            if config.base
+            else partial(autosize.memory_advice, config)
+        )
+        return TaskFacts(self.text.fingerprints, len(self.text.valid), closing, advice)
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
@@ -570,11 +590,6 @@ class TrainTask:
     def sample(self) -> str:
         seconds = math.inf if self.config.steps or ranks.count() > 1 else SAMPLE_SHARE * self.config.seconds
         return sample_text(self._windowed, self.config.seed, seconds=seconds)
-
-    def memory_advice(self) -> str:
-        if self.config.base:
-            return memory_with_base(self.config, self.loaded)
-        return autosize.memory_advice(self.config)
 
     def begin(self, run: Run) -> Iterator[str]:
         config = self.config
