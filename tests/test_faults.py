@@ -346,7 +346,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
 def test_too_little_memory_beside_the_steps_does_not_end_training(code, tmp_path, monkeypatch):
     greedy = lambda *arguments, **named: torch.empty(1 << 60)
     monkeypatch.setattr(train_module, "sample_text", greedy)
-    monkeypatch.setattr(Run, "check", greedy)
+    monkeypatch.setattr(Run, "validate", greedy)
     printed = training_output(toy(code), tmp_path / "run")
     assert printed.count("warning: validation failed: ") == 1
     assert printed.count("warning: sampling failed: ") == 1

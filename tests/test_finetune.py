@@ -248,7 +248,7 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(base, examples, tmp_pa
     baseline = Baseline(Score(30.0, 10, 10), None, [], "")
     monkeypatch.setattr(FinetuneTask, "measure_baseline", lambda self, *a: baseline)
     monkeypatch.setattr(FinetuneTask, "score", lambda self, limit=None: next(scores))
-    monkeypatch.setattr(Run, "check", remembered)
+    monkeypatch.setattr(Run, "validate", remembered)
     assert "warning: no better than the base model" in finetuned(config, folder)
     saved = checkpoint.load(folder).model.state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in kept[2].items())

@@ -102,7 +102,7 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
         same = bool(kept) and all(bool((v == kept[k]).all()) for k, v in loaded.model.state_dict().items())
         return f"the best weights: {same}"
 
-    monkeypatch.setattr(Run, "check", check)
+    monkeypatch.setattr(Run, "validate", check)
     monkeypatch.setattr("dunes.runs.train.sample_text", sample)
     printed = training_output(toy(code, steps=60), tmp_path / "run")
     found = read_samples(tmp_path / "run" / "samples.md")

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from hashlib import sha256
@@ -98,8 +98,9 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
 
 def plan_finetuning(
     folder: Path, display: Display, options: RunOptions, examples: int, config: FinetuneConfig, timings: Timings
-) -> "FinetunePlan":
-    """Read the examples, print the first of them, and choose all unset options."""
+) -> Callable[[], Run] | None:
+    """Read the examples, print the first of them, choose all unset options, and return a function that builds the
+    run; None in a dry run."""
     check_names(config.field_names)
     with timings("reading data"):
         data = FinetuneData.read(config, load_base(config), display)
@@ -110,28 +111,19 @@ def plan_finetuning(
         data, text = choose_options(data, display), forgetting_text(data, display)
         data = replace(data, config=ranks.decide(data.config))
         same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
-    return FinetunePlan(data, text if same else None, folder, display, options.resume)
+    report = partial(report_step, data.config, batch=_full_batch(data.config), display=display)
+    if options.dry_run:
+        report(_dry_trainer(data))
+        return None
 
-
-@dataclass(frozen=True)
-class FinetunePlan:
-    """A finetuning whose options are all chosen; `text` has the token ids on which forgetting is measured."""
-
-    data: FinetuneData
-    text: TokenIds | None
-    folder: Path
-    display: Display
-    resumed: bool
-
-    def report(self) -> None:
-        report_step(self.data.config, _dry_trainer(self.data), _full_batch(self.data.config), self.display)
-
-    def prepare(self, timings: Timings) -> Run:
+    def build() -> Run:
         with timings("building the model"):
-            run = prepare(self.data, self.text, self.folder, self.display)
-        if not self.resumed:
-            report_step(run.config, run.trainer, _full_batch(self.data.config), self.display)
+            run = prepare(data, text if same else None, folder, display)
+        if not options.resume:
+            report(run.trainer)
         return run
+
+    return build
 
 
 def load_base(config: FinetuneConfig) -> LoadedModel:

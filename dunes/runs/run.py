@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -28,18 +28,16 @@ from dunes.runs.report import PATIENCE, PaceCheck, overfitting_note, rising_loss
 from dunes.runs.saving import (
     ANOTHER_RUN,
     METRICS,
-    STATE_FIELDS,
     FolderInUse,
     Saver,
     StopRequest,
     append_metrics,
     check_shared,
-    invalid_state,
+    load_run_state,
     read_config,
     read_metrics,
     read_state,
     run_lock,
-    shard_optimizer,
     start_run,
     stop_signals,
     truncate_metrics,
@@ -49,10 +47,8 @@ from dunes.runs.task import (
     Run,
     Task,
     Timings,
-    check_tensors,
     check_tokens,
     load_trainable_state,
-    trainable_state,
 )
 from dunes.runs.tensorboard import TensorBoard
 from dunes.train import Clock, Diverged, Record, Schedule, Step, Trainer
@@ -70,39 +66,27 @@ NOT_SAVED = 3
 DIVERGED = 4
 
 
-class Plan(Protocol):
-    """A run whose config is resolved and whose data is read."""
-
-    def report(self) -> None:
-        """Show what a step takes, for --dry-run."""
-        ...
-
-    def prepare(self, timings: Timings) -> Run:
-        """The run at step 0, inside the lock of its folder; shows what a step of a new run takes."""
-        ...
+Plan = Callable[[T, Timings], Callable[[], Run] | None]
+"""Resolves a config, with the data, to a function that builds the run at step 0; None if nothing is to be run."""
 
 
-def execute_run(
-    config: T, folder: Path, display: Display, options: RunOptions, plan: Callable[[T, Timings], Plan | None]
-) -> int:
+def execute_run(config: T, folder: Path, display: Display, options: RunOptions, plan: Plan[T]) -> int:
     """Train a model and save it in the folder, or resume the run in the folder.
 
-    `plan` resolves the config, and returns None if nothing is left to do. Returns an exit status: 0, 128 + the
-    number of the signal that ended the run, 3 if the last state could not be saved, or 4 if training did not
-    recover from NaN or infinity. Raises ValueError, before writing, for invalid options or data.
+    Returns an exit status: 0, 128 + the number of the signal that ended the run, 3 if the last state could not be
+    saved, or 4 if training did not recover from NaN or infinity. Raises ValueError, before writing, for invalid
+    options or data.
     """
     timings = Timings()
     begun = begin_run(config, folder, display, options)
     if begun is None:
         return 0
     with display:
-        planned = plan(begun, timings)
-        if planned is None or options.dry_run:
-            if planned is not None:
-                planned.report()
+        build = plan(begun, timings)
+        if build is None:
             return 0
         with run_lock(folder):
-            return _execute(planned.prepare(timings), display, options, timings)
+            return _execute(build(), display, options, timings)
 
 
 def begin_run(config: T, folder: Path, display: Display, options: RunOptions) -> T | None:
@@ -290,18 +274,9 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
     if state["model"] != run.task.loaded.architecture.record():
         differences["model"] = "the model's config or changes differ"
     _refuse(differences, run.config, run.folder, override)
-    with invalid_state(folder):
-        if state["best_weights"]:
-            check_tensors(trainable_state(run.model), state["best_weights"])
-        load_trainable_state(run.model, state["weights"])
-        run.trainer.load_state_dict(state["trainer"])
-        shard_optimizer(run.trainer.optimizer)
-        for name in (*STATE_FIELDS, "best", "last"):
-            setattr(run, name, state[name])
+    load_run_state(run, state, folder)
     if not {"steps", "minutes"} & differences.keys():  # else the schedule starts again, towards the new end
         run.schedule.records[:], run.schedule.warmup = state["schedule"], state["warmup"]
-    run.best_weights = {name: tensor.cpu() for name, tensor in run.best_weights.items()}
-    run.timings.seconds.update(state["timings"])
     truncate_metrics(run.folder / METRICS, run.trainer.number)
     line(f"resuming after step {run.trainer.number}")
     if differences:
@@ -392,12 +367,15 @@ def train_loop(session: Session) -> None:
         ranks.expect(0)
         _measure_time(session, step, clock)
         over = run.schedule.is_over(step.number)
-        score = _validate(session, over)
-        _record(session, step, score, over)
+        score = _record(session, step, over)
         report(step)
         if warning := pace.warning(step):
             display.line(warning)
-        if over or _ends_early(session, step, score) or _stops_or_saves(session):
+        if score and not over and (reason := early_end(run, step.loss)):
+            display.line(reason)
+            run.schedule.records.append(Record(step.number, step.number))  # over for a resumed run, too
+            return
+        if over or _stops_or_saves(session):
             return
         ranks.expect(max(session.durations, default=0))
 
@@ -420,35 +398,21 @@ def _measure_time(session: Session, step: Step, clock: Clock | None) -> None:
         clock.update(step.number, run.elapsed)
 
 
-def _validate(session: Session, over: bool) -> Score | None:
-    """The score after a step at which a validation is due, else None; warns of a rising loss."""
-    run, score = session.run, None
-    with run.timings("validation"), session.board.non_fatal("validation"):
-        score = run.validate(check_tokens(run.config)) if over or _check_due(run.trainer.number) else None
+def _record(session: Session, step: Step, over: bool) -> Score | None:
+    """Validate and sample if it is time to, and write the metrics of a step; returns the score, if any."""
+    run, board, score = session.run, session.board, None
+    with run.timings("validation"), board.non_fatal("validation"):
+        score = run.validate(check_tokens(run.config)) if over or _check_due(step.number) else None
     if score and session.warned != run.best_step and (warning := rising_loss_warning(run)):
         session.warned = run.best_step
         session.display.line(warning)
-    return score
-
-
-def _record(session: Session, step: Step, score: Score | None, over: bool) -> None:
-    """Write the metrics of a step, and a sample after some steps."""
-    run, board = session.run, session.board
     with board.non_fatal("writing metrics.jsonl"):
         _log_step(run.folder, step, score)
     board.step(step, score.record if score else {})
     with run.timings("samples"), board.non_fatal("sampling"):
         if step.number in SAMPLES and not over:
             board.sample(step.number, _sample(run, session.display, step.number))
-
-
-def _ends_early(session: Session, step: Step, score: Score | None) -> bool:
-    """True if the run ends before its time after this step; a resumed run is then over, too."""
-    reason = early_end(session.run, step.loss) if score else ""
-    if reason:
-        session.display.line(reason)
-        session.run.schedule.records.append(Record(step.number, step.number))
-    return bool(reason)
+    return score
 
 
 def _stops_or_saves(session: Session) -> bool:

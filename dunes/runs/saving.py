@@ -4,7 +4,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
@@ -24,7 +24,7 @@ from dunes.files.json_file import append_record, parse_line, print_warning, read
 from dunes.measure import ranks
 from dunes.progress import Line
 from dunes.runs.config import RunConfig, T
-from dunes.runs.task import Run, trainable_state
+from dunes.runs.task import Run, check_tensors, load_trainable_state, trainable_state
 from dunes.text import Tokenizer
 from dunes.train import Record
 
@@ -190,6 +190,23 @@ def invalid_state(folder: Path) -> Iterator[None]:
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         reason = error if type(error) is ValueError else f"not the state of a run: {error!r:.200}"
         raise ValueError(f"{folder}: {reason}; remove this state to resume from an older one") from None
+
+
+def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
+    """Restore all of a run but its schedule from a result of `read_state`.
+
+    Raises ValueError, naming the folder, if the state is from another model.
+    """
+    with invalid_state(folder):
+        if state["best_weights"]:
+            check_tensors(trainable_state(run.model), state["best_weights"])
+        load_trainable_state(run.model, state["weights"])
+        run.trainer.load_state_dict(state["trainer"])
+        shard_optimizer(run.trainer.optimizer)
+        for name in (*STATE_FIELDS, "best", "last"):
+            setattr(run, name, state[name])
+    run.best_weights = {name: tensor.cpu() for name, tensor in run.best_weights.items()}
+    run.timings.seconds.update(state["timings"])
 
 
 def read_score(values: Any) -> Score | None:

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -93,7 +93,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     """
     run_options = RunOptions(**options)
 
-    def plan(begun: TrainConfig, timings: Timings) -> TrainPlan | None:
+    def plan(begun: TrainConfig, timings: Timings) -> Callable[[], Run] | None:
         named = begun.parts == config.parts  # in this command
         if run_options.resume and isinstance(begun.chosen_parts, str) and not (named or cards_trusted()):
             raise ValueError(f"{folder}: built by {begun.chosen_parts}; if you trust it, pass --trust-code")
@@ -104,8 +104,11 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 
 def plan_training(
     config: TrainConfig, folder: Path, display: Display, options: RunOptions, timings: Timings
-) -> "TrainPlan | None":
-    """Read the text and choose all unset options; None if lines are completed with the base, and all is done."""
+) -> Callable[[], Run] | None:
+    """Read the text, choose all unset options, and return a function that builds the run.
+
+    Returns None in a dry run, and if lines are completed with the base, which is done here.
+    """
     with timings("reading data"):
         (base, place), reasons = find_base(config, folder, options), list[str]()
         if base and not config.trains:
@@ -124,57 +127,47 @@ def plan_training(
         return None
     with timings("choosing the size"):
         config = ranks.decide(_choose_options(config, corpus, base, display, options.resume))
-    plan = TrainPlan(config, folder, display, options.resume, base, corpus)
     if options.dry_run:
-        return plan
+        if base is not None:
+            _report(config, _dry_trainer(config, base), base, display)
+        return None
     with timings("tokenizing"):
         earlier = Tokenizer.load(folder / "state") if options.resume and base is None else None
         known = base.tokenizer if base else earlier
-        return replace(plan, tokens=ranks.in_turn(partial(tokenize, config, corpus, known, display)))
+        tokens = ranks.in_turn(partial(tokenize, config, corpus, known, display))
 
-
-@dataclass(frozen=True)
-class TrainPlan:
-    """A training whose options are all chosen, with the text; `tokens` is None in a dry run."""
-
-    config: TrainConfig
-    folder: Path
-    display: Display
-    resumed: bool
-    base: LoadedModel | None
-    corpus: Corpus
-    tokens: Tokens | None = None
-
-    def report(self) -> None:
-        if self.base is not None:
-            model = self.base.model.float().to(measure.device())
-            select_trainable(model, self.config.trainable, self.base)
-            dtype = autosize.autocast_dtype(self.config)
-            trainer = Trainer(model, build_optimizer(model, self.config), next_token_loss, dtype=dtype)
-            self._measure(trainer, self.base)
-
-    def prepare(self, timings: Timings) -> Run:
-        assert self.tokens is not None, "made unless in a dry run"
+    def build() -> Run:
         with timings("indexing the text"):
-            completion = self._index(self.tokens) if self.config.complete and ranks.is_first() else None
+            indexes = config.complete and ranks.is_first()
+            completion = _index(config, corpus, tokens.tokenizer, display) if indexes else None
         with timings("building the model"):
-            run = prepare(self.config, self.folder, self.tokens, self.base, completion)
-        if self.base and not self.resumed:
-            self._measure(run.trainer, self.base)
-            self.display.detail(score_base(run))
+            run = prepare(config, folder, tokens, base, completion)
+        if base and not options.resume:
+            _report(config, run.trainer, base, display)
+            display.detail(score_base(run))
         return run
 
-    def _index(self, tokens: Tokens) -> CompletionFiles:
-        config, files = self.config, FileTokenizer(tokens.tokenizer, self.config.with_headers)
-        with shown_by(self.display.state), phase("indexing the text"):
-            return prepare_completion(self.corpus, files, self.display, config.sources, config.follow_links)
+    return build
 
-    def _measure(self, trainer: Trainer, base: LoadedModel) -> None:
-        config = self.config
-        rows = config.batch // ranks.count(), config.context_length + 1
-        ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
-        fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
-        report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), self.display, fit)
+
+def _index(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: Display) -> CompletionFiles:
+    files = FileTokenizer(tokenizer, config.with_headers)
+    with shown_by(display.state), phase("indexing the text"):
+        return prepare_completion(corpus, files, display, config.sources, config.follow_links)
+
+
+def _dry_trainer(config: TrainConfig, base: LoadedModel) -> Trainer:
+    """A trainer of the base, which belongs to no run."""
+    model = base.model.float().to(measure.device())
+    select_trainable(model, config.trainable, base)
+    return Trainer(model, build_optimizer(model, config), next_token_loss, dtype=autosize.autocast_dtype(config))
+
+
+def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> None:
+    rows = config.batch // ranks.count(), config.context_length + 1
+    ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
+    fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
+    report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
 
 
 def _choose_options(
@@ -522,9 +515,7 @@ class Reference:
         with run_lock(folder), out_of_memory(folder, lambda: f"out of memory; {memory}"):
             if not options.resume:
                 start_run(config, folder, loaded.require_tokenizer())
-            with shown_by(display.state), phase("indexing the text"):
-                reader = FileTokenizer(loaded.require_tokenizer(), header=False)
-                files = prepare_completion(corpus, reader, display, config.sources, config.follow_links)
+            files = _index(replace(config, file_headers=False), corpus, loaded.require_tokenizer(), display)
             if not self.fitted:
                 display.detail(begin_completion(folder, files, loaded.architecture))
             with display.own_bar("fitting"):
