@@ -16,7 +16,7 @@ from dunes import checkpoint
 from dunes.augment import attach
 from dunes.augment.lora import set_adapter
 from dunes.data import Example, read_records
-from dunes.data.batches import PairBatches
+from dunes.data.batches import Batches
 from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import count_leaked, split_records, tokenize_records
 from dunes.data.preflight import data_report
@@ -89,7 +89,7 @@ def test_loss_and_gradients_equal_plain_formulas(family, options):
     """Of rows without padding (llama), and of a model with a cap on its logits, and one with states."""
     model, base = network(family), network(family, seed=1)
     reference = reference_logprobs(base, PAIRS, CONTEXT, torch.float32)
-    (batch,) = PairBatches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
+    (batch,) = Batches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
     found, count, metrics = dpo_loss(model, batch, *options)
     wanted = plain_loss(model, PAIRS, reference, *options)
     assert count == 4
@@ -105,7 +105,7 @@ def test_loss_and_gradients_equal_plain_formulas(family, options):
 def test_a_mixture_adds_its_balance_once_for_each_pair():
     model = network("mixtral").train()
     reference = reference_logprobs(model, PAIRS, CONTEXT, torch.float32)
-    (batch,) = PairBatches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
+    (batch,) = Batches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
     total, _, metrics = dpo_loss(model, batch)
     balance, targets = next_token_loss(model, batch[:3])[2]["balance"]
     assert total.item() - 4 * math.log(2) == pytest.approx(4 * (balance / targets).item(), abs=1e-6)
@@ -115,7 +115,7 @@ def test_a_mixture_adds_its_balance_once_for_each_pair():
 def test_a_pair_without_a_target_on_one_side_is_skipped_and_counted():
     short, tokenizer = [*PAIRS, pair(4, CONTEXT, 2, 3), pair(5, 22, 2, 9)], Tokenizer.train("bytes", [])
     lost = replace(pair(6, 5, 3, 3), rejected=pair(6, CONTEXT + 4, 3, 3).rejected)
-    batches = PairBatches([*short, lost], CONTEXT, 3, reference=np.zeros((7, 2), np.float32))
+    batches = Batches([*short, lost], CONTEXT, 3, reference=np.zeros((7, 2), np.float32))
     assert batches.rows_per_epoch == 5 + 1
     report = data_report([*short, lost], PAIRS, CONTEXT, 300, templates.get_template("plain"), tokenizer)
     assert report.without_target == 1
@@ -127,10 +127,10 @@ def test_a_pair_without_a_target_on_one_side_is_skipped_and_counted():
 def test_a_row_of_padding_counts_in_no_sum():
     model = network("llama", torch.float32)
     reference = reference_logprobs(model, PAIRS[:2], CONTEXT, torch.float32)
-    (batch,) = PairBatches(PAIRS[:2], CONTEXT, 2, reference=reference).one_epoch()
+    (batch,) = Batches(PAIRS[:2], CONTEXT, 2, reference=reference).one_epoch()
     targets = batch[1].clone()
     targets[2:] = -100
-    alone = PairBatches([PAIRS[i] for i in [1]], CONTEXT, 1, reference=reference[1:])
+    alone = Batches([PAIRS[i] for i in [1]], CONTEXT, 1, reference=reference[1:])
     masked = dpo_loss(model, (batch[0], targets, *batch[2:]))
     assert masked[1] == 1
     assert masked[0].item() == pytest.approx(math.log(2), abs=1e-6)
@@ -173,7 +173,7 @@ def test_loss_and_gradients_equal_trl_s(kind, options, bases, tmp_path, monkeypa
     for index, p in enumerate(trainer.model.parameters()):
         p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(index)) * 0.05)
     trainer.model.save_pretrained(tmp_path / "trained")
-    batches = PairBatches(PAIRS, CONTEXT, 1, reference=reference)
+    batches = Batches(PAIRS, CONTEXT, 1, reference=reference)
     for index in range(len(PAIRS)):
         sides = PAIRS[batches.row(index)[0]].sides
         inputs = {
@@ -307,7 +307,7 @@ def test_pairs_that_are_equal_within_the_context_are_skipped():
     longer = replace(PAIRS[0], rejected=long)
     assert [e.targets(CONTEXT) for e in (same, longer)] == [0, 9]
     assert longer.targets(len(PAIRS[0].ids) - 1) == 0
-    assert PairBatches([same, longer], CONTEXT, 1, reference=np.zeros((2, 2), np.float32)).rows_per_epoch == 1
+    assert Batches([same, longer], CONTEXT, 1, reference=np.zeros((2, 2), np.float32)).rows_per_epoch == 1
 
 
 def test_dropout_of_the_model_is_off_and_of_adapters_on():
@@ -316,7 +316,7 @@ def test_dropout_of_the_model_is_off_and_of_adapters_on():
     made = replace(module.Config.from_size(VOCAB, 32, 2, CONTEXT), dropout=0.3)
     model = initialise(module.build(made), seed=0).train()
     reference = reference_logprobs(model, PAIRS, CONTEXT, torch.float32)
-    (batch,) = PairBatches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
+    (batch,) = Batches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
     assert dpo_loss(model, batch)[0].item() == pytest.approx(4 * math.log(2), abs=1e-5)
     assert module.read(model, CONTEXT) == made
     attach(model, rank=2, dropout=0.5)

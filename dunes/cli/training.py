@@ -10,7 +10,8 @@ import tyro
 
 from dunes.flags import flag
 from dunes.runs.config import Hardware, RunConfig, RunOptions
-from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization, Preference
+from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization
+from dunes.runs.objectives import Preference
 from dunes.runs.train_config import Completion, ModelShape, TextData, TrainConfig, TrainOptimization
 
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]

@@ -1,4 +1,4 @@
-"""Measure the DPO loss on pairs of answers, and compute the reference's log-probabilities."""
+"""Score pairs of answers by an objective's loss, and compute the reference's log-probabilities."""
 
 # Shapes: B pairs, T tokens.
 
@@ -25,7 +25,7 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class PreferenceScore(Score):
-    """Sums over `pairs` pairs of answers, with `tokens` targets: of the DPO loss, of the `margins` of rewards, and
+    """Sums over `pairs` pairs of answers, with `tokens` targets: of the loss, of the `margins` of rewards, and
     of `correct` signs of margins; and the sum of the cross entropy of the `chosen_tokens` of chosen answers."""
 
     pairs: int
@@ -38,7 +38,7 @@ class PreferenceScore(Score):
 
     @property
     def loss(self) -> float:
-        """The DPO loss, which is ln 2 for the reference itself."""
+        """The loss per pair; of DPO, it is ln 2 for the reference itself."""
         return self.loss_sum / self.pairs
 
     @property
@@ -58,7 +58,7 @@ class PreferenceScore(Score):
     @property
     def text(self) -> str:
         facts = self.facts
-        return f"{self.loss:.4f} (DPO), accuracy {facts['accuracy']:.1%}, margin {facts['margin']:.3g}"
+        return f"{self.loss:.4f} per pair, accuracy {facts['accuracy']:.1%}, margin {facts['margin']:.3g}"
 
     @property
     def record(self) -> dict[str, float]:
@@ -78,7 +78,7 @@ class PreferenceScore(Score):
 def score_pairs(
     model: nn.Module, batches: Iterable[tuple[Tensor, ...]], loss: Loss, dtype: torch.dtype
 ) -> PreferenceScore:
-    """Score batches of `PairBatches` by a `dpo_loss`."""
+    """Score batches of `PairBatches` by a loss like `dpo_loss`, with its metrics."""
     sums, targets = np.zeros((4, 2)), 0
     with evaluation(model, dtype) as device:
         for batch in map(_own_pairs, batches):

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from math import gcd, inf, nan
@@ -27,11 +27,11 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
 from dunes.data import TokenIds
-from dunes.data.batches import Batch, Batches, PairBatches, collate
-from dunes.data.examples import Example, Record, check_names, trained_spans
+from dunes.data.batches import Batch, Batches
+from dunes.data.examples import Record, check_names, trained_spans
 from dunes.data.preflight import check_report, data_report
-from dunes.evaluate.preferences import reference_logprobs, score_pairs
-from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_batches
+from dunes.evaluate.preferences import reference_logprobs
+from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens
 from dunes.files import json_file
 from dunes.files.atomic import write_file
 from dunes.files.json_file import append_text
@@ -46,7 +46,6 @@ from dunes.runs.config import RunOptions
 from dunes.runs.finetune_config import (
     EXPERTS,
     FinetuneConfig,
-    Preference,
     choose_batch,
     choose_steps,
     learning_rate,
@@ -59,7 +58,6 @@ from dunes.runs.run import card_facts, execute_run, new_run
 from dunes.runs.task import Run, TaskFacts, Timings, set_trainable, trainable_state
 from dunes.text import templates
 from dunes.train import Trainer, adamw, cast_frozen
-from dunes.train.loss import Loss, dpo_loss, next_token_loss
 from dunes.units import format_count, plural
 
 BASELINE = Path("state") / "baseline.json"
@@ -111,7 +109,12 @@ def plan_finetuning(
         data, text = choose_options(data, display), forgetting_text(data, display)
         data = replace(data, config=ranks.decide(data.config))
         same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
-    report = partial(report_step, data.config, batch=_full_batch(data.config), display=display)
+    report = partial(
+        report_step,
+        data.config,
+        batch=data.config.goal.full_batch(data.config, micro_batch(data.config)),
+        display=display,
+    )
     if options.dry_run:
         report(_dry_trainer(data))
         return None
@@ -165,7 +168,7 @@ def choose_options(data: FinetuneData, display: Display) -> FinetuneData:
     check_report(report, config.max_truncated)
     for line in report.warnings():
         display.line(f"warning: {line}")
-    rows = Batches(data.train, context, 1, packed=config.packing and not config.is_dpo).rows_per_epoch
+    rows = Batches(data.train, context, 1, packed=config.packing).rows_per_epoch
     batch = choose_batch(config, context, rows)
     batch += 0 if config.batch else -batch % ranks.count()
     steps, lr = choose_steps(config, rows, batch), learning_rate(config, width)
@@ -200,7 +203,7 @@ def _dry_trainer(data: FinetuneData) -> Trainer:
     apply_method(model, resolve_targets(config, data.base))
     cast_frozen_weights(model, config)
     dtype, accumulate = autocast_dtype(config), config.batch // (micro_batch(config) * ranks.count())
-    return Trainer(model, optimizer(config, model), choose_loss(config), dtype=dtype, accumulate=accumulate)
+    return Trainer(model, optimizer(config, model), config.goal.loss(config), dtype=dtype, accumulate=accumulate)
 
 
 def micro_batch(config: FinetuneConfig) -> int:
@@ -211,37 +214,19 @@ def micro_batch(config: FinetuneConfig) -> int:
 def memory(data: FinetuneData) -> dict[str, float]:
     """Bytes that a run needs, by purpose, estimated on fake tensors."""
     config = data.config
-    build, rows = partial(_meta_model, data), _full_batch(config)
+    build, rows = partial(_meta_model, data), config.goal.full_batch(config, micro_batch(config))
     batch = lambda shape: tuple(torch.zeros(part.shape, dtype=part.dtype) for part in rows)
     with torch.device("meta"):
         size = sum(t.nbytes for t in trainable_state(build()).values())
     shape = Shape(micro_batch(config), config.context_length, autocast_dtype(config))
-    parts = process_memory(build, shape, TrainSetup(partial(optimizer, config), choose_loss(config), batch), size)
+    setup = TrainSetup(partial(optimizer, config), config.goal.loss(config), batch)
+    parts = process_memory(build, shape, setup, size)
     stored, kept = sum(p.nbytes for p in data.base.model.parameters()), parts["parameters"]
     # While the base is evaluated, then cast or quantized, its weights as stored are in memory, too.
     before = parts.get("Python and torch", 0.0) + stored + kept + parts.get("temporaries", 0.0)
     if kept < stored and before > sum(parts.values()):
         parts["base as stored"] = before - sum(parts.values())
     return parts
-
-
-def choose_loss(config: FinetuneConfig) -> Loss:
-    """The loss of the objective."""
-    if not config.is_dpo:
-        return next_token_loss
-    options = {f.name: getattr(config, f.name) for f in fields(Preference) if f.name != "objective"}
-    return partial(dpo_loss, **options)
-
-
-def _full_batch(config: FinetuneConfig) -> Batch:
-    """A full batch with a loss on every token: two examples in each row, or pairs of rows."""
-    if config.is_dpo:
-        ids = torch.zeros(2 * micro_batch(config), config.context_length, dtype=torch.long)
-        return ids, ids, torch.arange(ids.shape[1]).expand_as(ids), torch.zeros(len(ids))
-    half = np.zeros(config.context_length // 2 + 1, np.int32)
-    example = Example(half, np.ones(len(half), bool))
-    row = [example] * (2 if config.packing else 1)
-    return collate([row] * micro_batch(config), config.context_length, full=True)
 
 
 def _meta_model(data: FinetuneData) -> Decoder:
@@ -274,10 +259,10 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
     update = optimizer(config, model)  # before a forward pass, which leaves weights of several ranks gathered
-    if config.is_dpo:
+    if config.goal.has_reference:
         task = replace(task, reference=_reference(task, folder / REFERENCE, display))
     accumulate = config.batch // (micro_batch(config) * ranks.count())
-    return new_run(folder, config, task, update, accumulate, choose_loss(config))
+    return new_run(folder, config, task, update, accumulate, config.goal.loss(config))
 
 
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
@@ -399,7 +384,7 @@ class FinetuneTask:
 
     `stored` is the dtype of the base model, `base` is its `base_identity`, and `changes` are the changes made to
     it. With several ranks, `outline` is the unsharded model without weight values. `reference` has the base's
-    log-probabilities of training and validation answers, for --objective dpo.
+    log-probabilities of training and validation answers, for objectives that need them.
     """
 
     data: FinetuneData
@@ -442,31 +427,21 @@ class FinetuneTask:
         return f"{describe_memory(memory(self.data))}; {remedy}"
 
     def batches(self, start: int) -> Iterator[Batch]:
-        config = self.config
-        size = micro_batch(config) * ranks.count()
-        if self.reference is not None:
-            train = self.data.train
-            return PairBatches(
-                train, config.context_length, size, config.seed, reference=self.reference[0]
-            ).batches(start)
-        rows = Batches(self.data.train, config.context_length, size, config.seed, config.packing)
-        return rows.batches(start)
+        config, reference = self.config, self.reference and self.reference[0]
+        settings = config.context_length, self._rows, config.seed, config.packing, reference
+        return Batches(self.data.train, *settings).batches(start)
 
     def score(self, limit: int | None = None) -> Score:
         examples, context = self.data.valid, self.config.context_length
         if limit is not None:
             targets = np.cumsum([e.targets(context) for e in examples])
             examples = examples[: int(np.searchsorted(targets, min(limit, self.before.limits[0]))) + 1]
-        if self.reference is not None:
-            pairs = PairBatches(examples, context, self._rows, reference=self.reference[1]).one_epoch()
-            return score_pairs(self.loaded.model, pairs, choose_loss(self.config), autocast_dtype(self.config))
-        chosen = [replace(e, rejected=None) for e in examples] if self.config.is_dpo else examples
-        batches = Batches(chosen, context, self._rows)
-        return score_batches(self.loaded, batches.one_epoch(), autocast_dtype(self.config))
+        batches = Batches(examples, context, self._rows, reference=self.reference and self.reference[1])
+        return self.config.goal.score(self.config, self.loaded, batches)
 
     @property
     def _rows(self) -> int:
-        """Examples or pairs of a validation batch: a micro-batch of each rank, whose memory is known to fit."""
+        """Examples or pairs of a batch: a micro-batch of each rank, whose memory is known to fit."""
         return micro_batch(self.config) * ranks.count()
 
     def sample(self) -> str:
@@ -531,7 +506,7 @@ class FinetuneTask:
     def begin(self, run: Run) -> list[str]:
         config, base = self.config, self.data.base
         trained, total = tree.count(run.model, trainable=True), tree.count(base.model)
-        rows = plural(config.batch, "pair" if config.is_dpo else "row")
+        rows = plural(config.batch, config.goal.noun)
         return [
             f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(total)} parameters; "
             f"{rows} x {config.context_length} tokens per step, micro-batches of "
@@ -567,7 +542,8 @@ class FinetuneTask:
     def _save(self, model: Decoder, folder: Path, facts: dict[str, Any], after: Baseline | None) -> None:
         """Save the model or the adapter; its card also records the losses before training."""
         if after is not None:
-            facts["measured"]["chosen_loss_before" if self.config.is_dpo else "before"] = self.before.score.loss
+            key = "chosen_loss_before" if self.config.goal.has_reference else "before"
+            facts["measured"][key] = self.before.score.loss
         if after is not None and self.before.forgetting and after.forgetting:
             losses = {"before": self.before.forgetting.loss, "after": after.forgetting.loss}
             facts["measured"]["forgetting"] = losses
