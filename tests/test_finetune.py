@@ -239,8 +239,8 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(base, examples, tmp_pa
     scores = iter([Score(11.0, 10, 10), Score(10.0, 10, 10), *(Score(20.0 + i, 10, 10) for i in range(9))])
     check, kept = Run.validate, {}
 
-    def remembered(run, limit):
-        score = check(run, limit)
+    def remembered(run):
+        score = check(run)
         kept[run.trainer.number] = {k: v.clone() for k, v in run.model.state_dict().items() if ".adapters." in k}
         return score
 

@@ -11,7 +11,6 @@ from conftest import toy, training_output
 from dunes import checkpoint
 from dunes.checkpoint.weights import safetensors_file
 from dunes.files.json_file import append_record, append_text, parse_line, read_lines, read_records
-from dunes.runs import run as run_module
 from dunes.runs import saving
 from dunes.runs.saving import read_metrics, truncate_metrics
 from teacher import tasks
@@ -120,7 +119,7 @@ def test_an_end_that_a_crash_left_is_mended_before_more_is_written(tmp_path):
 
 def crash_at(step, monkeypatch):
     """A disk that is full while this step is noted, and leaves half of its line."""
-    real = run_module.append_metrics
+    real = saving.append_metrics
 
     def note(folder, record):
         if record["step"] == step:
@@ -129,7 +128,7 @@ def crash_at(step, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(folder, record)
 
-    monkeypatch.setattr(run_module, "append_metrics", note)
+    monkeypatch.setattr(saving, "append_metrics", note)
 
 
 def test_a_run_goes_on_after_a_disk_was_full_for_a_moment(code, tmp_path, monkeypatch):

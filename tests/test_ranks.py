@@ -490,7 +490,7 @@ def test_a_save_that_fails_before_it_begins_is_skipped_by_all(code, tmp_path):
 
 
 def train_with_failing_check(config, folder, display, **options):
-    def fail(run, limit):
+    def fail(run):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     if ranks.rank() == 1:

@@ -262,7 +262,7 @@ def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     assert not folder.exists(), "nothing is written before all is known to be well"
     train(toy(code, steps=2), folder, display()[0])
     assert str(folder) in refused(toy(code), folder)
-    with run_module.run_lock(folder):
+    with saving.run_lock(folder):
         assert "in use by another training process" in refused(toy(code, steps=2), folder, resume=True)
     changed = refused(toy(code, steps=2, size="70k", family="gpt2"), folder, resume=True)
     assert all(words in changed for words in ("size was '60k', now '70k'", "family was 'arcee', now 'gpt2'"))
@@ -280,7 +280,7 @@ def test_a_longer_end_and_what_is_overridden_by_name_are_taken_and_noted(code, t
     lines = read_metrics(folder / "metrics.jsonl")
     assert [r["step"] for r in lines if "loss" in r] == list(range(1, 26))
     assert [r["changed"] for r in lines if "changed" in r] == [{"steps": "steps was 10, now 25"}]
-    assert run_module.read_config(folder, TrainConfig).steps == 25
+    assert saving.read_config(folder, TrainConfig).steps == 25
     assert lines[-1]["lr_scale"] < 0.1 < lines[12]["lr_scale"], "the rate went up again, and down to the new end"
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
     assert train(TrainConfig(sources=()), folder, display()[0], resume=True, override=["corpus"]) == 0
@@ -307,13 +307,13 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
 def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkeypatch):
     config = TrainConfig(sources=(str(code),), steps=2, vocab_size=300, dtype="float32", threads=1)
     train(config, tmp_path / "run", display()[0])
-    kept = run_module.read_config(tmp_path / "run", TrainConfig)
+    kept = saving.read_config(tmp_path / "run", TrainConfig)
     assert all((kept.size, kept.batch, kept.context_length, kept.matmul))
     monkeypatch.setattr(autosize, "measure_machine", lambda config: pytest.fail("measured again"))
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0
-    assert run_module.read_config(tmp_path / "run", TrainConfig) == kept
+    assert saving.read_config(tmp_path / "run", TrainConfig) == kept
     assert train(TrainConfig(dtype="bfloat16"), tmp_path / "run", display()[0], resume=True) == 0
-    assert run_module.read_config(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but for what is asked"
+    assert saving.read_config(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but for what is asked"
 
 
 def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_path, monkeypatch):
@@ -425,7 +425,7 @@ def test_checks_since_the_best_one_are_counted(bits, since, best):
     run, counts = run_module.Run(Path(), TrainConfig(), task, trainer, None), []
     for number in range(1, len(bits) + 1):
         trainer.number = number
-        run.validate(1)
+        run.validate()
         counts.append(run.checks_since_best)
     assert counts == since
     assert run.best_step == best
@@ -438,8 +438,8 @@ def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
     kept = {}
     real = run_module.Run.validate
 
-    def check(self, limit):
-        score = real(self, limit)
+    def check(self):
+        score = real(self)
         kept.setdefault("weights", {k: v.clone() for k, v in self.model.state_dict().items()})
         return score
 
@@ -587,7 +587,7 @@ def test_a_second_signal_ends_at_once_and_leaves_a_run_to_go_on_with(code, tmp_p
         time.sleep(0.001)
     process.communicate(timeout=30)
     assert process.returncode == 130
-    assert run_module.read_config(folder, TrainConfig).steps == 100_000
+    assert saving.read_config(folder, TrainConfig).steps == 100_000
     assert not list((folder / "state").glob(".*")), "nothing half-written"
     told = []
     assert run_module.checkpoint.latest_state(folder, told.append) is None or not told

@@ -96,9 +96,9 @@ def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeyp
     """Killed at step 53 with no state after step 20, and again, with or without a mirror."""
     folder, back = tmp_path / "run", []
     monkeypatch.setattr(saving, "SAVE_SECONDS", 0.0)
-    real, cut = saving.Saver.start, run_module.truncate_metrics
+    real, cut = saving.Saver.start, saving.truncate_metrics
     monkeypatch.setattr(saving.Saver, "start", lambda s, r: r.trainer.number <= 20 and real(s, r))
-    monkeypatch.setattr(run_module, "truncate_metrics", lambda path, step: back.append(step) or cut(path, step))
+    monkeypatch.setattr(saving, "truncate_metrics", lambda path, step: back.append(step) or cut(path, step))
 
     def killed(step, config, **how):
         with monkeypatch.context() as patch:

@@ -1,6 +1,5 @@
 """Lines and warnings that a run shows to the user."""
 
-import math
 import os
 from collections import deque
 from collections.abc import Callable
@@ -106,25 +105,20 @@ class PaceCheck:
         wall, processor = perf_counter() - self._start[0], process_time() - self._start[1]
         usable = min(config.threads or 1, _cores())
         share = processor / (wall * usable)
-        if rate >= SLOW * estimated if estimated else share >= SLOW or _load() <= _cores():
+        if rate >= SLOW * estimated if estimated else share >= SLOW or os.getloadavg()[0] <= _cores():
             return ""
         self.warned = True
         estimate = (
             f", where the measured rates of this machine allow {format_count(estimated)}" if estimated else ""
         )
         left = f"{share * usable:.1f} processors to its {plural(config.threads or 1, 'thread')}"
-        reason = HOT if share > (1 + SLOW) / 2 else f"other programs leave {left} (load {_load():.1f})"
+        reason = HOT if share > (1 + SLOW) / 2 else f"other programs leave {left} (load {os.getloadavg()[0]:.1f})"
         ends = "takes longer" if config.steps else f"makes fewer steps in its {plural(config.minutes, 'minute')}"
         return f"warning: {format_count(rate)} {config.counted}/s{estimate}: {reason}; the run {ends}"
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _load() -> float:
-    """Average number of running processes in the last minute; infinite if the system does not report it."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else math.inf
 
 
 def rising_loss_warning(run: Run) -> str:

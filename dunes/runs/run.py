@@ -20,36 +20,13 @@ from dunes.evaluate.text_loss import Score
 from dunes.files.json_file import append_text
 from dunes.measure import ranks
 from dunes.progress import Display, Interrupted, Line, interruptible, phase, shown_by
+from dunes.runs import saving
 from dunes.runs.autosize import autocast_dtype
 from dunes.runs.compiled_loss import compile_loss
 from dunes.runs.config import RunConfig, RunOptions, T
 from dunes.runs.picture import load_picture, loss_picture, with_violation
 from dunes.runs.report import PATIENCE, PaceCheck, overfitting_note, rising_loss_warning, step_reporter
-from dunes.runs.saving import (
-    ANOTHER_RUN,
-    METRICS,
-    FolderInUse,
-    Saver,
-    StopRequest,
-    append_metrics,
-    check_shared,
-    load_run_state,
-    read_config,
-    read_metrics,
-    read_state,
-    run_lock,
-    start_run,
-    stop_signals,
-    truncate_metrics,
-    write_config,
-)
-from dunes.runs.task import (
-    Run,
-    Task,
-    Timings,
-    check_tokens,
-    load_trainable_state,
-)
+from dunes.runs.task import Run, Task, Timings, load_trainable_state
 from dunes.runs.tensorboard import TensorBoard
 from dunes.train import Clock, Diverged, Record, Schedule, Step, Trainer
 from dunes.train.loss import Loss, next_token_loss
@@ -85,7 +62,7 @@ def execute_run(config: T, folder: Path, display: Display, options: RunOptions, 
         build = plan(begun, timings)
         if build is None:
             return 0
-        with run_lock(folder):
+        with saving.run_lock(folder):
             return _execute(build(), display, options, timings)
 
 
@@ -98,12 +75,16 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
     TensorBoard(folder if options.tensorboard else None, NonFatal(display))  # raises if it is not installed
     ranks.agree({"--out": str(folder.absolute()), "a run in it": (folder / "state" / "plan.json").exists()})
     config = config.normalized(options.asked)
-    with _warn_in_dry_run(display, options.dry_run):
+    try:
         config = stored_config(config, folder, options)
-    if ranks.is_first() and (folder / "state" / "lock").exists():
-        with _warn_in_dry_run(display, options.dry_run), run_lock(folder):  # fail before reading the data
-            pass
-    if options.dry_run and (earlier := read_config(folder, type(config))) is not None:
+        if ranks.is_first() and (folder / "state" / "lock").exists():
+            with saving.run_lock(folder):  # fail before reading the data
+                pass
+    except saving.FolderInUse as error:
+        if not options.dry_run:
+            raise
+        display.line(f"warning: {error}")
+    if options.dry_run and (earlier := saving.read_config(folder, type(config))) is not None:
         state = checkpoint.latest_state(folder, display.line)
         progress = f"last saved state: step {int(state.name[5:])}" if state else "no training state"
         continuation = f"; --resume continues from there up to {config.length}" if options.resume and state else ""
@@ -121,17 +102,6 @@ def begin_run(config: T, folder: Path, display: Display, options: RunOptions) ->
     return config
 
 
-@contextmanager
-def _warn_in_dry_run(display: Display, dry: bool) -> Iterator[None]:
-    """In a dry run, print a warning instead of raising FolderInUse."""
-    try:
-        yield
-    except FolderInUse as error:
-        if not dry:
-            raise
-        display.line(f"warning: {error}")
-
-
 def stored_config(config: T, folder: Path, options: RunOptions) -> T:
     """The config itself in a new folder; with --resume, the stored config with the user's changes of free fields.
 
@@ -141,7 +111,7 @@ def stored_config(config: T, folder: Path, options: RunOptions) -> T:
     asked = options.asked
     if asked and {"steps", "minutes"} <= {*asked}:
         raise ValueError("--steps and --minutes exclude each other; set one of them")
-    earlier = read_config(folder, type(config))
+    earlier = saving.read_config(folder, type(config))
     if earlier is None:
         if config.missing and not options.resume:
             raise ValueError(config.missing)
@@ -150,7 +120,7 @@ def stored_config(config: T, folder: Path, options: RunOptions) -> T:
             raise ValueError(f"{folder}: there is no run to resume; start one without --resume")
         return config
     if not options.resume:
-        raise FolderInUse(f"{folder}: {ANOTHER_RUN}")
+        raise saving.FolderInUse(f"{folder}: {saving.ANOTHER_RUN}")
     differences = config.differences(earlier, config.changed() if asked is None else asked)
     if earlier.steps and "minutes" in differences and not (asked and "steps" in asked):
         ends = plural(earlier.steps, "step")
@@ -210,9 +180,9 @@ class Session:
 
     run: Run
     display: Display
-    saver: Saver
+    saver: saving.Saver
     board: TensorBoard
-    request: StopRequest = field(default_factory=StopRequest)
+    request: saving.StopRequest = field(default_factory=saving.StopRequest)
     saved: float = 0.0
     warned: int = 0
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=100))
@@ -224,14 +194,14 @@ def _execute(run: Run, display: Display, options: RunOptions, timings: Timings) 
     `timings` are the seconds of the preparation, which count as elapsed time.
     """
     if ranks.count() > 1:
-        check_shared(run.folder)
+        saving.check_shared(run.folder)
     with ThreadPoolExecutor(1, "saver") as pool:
-        saver = Saver(pool, display.line, options.strict)
+        saver = saving.Saver(pool, display.line, options.strict)
         with timings("building the model"):
             if options.resume:
                 restore_run(run, display.line, options.override, options.strict)
             elif ranks.is_first():
-                start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
+                saving.start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
         run.timings.seconds.update(timings.seconds)
         board_folder = run.folder if options.tensorboard and ranks.is_first() else None
         place = lambda: f"out of memory after step {run.trainer.number}; {run.task.facts.memory_advice()}"
@@ -263,9 +233,9 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
     ranks.agree({"the newest state": folder and folder.name})
     if folder is None:
         line("nothing saved yet; starting from step 0")
-        truncate_metrics(run.folder / METRICS, 0)
+        saving.truncate_metrics(run.folder / saving.METRICS, 0)
         return
-    state = read_state(folder, type(run.config))
+    state = saving.read_state(folder, type(run.config))
     differences = run.config.differences(state["config"])
     if changed := [
         name for name, value in run.task.facts.fingerprints.items() if state["fingerprints"].get(name) != value
@@ -274,15 +244,15 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
     if state["model"] != run.task.loaded.architecture.record():
         differences["model"] = "the model's config or changes differ"
     _refuse(differences, run.config, run.folder, override)
-    load_run_state(run, state, folder)
+    saving.load_run_state(run, state, folder)
     if not {"steps", "minutes"} & differences.keys():  # else the schedule starts again, towards the new end
         run.schedule.records[:], run.schedule.warmup = state["schedule"], state["warmup"]
-    truncate_metrics(run.folder / METRICS, run.trainer.number)
+    saving.truncate_metrics(run.folder / saving.METRICS, run.trainer.number)
     line(f"resuming after step {run.trainer.number}")
     if differences:
-        append_metrics(run.folder, {"step": run.trainer.number, "changed": differences})
+        saving.append_metrics(run.folder, {"step": run.trainer.number, "changed": differences})
         if ranks.is_first():
-            write_config(run.config, run.folder)
+            saving.write_config(run.config, run.folder)
 
 
 @contextmanager
@@ -327,7 +297,7 @@ def _train(session: Session) -> int:
     """Train and finish; returns the exit status. A failure leaves the state that is worth saving."""
     run, saver, display = session.run, session.saver, session.display
     compile_loss(run, display.line)
-    with stop_signals() as session.request:
+    with saving.stop_signals() as session.request:
         try:
             with interruptible(session.request.asked):
                 train_loop(session)
@@ -371,11 +341,13 @@ def train_loop(session: Session) -> None:
         report(step)
         if warning := pace.warning(step):
             display.line(warning)
-        if score and not over and (reason := early_end(run, step.loss)):
+        if over:
+            return
+        if score and (reason := early_end(run, step.loss)):
             display.line(reason)
             run.schedule.records.append(Record(step.number, step.number))  # over for a resumed run, too
             return
-        if over or _stops_or_saves(session):
+        if _stops_or_saves(session):
             return
         ranks.expect(max(session.durations, default=0))
 
@@ -402,7 +374,7 @@ def _record(session: Session, step: Step, over: bool) -> Score | None:
     """Validate and sample if it is time to, and write the metrics of a step; returns the score, if any."""
     run, board, score = session.run, session.board, None
     with run.timings("validation"), board.non_fatal("validation"):
-        score = run.validate(check_tokens(run.config)) if over or _check_due(step.number) else None
+        score = run.validate() if over or _check_due(step.number) else None
     if score and session.warned != run.best_step and (warning := rising_loss_warning(run)):
         session.warned = run.best_step
         session.display.line(warning)
@@ -411,7 +383,7 @@ def _record(session: Session, step: Step, over: bool) -> Score | None:
     board.step(step, score.record if score else {})
     with run.timings("samples"), board.non_fatal("sampling"):
         if step.number in SAMPLES and not over:
-            board.sample(step.number, _sample(run, session.display, step.number))
+            _sample(session, step.number)
     return score
 
 
@@ -439,13 +411,13 @@ def _complete_validation(run: Run) -> None:
     number = run.trainer.number
     losses = [
         r["validation_loss"]
-        for r in read_metrics(run.folder / METRICS, lambda line: None)
+        for r in saving.read_metrics(run.folder / saving.METRICS, lambda line: None)
         if r["step"] == number and "validation_loss" in r
     ]
     if run.last is None or run.last.loss not in losses:
-        score = run.validate(check_tokens(run.config))
+        score = run.validate()
         if not losses:
-            append_metrics(run.folder, {"step": number} | score.record)
+            saving.append_metrics(run.folder, {"step": number} | score.record)
 
 
 def _log_step(folder: Path, step: Step, score: Score | None) -> None:
@@ -455,24 +427,21 @@ def _log_step(folder: Path, step: Step, score: Score | None) -> None:
     record = {"step": record.pop("number")} | record | metrics | {"loss_hex": step.loss.hex()}
     if score:
         record |= score.record
-    append_metrics(folder, record)
+    saving.append_metrics(folder, record)
 
 
-def _sample(run: Run, display: Display, weights_step: int) -> str:
-    """Generate a sample with the current weights, which are from step `weights_step`; show and store the sample.
-
-    It is appended to samples.md.
-    """
-    steps = plural(run.trainer.number, "step")
+def _sample(session: Session, weights_step: int) -> None:
+    """Generate a sample with the current weights, of step `weights_step`; show it, and append it to samples.md."""
+    run, steps = session.run, plural(session.run.trainer.number, "step")
     if weights_step != run.trainer.number:
         steps += f", with the best weights (step {weights_step})"
     start = perf_counter()
     text = run.task.sample()
     run.sample_seconds = perf_counter() - start
-    display.detail(f"\n--- sample after {steps} ---\n{text}\n---")
+    session.display.detail(f"\n--- sample after {steps} ---\n{text}\n---")
     if ranks.is_first():
         append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
-    return text
+    session.board.sample(run.trainer.number, text)
 
 
 def early_end(run: Run, loss: float) -> str:
@@ -527,17 +496,16 @@ def _finish(session: Session) -> int:
 
 def _close(session: Session, interrupted: bool) -> tuple[Score, int, list[str]]:
     """Validate and save the weights to keep; returns their score and step, and the lines of the task's report."""
-    run, board = session.run, session.board
-    step, validated = run.trainer.number, run.final_seconds / run.closing_seconds
+    run, validated = session.run, session.run.final_seconds / session.run.closing_seconds
     with run.timings("final validation"), phase("final validation", end=validated):
         if run.best_weights:
             load_trainable_state(run.model, run.best_weights)
         known = run.best if interrupted or run.has_final_score else None
         score = known or run.task.score(1 if interrupted else run.final_tokens)
-        saved_step = run.best_step if run.best_weights else step
-    with run.timings("samples"), board.non_fatal("sampling"):
+        saved_step = run.best_step if run.best_weights else run.trainer.number
+    with run.timings("samples"), session.board.non_fatal("sampling"):
         if run.warm and not interrupted:
-            board.sample(step, _sample(run, session.display, saved_step))
+            _sample(session, saved_step)
     run.elapsed = monotonic() - run.start_time
     with run.timings("saves"), shown_by(scale=lambda done: validated + (1 - validated) * done):
         return score, saved_step, run.task.close(run, score, interrupted)
@@ -547,7 +515,7 @@ def _plot(session: Session, score: Score, saved_step: int) -> bool:
     """Plot the losses, and the loads of experts; True if there are any."""
     run, drawn = session.run, False
     with run.timings("plot"), session.board.non_fatal("plotting"):
-        records = read_metrics(run.folder / METRICS, session.display.line)
+        records = saving.read_metrics(run.folder / saving.METRICS, session.display.line)
         if ranks.is_first():
             loss_picture(records, score, saved_step, run.folder / "loss.png")
             drawn = load_picture(records, run.folder / LOAD_PICTURE)

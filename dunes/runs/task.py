@@ -217,10 +217,10 @@ class Run:
             self.config
         )
 
-    def validate(self, limit: int) -> Score:
-        """Validate the model on about `limit` tokens, and copy its weights if they are the best so far."""
+    def validate(self) -> Score:
+        """Validate the model, and copy its weights if they are the best so far."""
         start = perf_counter()
-        self.last = score = self.task.score(limit)
+        self.last = score = self.task.score(check_tokens(self.config))
         (self.seconds_per_token,) = ranks.largest((perf_counter() - start) / score.tokens)
         self.checks_since_best += 1
         # NaN compares as not smaller, so a best score of NaN is replaced explicitly.

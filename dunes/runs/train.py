@@ -53,16 +53,7 @@ from dunes.runs.memory import PROCESS, TrainSetup, describe_memory
 from dunes.runs.report import report_step
 from dunes.runs.run import card_facts, execute_run, new_run, out_of_memory
 from dunes.runs.saving import append_metrics, read_config, run_lock, start_run, write_config
-from dunes.runs.task import (
-    SAMPLE_SHARE,
-    Run,
-    TaskFacts,
-    Timings,
-    check_tokens,
-    selects,
-    set_trainable,
-    trainable_state,
-)
+from dunes.runs.task import SAMPLE_SHARE, Run, TaskFacts, Timings, selects, set_trainable, trainable_state
 from dunes.runs.train_config import MIXTURES, NONE, TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.chat_template import template_from_files
@@ -366,8 +357,8 @@ def score_base(run: Run) -> str:
 
     Returns a line for the user.
     """
-    score = run.validate(check_tokens(run.config))
-    append_metrics(run.folder, {"step": 0, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
+    score = run.validate()
+    append_metrics(run.folder, {"step": 0} | score.record)
     values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
     return f"validation loss before training: {values}"
 
