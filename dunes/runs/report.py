@@ -135,12 +135,12 @@ def rising_loss_warning(run: Run) -> str:
     )
 
 
-def overfitting_note(run: Run) -> str:
-    """A note on the saved weights if the validation loss has risen since its best; else ""."""
+def overfitting_notes(run: Run) -> list[str]:
+    """A note on the saved weights if the validation loss has risen since its best; else none."""
     if not run.best or not run.last or run.last.criterion < run.best.criterion * 1.005:
-        return ""
-    return (
+        return []
+    return [
         f"validation loss was best after {plural(run.best_step, 'step')} "
         f"({run.best.criterion:.3f}{run.best.unit}) and {run.last.criterion:.3f} at the end: the weights of step "
         f"{run.best_step} were saved; a lower learning rate, fewer steps or more data would help"
-    )
+    ]

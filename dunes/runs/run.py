@@ -25,7 +25,7 @@ from dunes.runs.autosize import autocast_dtype
 from dunes.runs.compiled_loss import compile_loss
 from dunes.runs.config import RunConfig, RunOptions, T
 from dunes.runs.picture import load_picture, loss_picture, with_violation
-from dunes.runs.report import PATIENCE, PaceCheck, overfitting_note, rising_loss_warning, step_reporter
+from dunes.runs.report import PATIENCE, PaceCheck, overfitting_notes, rising_loss_warning, step_reporter
 from dunes.runs.task import Run, Task, Timings, load_trainable_state
 from dunes.runs.tensorboard import TensorBoard
 from dunes.train import Clock, Diverged, Record, Schedule, Step, Trainer
@@ -477,19 +477,15 @@ def _finish(session: Session) -> int:
     except OSError as error:
         display.line(f"not saved: {error}")
         return NOT_SAVED
-    drawn = _plot(session, score, saved_step)
-    late = " before the signal" if request.signal else ""
-    outcome = "stopped" if number else f"done{late}"
-    took = format_seconds(monotonic() - run.start_time)
-    display.line(f"\n{outcome} after {plural(run.trainer.number, 'step')}, {took}: validation loss {score.text}")
-    folder = shlex.quote(str(run.folder))
+    pictures = _plot(session, score, saved_step)
+    outcome = "stopped" if number else "done before the signal" if request.signal else "done"
+    steps, took = plural(run.trainer.number, "step"), format_seconds(monotonic() - run.start_time)
     *lines, next_steps = report
-    loads = f"   load of experts: {folder}/{LOAD_PICTURE}" if drawn else ""
-    pictures = f"loss curve: {folder}/loss.png   samples: {folder}/samples.md{loads}"
-    trust = run.task.loaded.architecture.trust_option
-    resume = f"resume with: dunes {run.config.VERB} --out {folder} --resume{trust}"
-    note = overfitting_note(run)
-    for line in (*([note] if note else []), *lines, pictures, resume if number else next_steps):
+    if number:
+        resume = f"resume with: dunes {run.config.VERB} --out {shlex.quote(str(run.folder))} --resume"
+        next_steps = resume + run.task.loaded.architecture.trust_option
+    lines = [*overfitting_notes(run), *lines, pictures, next_steps]
+    for line in (f"\n{outcome} after {steps}, {took}: validation loss {score.text}", *lines):
         display.line(line)
     return (128 + number if number else 0) if saved else NOT_SAVED
 
@@ -511,15 +507,16 @@ def _close(session: Session, interrupted: bool) -> tuple[Score, int, list[str]]:
         return score, saved_step, run.task.close(run, score, interrupted)
 
 
-def _plot(session: Session, score: Score, saved_step: int) -> bool:
-    """Plot the losses, and the loads of experts; True if there are any."""
-    run, drawn = session.run, False
+def _plot(session: Session, score: Score, saved_step: int) -> str:
+    """Plot the losses, and the loads of experts if there are any; returns a line that says where."""
+    run, loads, folder = session.run, "", shlex.quote(str(session.run.folder))
     with run.timings("plot"), session.board.non_fatal("plotting"):
         records = saving.read_metrics(run.folder / saving.METRICS, session.display.line)
         if ranks.is_first():
             loss_picture(records, score, saved_step, run.folder / "loss.png")
-            drawn = load_picture(records, run.folder / LOAD_PICTURE)
-    return drawn
+            if load_picture(records, run.folder / LOAD_PICTURE):
+                loads = f"   load of experts: {folder}/{LOAD_PICTURE}"
+    return f"loss curve: {folder}/loss.png   samples: {folder}/samples.md{loads}"
 
 
 def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:

@@ -83,23 +83,25 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     writing, for invalid options or data.
     """
     run_options = RunOptions(**options)
-
-    def plan(begun: TrainConfig, timings: Timings) -> Callable[[], Run] | None:
-        named = begun.parts == config.parts  # in this command
-        if run_options.resume and isinstance(begun.chosen_parts, str) and not (named or cards_trusted()):
-            raise ValueError(f"{folder}: built by {begun.chosen_parts}; if you trust it, pass --trust-code")
-        return plan_training(begun, folder, display, run_options, timings)
-
+    plan = partial(plan_training, folder, display, run_options, config.parts)
     return execute_run(config, folder, display, run_options, plan)
 
 
 def plan_training(
-    config: TrainConfig, folder: Path, display: Display, options: RunOptions, timings: Timings
+    folder: Path,
+    display: Display,
+    options: RunOptions,
+    parts: Sequence[str],
+    config: TrainConfig,
+    timings: Timings,
 ) -> Callable[[], Run] | None:
     """Read the text, choose all unset options, and return a function that builds the run.
 
-    Returns None in a dry run, and if lines are completed with the base, which is done here.
+    `parts` are those of this command. Returns None in a dry run, and if nothing is trained: lines are then
+    completed with the base, which is done here.
     """
+    if options.resume and isinstance(config.chosen_parts, str) and not (config.parts == parts or cards_trusted()):
+        raise ValueError(f"{folder}: built by {config.chosen_parts}; if you trust it, pass --trust-code")
     with timings("reading data"):
         (base, place), reasons = find_base(config, folder, options), list[str]()
         if base and not config.trains:
@@ -135,7 +137,10 @@ def plan_training(
             run = prepare(config, folder, tokens, base, completion)
         if base and not options.resume:
             _report(config, run.trainer, base, display)
-            display.detail(score_base(run))
+            score = run.validate()  # so that the base's weights are saved if training makes them worse
+            append_metrics(folder, {"step": 0} | score.record)
+            values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
+            display.detail(f"validation loss before training: {values}")
         return run
 
     return build
@@ -232,7 +237,7 @@ def _choose_with_base(
         config, machine = autosize.with_machine(replace(config, lr=lr), context_length)
         config = replace(config, rate=1 / autosize.seconds_per_token(model, config, machine))
         reasons = [autosize.describe_machine(machine)]
-    return config, [*reasons, memory_with_base(config, base, size)]
+    return config, [*reasons, memory_sentence(config, base, size)]
 
 
 def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
@@ -242,9 +247,11 @@ def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
     return model
 
 
-def memory_with_base(config: TrainConfig, base: LoadedModel, text: int = 0) -> str:
-    """A sentence with the estimated memory of a run with --from, and the options that reduce it; `text` as in
-    `estimate_memory`."""
+def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> str:
+    """A sentence with the estimated memory of a run, with --from that of `base`, and the options that reduce it;
+    `text` as in `estimate_memory`."""
+    if not config.base:
+        return autosize.memory_advice(config, text=text)
     build = partial(outline_with_base, config, base)
     with torch.device("meta"):
         trained = sum(t.nbytes for t in trainable_state(build()).values())
@@ -350,17 +357,6 @@ def rate_factors(model: nn.Module, config: TrainConfig, base: LoadedModel | None
 def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[str]:
     plain = ["**" if each == "all" else each for each in globs]
     return plain if base is None else resolve_new(plain, base)
-
-
-def score_base(run: Run) -> str:
-    """Validate the base model before the first step, so that its weights are saved if training makes it worse.
-
-    Returns a line for the user.
-    """
-    score = run.validate()
-    append_metrics(run.folder, {"step": 0} | score.record)
-    values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
-    return f"validation loss before training: {values}"
 
 
 def with_context(base: LoadedModel, length: int) -> LoadedModel:
@@ -547,11 +543,7 @@ class TrainTask:
     def facts(self) -> TaskFacts:
         config, completion = self.config, self.completion
         closing = lambda seconds: closing_seconds(completion, fit_size(config, seconds)) if completion else 0.0
-        advice = (
-            partial(memory_with_base, config, self.loaded)
-            if config.base
-            else partial(autosize.memory_advice, config)
-        )
+        advice = partial(memory_sentence, config, self.loaded)
         return TaskFacts(self.text.fingerprints, len(self.text.valid), closing, advice)
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
