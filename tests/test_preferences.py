@@ -600,9 +600,9 @@ ORPO = {"objective": "orpo"}
 @pytest.mark.parametrize(
     ("changes", "options"),
     [({"objective": "sft"}, ()), ({"data": "plain.jsonl"}, ()), ({"objective": "sft"}, ("beta",)),
+     (ORPO | {"data": "plain.jsonl"}, ()), (ORPO, ("packing",)), (ORPO, ("label_smoothing",)),
      ({}, ("train_on",)), ({"beta": 0}, ()), ({"label_smoothing": -0.1}, ()), ({"label_smoothing": 0.5}, ()),
-     ({"compile": "on"}, ()), (ORPO | {"data": "plain.jsonl"}, ()), (ORPO, ("packing",)), (ORPO, ("label_smoothing",)),
-     (ORPO | {"compile": "on"}, ())],
+     ({"compile": "on"}, ()), (ORPO | {"compile": "on"}, ())],
 )  # fmt: skip
 def test_the_objective_must_fit_the_file_and_the_options(changes, options, bases, rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

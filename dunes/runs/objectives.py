@@ -71,7 +71,7 @@ class Objective:
         return collate([row] * size, config.context_length, full=True)
 
     def score(self, config: "FinetuneConfig", loaded: "LoadedModel", batches: "Batches") -> "Score":
-        """The score of validation batches."""
+        """The score of an epoch of validation batches."""
         from dunes.evaluate.text_loss import score_batches
         from dunes.runs.autosize import autocast_dtype
 
@@ -92,7 +92,7 @@ class PairObjective(Objective):
         return batch if self.has_reference else batch[:3]
 
     def score(self, config: "FinetuneConfig", loaded: "LoadedModel", batches: "Batches") -> "Score":
-        """The score of validation batches; of chosen answers alone, while the reference of the loss is unknown."""
+        """The score of an epoch of pairs; of chosen answers alone, while the loss has no reference yet."""
         from dunes.evaluate.preferences import score_pairs
         from dunes.runs.autosize import autocast_dtype
 
