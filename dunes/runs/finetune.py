@@ -54,15 +54,7 @@ from dunes.runs.finetune_config import (
 from dunes.runs.finetune_data import Baseline, FinetuneData, question, score_within
 from dunes.runs.loop import begin_run, execute_run, report_step
 from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memory, process_memory
-from dunes.runs.run import (
-    Run,
-    Timings,
-    card_facts,
-    new_run,
-    run_lock,
-    set_trainable,
-    trainable_state,
-)
+from dunes.runs.run import Run, Timings, card_facts, new_run, run_lock, set_trainable, trainable_state
 from dunes.text import templates
 from dunes.train import Trainer, adamw, cast_frozen
 from dunes.units import format_count, plural
