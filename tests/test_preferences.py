@@ -1,4 +1,4 @@
-"""Preferences: the DPO loss against plain formulas and trl, forms of records, and runs of `--objective dpo`."""
+"""Preferences: DPO and ORPO against plain formulas and trl, forms of records, and runs with these objectives."""
 
 import copy
 import itertools
@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate
 from dunes.runs.finetune_data import FinetuneData
 from dunes.runs.saving import METRICS, read_metrics
 from dunes.text import Tokenizer, templates
-from dunes.train.loss import dpo_loss, next_token_loss
+from dunes.train.loss import dpo_loss, next_token_loss, orpo_loss
 from test_finetune import ALL, base_in, finetuned
 from test_ranks import run_ranks
 from test_runs import assert_same_training, stopping_at
@@ -100,6 +101,101 @@ def test_loss_and_gradients_equal_plain_formulas(family, options):
     assert apart <= 1e-6
     rewards = metrics["rewards_chosen"][0] - metrics["rewards_rejected"][0]
     assert metrics["margin"][0].item() == pytest.approx(rewards.item(), abs=1e-5)
+
+
+def plain_orpo(probs, beta):
+    """Equations 2, 4, 6 and 7 of the paper, for the probabilities of the tokens of both answers of a pair."""
+    chosen, rejected = (torch.exp(p.log().sum() / len(p)) for p in probs)
+    odds = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
+    return -chosen.log() - beta * torch.log(1 / (1 + torch.exp(-odds.log())))
+
+
+class Losses(torch.nn.Module):
+    """A model whose rows have these losses and numbers of targets."""
+
+    def __init__(self, losses, counts):
+        super().__init__()
+        self.losses, self.counts = torch.nn.Parameter(losses), torch.tensor(counts)
+
+    def forward(self, ids, positions, targets, by_row):
+        return self.losses, self.counts, {}, {}
+
+
+@pytest.mark.parametrize("beta", [0.1, 3.0])
+def test_orpo_equals_a_loop_over_probabilities(beta):
+    probs = [torch.rand(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (1, 9, 4, 2)]
+    model = Losses(torch.stack([-p.log().sum() for p in probs]), [1, 9, 4, 2])
+    found, count, metrics = orpo_loss(model, [torch.zeros(4, 9)] * 3, beta)
+    wanted = plain_orpo(probs[:2], beta) + plain_orpo(probs[2:], beta)
+    assert count == 2
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-13)
+    means = [-beta * (each / n).item() for each, n in zip(model.losses, model.counts, strict=True)]
+    assert metrics["rewards_chosen"][0].item() == pytest.approx(means[0] + means[2])
+    assert metrics["margin"][0].item() == pytest.approx(means[0] - means[1] + means[2] - means[3], rel=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.1, 3.0])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mamba2"])
+def test_orpo_and_its_gradients_equal_plain_formulas(family, beta):
+    model, wanted = network(family), torch.zeros((), dtype=torch.float64)
+    (batch,) = Batches(PAIRS, CONTEXT, 4).one_epoch()
+    found, count, _ = orpo_loss(model, batch, beta)
+    for example in PAIRS:
+        probs = []
+        for side in example.sides:
+            ids, mask = torch.tensor(side.ids[: CONTEXT + 1]).long(), torch.tensor(side.loss_mask[1 : CONTEXT + 1])
+            probs.append(model(ids[None, :-1])[0].softmax(-1)[torch.arange(len(ids) - 1), ids[1:]][mask])
+        wanted = wanted + plain_orpo(probs, beta)
+    assert count == 4
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    grads = [torch.autograd.grad(loss, [*model.parameters()]) for loss in (found, wanted)]
+    apart = max(((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in zip(*grads, strict=True))
+    print(family, beta, found.item() - wanted.item(), apart)
+    assert apart <= 1e-6
+
+
+def test_orpo_is_finite_for_certain_answers_and_without_targets():
+    model = Losses(torch.tensor([0.0, 3.0, 2.0, 0.0, 0.0, 0.0]), [1, 2, 2, 0, 3, 3])
+    total, count, _ = orpo_loss(model, [torch.zeros(6, 3)] * 3)
+    total.backward()
+    assert count == 2
+    assert total.item() == pytest.approx(0.1 * math.log(2), abs=1e-4), "the third pair's, whose odds are equal"
+    assert model.losses.grad.isfinite().all()
+    assert (model.losses.grad[2:4] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_orpo_equals_trl_s(bases, monkeypatch):
+    """trl's cross entropy covers prompts, too, so that of these pairs is one token, which is no target."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModelForCausalLM
+    from trl.experimental.orpo import ORPOTrainer
+
+    theirs = AutoModelForCausalLM.from_pretrained(bases["llama"], dtype=torch.float32)
+    ours = checkpoint.load(bases["llama"]).model
+    names = "concatenated_inputs", "get_batch_logps"
+    trainer = SimpleNamespace(
+        beta=0.3, is_encoder_decoder=False, padding_value=0, aux_loss_enabled=False,
+        accelerator=SimpleNamespace(device="cpu"), **{name: getattr(ORPOTrainer, name) for name in names},
+    )  # fmt: skip
+    for example in (pair(7, 1, 4, 7), pair(8, 1, 9, 3)):
+        inputs = {}
+        for side, part in zip(("chosen", "rejected"), example.sides, strict=True):
+            ids, mask = torch.tensor(part.ids).long()[None], torch.tensor(part.loss_mask)[None]
+            inputs[f"{side}_input_ids"], inputs[f"{side}_labels"] = ids, ids.where(mask, -100)
+            inputs[f"{side}_attention_mask"] = torch.ones_like(ids)
+        chosen, rejected, _, _, nll = ORPOTrainer.concatenated_forward(trainer, theirs, inputs)
+        wanted = nll - ORPOTrainer.odds_ratio_loss(trainer, chosen, rejected)[0].mean()
+        (batch,) = Batches([example], CONTEXT, 1).one_epoch()
+        found, _, _ = orpo_loss(ours, batch, 0.3)
+        assert found.item() == pytest.approx(wanted.item(), abs=1e-6)
+        norms = []
+        for model, loss in ((theirs, wanted), (ours, found)):
+            grads = torch.autograd.grad(loss, [*model.parameters()])
+            norms.append(torch.nn.utils.get_total_norm(grads).item())
+        print(f"loss {found.item() - wanted.item():+.1e}, norm {norms[1] - norms[0]:+.1e} of {norms[0]:.4f}")
+        assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 def test_a_mixture_adds_its_balance_once_for_each_pair():
@@ -437,6 +533,30 @@ def test_gradients_accumulate_to_the_same_steps(bases, rows, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_orpo_needs_no_reference_and_resumes_bit_for_bit(method, bases, rows, tmp_path, monkeypatch):
+    """Its score before training is that of the base model, in the report and in the card."""
+    monkeypatch.setattr(finetune_module, "reference_logprobs", None)
+    config, (show, out) = asked(bases, rows, method=method, steps=30, objective="orpo"), display()
+    assert finetune(config, tmp_path / "dry", show, dry_run=True) == 0
+    assert not (tmp_path / "dry").exists()
+    assert finetune(config, tmp_path / "straight", show) == 0
+    card = json.loads((tmp_path / "straight" / "dunes.json").read_text())
+    assert card["finetuned"]["objective"] == "orpo"
+    measured, lines = card["measured"], logged(tmp_path / "straight")
+    assert measured["loss"] < measured["before"]
+    assert measured["chosen_loss"] < measured["loss"]
+    assert f"{measured['before']:.4f} before, {measured['loss']:.4f} after" in out.getvalue()
+    assert lines[-1]["metrics"]["accuracy"] > lines[0]["metrics"]["accuracy"]
+    assert lines[-1]["metrics"]["chosen_loss"] < lines[0]["metrics"]["chosen_loss"]
+    with monkeypatch.context() as patch:
+        stopping_at(7, patch)
+        assert finetune(config, tmp_path / "halves", display()[0]) == 130
+    assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], resume=True) == 0
+    file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+    assert_same_training(tmp_path / "straight", tmp_path / "halves", file)
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_stopped_and_resumed_is_straight_bit_for_bit(method, bases, rows, tmp_path, monkeypatch):
     config = asked(bases, rows, method=method, steps=14, lr=0.001)
     finetuned(config, tmp_path / "straight")
@@ -474,11 +594,15 @@ def test_two_processes_prefer_as_one(method, bases, rows, tmp_path):
     assert cards[0]["pairs"] == cards[1]["pairs"]
 
 
+ORPO = {"objective": "orpo"}
+
+
 @pytest.mark.parametrize(
     ("changes", "options"),
     [({"objective": "sft"}, ()), ({"data": "plain.jsonl"}, ()), ({"objective": "sft"}, ("beta",)),
+     (ORPO | {"data": "plain.jsonl"}, ()), (ORPO, ("packing",)), (ORPO, ("label_smoothing",)),
      ({}, ("train_on",)), ({"beta": 0}, ()), ({"label_smoothing": -0.1}, ()), ({"label_smoothing": 0.5}, ()),
-     ({"compile": "on"}, ())],
+     ({"compile": "on"}, ()), (ORPO | {"compile": "on"}, ())],
 )  # fmt: skip
 def test_the_objective_must_fit_the_file_and_the_options(changes, options, bases, rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -490,10 +614,12 @@ def test_the_objective_must_fit_the_file_and_the_options(changes, options, bases
     assert not (tmp_path / "run" / "adapter_config.json").exists()
 
 
+@pytest.mark.parametrize(("objective", "part"), [("dpo", 20), ("orpo", 4)])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_default_learning_rate_is_a_twentieth(method):
+def test_the_default_learning_rate_is_a_part(method, objective, part):
     sft = FinetuneConfig(model="m", data="d", method=method)
-    assert learning_rate(replace(sft, objective="dpo"), 1000) == pytest.approx(learning_rate(sft, 1000) / 20)
+    rate = learning_rate(replace(sft, objective=objective), 1000)
+    assert rate == pytest.approx(learning_rate(sft, 1000) / part)
 
 
 def test_pairs_of_calls_and_of_reasoning_differ_by_these(tmp_path):

@@ -65,12 +65,15 @@ class PreferenceScore(Score):
         return {f"validation_{name}": self.facts[name] for name in ("loss", "accuracy", "margin", "chosen_loss")}
 
     def compare(self, before: Score) -> list[str]:
-        chosen = self.facts["chosen_loss"]
-        warns = not self.loss < math.log(2)
+        # A loss with a reference starts at ln 2; the base model is then scored on chosen answers.
+        first, chosen = math.log(2), before.loss
+        if isinstance(before, PreferenceScore):
+            first, chosen = before.loss, before.facts["chosen_loss"]
+        warns = not self.loss < first
         advice = "try a lower --lr, or check the pairs"
         return [
-            f"validation loss of preferences: {math.log(2):.4f} before, {self.loss:.4f} after",
-            f"loss of chosen answers: {before.loss:.3f} nats/token before, {chosen:.3f} after",
+            f"validation loss of preferences: {first:.4f} before, {self.loss:.4f} after",
+            f"loss of chosen answers: {chosen:.3f} nats/token before, {self.facts['chosen_loss']:.3f} after",
             *[f"warning: no better than the base model; {advice}"] * warns,
         ]
 

@@ -147,7 +147,7 @@ class FinetuneData:
 
 def check_formats(config: FinetuneConfig, files: Sequence[Records]) -> None:
     """Raise ValueError for records of a format that the objective does not read."""
-    wanted = OBJECTIVES[config.objective].row_format
+    wanted = config.goal.row_format
     for records in files:
         readers = [name for name, objective in OBJECTIVES.items() if objective.row_format == records.format]
         if records.format != wanted if wanted else readers:

@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from dunes.evaluate.text_loss import Score
     from dunes.runs.finetune_config import FinetuneConfig
 
-ObjectiveName = Literal["sft", "dpo"]
+ObjectiveName = Literal["sft", "dpo", "orpo"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preference:
     objective: Annotated[ObjectiveName, flag("|".join(get_args(ObjectiveName)))] = "sft"
-    """Learn the examples (sft), or prefer chosen to rejected answers, relative to the base (dpo)."""
+    """Learn the examples (sft), prefer chosen to rejected answers relative to the base (dpo), or learn the chosen
+    answers and prefer them (orpo)."""
     beta: Annotated[float, flag("BETA")] = 0.1
-    """With dpo: the reward of an answer is this times its log-probability relative to the base."""
+    """With dpo: the reward of an answer is this times its log-probability relative to the base; with orpo: weight
+    of the odds ratio's loss."""
     label_smoothing: Annotated[float, flag("P")] = 0.0
     """With dpo: probability that chosen and rejected are mixed up in a pair; below 0.5."""
     length_normalized: bool = False
@@ -69,7 +71,7 @@ class Objective:
         return collate([row] * size, config.context_length, full=True)
 
     def score(self, config: "FinetuneConfig", loaded: "LoadedModel", batches: "Batches") -> "Score":
-        """The score of validation batches."""
+        """The score of an epoch of validation batches."""
         from dunes.evaluate.text_loss import score_batches
         from dunes.runs.autosize import autocast_dtype
 
@@ -90,7 +92,7 @@ class PairObjective(Objective):
         return batch if self.has_reference else batch[:3]
 
     def score(self, config: "FinetuneConfig", loaded: "LoadedModel", batches: "Batches") -> "Score":
-        """The score of validation batches; of chosen answers alone, while the reference of the loss is unknown."""
+        """The score of an epoch of pairs; of chosen answers alone, while the loss has no reference yet."""
         from dunes.evaluate.preferences import score_pairs
         from dunes.runs.autosize import autocast_dtype
 
@@ -103,4 +105,5 @@ class PairObjective(Objective):
 OBJECTIVES: dict[ObjectiveName, Objective] = {
     "sft": Objective("next_token_loss"),
     "dpo": PairObjective("dpo_loss", ("beta", "label_smoothing", "length_normalized"), 1 / 20, has_reference=True),
+    "orpo": PairObjective("orpo_loss", ("beta",), 1 / 4),
 }
