@@ -54,8 +54,8 @@ from dunes.runs.finetune_config import (
 from dunes.runs.finetune_data import Baseline, FinetuneData, question, score_within
 from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memory, process_memory
 from dunes.runs.report import report_step
-from dunes.runs.run import card_facts, execute_run, new_run
-from dunes.runs.task import Run, TaskFacts, Timings, set_trainable, trainable_state
+from dunes.runs.run import Start, card_facts, execute_run, new_run
+from dunes.runs.task import Run, TaskFacts, set_trainable, trainable_state
 from dunes.text import templates
 from dunes.train import Trainer, adamw, cast_frozen
 from dunes.units import format_count, plural
@@ -85,44 +85,38 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     tokens highlighted. Returns the exit status of `execute_run`. Raises ValueError, before writing, for invalid
     options or data.
     """
-    run_options = RunOptions(**options)
+    start = Start(folder, display, RunOptions(**options))
     # A resumed run compares what was asked with its own options.
-    if unused := unused_options(config, () if run_options.resume else run_options.asked or ()):
+    if unused := unused_options(config, () if start.options.resume else start.options.asked or ()):
         name = next(iter(unused))
         raise ValueError(f"--{option(name)} has no effect with {unused[name]}; omit it")
-    plan = partial(plan_finetuning, folder, display, run_options, examples)
-    return execute_run(config, folder, display, run_options, plan)
+    return execute_run(config, start, partial(plan_finetuning, examples=examples))
 
 
-def plan_finetuning(
-    folder: Path, display: Display, options: RunOptions, examples: int, config: FinetuneConfig, timings: Timings
-) -> Callable[[], Run] | None:
+def plan_finetuning(config: FinetuneConfig, start: Start, examples: int) -> Callable[[], Run] | None:
     """Read the examples, print the first of them, choose all unset options, and return a function that builds the
     run; None in a dry run."""
+    display = start.display
     check_names(config.field_names)
-    with timings("reading data"):
+    with start.timings("reading data"):
         data = FinetuneData.read(config, load_base(config), display)
     for example in data.train[:examples]:
         for side in example.sides:
             display.print_highlighted(f"--- {side.place}", trained_spans(side, data.tokenizer))
-    with timings("preparing"):
+    with start.timings("preparing"):
         data, text = choose_options(data, display), forgetting_text(data, display)
         data = replace(data, config=ranks.decide(data.config))
         same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
-    report = partial(
-        report_step,
-        data.config,
-        batch=data.config.goal.full_batch(data.config, micro_batch(data.config)),
-        display=display,
-    )
-    if options.dry_run:
+        batch = data.config.goal.full_batch(data.config, micro_batch(data.config))
+    report = partial(report_step, data.config, batch=batch, display=display)
+    if start.options.dry_run:
         report(_dry_trainer(data))
         return None
 
     def build() -> Run:
-        with timings("building the model"):
-            run = prepare(data, text if same else None, folder, display)
-        if not options.resume:
+        with start.timings("building the model"):
+            run = prepare(data, text if same else None, start.folder, display)
+        if not start.options.resume:
             report(run.trainer)
         return run
 

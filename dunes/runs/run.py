@@ -43,35 +43,45 @@ NOT_SAVED = 3
 DIVERGED = 4
 
 
-Plan = Callable[[T, Timings], Callable[[], Run] | None]
+@dataclass(frozen=True)
+class Start:
+    """The start of a run: its folder, display and options, and the seconds of each phase of its preparation."""
+
+    folder: Path
+    display: Display
+    options: RunOptions
+    timings: Timings = field(default_factory=Timings)
+
+
+Plan = Callable[[T, Start], Callable[[], Run] | None]
 """Resolves a config, with the data, to a function that builds the run at step 0; None if nothing is to be run."""
 
 
-def execute_run(config: T, folder: Path, display: Display, options: RunOptions, plan: Plan[T]) -> int:
+def execute_run(config: T, start: Start, plan: Plan[T]) -> int:
     """Train a model and save it in the folder, or resume the run in the folder.
 
     Returns an exit status: 0, 128 + the number of the signal that ended the run, 3 if the last state could not be
     saved, or 4 if training did not recover from NaN or infinity. Raises ValueError, before writing, for invalid
     options or data.
     """
-    timings = Timings()
-    begun = begin_run(config, folder, display, options)
+    begun = begin_run(config, start)
     if begun is None:
         return 0
-    with display:
-        build = plan(begun, timings)
+    with start.display:
+        build = plan(begun, start)
         if build is None:
             return 0
-        with saving.run_lock(folder):
-            return _execute(build(), display, options, timings)
+        with saving.run_lock(start.folder):
+            return _execute(build(), start)
 
 
-def begin_run(config: T, folder: Path, display: Display, options: RunOptions) -> T | None:
+def begin_run(config: T, start: Start) -> T | None:
     """The config of a new run, or of the run to resume in the folder; no files are written.
 
     Returns None if a dry run only reports on the existing run. Raises ValueError for invalid options, and for a
     folder that cannot be used. Also sets the device.
     """
+    folder, display, options = start.folder, start.display, start.options
     TensorBoard(folder if options.tensorboard else None, NonFatal(display))  # raises if it is not installed
     ranks.agree({"--out": str(folder.absolute()), "a run in it": (folder / "state" / "plan.json").exists()})
     config = config.normalized(options.asked)
@@ -188,11 +198,12 @@ class Session:
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=100))
 
 
-def _execute(run: Run, display: Display, options: RunOptions, timings: Timings) -> int:
+def _execute(run: Run, start: Start) -> int:
     """Restore a resumed run, train its model and finish; returns the exit status.
 
-    `timings` are the seconds of the preparation, which count as elapsed time.
+    The seconds of the preparation count as elapsed time.
     """
+    display, options, timings = start.display, start.options, start.timings
     if ranks.count() > 1:
         saving.check_shared(run.folder)
     with ThreadPoolExecutor(1, "saver") as pool:

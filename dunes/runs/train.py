@@ -51,9 +51,9 @@ from dunes.runs.config import RunOptions, adamw_rate
 from dunes.runs.corpus import NO_LINES, Tokens, choose_completion, gather, tokenize, with_test_files
 from dunes.runs.memory import PROCESS, TrainSetup, describe_memory
 from dunes.runs.report import report_step
-from dunes.runs.run import card_facts, execute_run, new_run, out_of_memory
+from dunes.runs.run import Start, card_facts, execute_run, new_run, out_of_memory
 from dunes.runs.saving import append_metrics, read_config, run_lock, start_run, write_config
-from dunes.runs.task import SAMPLE_SHARE, Run, TaskFacts, Timings, selects, set_trainable, trainable_state
+from dunes.runs.task import SAMPLE_SHARE, Run, TaskFacts, selects, set_trainable, trainable_state
 from dunes.runs.train_config import MIXTURES, NONE, TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.chat_template import template_from_files
@@ -82,50 +82,43 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     `options` are fields of `RunOptions`. Returns the exit status of `execute_run`. Raises ValueError, before
     writing, for invalid options or data.
     """
-    run_options = RunOptions(**options)
-    plan = partial(plan_training, folder, display, run_options, config.parts)
-    return execute_run(config, folder, display, run_options, plan)
+    start = Start(folder, display, RunOptions(**options))
+    return execute_run(config, start, partial(plan_training, parts=config.parts))
 
 
-def plan_training(
-    folder: Path,
-    display: Display,
-    options: RunOptions,
-    parts: Sequence[str],
-    config: TrainConfig,
-    timings: Timings,
-) -> Callable[[], Run] | None:
+def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Callable[[], Run] | None:
     """Read the text, choose all unset options, and return a function that builds the run.
 
     `parts` are those of this command. Returns None in a dry run, and if nothing is trained: lines are then
     completed with the base, which is done here.
     """
-    if options.resume and isinstance(config.chosen_parts, str) and not (config.parts == parts or cards_trusted()):
+    folder, display, resumed, timings = start.folder, start.display, start.options.resume, start.timings
+    if resumed and isinstance(config.chosen_parts, str) and not (config.parts == parts or cards_trusted()):
         raise ValueError(f"{folder}: built by {config.chosen_parts}; if you trust it, pass --trust-code")
     with timings("reading data"):
-        (base, place), reasons = find_base(config, folder, options), list[str]()
+        (base, place), reasons = find_base(config, start), list[str]()
         if base and not config.trains:
             packages = trained_packages(read_card(folder))
-            if Reference(config, folder, base, place, packages).is_finished(options, display):
+            if Reference(config, start, base, place, packages).is_finished():
                 return None
         corpus = gather(config)
-        if not options.resume:  # resumed runs have chosen; older ones have None
+        if not resumed:  # resumed runs have chosen; older ones have None
             config, reasons, base = _choose_base(config, corpus, base, display)
         corpus = with_test_files(config, corpus)
         config = replace(config, split=corpus.split)
     for line in (corpus.report(), *corpus.notes, *reasons):
         display.detail(line)
     if base and not config.trains:
-        Reference(config, folder, base, place, corpus.packages).run(corpus, display, options, timings)
+        Reference(config, start, base, place, corpus.packages).run(corpus)
         return None
     with timings("choosing the size"):
-        config = ranks.decide(_choose_options(config, corpus, base, display, options.resume))
-    if options.dry_run:
+        config = ranks.decide(_choose_options(config, corpus, base, start))
+    if start.options.dry_run:
         if base is not None:
             _report(config, _dry_trainer(config, base), base, display)
         return None
     with timings("tokenizing"):
-        earlier = Tokenizer.load(folder / "state") if options.resume and base is None else None
+        earlier = Tokenizer.load(folder / "state") if resumed and base is None else None
         known = base.tokenizer if base else earlier
         tokens = ranks.in_turn(partial(tokenize, config, corpus, known, display))
 
@@ -135,7 +128,7 @@ def plan_training(
             completion = _index(config, corpus, tokens.tokenizer, display) if indexes else None
         with timings("building the model"):
             run = prepare(config, folder, tokens, base, completion)
-        if base and not options.resume:
+        if base and not resumed:
             _report(config, run.trainer, base, display)
             score = run.validate()  # so that the base's weights are saved if training makes them worse
             append_metrics(folder, {"step": 0} | score.record)
@@ -166,10 +159,9 @@ def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: D
     report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
 
 
-def _choose_options(
-    config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display, resumed: bool
-) -> TrainConfig:
+def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | None, start: Start) -> TrainConfig:
     """The config with all unset options chosen; also displays the reasons."""
+    display, resumed = start.display, start.options.resume
     size = sum(d.size for d in corpus.train)
     if base is not None:
         chosen, reasons = _choose_with_base(config, base, size, resumed)
@@ -196,15 +188,15 @@ def _choose_options(
     return chosen
 
 
-def find_base(config: TrainConfig, folder: Path, options: RunOptions) -> tuple[LoadedModel | None, Path]:
+def find_base(config: TrainConfig, start: Start) -> tuple[LoadedModel | None, Path]:
     """The model of --from, if there is one, and its place: that to which a resumed run refers may have moved too.
 
     Raises ValueError for an adapter, and for a folder that cannot be loaded.
     """
     if not config.base:
-        return None, folder
-    refers = options.resume and not config.trains and "base" not in options.override
-    place = base_folder(folder) if refers and is_reference(read_card(folder)) else None
+        return None, start.folder
+    refers = start.options.resume and not config.trains and "base" not in start.options.override
+    place = base_folder(start.folder) if refers and is_reference(read_card(start.folder)) else None
     place = place or checkpoint.locate_model(config.base).folder
     if is_adapter(place):
         raise ValueError(f"{place}: an adapter, not a model; merge it first: dunes augment merge {place} OUT")
@@ -436,7 +428,7 @@ class Reference:
     """
 
     config: TrainConfig
-    folder: Path
+    start: Start
     base: LoadedModel
     place: Path
     packages: Sequence[str] = ()
@@ -446,6 +438,10 @@ class Reference:
             raise ValueError("--trainable none: trains nothing; start it without torchrun, or name what to train")
         if only_completes(self.config, self.base) and not self.base.require_tokenizer().writes_lines:
             raise ValueError(f"{self.place}: {NO_LINES}")
+
+    @property
+    def folder(self) -> Path:
+        return self.start.folder
 
     @cached_property
     def identity(self) -> Mapping[str, Any]:
@@ -462,14 +458,14 @@ class Reference:
         card = read_card(self.folder)
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
-    def is_finished(self, options: RunOptions, display: Display) -> bool:
+    def is_finished(self) -> bool:
         """True if this base was fitted, and no other option changes. If it has moved, the run follows."""
-        fitted, changed = self.fitted, {*options.override}
+        fitted, changed = self.fitted, {*self.start.options.override}
         if changed - {"base"} or not fitted or not self._has_fitted(fitted):
             return False
-        if (changed or fitted.get("files") != self.identity["files"]) and not options.dry_run:
+        if (changed or fitted.get("files") != self.identity["files"]) and not self.start.options.dry_run:
             self.save()
-        display.line(f"{self.folder}: finished; it completes lines with the model in {self.place}")
+        self.start.display.line(f"{self.folder}: finished; it completes lines with the model in {self.place}")
         return True
 
     def _has_fitted(self, fitted: Mapping[str, Any]) -> bool:
@@ -485,9 +481,10 @@ class Reference:
         checkpoint.save_adapter(self.base.architecture.outline(), self.folder, None, self.place, **words)
         write_config(self.config, self.folder)
 
-    def fit(self, corpus: Corpus, display: Display, options: RunOptions) -> str:
+    def fit(self, corpus: Corpus) -> str:
         """Index the text, fit the gate, and save; returns a line for the user. A dry run says what this takes."""
         config, folder, size = self.config, self.folder, corpus.size
+        display, options = self.start.display, self.start.options
         assert self.identity, "taken before the weights are rounded"
         stored = size_of(self.base)
         loaded = round_for_speed(replace(self.base, card={"adapter": None, **self.card}))
@@ -508,18 +505,18 @@ class Reference:
             with display.own_bar("fitting"):
                 return finish_completion(folder, files, amount, loaded, config.copies, self.save)
 
-    def run(self, corpus: Corpus, display: Display, options: RunOptions, timings: Timings) -> None:
+    def run(self, corpus: Corpus) -> None:
         """`fit`, and print the outcome, also when a signal ends the process."""
-        folder = shlex.quote(str(self.folder))
+        folder, display = shlex.quote(str(self.folder)), self.start.display
         try:
-            said = self.fit(corpus, display, options)
+            said = self.fit(corpus)
         except (KeyboardInterrupt, SystemExit):
             is_run = read_config(self.folder, TrainConfig) is not None
             left = f"resume with: dunes train --out {folder} --resume" if is_run else "nothing was written"
             display.line(f"stopped: {f'{folder} has what it had' if self.fitted else left}")
             raise
         if said:
-            took = format_seconds(round(timings.elapsed))
+            took = format_seconds(round(self.start.timings.elapsed))
             display.line(f"{said}\ndone after {took}: {folder} refers to {self.place}, which must stay")
             display.line(f"try: dunes complete {folder} FILE:LINE:COLUMN   in your editor: dunes serve {folder}")
 
