@@ -576,7 +576,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, bases, rows, tmp_pa
     note.write_text("{")
     show, out = display()
     assert finetune(FinetuneConfig(), tmp_path / "halves", show, resume=True) == 0
-    assert f"warning: {note}: not read" in out.getvalue()
+    assert f"warning: {note}: not JSON" in out.getvalue()
     assert json.loads(note.read_text()) == right
 
 

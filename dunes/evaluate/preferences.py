@@ -84,7 +84,7 @@ def score_pairs(
     """Score batches of `PairBatches` by a loss like `dpo_loss`, with its metrics."""
     sums, targets = np.zeros((4, 2)), 0
     with evaluation(model, dtype) as device:
-        for batch in map(_own_pairs, batches):
+        for batch in (own_rows(batch, 2) for batch in batches):
             total, pairs, metrics = loss(model, [part.to(device) for part in batch])  # type: ignore[misc]
             rows = [(total, pairs), *(metrics[name] for name in ("margin", "accuracy", "chosen_loss"))]
             sums += [[float(value) for value in row] for row in rows]
@@ -107,17 +107,10 @@ def reference_logprobs(
         result = torch.zeros(len(examples), 2, device=device)
         for chunk in progress.each([order[i : i + BATCH] for i in range(0, len(order), BATCH)]):
             batch = collate([[side] for i in chunk for side in examples[i].sides], context_length)
-            own = _own_pairs((*batch, torch.tensor(chunk).repeat_interleave(2)))
+            own = own_rows((*batch, torch.tensor(chunk).repeat_interleave(2)), 2)
             ids, targets, positions, index = (part.to(device) for part in own)
             losses, counts, *_ = model(ids, positions, targets=targets, by_row=True)
             result.index_add_(0, index[::2], -losses.float().where(counts > 0, 0.0).view(-1, 2))
         ranks.add(result)
     array: NDArray[np.float32] = result.cpu().numpy()
     return array
-
-
-def _own_pairs(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The pairs of this rank, as `own_rows`."""
-    return tuple(
-        part.flatten(0, 1) for part in own_rows(tuple(part.view(-1, 2, *part.shape[1:]) for part in batch))
-    )

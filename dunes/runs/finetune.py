@@ -9,7 +9,7 @@ from hashlib import sha256
 from math import gcd, inf, nan
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -62,6 +62,7 @@ from dunes.units import format_count, plural
 
 BASELINE = Path("state") / "baseline.json"
 REFERENCE = Path("state") / "reference.json"
+T = TypeVar("T")
 Reference = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 ANSWERED = 3
@@ -264,24 +265,31 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
 
     They are stored in `path`, and read from there if the run has saved states, so that a resumed run has the same.
     """
-    sides, fingerprints = (task.data.train, task.data.valid), dict(task.facts.fingerprints)
-    if path.is_file() and any(path.parent.glob("step-*")):
-        try:
-            stored = json_file.read(path)
-            if stored["fingerprints"] == fingerprints:
-                train, valid = (np.array(stored[name], np.float32).reshape(-1, 2) for name in ("train", "valid"))
-                if [len(train), len(valid)] == [*map(len, sides)]:
-                    return train, valid
-        except (KeyError, TypeError, ValueError) as error:
-            display.line(f"warning: {path}: not read ({error!r:.100})")
+    stored, fingerprints = _stored(path, json_file.read, display), dict(task.facts.fingerprints)
+    if stored and stored.get("fingerprints") == fingerprints:
+        train, valid = (np.array(stored[name], np.float32).reshape(-1, 2) for name in ("train", "valid"))
+        return train, valid
     display.detail("computing the log-probabilities of the reference")
     dtype, context = autocast_dtype(task.config), task.config.context_length
     with shown_by(display.state), phase("log-probabilities of the reference"):
-        train, valid = (reference_logprobs(task.loaded.model, side, context, dtype) for side in sides)
+        train, valid = (
+            reference_logprobs(task.loaded.model, side, context, dtype)
+            for side in (task.data.train, task.data.valid)
+        )
     if ranks.is_first():
         stored = {"fingerprints": fingerprints, "train": train.tolist(), "valid": valid.tolist()}
         write_file(path, json.dumps(stored).encode())
     return train, valid
+
+
+def _stored(path: Path, read: Callable[[Path], T], display: Display) -> T | None:
+    """What an earlier process of the run wrote, if it saved states; None for other files and for damaged ones."""
+    if path.is_file() and any(path.parent.glob("step-*")):
+        try:
+            return read(path)
+        except ValueError as error:
+            display.line(f"warning: {error}")
+    return None
 
 
 def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> list[Change]:
@@ -333,13 +341,7 @@ def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
 
 def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
     """The base model's scores and answers; read from `path` if the run has saved states, otherwise measured."""
-    before = None
-    if path.is_file() and any(path.parent.glob("step-*")):
-        try:
-            before = Baseline.read(path)
-        except ValueError as error:
-            display.line(f"warning: {error}")
-    before = ranks.decide(before)
+    before = ranks.decide(_stored(path, Baseline.read, display))
     if before is None:
         display.detail("evaluating the base model")
         with shown_by(display.state):
