@@ -81,7 +81,7 @@ class PreferenceScore(Score):
 def score_pairs(
     model: nn.Module, batches: Iterable[tuple[Tensor, ...]], loss: Loss, dtype: torch.dtype
 ) -> PreferenceScore:
-    """Score batches of `PairBatches` by a loss like `dpo_loss`, with its metrics."""
+    """Score batches of `Batches` by a loss like `dpo_loss`, with its metrics."""
     sums, targets = np.zeros((4, 2)), 0
     with evaluation(model, dtype) as device:
         for batch in (own_rows(batch, 2) for batch in batches):
@@ -98,7 +98,7 @@ def reference_logprobs(
 ) -> NDArray[np.float32]:
     """The summed log-probabilities (examples, 2) of chosen and rejected answers, truncated to the context length.
 
-    They are 0 for a pair that `PairBatches` leaves out. All ranks share the work, and have the result.
+    They are 0 for a pair that `Batches` leaves out. All ranks share the work, and have the result.
     """
     order = sorted(
         (i for i, e in enumerate(examples) if e.targets(context_length)), key=lambda i: -len(examples[i])

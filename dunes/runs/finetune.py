@@ -270,12 +270,9 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
         train, valid = (np.array(stored[name], np.float32).reshape(-1, 2) for name in ("train", "valid"))
         return train, valid
     display.detail("computing the log-probabilities of the reference")
-    dtype, context = autocast_dtype(task.config), task.config.context_length
+    dtype, context, data = autocast_dtype(task.config), task.config.context_length, task.data
     with shown_by(display.state), phase("log-probabilities of the reference"):
-        train, valid = (
-            reference_logprobs(task.loaded.model, side, context, dtype)
-            for side in (task.data.train, task.data.valid)
-        )
+        train, valid = (reference_logprobs(task.loaded.model, e, context, dtype) for e in (data.train, data.valid))
     if ranks.is_first():
         stored = {"fingerprints": fingerprints, "train": train.tolist(), "valid": valid.tolist()}
         write_file(path, json.dumps(stored).encode())
@@ -283,7 +280,7 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
 
 
 def _stored(path: Path, read: Callable[[Path], T], display: Display) -> T | None:
-    """What an earlier process of the run wrote, if it saved states; None for other files and for damaged ones."""
+    """The content of a file if the run has saved states; None without them, or for a damaged file."""
     if path.is_file() and any(path.parent.glob("step-*")):
         try:
             return read(path)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
 from dunes.flags import flag
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dunes.data.batches import Batch, Batches
     from dunes.evaluate.text_loss import Score
     from dunes.runs.finetune_config import FinetuneConfig
+    from dunes.train.loss import Loss
 
 ObjectiveName = Literal["sft", "dpo", "orpo"]
 
@@ -35,8 +36,9 @@ class Objective:
     """An objective on examples: the name of its loss in `dunes.train.loss`, and the options that the loss takes.
 
     `lr_scale` multiplies the default learning rate. With `has_reference`, batches have log-probabilities of the
-    base model. All records have the `row_format`, a key of RECORD_FORMATS; if empty, that of no other objective.
-    `ignored` are options of the run without effect, `counted` is the unit of a step's count, `noun` of its rows.
+    base model. `row_format` is the format of all records, a key of RECORD_FORMATS; if empty, the objective reads
+    all formats that no other objective names. `ignored` are options of the run without effect. `counted` is the
+    unit of a step's count, and `noun` that of `--batch`.
     """
 
     loss_name: str
@@ -54,9 +56,9 @@ class Objective:
         used = {"objective", *self.options}
         return [*self.ignored, *(f.name for f in fields(Preference) if f.name not in used)]
 
-    def loss(self, config: "FinetuneConfig") -> Any:
-        """The loss for a `Trainer`."""
-        loss = getattr(import_module("dunes.train.loss"), self.loss_name)
+    def loss(self, config: "FinetuneConfig") -> "Loss":
+        """The loss for a `Trainer`, with the config's options."""
+        loss: Loss = getattr(import_module("dunes.train.loss"), self.loss_name)
         return partial(loss, **{name: getattr(config, name) for name in self.options}) if self.options else loss
 
     def full_batch(self, config: "FinetuneConfig", size: int) -> "Batch":

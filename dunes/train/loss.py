@@ -125,9 +125,9 @@ def dpo_loss(
 def orpo_loss(model: nn.Module, batch: Sequence[Tensor], beta: float = 0.1) -> LossSums:
     """The summed ORPO loss of pairs of answers, and the number of pairs. https://arxiv.org/abs/2403.07691
 
-    The batch is as of `dpo_loss`, without a reference. The odds of an answer are p / (1 - p), where p is the
+    The batch is as in `dpo_loss`, without a reference. The odds of an answer are p / (1 - p), where p is the
     exponential of its mean log-probability. The loss is the cross entropy of the chosen answer in nats/token,
-    minus `beta` times log sigmoid of the log odds ratio. Metrics, dropout and pairs without a target are as of
+    minus `beta` times log sigmoid of the log odds ratio. Metrics, dropout and pairs without a target are as in
     `dpo_loss`; the reward of an answer is `beta` times its mean log-probability.
     """
     losses, counts, *_ = rows = _row_losses(model, batch)
@@ -147,7 +147,7 @@ def _row_losses(model: nn.Module, batch: Sequence[Tensor]) -> RowLosses:
 
 
 def _pair_sums(each: Tensor, rewards: Tensor, rows: RowLosses) -> LossSums:
-    """The summed losses (B,) of pairs, their number, and metrics of their rewards (2B,), as of `dpo_loss`."""
+    """The summed losses (B,) of pairs, their number, and the metrics of `dpo_loss`, for these rewards (2B,)."""
     losses, counts, auxiliary, metrics = rows
     real = (counts.view(-1, 2) > 0).all(1)
     chosen, rejected = rewards.view(-1, 2).masked_fill(~real[:, None], 0.0).unbind(1)
