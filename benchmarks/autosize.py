@@ -22,7 +22,7 @@ from dunes.files.json_file import append_record, read_records
 from dunes.progress import Display
 from dunes.runs.autosize import with_hardware
 from dunes.runs.corpus import Tokens, gather, tokenize
-from dunes.runs.run import Run
+from dunes.runs.task import Run
 from dunes.runs.train import prepare
 from dunes.runs.train_config import TrainConfig
 from dunes.units import plural

@@ -21,7 +21,7 @@ from dunes.data import Windows
 from dunes.evaluate.text_loss import evaluate
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs.run import set_trainable
+from dunes.runs.task import set_trainable
 from dunes.text import Tokenizer
 from dunes.train import Schedule, Trainer, adamw, muon
 from dunes.train.loss import next_token_loss

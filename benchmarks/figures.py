@@ -20,7 +20,7 @@ from typing import Any
 
 from dunes import measure
 from dunes.bench import plot, rows
-from dunes.runs.run import METRICS, read_metrics
+from dunes.runs.saving import METRICS, read_metrics
 from dunes.units import format_count, format_seconds, plural
 
 import tyro

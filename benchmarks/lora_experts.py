@@ -21,7 +21,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.evaluate.text_loss import evaluate
 from dunes.models import llama
 from dunes.models.initialise import initialise
-from dunes.runs.run import set_trainable
+from dunes.runs.task import set_trainable
 from dunes.text import Tokenizer
 from expand import CONTEXT, SCORED, Ids, Row, learn
 

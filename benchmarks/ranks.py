@@ -58,26 +58,26 @@ while input() == "time":
 def child(out: Path, trimmed: bool, arguments: list[str]) -> None:
     """`dunes train` with these arguments, which writes its rank's measurements to a file in `out`."""
     from dunes import measure
-    from dunes.runs import loop, train
+    from dunes.runs import run, saving, train
 
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     row: dict[str, Any] = {"steps": [], "saves": []}
     profiler = profile(activities=[ProfilerActivity.CPU])
-    log_step, start, train_loop = loop._log_step, loop.Saver.start, loop.train_loop
+    log_step, start, train_loop = run._log_step, saving.Saver.start, run.train_loop
 
     def logged(folder, step, score) -> None:
         log_step(folder, step, score)
         row["steps"].append(step.seconds)
         saves = step.number % 2 == 0 and (trimmed or step.number > PROFILED[1])
-        loop.SAVE_SECONDS = 0.0 if saves else float("inf")
+        saving.SAVE_SECONDS = 0.0 if saves else float("inf")
         if not trimmed and step.number in PROFILED:
             (profiler.start if step.number == PROFILED[0] else profiler.stop)()
 
-    def started(saver, run) -> bool:
+    def started(saver, training) -> bool:
         before = time.perf_counter()
-        done = start(saver, run)
+        done = start(saver, training)
         row["saves"].append(time.perf_counter() - before)
         return done
 
@@ -91,8 +91,8 @@ def child(out: Path, trimmed: bool, arguments: list[str]) -> None:
         row["peak"] = measure.peak_memory(torch.device("cpu"))
         (out / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(row))
 
-    loop._log_step, loop.Saver.start, loop.train_loop = logged, started, begun
-    loop._check_due, train.TrainTask.sample = lambda step: step == 2, lambda self: ""
+    run._log_step, saving.Saver.start, run.train_loop = logged, started, begun
+    run._check_due, train.TrainTask.sample = lambda step: step == 2, lambda self: ""
     if trimmed:
         measure.keep_freed_memory = lambda: None
     atexit.register(write)

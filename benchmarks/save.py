@@ -30,7 +30,7 @@ def main(size: str = "4m", rounds: int = 8, steps: int = 10) -> None:
     from dunes.progress import Display
     from dunes.runs.autosize import autosize_run
     from dunes.runs.corpus import gather, tokenize
-    from dunes.runs.loop import Saver
+    from dunes.runs.saving import Saver
     from dunes.runs.train import prepare
     from dunes.runs.train_config import TrainConfig
 

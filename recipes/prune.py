@@ -13,7 +13,7 @@ from dunes import checkpoint
 from dunes.cli.process import run_recipe
 from dunes.progress import Display
 from dunes.runs.augment import augment_folder
-from dunes.runs.run import METRICS, read_metrics
+from dunes.runs.saving import METRICS, read_metrics
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 

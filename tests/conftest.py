@@ -27,7 +27,7 @@ from dunes.cli.main import main
 from dunes.inference.text_generator import sample_text
 from dunes.ops.float32_products import repeat_choice
 from dunes.progress import Display
-from dunes.runs import loop
+from dunes.runs import run as run_module
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
@@ -149,8 +149,8 @@ def _short_samples(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Samples and pictures take most of a small run."""
     monkeypatch.setattr("dunes.runs.train.sample_text", partial(sample_text, max_tokens=2))
     if "draws" not in request.fixturenames:
-        monkeypatch.setattr(loop, "loss_picture", lambda records, score, step, path: path.touch())
-        monkeypatch.setattr(loop, "load_picture", lambda records, path: False)
+        monkeypatch.setattr(run_module, "loss_picture", lambda records, score, step, path: path.touch())
+        monkeypatch.setattr(run_module, "load_picture", lambda records, path: False)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,8 @@ import expansion
 from conftest import display
 from dunes import checkpoint
 from dunes.augment import CHANGES
-from dunes.runs import loop
+from dunes.runs import run as run_module
+from dunes.runs import saving
 from dunes.runs.finetune import FinetuneTask
 from dunes.runs.train import TrainTask, train
 
@@ -39,8 +40,8 @@ def start(config, folder, save_seconds):
 
 def _train(config, folder, save_seconds):
     torch.set_num_threads(1)
-    loop.SAVE_SECONDS = save_seconds
-    TrainTask.sample, loop.loss_picture = lambda *_: "", lambda *_: None
+    saving.SAVE_SECONDS = save_seconds
+    TrainTask.sample, run_module.loss_picture = lambda *_: "", lambda *_: None
     resume = (folder / "state" / "plan.json").exists()
     sys.exit(train(config, folder, display()[0], resume=resume))
 
@@ -48,9 +49,9 @@ def _train(config, folder, save_seconds):
 def _run(verb, config, folder, kill_after=None, resume=False):
     CHANGES["expand"] = expansion
     torch.set_num_threads(1)
-    loop.SAVE_SECONDS, log_step = 0.0, loop._log_step
+    saving.SAVE_SECONDS, log_step = 0.0, run_module._log_step
     TrainTask.sample = FinetuneTask.sample = FinetuneTask._answer = lambda *_: ""  # for people, as pictures are
-    loop.loss_picture = lambda *_: None
+    run_module.loss_picture = lambda *_: None
 
     def log_or_die(path, step, score):
         log_step(path, step, score)
@@ -59,5 +60,5 @@ def _run(verb, config, folder, kill_after=None, resume=False):
                 time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    loop._log_step = log_or_die
+    run_module._log_step = log_or_die
     sys.exit(verb(config, folder, display()[0], resume=resume))

@@ -25,7 +25,7 @@ from dunes.cli.main import run_command
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import generate
 from dunes.models import mnist
-from dunes.runs import loop
+from dunes.runs import run as run_module
 from dunes.train import Trainer
 
 PLAIN = "--size 2x32 --vocab-size 280 --context-length 64 --batch 4 --steps 6"
@@ -98,7 +98,7 @@ def run(out: Path, *args: object) -> None:
 
 def kill_at_step_4(out: Path, *args: object) -> None:
     """Run a command that ends without warning after a state was saved."""
-    finish, log_step = loop._finish, loop._log_step
+    finish, log_step = run_module._finish, run_module._log_step
 
     def stop(folder: Path, step: Any, score: Any) -> None:
         log_step(folder, step, score)
@@ -109,13 +109,13 @@ def kill_at_step_4(out: Path, *args: object) -> None:
         saver.last(run)
         raise KeyboardInterrupt
 
-    loop._finish, loop._log_step = killed, stop
+    run_module._finish, run_module._log_step = killed, stop
     try:
         run(out, *args)
     except KeyboardInterrupt:
         pass
     finally:
-        loop._finish, loop._log_step = finish, log_step
+        run_module._finish, run_module._log_step = finish, log_step
 
 
 def programs() -> dict[str, str]:

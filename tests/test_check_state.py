@@ -13,10 +13,10 @@ from dunes.bench.runner import Request, bench
 from dunes.checkpoint.state import MANIFEST
 from dunes.files.atomic import digest
 from dunes.runs import autosize
-from dunes.runs import loop as loop_module
+from dunes.runs import run as run_module
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import run_lock
+from dunes.runs.saving import run_lock
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 
@@ -131,7 +131,7 @@ def test_a_state_that_is_resealed_as_it_was_goes_on(run):
 
 
 def test_a_link_to_nothing_is_no_place_for_a_run(code, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop_module.measure, "keep_freed_memory", lambda: pytest.fail("work was begun"))
+    monkeypatch.setattr(run_module.measure, "keep_freed_memory", lambda: pytest.fail("work was begun"))
     for name in ("file", "other/state"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("[]")

@@ -14,7 +14,7 @@ from dunes.runs import compiled_loss as module
 from dunes.runs.compiled_loss import compiled_loss, pays, why_eager
 from dunes.runs.finetune import FinetuneTask, finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import read_metrics
+from dunes.runs.saving import read_metrics
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig
 from dunes.train import Trainer, sgd
@@ -216,7 +216,10 @@ def test_batches_of_another_shape_are_computed_eagerly(soon):
     batches = [torch.zeros(n, 3, dtype=torch.long) for n in (2, 2, 3, 2)]
     assert len(list(trainer.run(batches))) == 4
     assert counters["stats"]["unique_graphs"] == 1
-    run = SimpleNamespace(trainer=trainer, task=SimpleNamespace(batches=lambda start: iter(batches)))
+    config = SimpleNamespace(counted="tokens")
+    run = SimpleNamespace(
+        config=config, trainer=trainer, task=SimpleNamespace(batches=lambda start: iter(batches))
+    )
     assert why_eager(run).startswith("batches differ in length")
     del batches[2]
     assert why_eager(run) == ""

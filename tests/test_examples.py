@@ -584,7 +584,7 @@ GOOD = [(Turn("user", "Hi"), Turn("assistant", "The answer")), (Turn("user", "Hi
 def test_nothing_to_train_on_and_ids_that_the_model_has_not_are_refused(bpe):
     plain, masked = get_template("plain"), [tuple(replace(t, trained=False) for t in talk) for talk in GOOD]
     refuses(r"none of .* tokens is a target", checks, masked, plain, bpe)
-    refuses("no training examples", checks, [], plain, bpe)
+    refuses("none of 0 tokens is a target", checks, [], plain, bpe)
     words = f"the examples contain the id {bpe.eos}, and the model has {bpe.eos}"
     refuses(words, checks, GOOD, plain, bpe, vocab=bpe.eos)
     words = "none of 2 validation examples has a target within the context of 1000 tokens"

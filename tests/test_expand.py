@@ -18,7 +18,7 @@ from dunes.checkpoint.export import export
 from dunes.models import FAMILIES
 from dunes.parts import Checkpointed, cache_for
 from dunes.runs.augment import augment_folder, undo_folder
-from dunes.runs.run import read_metrics
+from dunes.runs.saving import read_metrics
 from dunes.runs.train import select_trainable, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer

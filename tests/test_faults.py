@@ -18,9 +18,11 @@ from conftest import display, toy, training_output
 from dunes import checkpoint
 from dunes.checkpoint.weights import safetensors_file
 from dunes.files import atomic
-from dunes.runs import loop as loop_module
+from dunes.runs import run as run_module
+from dunes.runs import saving
 from dunes.runs import train as train_module
-from dunes.runs.run import Run, read_metrics
+from dunes.runs.saving import read_metrics
+from dunes.runs.task import Run
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer
@@ -306,7 +308,7 @@ def full(times):
 
 
 def test_a_save_that_fails_does_not_end_a_run_unless_it_is_strict(code, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(saving, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(checkpoint, "save_state", full(2))
     printed = training_output(toy(code), tmp_path / "a")
     assert "saving the state failed" in printed
@@ -321,7 +323,7 @@ def test_a_save_that_fails_does_not_end_a_run_unless_it_is_strict(code, tmp_path
 
 
 def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(code, tmp_path, monkeypatch):
-    config, real = toy(code, steps=30), loop_module._log_step
+    config, real = toy(code, steps=30), run_module._log_step
     train(config, tmp_path / "straight", display()[0])
 
     def cutting(folder, step, bits):
@@ -333,7 +335,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
 
     monkeypatch.setenv("DUNES_HOME", str(tmp_path / "home"))
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "_log_step", cutting)
+        patch.setattr(run_module, "_log_step", cutting)
         with pytest.raises(ValueError, match=r"tokens\.bin: the tokens changed while they were in use"):
             train(config, tmp_path / "cut", display()[0])
     assert checkpoint.latest_state(tmp_path / "cut").name == "step-000007"
@@ -344,7 +346,7 @@ def test_tokens_that_are_cut_while_training_stop_it_and_it_goes_on_bit_for_bit(c
 def test_too_little_memory_beside_the_steps_does_not_end_training(code, tmp_path, monkeypatch):
     greedy = lambda *arguments, **named: torch.empty(1 << 60)
     monkeypatch.setattr(train_module, "sample_text", greedy)
-    monkeypatch.setattr(Run, "check", greedy)
+    monkeypatch.setattr(Run, "validate", greedy)
     printed = training_output(toy(code), tmp_path / "run")
     assert printed.count("warning: validation failed: ") == 1
     assert printed.count("warning: sampling failed: ") == 1

@@ -20,13 +20,14 @@ from dunes.evaluate.text_loss import Score
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.runs import finetune as finetune_module
-from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
+from dunes.runs import task as task_module
 from dunes.runs.augment import augment_folder, history
 from dunes.runs.finetune import FinetuneTask, choose_options, finetune, load_base, memory
 from dunes.runs.finetune_config import METHODS, FinetuneConfig, choose_batch, choose_steps, learning_rate
 from dunes.runs.finetune_data import Baseline, FinetuneData
-from dunes.runs.run import METRICS, Run, read_metrics, trainable_state
+from dunes.runs.saving import METRICS, read_metrics
+from dunes.runs.task import Run, trainable_state
 from dunes.runs.train import train
 from dunes.text import Tokenizer, templates
 from test_chat_tools import ANSWER, ASKED, TOOLS, call, calls, result, row, source
@@ -234,12 +235,12 @@ def test_a_model_that_is_no_run_s_is_not_written_over(base, tokenizer, examples,
 
 def test_the_best_weights_of_an_adapter_are_what_is_saved(base, examples, tmp_path, monkeypatch):
     """Validation that is best at the second check and worse ever after."""
-    monkeypatch.setattr(loop_module, "_check_due", lambda step: True)
+    monkeypatch.setattr(run_module, "_check_due", lambda step: True)
     scores = iter([Score(11.0, 10, 10), Score(10.0, 10, 10), *(Score(20.0 + i, 10, 10) for i in range(9))])
-    check, kept = Run.check, {}
+    check, kept = Run.validate, {}
 
-    def remembered(run, limit):
-        score = check(run, limit)
+    def remembered(run):
+        score = check(run)
         kept[run.trainer.number] = {k: v.clone() for k, v in run.model.state_dict().items() if ".adapters." in k}
         return score
 
@@ -247,7 +248,7 @@ def test_the_best_weights_of_an_adapter_are_what_is_saved(base, examples, tmp_pa
     baseline = Baseline(Score(30.0, 10, 10), None, [], "")
     monkeypatch.setattr(FinetuneTask, "measure_baseline", lambda self, *a: baseline)
     monkeypatch.setattr(FinetuneTask, "score", lambda self, limit=None: next(scores))
-    monkeypatch.setattr(Run, "check", remembered)
+    monkeypatch.setattr(Run, "validate", remembered)
     assert "warning: no better than the base model" in finetuned(config, folder)
     saved = checkpoint.load(folder).model.state_dict()
     assert all(torch.equal(saved[name], tensor) for name, tensor in kept[2].items())
@@ -453,7 +454,7 @@ def test_validation_may_have_a_file_of_its_own_and_a_leak_that_differs_in_space_
 
 def test_a_run_by_the_clock(base, examples, tmp_path, monkeypatch):
     looks = itertools.count()
-    for module in (loop_module, run_module):
+    for module in (run_module, task_module):
         monkeypatch.setattr(module, "monotonic", lambda: next(looks) * 0.02)
     finetuned(asked(base, examples, steps=None, minutes=0.05), tmp_path / "run")
     card = json.loads((tmp_path / "run" / "dunes.json").read_text())

@@ -173,7 +173,7 @@ def test_the_name_is_no_path_and_a_folder_of_that_name_is_one(machine):
     put(Path("installed"), {"mine.py": code()})
     assert names(collect_corpus(["./installed"])) == ["mine.py"]
     assert "mine.py" not in names(collect_corpus(["installed"]))
-    assert TrainConfig(sources=("installed", "work")).with_absolute_paths().sources[0] == "installed"
+    assert TrainConfig(sources=("installed", "work")).normalized().sources[0] == "installed"
 
 
 def test_a_card_that_names_installed_code_is_trusted_only_if_this_user_trained_on_it(machine):

@@ -11,8 +11,8 @@ from conftest import toy, training_output
 from dunes import checkpoint
 from dunes.checkpoint.weights import safetensors_file
 from dunes.files.json_file import append_record, append_text, parse_line, read_lines, read_records
-from dunes.runs import loop as loop_module
-from dunes.runs.run import read_metrics, truncate_metrics
+from dunes.runs import saving
+from dunes.runs.saving import read_metrics, truncate_metrics
 from teacher import tasks
 from teacher.endpoint import Budget, Ledger
 
@@ -119,7 +119,7 @@ def test_an_end_that_a_crash_left_is_mended_before_more_is_written(tmp_path):
 
 def crash_at(step, monkeypatch):
     """A disk that is full while this step is noted, and leaves half of its line."""
-    real = loop_module.append_metrics
+    real = saving.append_metrics
 
     def note(folder, record):
         if record["step"] == step:
@@ -128,7 +128,7 @@ def crash_at(step, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         real(folder, record)
 
-    monkeypatch.setattr(loop_module, "append_metrics", note)
+    monkeypatch.setattr(saving, "append_metrics", note)
 
 
 def test_a_run_goes_on_after_a_disk_was_full_for_a_moment(code, tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_a_run_goes_on_after_a_disk_was_full_for_a_moment(code, tmp_path, monkey
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         real(path, tensors)
 
-    monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(saving, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(safetensors_file, "write_file", write)
     crash_at(4, monkeypatch)
     printed = training_output(toy(code, steps=8), folder)

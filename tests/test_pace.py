@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from dunes.runs import finetune_data
-from dunes.runs import loop as module
-from dunes.runs.loop import PaceCheck
-from dunes.runs.run import read_metrics
+from dunes.runs import report as module
+from dunes.runs.report import PaceCheck
+from dunes.runs.saving import read_metrics
 
 
 def check(monkeypatch, share, seconds, cores=2, tokens=1000, **options):

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from conftest import display, raising, toy, training_output
 from dunes.evaluate.text_loss import Score
 from dunes.runs.picture import centered_mean, loss_picture
-from dunes.runs.run import Run, read_metrics
+from dunes.runs.saving import read_metrics
+from dunes.runs.task import Run
 from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import TrainTask, train
 
@@ -89,10 +90,10 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
     scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
     monkeypatch.setattr(TrainTask, "score", lambda self, limit=None: next(scores))
     best = {}
-    real_check = Run.check
+    real_check = Run.validate
 
-    def check(self, limit):
-        score = real_check(self, limit)
+    def check(self):
+        score = real_check(self)
         best.setdefault("weights", {k: v.clone() for k, v in self.model.state_dict().items()})
         return score
 
@@ -101,7 +102,7 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
         same = bool(kept) and all(bool((v == kept[k]).all()) for k, v in loaded.model.state_dict().items())
         return f"the best weights: {same}"
 
-    monkeypatch.setattr(Run, "check", check)
+    monkeypatch.setattr(Run, "validate", check)
     monkeypatch.setattr("dunes.runs.train.sample_text", sample)
     printed = training_output(toy(code, steps=60), tmp_path / "run")
     found = read_samples(tmp_path / "run" / "samples.md")
@@ -125,7 +126,7 @@ def test_the_last_figure_and_the_last_sample_are_of_the_weights_that_are_kept(co
 def test_a_picture_or_sample_that_cannot_be_written_does_not_cost_the_last_words(code, tmp_path, monkeypatch):
     full = raising(OSError(28, "No space left on device"))
     monkeypatch.setattr(Figure, "savefig", full)
-    monkeypatch.setattr("dunes.runs.loop.append_text", full)
+    monkeypatch.setattr("dunes.runs.run.append_text", full)
     printed = training_output(toy(code), tmp_path / "run")
     assert "warning: plotting failed: [Errno 28] No space left on device" in printed
     assert "warning: sampling failed: [Errno 28]" in printed

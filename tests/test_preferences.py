@@ -1,4 +1,4 @@
-"""Preferences: the DPO loss against plain formulas and trl, forms of records, and runs of `--objective dpo`."""
+"""Preferences: DPO and ORPO against plain formulas and trl, forms of records, and runs with these objectives."""
 
 import copy
 import itertools
@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from dunes import checkpoint
 from dunes.augment import attach
 from dunes.augment.lora import set_adapter
 from dunes.data import Example, read_records
-from dunes.data.batches import PairBatches
+from dunes.data.batches import Batches
 from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import count_leaked, split_records, tokenize_records
 from dunes.data.preflight import data_report
@@ -27,9 +28,9 @@ from dunes.runs import finetune as finetune_module
 from dunes.runs.finetune import choose_options, finetune, load_base
 from dunes.runs.finetune_config import METHODS, FinetuneConfig, learning_rate
 from dunes.runs.finetune_data import FinetuneData
-from dunes.runs.run import METRICS, read_metrics
+from dunes.runs.saving import METRICS, read_metrics
 from dunes.text import Tokenizer, templates
-from dunes.train.loss import dpo_loss, next_token_loss
+from dunes.train.loss import dpo_loss, next_token_loss, orpo_loss
 from test_finetune import ALL, base_in, finetuned
 from test_ranks import run_ranks
 from test_runs import assert_same_training, stopping_at
@@ -64,16 +65,20 @@ def network(family, dtype=torch.float64, seed=0):
     return made
 
 
+def answer_probs(model, side):
+    ids, mask = torch.tensor(side.ids[: CONTEXT + 1]).long(), torch.tensor(side.loss_mask[1 : CONTEXT + 1])
+    return model(ids[None, :-1])[0].softmax(-1)[torch.arange(len(ids) - 1), ids[1:]][mask]
+
+
 def plain_loss(model, pairs, reference, beta, smoothing, normalized):
     """The formulas of the papers, one answer at a time."""
     total = torch.zeros((), dtype=torch.float64)
     for example, known in zip(pairs, reference, strict=True):
         rewards = []
         for side, before in zip(example.sides, known, strict=True):
-            ids, mask = torch.tensor(side.ids[: CONTEXT + 1]).long(), side.loss_mask[1 : CONTEXT + 1]
-            probs = model(ids[None, :-1])[0].softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
-            ratio = probs[torch.tensor(mask)].log().sum() - float(before)
-            rewards.append(beta * ratio / (mask.sum() if normalized else 1))
+            probs = answer_probs(model, side)
+            ratio = probs.log().sum() - float(before)
+            rewards.append(beta * ratio / (len(probs) if normalized else 1))
         preferred = 1 / (1 + torch.exp(rewards[1] - rewards[0]))
         total = total - (1 - smoothing) * preferred.log()
         total = total - smoothing * (1 - preferred).log() if smoothing else total
@@ -89,7 +94,7 @@ def test_loss_and_gradients_equal_plain_formulas(family, options):
     """Of rows without padding (llama), and of a model with a cap on its logits, and one with states."""
     model, base = network(family), network(family, seed=1)
     reference = reference_logprobs(base, PAIRS, CONTEXT, torch.float32)
-    (batch,) = PairBatches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
+    (batch,) = Batches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
     found, count, metrics = dpo_loss(model, batch, *options)
     wanted = plain_loss(model, PAIRS, reference, *options)
     assert count == 4
@@ -102,10 +107,81 @@ def test_loss_and_gradients_equal_plain_formulas(family, options):
     assert metrics["margin"][0].item() == pytest.approx(rewards.item(), abs=1e-5)
 
 
+def plain_orpo(probs, beta):
+    """Equations 2, 4, 6 and 7 of the paper, for the probabilities of the tokens of both answers of a pair."""
+    chosen, rejected = (torch.exp(p.log().sum() / len(p)) for p in probs)
+    odds = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
+    return -chosen.log() - beta * torch.log(1 / (1 + torch.exp(-odds.log())))
+
+
+class Losses(torch.nn.Module):
+    """A model whose rows have these losses and numbers of targets."""
+
+    def __init__(self, losses, counts):
+        super().__init__()
+        self.losses, self.counts = torch.nn.Parameter(losses), torch.tensor(counts)
+
+    def forward(self, ids, positions, targets, by_row):
+        return self.losses, self.counts, {}, {}
+
+
+@pytest.mark.parametrize("beta", [0.1, 3.0])
+def test_orpo_equals_a_loop_over_probabilities(beta):
+    probs = [torch.rand(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (1, 9, 4, 2)]
+    model = Losses(torch.stack([-p.log().sum() for p in probs]), [1, 9, 4, 2])
+    found, count, metrics = orpo_loss(model, [torch.zeros(4, 9)] * 3, beta)
+    wanted = plain_orpo(probs[:2], beta) + plain_orpo(probs[2:], beta)
+    assert count == 2
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-13)
+    means = [beta * p.log().mean().item() for p in probs]
+    assert metrics["margin"][0].item() == pytest.approx(means[0] - means[1] + means[2] - means[3], rel=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.1, 3.0])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mamba2"])
+def test_orpo_and_its_gradients_equal_plain_formulas(family, beta):
+    model = network(family)
+    (batch,) = Batches(PAIRS, CONTEXT, 4).one_epoch()
+    found, count, _ = orpo_loss(model, batch, beta)
+    wanted = sum(plain_orpo([answer_probs(model, side) for side in pair.sides], beta) for pair in PAIRS)
+    assert count == 4
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    grads = [torch.autograd.grad(loss, [*model.parameters()]) for loss in (found, wanted)]
+    apart = max(((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in zip(*grads, strict=True))
+    print(family, beta, found.item() - wanted.item(), apart)
+    assert apart <= 1e-6
+
+
+def test_orpo_is_finite_for_certain_answers_and_without_targets():
+    model = Losses(torch.tensor([0.0, 3.0, 2.0, 0.0, 0.0, 0.0]), [1, 2, 2, 0, 3, 3])
+    total, count, _ = orpo_loss(model, [torch.zeros(6, 3)] * 3)
+    total.backward()
+    assert count == 2
+    assert total.item() == pytest.approx(0.1 * math.log(2), abs=1e-4), "the third pair's, whose odds are equal"
+    assert model.losses.grad.isfinite().all()
+    assert (model.losses.grad[2:4] == 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_orpo_and_its_gradients_equal_trl_s():
+    from trl.experimental.orpo import ORPOTrainer
+
+    model = Losses(torch.tensor([3.0, 80.0, 0.1, 0.5]), [1, 9, 4, 2])
+    found, _, _ = orpo_loss(model, [torch.zeros(4, 9)] * 3, 0.3)
+    logprobs, trainer = -model.losses / model.counts, SimpleNamespace(beta=0.3, accelerator=torch.ones(()))
+    ratios, *_ = ORPOTrainer.odds_ratio_loss(trainer, logprobs[::2], logprobs[1::2])
+    wanted = (-logprobs[::2] - ratios).sum()
+    grads = [torch.autograd.grad(loss, model.losses)[0] for loss in (found, wanted)]
+    print(f"loss {found.item() - wanted.item():+.1e}, gradients {(grads[0] - grads[1]).abs().max():.1e}")
+    assert found.item() == pytest.approx(wanted.item(), abs=1e-6)
+    assert torch.allclose(*grads, rtol=1e-5, atol=1e-7)
+
+
 def test_a_mixture_adds_its_balance_once_for_each_pair():
     model = network("mixtral").train()
     reference = reference_logprobs(model, PAIRS, CONTEXT, torch.float32)
-    (batch,) = PairBatches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
+    (batch,) = Batches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
     total, _, metrics = dpo_loss(model, batch)
     balance, targets = next_token_loss(model, batch[:3])[2]["balance"]
     assert total.item() - 4 * math.log(2) == pytest.approx(4 * (balance / targets).item(), abs=1e-6)
@@ -115,7 +191,7 @@ def test_a_mixture_adds_its_balance_once_for_each_pair():
 def test_a_pair_without_a_target_on_one_side_is_skipped_and_counted():
     short, tokenizer = [*PAIRS, pair(4, CONTEXT, 2, 3), pair(5, 22, 2, 9)], Tokenizer.train("bytes", [])
     lost = replace(pair(6, 5, 3, 3), rejected=pair(6, CONTEXT + 4, 3, 3).rejected)
-    batches = PairBatches([*short, lost], CONTEXT, 3, reference=np.zeros((7, 2), np.float32))
+    batches = Batches([*short, lost], CONTEXT, 3, reference=np.zeros((7, 2), np.float32))
     assert batches.rows_per_epoch == 5 + 1
     report = data_report([*short, lost], PAIRS, CONTEXT, 300, templates.get_template("plain"), tokenizer)
     assert report.without_target == 1
@@ -127,10 +203,10 @@ def test_a_pair_without_a_target_on_one_side_is_skipped_and_counted():
 def test_a_row_of_padding_counts_in_no_sum():
     model = network("llama", torch.float32)
     reference = reference_logprobs(model, PAIRS[:2], CONTEXT, torch.float32)
-    (batch,) = PairBatches(PAIRS[:2], CONTEXT, 2, reference=reference).one_epoch()
+    (batch,) = Batches(PAIRS[:2], CONTEXT, 2, reference=reference).one_epoch()
     targets = batch[1].clone()
     targets[2:] = -100
-    alone = PairBatches([PAIRS[i] for i in [1]], CONTEXT, 1, reference=reference[1:])
+    alone = Batches([PAIRS[i] for i in [1]], CONTEXT, 1, reference=reference[1:])
     masked = dpo_loss(model, (batch[0], targets, *batch[2:]))
     assert masked[1] == 1
     assert masked[0].item() == pytest.approx(math.log(2), abs=1e-6)
@@ -173,7 +249,7 @@ def test_loss_and_gradients_equal_trl_s(kind, options, bases, tmp_path, monkeypa
     for index, p in enumerate(trainer.model.parameters()):
         p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(index)) * 0.05)
     trainer.model.save_pretrained(tmp_path / "trained")
-    batches = PairBatches(PAIRS, CONTEXT, 1, reference=reference)
+    batches = Batches(PAIRS, CONTEXT, 1, reference=reference)
     for index in range(len(PAIRS)):
         sides = PAIRS[batches.row(index)[0]].sides
         inputs = {
@@ -307,7 +383,7 @@ def test_pairs_that_are_equal_within_the_context_are_skipped():
     longer = replace(PAIRS[0], rejected=long)
     assert [e.targets(CONTEXT) for e in (same, longer)] == [0, 9]
     assert longer.targets(len(PAIRS[0].ids) - 1) == 0
-    assert PairBatches([same, longer], CONTEXT, 1, reference=np.zeros((2, 2), np.float32)).rows_per_epoch == 1
+    assert Batches([same, longer], CONTEXT, 1, reference=np.zeros((2, 2), np.float32)).rows_per_epoch == 1
 
 
 def test_dropout_of_the_model_is_off_and_of_adapters_on():
@@ -316,7 +392,7 @@ def test_dropout_of_the_model_is_off_and_of_adapters_on():
     made = replace(module.Config.from_size(VOCAB, 32, 2, CONTEXT), dropout=0.3)
     model = initialise(module.build(made), seed=0).train()
     reference = reference_logprobs(model, PAIRS, CONTEXT, torch.float32)
-    (batch,) = PairBatches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
+    (batch,) = Batches(PAIRS, CONTEXT, 4, reference=reference).one_epoch()
     assert dpo_loss(model, batch)[0].item() == pytest.approx(4 * math.log(2), abs=1e-5)
     assert module.read(model, CONTEXT) == made
     attach(model, rank=2, dropout=0.5)
@@ -437,6 +513,30 @@ def test_gradients_accumulate_to_the_same_steps(bases, rows, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_orpo_needs_no_reference_and_resumes_bit_for_bit(method, bases, rows, tmp_path, monkeypatch):
+    """Its score before training is that of the base model, in the report and in the card."""
+    monkeypatch.setattr(finetune_module, "reference_logprobs", None)
+    config, (show, out) = asked(bases, rows, method=method, steps=30, objective="orpo"), display()
+    assert finetune(config, tmp_path / "dry", show, dry_run=True) == 0
+    assert not (tmp_path / "dry").exists()
+    assert finetune(config, tmp_path / "straight", show) == 0
+    card = json.loads((tmp_path / "straight" / "dunes.json").read_text())
+    assert card["finetuned"]["objective"] == "orpo"
+    measured, lines = card["measured"], logged(tmp_path / "straight")
+    assert measured["loss"] < measured["before"]
+    assert measured["chosen_loss"] < measured["loss"]
+    assert f"{measured['before']:.4f} before, {measured['loss']:.4f} after" in out.getvalue()
+    assert lines[-1]["metrics"]["accuracy"] > lines[0]["metrics"]["accuracy"]
+    assert lines[-1]["metrics"]["chosen_loss"] < lines[0]["metrics"]["chosen_loss"]
+    with monkeypatch.context() as patch:
+        stopping_at(7, patch)
+        assert finetune(config, tmp_path / "halves", display()[0]) == 130
+    assert finetune(FinetuneConfig(), tmp_path / "halves", display()[0], resume=True) == 0
+    file = "model.safetensors" if method == "full" else "adapter_model.safetensors"
+    assert_same_training(tmp_path / "straight", tmp_path / "halves", file)
+
+
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_stopped_and_resumed_is_straight_bit_for_bit(method, bases, rows, tmp_path, monkeypatch):
     config = asked(bases, rows, method=method, steps=14, lr=0.001)
     finetuned(config, tmp_path / "straight")
@@ -456,7 +556,7 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, bases, rows, tmp_pa
     note.write_text("{")
     show, out = display()
     assert finetune(FinetuneConfig(), tmp_path / "halves", show, resume=True) == 0
-    assert f"warning: {note}: not read" in out.getvalue()
+    assert f"warning: {note}: not JSON" in out.getvalue()
     assert json.loads(note.read_text()) == right
 
 
@@ -474,11 +574,15 @@ def test_two_processes_prefer_as_one(method, bases, rows, tmp_path):
     assert cards[0]["pairs"] == cards[1]["pairs"]
 
 
+ORPO = {"objective": "orpo"}
+
+
 @pytest.mark.parametrize(
     ("changes", "options"),
     [({"objective": "sft"}, ()), ({"data": "plain.jsonl"}, ()), ({"objective": "sft"}, ("beta",)),
+     (ORPO | {"data": "plain.jsonl"}, ()), (ORPO, ("packing",)), (ORPO, ("label_smoothing",)),
      ({}, ("train_on",)), ({"beta": 0}, ()), ({"label_smoothing": -0.1}, ()), ({"label_smoothing": 0.5}, ()),
-     ({"compile": "on"}, ())],
+     ({"compile": "on"}, ()), (ORPO | {"compile": "on"}, ())],
 )  # fmt: skip
 def test_the_objective_must_fit_the_file_and_the_options(changes, options, bases, rows, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -490,10 +594,12 @@ def test_the_objective_must_fit_the_file_and_the_options(changes, options, bases
     assert not (tmp_path / "run" / "adapter_config.json").exists()
 
 
+@pytest.mark.parametrize(("objective", "part"), [("dpo", 20), ("orpo", 4)])
 @pytest.mark.parametrize("method", ["full", "lora"])
-def test_the_default_learning_rate_is_a_twentieth(method):
+def test_the_default_learning_rate_is_a_part(method, objective, part):
     sft = FinetuneConfig(model="m", data="d", method=method)
-    assert learning_rate(replace(sft, objective="dpo"), 1000) == pytest.approx(learning_rate(sft, 1000) / 20)
+    rate = learning_rate(replace(sft, objective=objective), 1000)
+    assert rate == pytest.approx(learning_rate(sft, 1000) / part)
 
 
 def test_pairs_of_calls_and_of_reasoning_differ_by_these(tmp_path):

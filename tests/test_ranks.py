@@ -32,10 +32,12 @@ from dunes.measure import ranks
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts.moe import NoisyGate
-from dunes.runs import loop
+from dunes.runs import run as run_module
+from dunes.runs import saving
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import load_trainable_state, run_lock, trainable_state, was_started_by_job
+from dunes.runs.saving import run_lock, was_started_by_job
+from dunes.runs.task import load_trainable_state, trainable_state
 from dunes.runs.train import TrainTask, train
 from killed_runs import PROCESSES
 from small_models import small_config
@@ -51,7 +53,7 @@ def one_rank(variables, verb, config, folder, options):
     """The run of one process, to which these variables of the environment are new."""
     os.environ.update(variables | options.pop("variables", {}))
     torch.set_num_threads(1)
-    TrainTask.sample, loop.loss_picture = lambda *_: "", lambda *parts: parts[-1].touch()
+    TrainTask.sample, run_module.loss_picture = lambda *_: "", lambda *parts: parts[-1].touch()
     show, out = display()
     show.silent = variables["RANK"] != "0"
     try:
@@ -347,7 +349,7 @@ def test_a_process_that_does_not_answer_ends_the_run_with_the_stacks_of_the_othe
         assert eventually(lambda: [*folder.glob("state/stacks-rank-*.txt")], 29)
         out = process.communicate(timeout=60)[0]  # torchrun waits for half a minute for the one that was stopped
     assert out.count("dunes: a rank did not answer for 24 s; the others' stacks are in") == 1
-    assert "dunes/runs/loop.py" in next(folder.glob("state/stacks-rank-*.txt")).read_text()
+    assert "dunes/runs/run.py" in next(folder.glob("state/stacks-rank-*.txt")).read_text()
 
 
 @pytest.mark.slow
@@ -453,13 +455,13 @@ def train_with_full_disk(config, folder, display, **options):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, weights)
 
-    safetensors_file.write_file, loop.SAVE_SECONDS = fail, -1
+    safetensors_file.write_file, saving.SAVE_SECONDS = fail, -1
     return train(config, folder, display, **options)
 
 
 def train_with_failing_sync(config, folder, display, **options):
     """A run with a save after each step, in one of which the metrics cannot be synchronised to the disk."""
-    sync, calls = loop.fsync_path, []
+    sync, calls = saving.fsync_path, []
 
     def fail(path):
         calls.append(path)
@@ -467,7 +469,7 @@ def train_with_failing_sync(config, folder, display, **options):
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         sync(path)
 
-    loop.fsync_path, loop.SAVE_SECONDS = fail, -1
+    saving.fsync_path, saving.SAVE_SECONDS = fail, -1
     return train(config, folder, display, **options)
 
 
@@ -488,11 +490,11 @@ def test_a_save_that_fails_before_it_begins_is_skipped_by_all(code, tmp_path):
 
 
 def train_with_failing_check(config, folder, display, **options):
-    def fail(run, limit):
+    def fail(run):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     if ranks.rank() == 1:
-        loop.Run.check = fail
+        run_module.Run.validate = fail
     return train(config, folder, display, **options)
 
 

@@ -30,14 +30,13 @@ from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_f
 from dunes.inference import text_generator
 from dunes.models import FAMILIES
 from dunes.parts import Decoder
-from dunes.runs import autosize
-from dunes.runs import loop as loop_module
+from dunes.runs import autosize, saving
 from dunes.runs import run as run_module
 from dunes.runs import train as train_module
 from dunes.runs.autosize import config_for
 from dunes.runs.corpus import gather, tokenize
-from dunes.runs.loop import early_end
-from dunes.runs.run import read_metrics
+from dunes.runs.run import early_end
+from dunes.runs.saving import read_metrics
 from dunes.runs.train import TrainTask, train
 from dunes.runs.train_config import TrainConfig, parse_size
 from dunes.text import KINDS, Tokenizer
@@ -108,14 +107,14 @@ def test_a_run_learns_and_leaves_what_it_promises(code, tmp_path):
 
 def stopping_at(step, monkeypatch):
     """A person who presses Ctrl-C during this step."""
-    real = loop_module._log_step
+    real = run_module._log_step
 
     def note(path, done, bits):
         real(path, done, bits)
         if done.number == step:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(loop_module, "_log_step", note)
+    monkeypatch.setattr(run_module, "_log_step", note)
 
 
 def stop(config, folder, step, monkeypatch):
@@ -223,7 +222,7 @@ def test_a_stop_is_obeyed_at_once_and_the_resumed_run_is_that_without(where, cod
     config, real, calls = toy(code, seed=1, complete=where == "the gate"), getattr(owner, name), []
     for each in ("PLACES", "CURSORS"):
         monkeypatch.setattr(fit, each, (0.0, 4, 4))
-    monkeypatch.setattr(loop_module, "SAMPLES", (3,) if where == "a sample" else ())
+    monkeypatch.setattr(run_module, "SAMPLES", (3,) if where == "a sample" else ())
 
     def stopped(*arguments):
         calls.append(None)
@@ -251,7 +250,7 @@ def test_a_stop_is_obeyed_at_once_and_the_resumed_run_is_that_without(where, cod
     ("seconds", "low", "high"), [(0.0, 60, 60), (0.01, 60, 60), (8.0, 300, 1200), (60.0, 1200, 3600)]
 )
 def test_states_are_saved_as_often_as_the_work_that_would_be_lost_is_worth(seconds, low, high):
-    saver = loop_module.Saver(None, print)
+    saver = saving.Saver(None, print)
     saver.seconds = seconds
     assert low <= saver.interval <= high
 
@@ -263,7 +262,7 @@ def test_a_run_is_never_begun_over_another_nor_changed(code, tmp_path):
     assert not folder.exists(), "nothing is written before all is known to be well"
     train(toy(code, steps=2), folder, display()[0])
     assert str(folder) in refused(toy(code), folder)
-    with run_module.run_lock(folder):
+    with saving.run_lock(folder):
         assert "in use by another training process" in refused(toy(code, steps=2), folder, resume=True)
     changed = refused(toy(code, steps=2, size="70k", family="gpt2"), folder, resume=True)
     assert all(words in changed for words in ("size was '60k', now '70k'", "family was 'arcee', now 'gpt2'"))
@@ -281,7 +280,7 @@ def test_a_longer_end_and_what_is_overridden_by_name_are_taken_and_noted(code, t
     lines = read_metrics(folder / "metrics.jsonl")
     assert [r["step"] for r in lines if "loss" in r] == list(range(1, 26))
     assert [r["changed"] for r in lines if "changed" in r] == [{"steps": "steps was 10, now 25"}]
-    assert run_module.read_config(folder, TrainConfig).steps == 25
+    assert saving.read_config(folder, TrainConfig).steps == 25
     assert lines[-1]["lr_scale"] < 0.1 < lines[12]["lr_scale"], "the rate went up again, and down to the new end"
     (code / "module_3.py").write_text("something = 'else'\n" * 50)
     assert train(TrainConfig(sources=()), folder, display()[0], resume=True, override=["corpus"]) == 0
@@ -308,13 +307,13 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(code, tmp_path):
 def test_what_was_chosen_is_kept_and_never_measured_again(code, tmp_path, monkeypatch):
     config = TrainConfig(sources=(str(code),), steps=2, vocab_size=300, dtype="float32", threads=1)
     train(config, tmp_path / "run", display()[0])
-    kept = run_module.read_config(tmp_path / "run", TrainConfig)
+    kept = saving.read_config(tmp_path / "run", TrainConfig)
     assert all((kept.size, kept.batch, kept.context_length, kept.matmul))
     monkeypatch.setattr(autosize, "measure_machine", lambda config: pytest.fail("measured again"))
     assert train(TrainConfig(sources=()), tmp_path / "run", display()[0], resume=True) == 0
-    assert run_module.read_config(tmp_path / "run", TrainConfig) == kept
+    assert saving.read_config(tmp_path / "run", TrainConfig) == kept
     assert train(TrainConfig(dtype="bfloat16"), tmp_path / "run", display()[0], resume=True) == 0
-    assert run_module.read_config(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but for what is asked"
+    assert saving.read_config(tmp_path / "run", TrainConfig).dtype == "bfloat16", "but for what is asked"
 
 
 def test_a_run_that_does_not_recover_stops_with_its_last_good_state(code, tmp_path, monkeypatch):
@@ -426,7 +425,7 @@ def test_checks_since_the_best_one_are_counted(bits, since, best):
     run, counts = run_module.Run(Path(), TrainConfig(), task, trainer, None), []
     for number in range(1, len(bits) + 1):
         trainer.number = number
-        run.check(1)
+        run.validate()
         counts.append(run.checks_since_best)
     assert counts == since
     assert run.best_step == best
@@ -437,14 +436,14 @@ def test_the_best_weights_are_what_is_saved(code, tmp_path, monkeypatch):
     scores = iter([Score(10.0, 10, 10)] + [Score(20.0 + i, 10, 10) for i in range(99)])
     monkeypatch.setattr(TrainTask, "score", lambda self, limit=None: next(scores))
     kept = {}
-    real = run_module.Run.check
+    real = run_module.Run.validate
 
-    def check(self, limit):
-        score = real(self, limit)
+    def check(self):
+        score = real(self)
         kept.setdefault("weights", {k: v.clone() for k, v in self.model.state_dict().items()})
         return score
 
-    monkeypatch.setattr(run_module.Run, "check", check)
+    monkeypatch.setattr(run_module.Run, "validate", check)
     printed = training_output(toy(code, steps=30), tmp_path / "run")
     saved = checkpoint.load(tmp_path / "run").model.state_dict()
     assert all(torch.equal(saved[k], v) for k, v in kept["weights"].items())
@@ -588,7 +587,7 @@ def test_a_second_signal_ends_at_once_and_leaves_a_run_to_go_on_with(code, tmp_p
         time.sleep(0.001)
     process.communicate(timeout=30)
     assert process.returncode == 130
-    assert run_module.read_config(folder, TrainConfig).steps == 100_000
+    assert saving.read_config(folder, TrainConfig).steps == 100_000
     assert not list((folder / "state").glob(".*")), "nothing half-written"
     told = []
     assert run_module.checkpoint.latest_state(folder, told.append) is None or not told
@@ -656,12 +655,12 @@ def test_training_goes_on_without_an_output_or_a_terminal(code, tmp_path):
     ],
 )
 def test_a_mixture_trains_from_scratch_and_resumes_exactly(options, code, tmp_path, monkeypatch):
-    monkeypatch.setattr("dunes.runs.loop._check_due", lambda step: False)
+    monkeypatch.setattr("dunes.runs.run._check_due", lambda step: False)
     train(toy(code, steps=12, **options), tmp_path / "whole", display()[0])
     stop = lambda step: step == 6 and os.kill(os.getpid(), signal.SIGINT)
-    monkeypatch.setattr("dunes.runs.loop._check_due", stop)
+    monkeypatch.setattr("dunes.runs.run._check_due", stop)
     assert train(toy(code, steps=12, **options), tmp_path / "run", display()[0]) == 128 + signal.SIGINT
-    monkeypatch.setattr("dunes.runs.loop._check_due", lambda step: False)
+    monkeypatch.setattr("dunes.runs.run._check_due", lambda step: False)
     assert train(toy(code, steps=12, **options), tmp_path / "run", display()[0], resume=True) == 0
     whole, resumed = (checkpoint.load(tmp_path / name) for name in ("whole", "run"))
     for (name, a), b in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):

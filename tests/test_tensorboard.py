@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from conftest import display, toy, training_output
-from dunes.runs import loop as loop_module
 from dunes.runs import run as run_module
-from dunes.runs.run import read_metrics
+from dunes.runs import saving
+from dunes.runs.saving import read_metrics
 from dunes.runs.tensorboard import read_samples
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
@@ -61,24 +61,24 @@ def noted(folder):
 
 def stopping_at(step, monkeypatch, error):
     """Something that ends the run in this step, after it was noted."""
-    real = loop_module.TensorBoard.step
+    real = run_module.TensorBoard.step
 
     def mirrored(self, done, bits):
         real(self, done, bits)
         if done.number == step:
             raise error
 
-    monkeypatch.setattr(loop_module.TensorBoard, "step", mirrored)
+    monkeypatch.setattr(run_module.TensorBoard, "step", mirrored)
 
 
 def test_events_say_what_the_metrics_say(code, tmp_path, monkeypatch):
-    real, live = loop_module.TensorBoard.step, []
+    real, live = run_module.TensorBoard.step, []
 
     def step(self, done, bits):
         real(self, done, bits)
         live.append(shown(self.run)[0] == noted(self.run)[0])
 
-    monkeypatch.setattr(loop_module.TensorBoard, "step", step)
+    monkeypatch.setattr(run_module.TensorBoard, "step", step)
     config = toy(code, family="mixtral", steps=55)
     assert train(config, tmp_path / "run", display()[0], tensorboard=True) == 0
     assert all(live), "after each step"
@@ -95,10 +95,10 @@ def test_events_say_what_the_metrics_say(code, tmp_path, monkeypatch):
 def test_a_run_that_went_back_has_no_point_twice(second, code, tmp_path, monkeypatch):
     """Killed at step 53 with no state after step 20, and again, with or without a mirror."""
     folder, back = tmp_path / "run", []
-    monkeypatch.setattr(loop_module, "SAVE_SECONDS", 0.0)
-    real, cut = loop_module.Saver.start, run_module.truncate_metrics
-    monkeypatch.setattr(loop_module.Saver, "start", lambda s, r: r.trainer.number <= 20 and real(s, r))
-    monkeypatch.setattr(run_module, "truncate_metrics", lambda path, step: back.append(step) or cut(path, step))
+    monkeypatch.setattr(saving, "SAVE_SECONDS", 0.0)
+    real, cut = saving.Saver.start, saving.truncate_metrics
+    monkeypatch.setattr(saving.Saver, "start", lambda s, r: r.trainer.number <= 20 and real(s, r))
+    monkeypatch.setattr(saving, "truncate_metrics", lambda path, step: back.append(step) or cut(path, step))
 
     def killed(step, config, **how):
         with monkeypatch.context() as patch:

@@ -25,7 +25,7 @@ from dunes.runs.autosize import memory_advice
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.memory import measure_step
-from dunes.runs.run import read_metrics
+from dunes.runs.saving import read_metrics
 from dunes.runs.train import dropouts, outline_with_base, train
 from dunes.runs.train_config import TrainConfig
 from dunes.text import Tokenizer

@@ -171,7 +171,7 @@ def plot(
     """
     from dunes.bench import plot as plots
     from dunes.bench import rows
-    from dunes.runs.run import METRICS, read_metrics
+    from dunes.runs.saving import METRICS, read_metrics
 
     if not paths:
         raise ValueError("nothing to plot; pass files of measurements or folders of training runs")

@@ -11,7 +11,8 @@ from dunes.cli.command import GIVEN
 from dunes.cli.process import drop_lost_output
 from dunes.flags import flag
 from dunes.runs.config import Hardware, RunConfig, RunOptions
-from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization, Preference
+from dunes.runs.finetune_config import Adapter, ExampleData, FinetuneConfig, FinetuneOptimization
+from dunes.runs.objectives import Preference
 from dunes.runs.train_config import Completion, ModelShape, TextData, TrainConfig, TrainOptimization
 
 Quiet = Annotated[bool, tyro.conf.arg(help="Print warnings and results only.")]
@@ -94,7 +95,7 @@ def _run(
         raise ValueError("--out is missing; pass a folder for the run")
     from dunes.measure import ranks
     from dunes.progress import Display
-    from dunes.runs.run import was_started_by_job
+    from dunes.runs.saving import was_started_by_job
 
     set_options = config.changed() | {name.removeprefix("no_") for name in GIVEN.get()} & vars(config).keys()
     display = Display(quiet=(quiet and not options.dry_run) or not ranks.is_first(), silent=not ranks.is_first())

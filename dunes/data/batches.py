@@ -287,6 +287,9 @@ Batch = tuple[Tensor, ...]
 class Batches:
     """Batches of the examples that have a target: `batch_size` rows of up to `context_length` tokens.
 
+    A preference is two rows, which alternate: chosen, rejected, ... They are not packed. If there are `reference`
+    log-probabilities (examples, 2), a fourth part (rows,) has those of the rows.
+
     An example of more than `context_length` + 1 ids is truncated; `data_report` counts truncated examples. Raises
     ValueError if no example has a target within the context.
     """
@@ -296,6 +299,7 @@ class Batches:
     batch_size: int
     seed: int = 0
     packed: bool = True
+    reference: NDArray[np.float32] | None = field(default=None, repr=False)
     _cache: dict[int, NDArray[np.int64]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -311,6 +315,10 @@ class Batches:
         return np.flatnonzero(np.array([e.targets(self.context_length) > 0 for e in self.examples], bool))
 
     @cached_property
+    def _packs(self) -> bool:
+        return self.packed and all(example.rejected is None for example in self.examples)
+
+    @cached_property
     def _lengths(self) -> NDArray[np.int64]:
         return np.array([min(len(self.examples[i]) - 1, self.context_length) for i in self._with_target], np.int64)
 
@@ -318,7 +326,7 @@ class Batches:
     def _layout(self) -> list[list[int]]:
         """For each row, its examples as indices into the descending order of length."""
         lengths = np.sort(self._lengths)[::-1].tolist()
-        return best_fit(lengths, self.context_length) if self.packed else [[i] for i in range(len(lengths))]
+        return best_fit(lengths, self.context_length) if self._packs else [[i] for i in range(len(lengths))]
 
     @property
     def rows_per_epoch(self) -> int:
@@ -350,8 +358,10 @@ class Batches:
         return self._rows(positions[ranks.rows(self.batch_size)])
 
     def _rows(self, positions: range) -> Batch:
-        rows = [[self.examples[i] for i in self.row(position)] for position in positions]
-        return collate(rows, self.context_length, full=self.packed)
+        index = [self.row(position) for position in positions]
+        rows = [list(side) for row in index for side in zip(*(self.examples[i].sides for i in row), strict=True)]
+        batch = collate(rows, self.context_length, full=self._packs)
+        return batch if self.reference is None else (*batch, torch.from_numpy(self.reference[index].flatten()))
 
     def batches(self, start: int = 0) -> Iterator[Batch]:
         """Yield batch `start` and all later batches, without end."""
@@ -361,22 +371,6 @@ class Batches:
         """Yield batches with each row of the first epoch once, for evaluation; the last batch may be smaller."""
         for start in each(range(0, self.rows_per_epoch, self.batch_size)):
             yield self._rows(range(start, min(start + self.batch_size, self.rows_per_epoch)))
-
-
-@dataclass(frozen=True, eq=False)
-class PairBatches(Batches):
-    """Batches of preferences: like `Batches`, but each pair becomes two consecutive rows, chosen and rejected.
-
-    A batch has a fourth tensor (rows,), the log-probabilities in `reference` (examples, 2).
-    """
-
-    packed: bool = False
-    reference: NDArray[np.float32] = field(kw_only=True, repr=False)
-
-    def _rows(self, positions: range) -> Batch:
-        index = [i for position in positions for i in self.row(position)]
-        rows = [[side] for i in index for side in self.examples[i].sides]
-        return *collate(rows, self.context_length), torch.from_numpy(self.reference[index].flatten())
 
 
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:

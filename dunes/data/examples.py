@@ -306,12 +306,8 @@ def _read(name: str, row: Any) -> Conversation:
         )
     if name == "text":
         return record_format.read(row)
-    elsewhere = (
-        record_format.refused,
-        bool,
-        "the format does not read this field; write it into the conversation, or leave the row out",
-    )
-    _check_usable(row, (*UNUSABLE_IN_ROWS, elsewhere))
+    reason = "the format does not read this field; write it into the conversation, or leave the row out"
+    _check_usable(row, (*UNUSABLE_IN_ROWS, (record_format.refused, bool, reason)))
     turns = record_format.read(row)
     turns = (*_system(row, turns), *turns)
     if not any(turn.role in ANSWER_ROLES for turn in turns):
@@ -747,14 +743,8 @@ def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: st
         rejected = _example(other, template, tokenizer, train_on)
         segments = [*takewhile(lambda segment: not segment.trained, segments)]
     seen = " ".join("".join(segment.text for segment in segments).split()).encode()
-    return Example(
-        np.array(ids, np.int32),
-        np.array(trained, bool),
-        row.place,
-        None,
-        rejected,
-        blake2b(seen, digest_size=16).digest(),
-    )
+    digest = blake2b(seen, digest_size=16).digest()
+    return Example(np.array(ids, np.int32), np.array(trained, bool), row.place, None, rejected, digest)
 
 
 def _text_example(row: Record, tokenizer: Tokenizer) -> Example:

@@ -155,8 +155,6 @@ def _double_bos(example: Example, begin: Sequence[int]) -> bool:
 
 def check_report(report: DataReport, limit: float = 0.05) -> None:
     """Raise ValueError for unusable examples; `limit` is the maximum fraction of truncated examples."""
-    if not report.examples:
-        raise ValueError("there are no training examples")
     if report.max_id >= report.vocab:
         raise ValueError(
             f"the examples contain the id {report.max_id}, and the model has {report.vocab} embeddings; "

@@ -1,4 +1,4 @@
-"""Measure the DPO loss on pairs of answers, and compute the reference's log-probabilities."""
+"""Score pairs of answers by an objective's loss, and compute the reference's log-probabilities."""
 
 # Shapes: B pairs, T tokens.
 
@@ -25,8 +25,8 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class PreferenceScore(Score):
-    """Sums over `pairs` pairs of answers with `tokens` targets: the DPO loss, the reward `margins`, the number of
-    positive margins (`correct`), and the cross entropy of the chosen answers (`chosen_tokens` tokens)."""
+    """Sums over `pairs` pairs of answers with `tokens` targets: the loss, the reward `margins`, the number of positive
+    margins (`correct`), and the cross entropy of the chosen answers (`chosen_tokens` tokens)."""
 
     pairs: int
     margins: float
@@ -38,7 +38,7 @@ class PreferenceScore(Score):
 
     @property
     def loss(self) -> float:
-        """The mean DPO loss; it is ln 2 for the reference model."""
+        """The mean loss of a pair; for DPO, the reference model's is ln 2."""
         return self.loss_sum / self.pairs
 
     @property
@@ -58,19 +58,22 @@ class PreferenceScore(Score):
     @property
     def text(self) -> str:
         facts = self.facts
-        return f"{self.loss:.4f} (DPO), accuracy {facts['accuracy']:.1%}, margin {facts['margin']:.3g}"
+        return f"{self.loss:.4f} per pair, accuracy {facts['accuracy']:.1%}, margin {facts['margin']:.3g}"
 
     @property
     def record(self) -> dict[str, float]:
         return {f"validation_{name}": self.facts[name] for name in ("loss", "accuracy", "margin", "chosen_loss")}
 
     def compare(self, before: Score) -> list[str]:
-        chosen = self.facts["chosen_loss"]
-        warns = not self.loss < math.log(2)
+        # A loss with a reference starts at ln 2; the base model is then scored on chosen answers.
+        first, chosen = math.log(2), before.loss
+        if isinstance(before, PreferenceScore):
+            first, chosen = before.loss, before.facts["chosen_loss"]
+        warns = not self.loss < first
         advice = "try a lower --lr, or check the pairs"
         return [
-            f"validation loss of preferences: {math.log(2):.4f} before, {self.loss:.4f} after",
-            f"loss of chosen answers: {before.loss:.3f} nats/token before, {chosen:.3f} after",
+            f"validation loss of preferences: {first:.4f} before, {self.loss:.4f} after",
+            f"loss of chosen answers: {chosen:.3f} nats/token before, {self.facts['chosen_loss']:.3f} after",
             *[f"warning: no better than the base model; {advice}"] * warns,
         ]
 
@@ -78,10 +81,10 @@ class PreferenceScore(Score):
 def score_pairs(
     model: nn.Module, batches: Iterable[tuple[Tensor, ...]], loss: Loss, dtype: torch.dtype
 ) -> PreferenceScore:
-    """Score batches of `PairBatches` by a `dpo_loss`."""
+    """Score batches of `Batches` by a loss like `dpo_loss`, with its metrics."""
     sums, targets = np.zeros((4, 2)), 0
     with evaluation(model, dtype) as device:
-        for batch in map(_own_pairs, batches):
+        for batch in (own_rows(batch, 2) for batch in batches):
             total, pairs, metrics = loss(model, [part.to(device) for part in batch])  # type: ignore[misc]
             rows = [(total, pairs), *(metrics[name] for name in ("margin", "accuracy", "chosen_loss"))]
             sums += [[float(value) for value in row] for row in rows]
@@ -95,7 +98,7 @@ def reference_logprobs(
 ) -> NDArray[np.float32]:
     """The summed log-probabilities (examples, 2) of chosen and rejected answers, truncated to the context length.
 
-    Pairs that `PairBatches` leaves out get 0. The ranks share the work; each returns the full result.
+    Pairs that `Batches` leaves out get 0. The ranks share the work; each returns the full result.
     """
     order = sorted(
         (i for i, e in enumerate(examples) if e.targets(context_length)), key=lambda i: -len(examples[i])
@@ -104,17 +107,10 @@ def reference_logprobs(
         result = torch.zeros(len(examples), 2, device=device)
         for chunk in progress.each([order[i : i + BATCH] for i in range(0, len(order), BATCH)]):
             batch = collate([[side] for i in chunk for side in examples[i].sides], context_length)
-            own = _own_pairs((*batch, torch.tensor(chunk).repeat_interleave(2)))
+            own = own_rows((*batch, torch.tensor(chunk).repeat_interleave(2)), 2)
             ids, targets, positions, index = (part.to(device) for part in own)
             losses, counts, *_ = model(ids, positions, targets=targets, by_row=True)
             result.index_add_(0, index[::2], -losses.float().where(counts > 0, 0.0).view(-1, 2))
         ranks.add(result)
     array: NDArray[np.float32] = result.cpu().numpy()
     return array
-
-
-def _own_pairs(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The pairs of this rank: `own_rows` applied to pairs of rows."""
-    return tuple(
-        part.flatten(0, 1) for part in own_rows(tuple(part.view(-1, 2, *part.shape[1:]) for part in batch))
-    )

@@ -137,13 +137,13 @@ def evaluation(model: nn.Module, dtype: torch.dtype) -> Iterator[torch.device]:
         yield device
 
 
-def own_rows(batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The rows of this rank; one row without targets if it has none, since all ranks must call the model."""
-    share = -(-len(batch[0]) // ranks.count())
+def own_rows(batch: tuple[torch.Tensor, ...], group: int = 1) -> tuple[torch.Tensor, ...]:
+    """The rows of this rank, in whole groups; one group without targets if it has none: all ranks call the model."""
+    share = -(-len(batch[0]) // (group * ranks.count())) * group
     own = tuple(part[share * ranks.rank() :][:share] for part in batch)
     if len(own[0]):
         return own
-    ids, targets, *positions = (part[:1] for part in batch)
+    ids, targets, *positions = (part[:group] for part in batch)
     return ids, torch.full_like(targets, IGNORE), *positions
 
 

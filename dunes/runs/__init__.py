@@ -1,5 +1,5 @@
 """Training, finetuning and changing a folder: configs, sizes, loops, metrics, pictures.
 
 Start with `train.train` and its `train_config.TrainConfig`, `finetune.finetune` and its
-`finetune_config.FinetuneConfig`, `augment.augment_folder`, and `run.read_metrics`.
+`finetune_config.FinetuneConfig`, `augment.augment_folder`, and `saving.read_metrics`.
 """

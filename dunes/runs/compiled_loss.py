@@ -15,8 +15,9 @@ from dunes import measure
 from dunes.ops.kernels import one_line, why_not_compiled
 from dunes.progress import Line
 from dunes.runs.autosize import flops
-from dunes.runs.run import Run, append_metrics
-from dunes.train.loss import Loss, dpo_loss
+from dunes.runs.saving import append_metrics
+from dunes.runs.task import Run
+from dunes.train.loss import Loss
 
 GAIN, COMPILING = 0.12, 45.0  # fraction of a step that a compiled loss saves; seconds of compiling
 WORTH = 2.0
@@ -69,9 +70,9 @@ def pays(run: Run) -> bool:
 
 def why_eager(run: Run) -> str:
     """The reason why the loss of this run cannot be compiled; "" if it can."""
-    trainer = run.trainer
-    if getattr(trainer.loss, "func", None) is dpo_loss:
-        return "the loss of pairs, whose rows differ in length, is not compiled"
+    trainer, counted = run.trainer, run.config.counted
+    if counted != "tokens":
+        return f"the loss of {counted}, whose rows differ in length, is not compiled"
     if trainer.device.type != "cpu" or trainer.ranks > 1:
         return f"compiling it was not built for {trainer.device.type}, {trainer.ranks} ranks"
     if reason := why_not_compiled():

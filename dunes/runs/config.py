@@ -143,8 +143,11 @@ class RunConfig(Optimization, Hardware):
         """Message about a missing required option; empty if all required options are set."""
         return ""
 
-    def with_absolute_paths(self: T) -> T:
-        """The config with absolute paths, so that the run can also be resumed from another working directory."""
+    def normalized(self: T, asked: Collection[str] | None = None) -> T:
+        """The config with absolute paths, so that the run can also be resumed from another working directory.
+
+        `asked` are the options set by the user. Raises ValueError if they contradict each other.
+        """
         return replace(self, **{name: _absolute(getattr(self, name)) for name in self.PATHS})
 
     def changed(self) -> set[str]:

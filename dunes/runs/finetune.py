@@ -2,14 +2,14 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from math import gcd, inf, nan
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,11 +27,11 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats.adapter import peft_factors
 from dunes.checkpoint.loading import is_adapter
 from dunes.data import TokenIds
-from dunes.data.batches import Batch, Batches, PairBatches, collate
-from dunes.data.examples import Example, Record, check_names, trained_spans
+from dunes.data.batches import Batch, Batches
+from dunes.data.examples import Record, check_names, trained_spans
 from dunes.data.preflight import check_report, data_report
-from dunes.evaluate.preferences import reference_logprobs, score_pairs
-from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_batches
+from dunes.evaluate.preferences import reference_logprobs
+from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens
 from dunes.files import json_file
 from dunes.files.atomic import write_file
 from dunes.files.json_file import append_text
@@ -46,31 +46,23 @@ from dunes.runs.config import RunOptions
 from dunes.runs.finetune_config import (
     EXPERTS,
     FinetuneConfig,
-    Preference,
     choose_batch,
     choose_steps,
     learning_rate,
     unused_options,
 )
 from dunes.runs.finetune_data import Baseline, FinetuneData, question, score_within
-from dunes.runs.loop import begin_run, execute_run, report_step
 from dunes.runs.memory import Shape, TrainSetup, build_with_dtype, describe_memory, process_memory
-from dunes.runs.run import (
-    Run,
-    Timings,
-    card_facts,
-    new_run,
-    run_lock,
-    set_trainable,
-    trainable_state,
-)
+from dunes.runs.report import report_step
+from dunes.runs.run import Start, card_facts, execute_run, new_run
+from dunes.runs.task import Run, TaskFacts, set_trainable, trainable_state
 from dunes.text import templates
 from dunes.train import Trainer, adamw, cast_frozen
-from dunes.train.loss import Loss, dpo_loss, next_token_loss
 from dunes.units import format_count, plural
 
 BASELINE = Path("state") / "baseline.json"
 REFERENCE = Path("state") / "reference.json"
+T = TypeVar("T")
 Reference = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 ANSWERED = 3
@@ -94,35 +86,42 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     tokens highlighted. Returns the exit status of `execute_run`. Raises ValueError, before writing, for invalid
     options or data.
     """
-    run_options, timings = RunOptions(**options), Timings()
+    start = Start(folder, display, RunOptions(**options))
     # A resumed run compares what was asked with its own options.
-    if unused := unused_options(config, () if run_options.resume else run_options.asked or ()):
+    if unused := unused_options(config, () if start.options.resume else start.options.asked or ()):
         name = next(iter(unused))
         raise ValueError(f"--{option(name)} has no effect with {unused[name]}; omit it")
-    ready = begin_run(config, folder, display, run_options)
-    if ready is None:
-        return 0
-    check_names(ready.field_names)
-    with display:
-        with timings("reading data"):
-            data = FinetuneData.read(ready, load_base(ready), display)
-        for example in data.train[:examples]:
-            for side in example.sides:
-                display.print_highlighted(f"--- {side.place}", trained_spans(side, data.tokenizer))
-        with timings("preparing"):
-            data, text = choose_options(data, display), forgetting_text(data, display)
-            data = replace(data, config=ranks.decide(data.config))
-            same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
-            text = text if same else None
-        if run_options.dry_run:
-            report_step(data.config, _dry_trainer(data), _full_batch(data.config), display)
-            return 0
-        with run_lock(folder):
-            with timings("building the model"):
-                run = prepare(data, text, folder, display)
-            if not run_options.resume:
-                report_step(data.config, run.trainer, _full_batch(data.config), display)
-            return execute_run(run, display, run_options, timings)
+    return execute_run(config, start, partial(plan_finetuning, examples=examples))
+
+
+def plan_finetuning(config: FinetuneConfig, start: Start, examples: int) -> Callable[[], Run] | None:
+    """Read the examples, print the first of them, choose all unset options, and return a function that builds the
+    run; None in a dry run."""
+    display = start.display
+    check_names(config.field_names)
+    with start.timings("reading data"):
+        data = FinetuneData.read(config, load_base(config), display)
+    for example in data.train[:examples]:
+        for side in example.sides:
+            display.print_highlighted(f"--- {side.place}", trained_spans(side, data.tokenizer))
+    with start.timings("preparing"):
+        data, text = choose_options(data, display), forgetting_text(data, display)
+        data = replace(data, config=ranks.decide(data.config))
+        same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
+        batch = data.config.goal.full_batch(data.config, micro_batch(data.config))
+    report = partial(report_step, data.config, batch=batch, display=display)
+    if start.options.dry_run:
+        report(_dry_trainer(data))
+        return None
+
+    def build() -> Run:
+        with start.timings("building the model"):
+            run = prepare(data, text if same else None, start.folder, display)
+        if not start.options.resume:
+            report(run.trainer)
+        return run
+
+    return build
 
 
 def load_base(config: FinetuneConfig) -> LoadedModel:
@@ -164,7 +163,7 @@ def choose_options(data: FinetuneData, display: Display) -> FinetuneData:
     check_report(report, config.max_truncated)
     for line in report.warnings():
         display.line(f"warning: {line}")
-    rows = Batches(data.train, context, 1, packed=config.packing and not config.is_dpo).rows_per_epoch
+    rows = Batches(data.train, context, 1, packed=config.packing).rows_per_epoch
     batch = choose_batch(config, context, rows)
     batch += 0 if config.batch else -batch % ranks.count()
     steps, lr = choose_steps(config, rows, batch), learning_rate(config, width)
@@ -199,7 +198,7 @@ def _dry_trainer(data: FinetuneData) -> Trainer:
     apply_method(model, resolve_targets(config, data.base))
     cast_frozen_weights(model, config)
     dtype, accumulate = autocast_dtype(config), config.batch // (micro_batch(config) * ranks.count())
-    return Trainer(model, optimizer(config, model), choose_loss(config), dtype=dtype, accumulate=accumulate)
+    return Trainer(model, optimizer(config, model), config.goal.loss(config), dtype=dtype, accumulate=accumulate)
 
 
 def micro_batch(config: FinetuneConfig) -> int:
@@ -210,37 +209,19 @@ def micro_batch(config: FinetuneConfig) -> int:
 def memory(data: FinetuneData) -> dict[str, float]:
     """Bytes that a run needs, by purpose, estimated on fake tensors."""
     config = data.config
-    build, rows = partial(_meta_model, data), _full_batch(config)
+    build, rows = partial(_meta_model, data), config.goal.full_batch(config, micro_batch(config))
     batch = lambda shape: tuple(torch.zeros(part.shape, dtype=part.dtype) for part in rows)
     with torch.device("meta"):
         size = sum(t.nbytes for t in trainable_state(build()).values())
     shape = Shape(micro_batch(config), config.context_length, autocast_dtype(config))
-    parts = process_memory(build, shape, TrainSetup(partial(optimizer, config), choose_loss(config), batch), size)
+    setup = TrainSetup(partial(optimizer, config), config.goal.loss(config), batch)
+    parts = process_memory(build, shape, setup, size)
     stored, kept = sum(p.nbytes for p in data.base.model.parameters()), parts["parameters"]
     # While the base is evaluated, then cast or quantized, its weights as stored are in memory, too.
     before = parts.get("Python and torch", 0.0) + stored + kept + parts.get("temporaries", 0.0)
     if kept < stored and before > sum(parts.values()):
         parts["base as stored"] = before - sum(parts.values())
     return parts
-
-
-def choose_loss(config: FinetuneConfig) -> Loss:
-    """The loss of the objective."""
-    if not config.is_dpo:
-        return next_token_loss
-    options = {f.name: getattr(config, f.name) for f in fields(Preference) if f.name != "objective"}
-    return partial(dpo_loss, **options)
-
-
-def _full_batch(config: FinetuneConfig) -> Batch:
-    """A full batch with a loss on every token: two examples in each row, or pairs of rows."""
-    if config.is_dpo:
-        ids = torch.zeros(2 * micro_batch(config), config.context_length, dtype=torch.long)
-        return ids, ids, torch.arange(ids.shape[1]).expand_as(ids), torch.zeros(len(ids))
-    half = np.zeros(config.context_length // 2 + 1, np.int32)
-    example = Example(half, np.ones(len(half), bool))
-    row = [example] * (2 if config.packing else 1)
-    return collate([row] * micro_batch(config), config.context_length, full=True)
 
 
 def _meta_model(data: FinetuneData) -> Decoder:
@@ -273,10 +254,10 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
     update = optimizer(config, model)  # before a forward pass, which leaves weights of several ranks gathered
-    if config.is_dpo:
+    if config.goal.has_reference:
         task = replace(task, reference=_reference(task, folder / REFERENCE, display))
     accumulate = config.batch // (micro_batch(config) * ranks.count())
-    return new_run(folder, config, task, update, accumulate, choose_loss(config))
+    return new_run(folder, config, task, update, accumulate, config.goal.loss(config))
 
 
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
@@ -284,24 +265,28 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
 
     They are stored in `path`, and read from there if the run has saved states, so that a resumed run has the same.
     """
-    sides, fingerprints = (task.data.train, task.data.valid), dict(task.fingerprints)
-    if path.is_file() and any(path.parent.glob("step-*")):
-        try:
-            stored = json_file.read(path)
-            if stored["fingerprints"] == fingerprints:
-                train, valid = (np.array(stored[name], np.float32).reshape(-1, 2) for name in ("train", "valid"))
-                if [len(train), len(valid)] == [*map(len, sides)]:
-                    return train, valid
-        except (KeyError, TypeError, ValueError) as error:
-            display.line(f"warning: {path}: not read ({error!r:.100})")
+    stored, fingerprints = _stored(path, json_file.read, display), dict(task.facts.fingerprints)
+    if stored and stored.get("fingerprints") == fingerprints:
+        train, valid = (np.array(stored[name], np.float32).reshape(-1, 2) for name in ("train", "valid"))
+        return train, valid
     display.detail("computing the log-probabilities of the reference")
-    dtype, context = autocast_dtype(task.config), task.config.context_length
+    dtype, context, data = autocast_dtype(task.config), task.config.context_length, task.data
     with shown_by(display.state), phase("log-probabilities of the reference"):
-        train, valid = (reference_logprobs(task.loaded.model, side, context, dtype) for side in sides)
+        train, valid = (reference_logprobs(task.loaded.model, e, context, dtype) for e in (data.train, data.valid))
     if ranks.is_first():
         stored = {"fingerprints": fingerprints, "train": train.tolist(), "valid": valid.tolist()}
         write_file(path, json.dumps(stored).encode())
     return train, valid
+
+
+def _stored(path: Path, read: Callable[[Path], T], display: Display) -> T | None:
+    """The content of a file if the run has saved states; None without them, or for a damaged file."""
+    if path.is_file() and any(path.parent.glob("step-*")):
+        try:
+            return read(path)
+        except ValueError as error:
+            display.line(f"warning: {error}")
+    return None
 
 
 def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> list[Change]:
@@ -353,13 +338,7 @@ def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
 
 def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
     """The base model's scores and answers; read from `path` if the run has saved states, otherwise measured."""
-    before = None
-    if path.is_file() and any(path.parent.glob("step-*")):
-        try:
-            before = Baseline.read(path)
-        except ValueError as error:
-            display.line(f"warning: {error}")
-    before = ranks.decide(before)
+    before = ranks.decide(_stored(path, Baseline.read, display))
     if before is None:
         display.detail("evaluating the base model")
         with shown_by(display.state):
@@ -398,7 +377,7 @@ class FinetuneTask:
 
     `stored` is the dtype of the base model, `base` is its `base_identity`, and `changes` are the changes made to
     it. With several ranks, `outline` is the unsharded model without weight values. `reference` has the base's
-    log-probabilities of training and validation answers, for --objective dpo.
+    log-probabilities of training and validation answers, for objectives that need them.
     """
 
     data: FinetuneData
@@ -421,48 +400,41 @@ class FinetuneTask:
         return replace(self.data.loaded, architecture=architecture)
 
     @cached_property
-    def fingerprints(self) -> Mapping[str, str]:
+    def facts(self) -> TaskFacts:
         digest = sha256()
         for side in (self.data.train, self.data.valid):
             digest.update(str(len(side)).encode())
             for e in (part for example in side for part in example.sides):
                 digest.update(e.ids.tobytes() + e.loss_mask.tobytes())
-        return {"examples": digest.hexdigest(), "base": str(self.base["sha256"])}
+        fingerprints = {"examples": digest.hexdigest(), "base": str(self.base["sha256"])}
+        return TaskFacts(fingerprints, self._tokens, lambda seconds: self.before.seconds, self._memory_advice)
 
     @property
-    def tokens(self) -> int:
+    def _tokens(self) -> int:
+        """Number of validation targets to score."""
         targets = sum(e.targets(self.config.context_length) for e in self.data.valid)
         return min(targets, self.before.limits[0])
 
-    def closing_seconds(self, seconds_per_token: float) -> float:
-        return self.before.seconds
+    def _memory_advice(self) -> str:
+        remedy = "reduce --context-length or --micro-batch, or use --method qlora"
+        return f"{describe_memory(memory(self.data))}; {remedy}"
 
     def batches(self, start: int) -> Iterator[Batch]:
-        config = self.config
-        size = micro_batch(config) * ranks.count()
-        if self.reference is not None:
-            train = self.data.train
-            return PairBatches(
-                train, config.context_length, size, config.seed, reference=self.reference[0]
-            ).batches(start)
-        rows = Batches(self.data.train, config.context_length, size, config.seed, config.packing)
-        return rows.batches(start)
+        config, reference = self.config, self.reference and self.reference[0]
+        settings = config.context_length, self._rows, config.seed, config.packing, reference
+        return Batches(self.data.train, *settings).batches(start)
 
     def score(self, limit: int | None = None) -> Score:
         examples, context = self.data.valid, self.config.context_length
         if limit is not None:
             targets = np.cumsum([e.targets(context) for e in examples])
             examples = examples[: int(np.searchsorted(targets, min(limit, self.before.limits[0]))) + 1]
-        if self.reference is not None:
-            pairs = PairBatches(examples, context, self._rows, reference=self.reference[1]).one_epoch()
-            return score_pairs(self.loaded.model, pairs, choose_loss(self.config), autocast_dtype(self.config))
-        chosen = [replace(e, rejected=None) for e in examples] if self.config.is_dpo else examples
-        batches = Batches(chosen, context, self._rows)
-        return score_batches(self.loaded, batches.one_epoch(), autocast_dtype(self.config))
+        batches = Batches(examples, context, self._rows, reference=self.reference and self.reference[1])
+        return self.config.goal.score(self.config, self.loaded, batches)
 
     @property
     def _rows(self) -> int:
-        """Examples or pairs of a validation batch: a micro-batch of each rank, whose memory is known to fit."""
+        """Examples or pairs of a batch: a micro-batch of each rank, whose memory is known to fit."""
         return micro_batch(self.config) * ranks.count()
 
     def sample(self) -> str:
@@ -478,7 +450,7 @@ class FinetuneTask:
             answers = self._answers()
         seconds = monotonic() - start
         if score is None:
-            score, limit = score_within(self._budget, self.score, limit, self.tokens)
+            score, limit = score_within(self._budget, self.score, limit, self._tokens)
         assert score is not None, "the validation examples are never empty"
         return Baseline(score, forgetting, answers, self.text, (limit, text_limit), seconds)
 
@@ -524,14 +496,10 @@ class FinetuneTask:
         with torch.autocast(device.type, dtype, dtype != torch.float32):
             return generator.text(ids, ANSWER_TOKENS)
 
-    def memory_advice(self) -> str:
-        remedy = "reduce --context-length or --micro-batch, or use --method qlora"
-        return f"{describe_memory(memory(self.data))}; {remedy}"
-
     def begin(self, run: Run) -> list[str]:
         config, base = self.config, self.data.base
         trained, total = tree.count(run.model, trainable=True), tree.count(base.model)
-        rows = plural(config.batch, "pair" if config.is_dpo else "row")
+        rows = plural(config.batch, config.goal.noun)
         return [
             f"{config.method} at {config.lr:.2g}: {format_count(trained)} of {format_count(total)} parameters; "
             f"{rows} x {config.context_length} tokens per step, micro-batches of "
@@ -567,7 +535,8 @@ class FinetuneTask:
     def _save(self, model: Decoder, folder: Path, facts: dict[str, Any], after: Baseline | None) -> None:
         """Save the model or the adapter; its card also records the losses before training."""
         if after is not None:
-            facts["measured"]["chosen_loss_before" if self.config.is_dpo else "before"] = self.before.score.loss
+            key = "chosen_loss_before" if self.config.goal.has_reference else "before"
+            facts["measured"][key] = self.before.score.loss
         if after is not None and self.before.forgetting and after.forgetting:
             losses = {"before": self.before.forgetting.loss, "after": after.forgetting.loss}
             facts["measured"]["forgetting"] = losses

@@ -9,11 +9,11 @@ import tyro
 from dunes.augment.options import Router
 from dunes.flags import REQUIRED, flag, parse_fields
 from dunes.runs.config import Optimization, RunConfig, adamw_rate
+from dunes.runs.objectives import OBJECTIVES, Objective, Preference
 
 Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8", "lora-experts"]
 TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"]
 TrainOn = Literal["answers", "all"]
-Objective = Literal["sft", "dpo"]
 
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
 """Maps each option of --method lora-experts to the name of an option of the change lora-experts."""
@@ -22,10 +22,6 @@ TOKENS, STEPS = 4096, 32  # per step; least per epoch, as LoRA learns less well 
 
 MAX_ADAPTER_LR = 0.005
 """Largest default learning rate of adapters."""
-
-
-DPO_LR = 1 / 20
-"""Default learning rate for preferences, relative to the default for examples."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +60,8 @@ class ExampleData:
     model: Annotated[str, tyro.conf.Positional, flag("MODEL", REQUIRED)] = ""
     """Model folder, or a model name on the Hub."""
     data: Annotated[str, flag("FILE|FOLDER", REQUIRED)] = ""
-    """JSON, JSON Lines or Parquet (Alpaca, messages, ShareGPT, UltraChat, prompt and completion, text; with dpo:
-    chosen and rejected), plain text, or a folder of such files."""
+    """JSON, JSON Lines or Parquet (Alpaca, messages, ShareGPT, UltraChat, prompt and completion, text;
+    preferences: chosen and rejected), plain text, or a folder of such files."""
     text_field: Annotated[tuple[str, ...], flag("FIELD", "detected")] = ()
     """Fields of each record to train on as plain text; several are joined by a blank line."""
     fields: Annotated[tuple[str, ...], flag("OURS=THEIRS,...", "named as in the formats of --data")] = ()
@@ -121,25 +117,13 @@ class Adapter:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preference:
-    objective: Annotated[Objective, flag("|".join(get_args(Objective)))] = "sft"
-    """Learn the examples (sft), or prefer chosen to rejected answers, relative to the base (dpo)."""
-    beta: Annotated[float, flag("BETA")] = 0.1
-    """With dpo: the reward of an answer is this times its log-probability relative to the base."""
-    label_smoothing: Annotated[float, flag("P")] = 0.0
-    """With dpo: probability that chosen and rejected are mixed up in a pair; below 0.5."""
-    length_normalized: bool = False
-    """With dpo: divide log-probabilities by the number of the answer's tokens; a --beta near 5 is usual then."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class FinetuneOptimization(Optimization):
     minutes: Annotated[float, flag("MINUTES", "by --epochs")] = 0.0
     """Stop after this many minutes instead of --epochs."""
     steps: Annotated[int | None, flag("STEPS", "by --epochs")] = None
     """Stop after this many optimizer steps instead of --epochs."""
     batch: Annotated[int, flag("ROWS", "chosen from the data")] = 0
-    """Rows per optimizer step; with dpo, pairs of rows."""
+    """Rows per optimizer step; of preferences, pairs of rows."""
     context_length: Annotated[
         int, flag("TOKENS", "a power of two from 128 to 2048 that fits the longest example")
     ] = 0
@@ -177,6 +161,11 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
         return METHODS[self.method]
 
     @property
+    def goal(self) -> Objective:
+        """The objective's entry in the table of objectives."""
+        return OBJECTIVES[self.objective]
+
+    @property
     def about(self) -> str:
         return f"{self.method} of {self.model} on {self.data}"
 
@@ -188,12 +177,8 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
         return f"the {missing[0]} is missing; dunes finetune MODEL --data FILE --out RUN" if missing else ""
 
     @property
-    def is_dpo(self) -> bool:
-        return self.objective == "dpo"
-
-    @property
     def counted(self) -> str:
-        return "pairs" if self.is_dpo else "tokens"
+        return self.goal.counted
 
     @property
     def stops_by_time(self) -> bool:
@@ -215,14 +200,8 @@ def unused_options(config: FinetuneConfig, asked: Collection[str]) -> dict[str, 
     """Options set by the user (`asked`) that belong to another method or objective, with the flag of this one."""
     others = () if config.spec.adapter is not None else ("rank", "alpha", "ranks", "dropout")
     others = (*others, *(EXPERTS if config.spec.change != "lora-experts" else ()))
-    pairs = (
-        ("text_field", "train_on", "packing")
-        if config.is_dpo
-        else ("beta", "label_smoothing", "length_normalized")
-    )
-    unused = dict.fromkeys(others, f"--method {config.method}") | dict.fromkeys(
-        pairs, f"--objective {config.objective}"
-    )
+    unused = dict.fromkeys(others, f"--method {config.method}")
+    unused |= dict.fromkeys(config.goal.unused, f"--objective {config.objective}")
     return {name: reason for name, reason in unused.items() if name in asked}
 
 
@@ -233,12 +212,12 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
     https://thinkingmachines.ai/blog/lora/, at most MAX_ADAPTER_LR; at higher rates, the validation loss rises
     during training. The result is divided by the adapter's scale relative to LoRA with alpha 32, since the scale
     multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md has results for 100 to
-    5,000 steps, and the limits of these defaults. For preferences, it is DPO_LR times this: 1e-6 for all weights
-    at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
+    5,000 steps, and the limits of these defaults. The objective's `lr_scale` multiplies both: for
+    dpo, it makes 1e-6 for all weights at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
     """
     if config.lr is not None:
         return config.lr
-    part = DPO_LR if config.is_dpo else 1.0
+    part = config.goal.lr_scale
     if config.spec.adapter is None:
         return part * adamw_rate(width)
     adapter_lr: float = part * min(3.5e-4 * (2000 / width) ** 0.78, MAX_ADAPTER_LR)

@@ -33,9 +33,10 @@ from dunes.files import json_file
 from dunes.files.atomic import write_file
 from dunes.measure import ranks
 from dunes.progress import Display
-from dunes.runs.check_state import read_score
 from dunes.runs.finetune_config import FinetuneConfig
-from dunes.runs.run import FINAL_TOKENS
+from dunes.runs.objectives import OBJECTIVES
+from dunes.runs.saving import read_score
+from dunes.runs.task import FINAL_TOKENS
 from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Conversation, Template, Turn
 from dunes.units import plural
@@ -96,7 +97,7 @@ class FinetuneData:
         val_files, val_lines = read(config.val_data) if config.val_data else ([], [])
         for line in (*lines, *val_lines, *ignored_line([*files, *val_files])):
             display.detail(line)
-        check_objective(config, [*files, *val_files])
+        check_formats(config, [*files, *val_files])
         tokenizer = base.require_tokenizer()
         # Conversations if any, else single-turn Alpaca records, whose template could not express those, else text.
         records = min([*files, *val_files], key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
@@ -119,7 +120,7 @@ class FinetuneData:
             if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
                 display.detail(
                     f"{plural(copies, 'pair has', 'pairs have')} the prompt of another, each on one side with it"
-                    if config.is_dpo
+                    if rows[0].rejected
                     else f"near-duplicates: {plural(copies, 'record is a copy', 'records are copies')} of others "
                     "but for white space or a few lines, each on one side with its like"
                 )
@@ -144,13 +145,16 @@ class FinetuneData:
         return replace(self.base, tokenizer=self.tokenizer, context_length=context_length)
 
 
-def check_objective(config: FinetuneConfig, files: Sequence[Records]) -> None:
-    """Raise ValueError for preferences without the objective dpo, and for other records with it."""
+def check_formats(config: FinetuneConfig, files: Sequence[Records]) -> None:
+    """Raise ValueError for records of a format that the objective does not read."""
+    wanted = config.goal.row_format
     for records in files:
-        if (records.format == "preference") != config.is_dpo:
-            remedy = "expected preferences with chosen and rejected" if config.is_dpo else "use --objective dpo"
-            description = RECORD_FORMATS[records.format].description
-            raise ValueError(f"{records.path}: {description} with --objective {config.objective}; {remedy}")
+        readers = [name for name, objective in OBJECTIVES.items() if objective.row_format == records.format]
+        if records.format != wanted if wanted else readers:
+            formats = {name: form.description for name, form in RECORD_FORMATS.items()}
+            remedy = f"expected {formats[wanted]}" if wanted else f"use --objective {' or '.join(readers)}"
+            asked = f"{formats[records.format]} with --objective {config.objective}"
+            raise ValueError(f"{records.path}: {asked}; {remedy}")
 
 
 def _single_tasks(records: Records) -> bool:

@@ -22,7 +22,7 @@ LAST = 0.1
 def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:
     """Plot training and validation loss over steps as a PNG, in nats/token (left axis) and bits/byte (right axis).
 
-    For preferences, the left axis is the DPO loss, and the right one the margin of rewards.
+    For preferences, the left axis is the loss per pair, and the right one the margin of rewards.
 
     `records` are the records of metrics.jsonl. `score` is the validation score of the saved weights, which are
     from step `step`.
@@ -42,7 +42,7 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
             label = f"saved: step {step}, {score.loss:.3f} nats/token, {score.bits_per_byte:.3f} bits/byte"
             label = f"saved: step {step}, {score.text}" if pairs else label
             axes.plot([step], [score.loss], "*", color=VALIDATION, markersize=12, label=label)
-        axes.set(xlabel="step", ylabel="DPO loss" if pairs else "loss, nats/token")
+        axes.set(xlabel="step", ylabel="loss per pair" if pairs else "loss, nats/token")
         if pairs:
             margins = axes.twinx()
             values = centered_mean([r["metrics"]["margin"] for r in steps])

@@ -1,436 +1,141 @@
-"""Create, save and resume a run."""
+"""A run from its beginning to its end: begin, resolve the config, prepare, restore, loop, finish."""
 
-import json
 import os
-from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import shlex
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from math import isnan
 from pathlib import Path
-from statistics import fmean
 from time import monotonic, perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dunes import checkpoint, measure, tree
-from dunes.augment.quantized import Quantized
-from dunes.checkpoint import LoadedModel
+from dunes import __version__, checkpoint, measure
+from dunes.data.duplicates import SPLIT_VERSION
 from dunes.evaluate.text_loss import Score
-from dunes.files import json_file
-from dunes.files.atomic import folder_lock, staging_folder, write_file
-from dunes.files.json_file import append_record, parse_line, print_warning, read_lines, read_records
+from dunes.files.json_file import append_text
 from dunes.measure import ranks
-from dunes.parts import Decoder
-from dunes.progress import Line
+from dunes.progress import Display, Interrupted, Line, interruptible, phase, shown_by
+from dunes.runs import saving
 from dunes.runs.autosize import autocast_dtype
-from dunes.runs.check_state import (
-    check_tensors,
-    invalid_state,
-    read_state,
-    shard_optimizer,
-)
-from dunes.runs.config import RunConfig, T
-from dunes.text import Tokenizer
-from dunes.train import Schedule, Trainer, mutable_buffers
+from dunes.runs.compiled_loss import compile_loss
+from dunes.runs.config import RunConfig, RunOptions, T
+from dunes.runs.picture import load_picture, loss_picture, with_violation
+from dunes.runs.report import PATIENCE, PaceCheck, overfitting_notes, rising_loss_warning, step_reporter
+from dunes.runs.task import Run, Task, Timings, load_trainable_state
+from dunes.runs.tensorboard import TensorBoard
+from dunes.train import Clock, Diverged, Record, Schedule, Step, Trainer
 from dunes.train.loss import Loss, next_token_loss
-from dunes.units import plural
+from dunes.units import format_seconds, plural
 
-METRICS = "metrics.jsonl"
-"""File in a run's folder with a JSON record for each step, and for changes of the run."""
-FORMAT = 2
-"""Format version of plan.json."""
-STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
-"""Attributes of `Run` that are stored unchanged in its state."""
-FALL = 0.5
-CHECK_TOKENS, FINAL_TOKENS, FEWEST_TOKENS = 16_384, 262_144, 2_048
-"""Maximum numbers of validation tokens to score during a run, and at its end, and the minimum of both."""
-CHECK_SHARE, FINAL_SHARE, SAMPLE_SHARE = 0.03, 0.06, 0.03
-"""Maximum parts of a time limit for a validation during the run, the validation at its end, and a sample."""
-CLOSING = 3.0
-"""Seconds at the end of a run to save the model and plot, in addition to the task's `closing_seconds`."""
-WARMUP = 20
-Item = TypeVar("Item")
+WARMUP, FALL = 20, 0.5  # steps in which the learning rate rises; part of the run in which it decays
+LOAD_PICTURE = "expert_load.png"
+SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
+# A time-limited run that memorises a small text (docs/log/training.md, "A small text is learned by heart") ends
+# early at LONG_AGO times its best step, if validation loss is above RISEN times the best, and training loss below
+# MEMORISED times validation loss.
+LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
+NOT_SAVED = 3
+DIVERGED = 4
 
 
-@dataclass
-class Timings:
-    """Seconds of each phase of a run. `with timings("saves"):` adds the time of its block to the phase "saves".
-
-    Each use costs about a microsecond.
-    """
-
-    seconds: Counter[str] = field(default_factory=Counter)
-    start: float = field(default_factory=lambda: monotonic())
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since this object was created."""
-        return monotonic() - self.start
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = perf_counter()
-        try:
-            yield
-        finally:
-            self.add(phase, perf_counter() - start)
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Add seconds to a phase; negative seconds subtract time that is counted elsewhere."""
-        self.seconds[phase] += seconds  # type: ignore[assignment]
-
-    def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items; the time spent fetching each one is added to the phase's total."""
-        stream, end = iter(items), object()
-        while True:
-            with self(phase):
-                item = next(stream, end)
-            if item is end:
-                return
-            yield item  # type: ignore[misc]
-
-    def lines(self) -> list[str]:
-        """Lines of a plain-text table with the seconds of each phase and its percentage of the total."""
-        total, width = sum(self.seconds.values()) or 1.0, max(map(len, self.seconds), default=0)
-        return [f"{name:{width}}  {time:8.1f} s  {time / total:6.1%}" for name, time in self.seconds.most_common()]
-
-
-class Task(Protocol):
-    """The task of a run. `fingerprints` are digests of its data, `tokens` is the number of validation targets."""
-
-    @property
-    def loaded(self) -> LoadedModel:
-        """The model in training, with the tokenizer, card and architecture to save."""
-        ...
-
-    @property
-    def fingerprints(self) -> Mapping[str, str]: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    def closing_seconds(self, seconds_per_token: float) -> float:
-        """Approximate seconds that `close` takes, not counting the time to save.
-
-        `seconds_per_token` is the measured time to validate a token; 0 before it is measured.
-        """
-        ...
-
-    def batches(self, start: int) -> Iterator[Any]:
-        """Yields batches for the trainer without end, starting with batch number `start`."""
-        ...
-
-    def score(self, limit: int | None = None) -> Score:
-        """The score of the model on about `limit` validation tokens, or on all of them if `limit` is None."""
-        ...
-
-    def sample(self) -> str:
-        """Text generated by the model."""
-        ...
-
-    def memory_advice(self) -> str:
-        """A sentence with the estimated memory of the run and the options that reduce it."""
-        ...
-
-    def begin(self, run: "Run") -> Iterable[str]:
-        """Write files that are useful during the run; called after the run is started or restored.
-
-        Lines for the user come as they are true; the first line describes the run.
-        """
-        ...
-
-    def close(self, run: "Run", score: Score, interrupted: bool) -> list[str]:
-        """Save the results into the run's folder, and return lines for the final report.
-
-        If `interrupted` by a signal, slow parts of the report are skipped.
-        """
-        ...
-
-
-@dataclass
-class Run:
-    """A run in progress: its task, trainer and schedule, and further state.
-
-    `elapsed` is the run's time in seconds so far; a resumed run adds the time of its earlier processes, and
-    `timings` include them too. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first
-    step. `warm` is True after the first step of this process. `compiled` is True if the loss is compiled, None if
-    undecided. `checks_since_best` counts the validations since the best score. `pace` has the seconds of recent
-    steps, except of those that loaded or compiled code. `save_seconds` and `sample_seconds` are those of the
-    last save and sample.
-    """
+@dataclass(frozen=True)
+class Start:
+    """The start of a run: its folder, display and options, and the seconds of each phase of its preparation."""
 
     folder: Path
-    config: RunConfig
-    task: Task
-    trainer: Trainer
-    schedule: Schedule
-    elapsed: float = 0.0
-    start_time: float = 0.0
-    begin: float = 0.0
-    seconds_per_token: float = 0.0
-    best: Score | None = None
-    best_step: int = 0
-    best_weights: dict[str, Tensor] = field(default_factory=dict)
-    last: Score | None = None
-    checks_since_best: int = 0
-    save_seconds: float = 0.0
-    sample_seconds: float = 0.0
+    display: Display
+    options: RunOptions
     timings: Timings = field(default_factory=Timings)
-    warm: bool = False
-    compiled: bool | None = None
-    pace: deque[float] = field(default_factory=lambda: deque(maxlen=100))
-
-    @property
-    def model(self) -> Decoder:
-        return self.task.loaded.model
-
-    @property
-    def hardware(self) -> str:
-        """Dtype, device and threads, as text."""
-        threads = plural(self.config.threads or 1, "thread")
-        return f"{self.config.dtype} on {self.trainer.device.type}, {threads}{ranks.describe(self.model)}"
-
-    def done(self, step: int) -> float:
-        """Progress of the run after `step` steps, from 0 to 1."""
-        return step / self.config.steps if self.config.steps else self.elapsed / self.config.seconds
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds until the time limit; with fixed steps, estimated seconds of the remaining steps."""
-        if not self.config.steps:
-            return max(0.0, self.config.seconds - self.elapsed)
-        timed, number = self.timings.seconds, self.trainer.number
-        average = timed["steps"] / max(1, number) or timed["first step"]
-        return max(0, self.config.steps - number) * (fmean(self.pace) if self.pace else average)
-
-    @property
-    def closing_seconds(self) -> float:
-        """Estimated seconds from the last step to the end: its validation, a save, a sample, and the close."""
-        check = self.seconds_per_token * min(check_tokens(self.config), self.task.tokens)
-        close = self.task.closing_seconds(self.seconds_per_token) + self.final_seconds
-        sample = self.sample_seconds or min(CLOSING, SAMPLE_SHARE * self.config.seconds)
-        return CLOSING + check + self.save_seconds + sample + close
-
-    @property
-    def final_tokens(self) -> int:
-        """Number of validation tokens to score at the end."""
-        timed = self.seconds_per_token and not self.config.steps
-        affordable = int(FINAL_SHARE * self.config.seconds / self.seconds_per_token) if timed else FINAL_TOKENS
-        return min(FINAL_TOKENS, affordable) if affordable > CHECK_TOKENS else check_tokens(self.config)
-
-    @property
-    def final_seconds(self) -> float:
-        """Estimated seconds of the final validation, if it is as fast as the last one was."""
-        return 0.0 if self.has_final_score else self.seconds_per_token * min(self.final_tokens, self.task.tokens)
-
-    @property
-    def has_final_score(self) -> bool:
-        """True if validations during the run score as many tokens as the final one would."""
-        return self.best is not None and min(self.final_tokens, self.task.tokens) <= check_tokens(self.config)
-
-    def check(self, limit: int) -> Score:
-        """Validate the model on about `limit` tokens, and copy its weights if they are the best so far."""
-        start = perf_counter()
-        self.last = score = self.task.score(limit)
-        (self.seconds_per_token,) = ranks.largest((perf_counter() - start) / score.tokens)
-        self.checks_since_best += 1
-        # NaN compares as not smaller, so a best score of NaN is replaced explicitly.
-        if self.best is None or score.criterion < self.best.criterion or isnan(self.best.criterion):
-            self.best, self.best_step, self.checks_since_best = score, self.trainer.number, 0
-            self.best_weights = {k: v.detach().cpu().clone() for k, v in trainable_state(self.model).items()}
-        return score
 
 
-def check_tokens(config: RunConfig) -> int:
-    """Approximate number of validation tokens to score during a run, the same in all of its validations.
+Plan = Callable[[T, Start], Callable[[], Run] | None]
+"""Resolves a config, with the data, to a function that builds the run at step 0; None if nothing is to be run."""
 
-    It follows from the estimated rate: a token is validated in a third of the time that training on it takes.
+
+def execute_run(config: T, start: Start, plan: Plan[T]) -> int:
+    """Train a model and save it in the folder, or resume the run in the folder.
+
+    Returns an exit status: 0, 128 + the number of the signal that ended the run, 3 if the last state could not be
+    saved, or 4 if training did not recover from NaN or infinity. Raises ValueError, before writing, for invalid
+    options or data.
     """
-    if config.steps or not config.rate:
-        return CHECK_TOKENS
-    return min(CHECK_TOKENS, max(FEWEST_TOKENS, int(CHECK_SHARE * config.seconds * 3 * config.rate)))
+    begun = begin_run(config, start)
+    if begun is None:
+        return 0
+    with start.display:
+        build = plan(begun, start)
+        if build is None:
+            return 0
+        with saving.run_lock(start.folder):
+            return _execute(build(), start)
 
 
-def trainable_state(model: nn.Module) -> dict[str, Tensor]:
-    """The part of the state dict that training changes: trainable parameters and mutable buffers.
+def begin_run(config: T, start: Start) -> T | None:
+    """The config of a new run, or of the run to resume in the folder; no files are written.
 
-    Other entries are loaded again from the base model.
+    Returns None if a dry run only reports on the existing run. Raises ValueError for invalid options, and for a
+    folder that cannot be used. Also sets the device.
     """
-    trained = (k for k, p in model.named_parameters(remove_duplicate=False) if p.requires_grad)
-    names = {*mutable_buffers(model), *trained}
-    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
-
-
-def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load a result of `trainable_state` into the model. Raises ValueError if it is from another model."""
-    state = trainable_state(model)
-    check_tensors(state, weights)
-    with torch.no_grad():
-        for name, tensor in state.items():
-            tensor.copy_(ranks.part(weights[name], tensor))
-
-
-def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
-    """Make a parameter trainable if its name or its module's name matches the globs, and freeze all others.
-
-    Raises ValueError if no parameter matches, and for "**" if some weights are quantized.
-    """
-    if tuple(globs) == ("**",) and any(isinstance(module, Quantized) for module in model.modules()):
-        raise ValueError("all weights are to be trained, and some are quantized; train an adapter on them instead")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(selects(globs, name))
-    if not any(p.requires_grad for p in model.parameters()):
-        names = ", ".join(name for name, _ in model.named_parameters())
-        raise ValueError(f"{' '.join(globs)} matches no parameter; the model has {names[:300]}")
-
-
-def selects(globs: Iterable[str], name: str) -> bool:
-    """True if some glob matches the parameter's name or its module's name, and the last such glob has no `!`."""
-    names, selected = (name, name.rpartition(".")[0]), False
-    for glob in globs:
-        if any(tree.matches(glob.removeprefix("!"), n) for n in names):
-            selected = not glob.startswith("!")
-    return selected
-
-
-def build_schedule(config: RunConfig) -> Schedule:
-    """The learning-rate schedule over `config.steps`; for a time limit, a schedule whose end is decided later."""
-    return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
-
-
-def new_run(
-    folder: Path,
-    config: RunConfig,
-    task: Task,
-    optimizer: Optimizer,
-    accumulate: int = 1,
-    loss: Loss | None = None,
-) -> Run:
-    """A run at step 0, with the schedule of its config; `loss` is by default `next_token_loss`."""
-    ranks.agree(task.fingerprints)
-    schedule = build_schedule(config)
-    options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": autocast_dtype(config), "seed": config.seed}
-    trainer = Trainer(task.loaded.model, optimizer, loss or next_token_loss, accumulate=accumulate, **options)
-    return Run(folder, config, task, trainer, schedule)
-
-
-class FolderInUse(ValueError):
-    """Raised for a folder that already contains a run, or that another process is using."""
-
-
-def _another_run(folder: Path) -> FolderInUse:
-    return FolderInUse(f"{folder}: already contains a run; continue it with --resume, or choose another --out")
-
-
-@contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
-    """Lock the run's folder. Raises FolderInUse if another process has the lock.
-
-    The lock is also released when the process dies.
-    """
-    if not ranks.is_first():
-        yield
-        return
-    lock = folder / "state" / "lock"  # each save locks the folder itself
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    lock.touch()
+    folder, display, options = start.folder, start.display, start.options
+    TensorBoard(folder if options.tensorboard else None, NonFatal(display))  # raises if it is not installed
+    ranks.agree({"--out": str(folder.absolute()), "a run in it": (folder / "state" / "plan.json").exists()})
+    config = config.normalized(options.asked)
     try:
-        with folder_lock(lock, wait=False):
-            if lock.read_text() != ranks.job():  # so that a kill in a restart does not leave it empty
-                lock.write_text(ranks.job())
-            yield
-    except BlockingIOError:
-        remedy = "wait for it, or choose another --out"
-        raise FolderInUse(f"{folder}: in use by another training process; {remedy}") from None
+        config = stored_config(config, folder, options)
+        if ranks.is_first() and (folder / "state" / "lock").exists():
+            with saving.run_lock(folder):  # fail before reading the data
+                pass
+    except saving.FolderInUse as error:
+        if not options.dry_run:
+            raise
+        display.line(f"warning: {error}")
+    if options.dry_run and (earlier := saving.read_config(folder, type(config))) is not None:
+        state = checkpoint.latest_state(folder, display.line)
+        progress = f"last saved state: step {int(state.name[5:])}" if state else "no training state"
+        continuation = f"; --resume continues from there up to {config.length}" if options.resume and state else ""
+        display.line(f"the run in {folder}: {earlier.about}; {progress}{continuation}")
+        if config.missing:
+            return None
+    if not options.resume:
+        config = replace(config, split_version=SPLIT_VERSION)
+    if config.batch:
+        ranks.rows(config.batch)
+    ranks.agree({"dunes": __version__, "torch": torch.__version__, **asdict(config)})
+    measure.set_device(config.device)
+    measure.keep_freed_memory()
+    measure.flush_denormals()
+    return config
 
 
-def check_shared(folder: Path) -> None:
-    """Raise ValueError, on all ranks, if a rank cannot write where the first does. The folder `state` exists."""
+def stored_config(config: T, folder: Path, options: RunOptions) -> T:
+    """The config itself in a new folder; with --resume, the stored config with the user's changes of free fields.
 
-    def write(path: Path) -> None:
-        try:
-            path.touch()
-        except OSError as error:
-            remedy = "--out must be on a disk that all machines share and write to"
-            raise ValueError(f"{folder}: cannot write where rank 0 does ({error.strerror}); {remedy}") from None
-
-    with ExitStack() as stack:
-        stage = lambda: stack.enter_context(staging_folder(folder / "state" / "new")) if ranks.is_first() else None
-        (staged, *_) = ranks.together(stage)
-        assert staged is not None, "the first rank's"
-        ranks.together(lambda: write(staged / str(ranks.rank())))
-
-
-def was_started_by_job(folder: Path) -> bool:
-    """True if the last run in the folder was started by the same torchrun command as this process."""
-    lock = folder / "state" / "lock"
-    started = ranks.asked() and lock.is_file() and (folder / "state" / "plan.json").exists()
-    return started and lock.read_text() == ranks.job()
-
-
-def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
-    """Save the tokenizer, then the config; a folder counts as a run once it has the config.
-
-    Raises FolderInUse if the folder already contains a run.
+    Raises FolderInUse if the folder contains a run and is not resumed. Raises ValueError if the folder has no run
+    to resume, or for another change.
     """
-    if (folder / "state" / "plan.json").exists():
-        raise _another_run(folder)
-    write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
-    write_config(config, folder)
-
-
-def write_config(config: RunConfig, folder: Path) -> None:
-    stored = {"format": FORMAT} | asdict(config)
-    write_file(folder / "state" / "plan.json", json.dumps(stored, indent=1).encode())
-
-
-def read_config(folder: Path, config_class: type[T]) -> T | None:
-    """The config of the run in this folder; None if the folder contains no run.
-
-    Raises ValueError, with a remedy, if the config is of another kind of run or cannot be read.
-    """
-    path = folder / "state" / "plan.json"
-    if not path.is_file():
-        return None
-    stored = json_file.read(path)
-    try:
-        if (number := stored.pop("format", 1)) != FORMAT:
-            raise ValueError(f"written by another version of dunes (format {number}, this version reads {FORMAT})")
-        return config_class.of(stored)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}; choose another --out") from None
-
-
-def resolve_config(
-    config: T, folder: Path, resume: bool, asked: Collection[str] | None = None, override: Collection[str] = ()
-) -> T:
-    """The config to use: `config` in a new folder; with `resume`, the stored config with what the user set
-    (`asked`) of the fields that may change.
-
-    Raises FolderInUse if the folder contains a run and `resume` is False. Raises ValueError if the folder has no
-    run to resume, or for another change.
-    """
+    asked = options.asked
     if asked and {"steps", "minutes"} <= {*asked}:
         raise ValueError("--steps and --minutes exclude each other; set one of them")
-    earlier = read_config(folder, type(config))
+    earlier = saving.read_config(folder, type(config))
     if earlier is None:
-        if config.missing and not resume:
+        if config.missing and not options.resume:
             raise ValueError(config.missing)
         _check_new_folder(folder)
-        if resume:
+        if options.resume:
             raise ValueError(f"{folder}: there is no run to resume; start one without --resume")
         return config
-    if not resume:
-        raise _another_run(folder)
+    if not options.resume:
+        raise saving.FolderInUse(f"{folder}: {saving.ANOTHER_RUN}")
     differences = config.differences(earlier, config.changed() if asked is None else asked)
     if earlier.steps and "minutes" in differences and not (asked and "steps" in asked):
         ends = plural(earlier.steps, "step")
         raise ValueError(f"{folder}: the run stops after {ends}, not after a time; use --steps N")
-    _refuse(differences, config, folder, override)
+    _refuse(differences, config, folder, options.override)
     return replace(earlier, **{name: getattr(config, name) for name in differences})
 
 
@@ -454,21 +159,73 @@ def _check_new_folder(folder: Path) -> None:
         raise ValueError(f"{parent}: is not a writable folder; choose another --out")
 
 
-def run_state(run: Run) -> dict[str, Any]:
-    """The state from which the run can be resumed: a nested dict of tensors and JSON values."""
-    return {
-        "config": asdict(run.config),
-        "fingerprints": dict(run.task.fingerprints),
-        "model": run.task.loaded.architecture.record(),
-        "weights": trainable_state(run.model),
-        "trainer": run.trainer.state_dict(),
-        "schedule": [[r.begin, r.end] for r in run.schedule.records],
-        "warmup": run.schedule.warmup,
-        "timings": dict(run.timings.seconds),
-        "best": [*asdict(run.best).values()] if run.best else None,
-        "last": [*asdict(run.last).values()] if run.last else None,
-        **{name: getattr(run, name) for name in STATE_FIELDS},
-    }
+def build_schedule(config: RunConfig) -> Schedule:
+    """The learning-rate schedule over `config.steps`; for a time limit, a schedule whose end is decided later."""
+    return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
+
+
+def new_run(
+    folder: Path,
+    config: RunConfig,
+    task: Task,
+    optimizer: Optimizer,
+    accumulate: int = 1,
+    loss: Loss | None = None,
+) -> Run:
+    """A run at step 0, with the schedule of its config; `loss` is by default `next_token_loss`."""
+    ranks.agree(task.facts.fingerprints)
+    schedule = build_schedule(config)
+    options: dict[str, Any] = {"lr_scale": schedule.lr_scale, "dtype": autocast_dtype(config), "seed": config.seed}
+    trainer = Trainer(task.loaded.model, optimizer, loss or next_token_loss, accumulate=accumulate, **options)
+    return Run(folder, config, task, trainer, schedule)
+
+
+@dataclass
+class Session:
+    """A process that executes a run.
+
+    `saved` is the run's `elapsed` at the last save, `warned` the best step of the last warning of a rising loss.
+    `durations` are the seconds of recent steps.
+    """
+
+    run: Run
+    display: Display
+    saver: saving.Saver
+    board: TensorBoard
+    request: saving.StopRequest = field(default_factory=saving.StopRequest)
+    saved: float = 0.0
+    warned: int = 0
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+
+
+def _execute(run: Run, start: Start) -> int:
+    """Restore a resumed run, train its model and finish; returns the exit status.
+
+    The seconds of the preparation count as elapsed time.
+    """
+    display, options, timings = start.display, start.options, start.timings
+    if ranks.count() > 1:
+        saving.check_shared(run.folder)
+    with ThreadPoolExecutor(1, "saver") as pool:
+        saver = saving.Saver(pool, display.line, options.strict)
+        with timings("building the model"):
+            if options.resume:
+                restore_run(run, display.line, options.override, options.strict)
+            elif ranks.is_first():
+                saving.start_run(run.config, run.folder, run.task.loaded.require_tokenizer())
+        run.timings.seconds.update(timings.seconds)
+        board_folder = run.folder if options.tensorboard and ranks.is_first() else None
+        place = lambda: f"out of memory after step {run.trainer.number}; {run.task.facts.memory_advice()}"
+        with out_of_memory(run.folder, place), TensorBoard(board_folder, NonFatal(display)) as board:
+            with shown_by(display.state):
+                for line in run.task.begin(run):
+                    display.detail(line)
+            measure.return_freed_memory()
+            run.elapsed += timings.elapsed
+            status = _train(Session(run, display, saver, board))
+        if options.profile:
+            display.line("\n".join(["wall-clock time:", *run.timings.lines()]))
+        return status
 
 
 def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bool = False) -> None:
@@ -487,35 +244,290 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
     ranks.agree({"the newest state": folder and folder.name})
     if folder is None:
         line("nothing saved yet; starting from step 0")
-        truncate_metrics(run.folder / METRICS, 0)
+        saving.truncate_metrics(run.folder / saving.METRICS, 0)
         return
-    state = read_state(folder, type(run.config))
+    state = saving.read_state(folder, type(run.config))
     differences = run.config.differences(state["config"])
     if changed := [
-        name for name, value in run.task.fingerprints.items() if state["fingerprints"].get(name) != value
+        name for name, value in run.task.facts.fingerprints.items() if state["fingerprints"].get(name) != value
     ]:
         differences["model" if "the model" in changed else "corpus"] = f"{' and '.join(changed)} changed"
     if state["model"] != run.task.loaded.architecture.record():
         differences["model"] = "the model's config or changes differ"
     _refuse(differences, run.config, run.folder, override)
-    with invalid_state(folder):
-        if state["best_weights"]:
-            check_tensors(trainable_state(run.model), state["best_weights"])
-        load_trainable_state(run.model, state["weights"])
-        run.trainer.load_state_dict(state["trainer"])
-        shard_optimizer(run.trainer.optimizer)
-        for name in (*STATE_FIELDS, "best", "last"):
-            setattr(run, name, state[name])
+    saving.load_run_state(run, state, folder)
     if not {"steps", "minutes"} & differences.keys():  # else the schedule starts again, towards the new end
         run.schedule.records[:], run.schedule.warmup = state["schedule"], state["warmup"]
-    run.best_weights = {name: tensor.cpu() for name, tensor in run.best_weights.items()}
-    run.timings.seconds.update(state["timings"])
-    truncate_metrics(run.folder / METRICS, run.trainer.number)
+    saving.truncate_metrics(run.folder / saving.METRICS, run.trainer.number)
     line(f"resuming after step {run.trainer.number}")
     if differences:
-        append_metrics(run.folder, {"step": run.trainer.number, "changed": differences})
+        saving.append_metrics(run.folder, {"step": run.trainer.number, "changed": differences})
         if ranks.is_first():
-            write_config(run.config, run.folder)
+            saving.write_config(run.config, run.folder)
+
+
+@contextmanager
+def out_of_memory(folder: Path, describe: Callable[[], str]) -> Iterator[None]:
+    """Inside the `with` block, turn lack of memory into a ValueError that describes what the run needs."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not measure.out_of_memory(error):
+            raise
+        raise ValueError(f"{describe()}; {folder} has what was ready") from None
+
+
+@dataclass
+class NonFatal:
+    """Lets training continue when the work in `with non_fatal("sampling"):` fails.
+
+    An OSError or lack of memory is reported, once for each kind of work. Other errors are raised.
+    """
+
+    display: Display
+    failed: set[str] = field(default_factory=set)
+
+    @contextmanager
+    def __call__(self, work: str) -> Iterator[None]:
+        try:
+            yield
+        except Interrupted:  # the loop sees the request after this step's work
+            return
+        except (OSError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, OSError) and not measure.out_of_memory(error):
+                raise
+            if ranks.count() > 1 and work in ("validation", "sampling"):  # the others wait for this rank
+                raise
+            if work not in self.failed:
+                reason = " ".join(str(error).split())[:200]
+                self.display.line(f"warning: {work} failed: {reason}; training continues")
+            self.failed.add(work)
+
+
+def _train(session: Session) -> int:
+    """Train and finish; returns the exit status. A failure leaves the state that is worth saving."""
+    run, saver, display = session.run, session.saver, session.display
+    compile_loss(run, display.line)
+    with saving.stop_signals() as session.request:
+        try:
+            with interruptible(session.request.asked):
+                train_loop(session)
+        except Diverged as error:
+            saver.last(run)
+            display.line(f"{error} (the last state is in {run.folder}/state)")
+            return DIVERGED
+        except OSError as error:
+            if not ranks.is_shared(error):
+                raise
+            display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
+            return NOT_SAVED
+        except ValueError:  # from the data, so that the weights are worth saving
+            if ranks.count() == 1:  # else the others do not know
+                saver.last(run)
+            raise
+        return _finish(session)
+
+
+def train_loop(session: Session) -> None:
+    """Train, with validation, samples and saves between steps, until the schedule ends or a stop is requested.
+
+    Raises Diverged if training does not recover from NaN or infinity, ValueError if the tokens changed on disk,
+    and OSError if a strict save fails.
+    """
+    run, display = session.run, session.display
+    (run.elapsed,) = ranks.largest(run.elapsed)
+    run.start_time, session.saved = monotonic() - run.elapsed, run.elapsed
+    run.begin, run.waited = run.begin or run.elapsed, run.timings.seconds["data"]
+    clock = None if run.config.steps else Clock(run.schedule, run.config.seconds, FALL, run.begin)
+    report, pace, over = step_reporter(run, display), PaceCheck(run), run.schedule.is_over(run.trainer.number)
+    batches = run.timings.each("data", run.task.batches(run.trainer.consumed))
+    if run.trainer.number and ranks.count() == 1 and (over or _check_due(run.trainer.number)):
+        with run.timings("validation"), session.board.non_fatal("validation"):
+            _complete_validation(run)
+    for step in map(with_violation, iter(()) if over else run.trainer.run(batches)):
+        ranks.expect(0)
+        _measure_time(session, step, clock)
+        over = run.schedule.is_over(step.number)
+        score = _record(session, step, over)
+        report(step)
+        if warning := pace.warning(step):
+            display.line(warning)
+        if over:
+            return
+        if score and (reason := early_end(run, step.loss)):
+            display.line(reason)
+            run.schedule.records.append(Record(step.number, step.number))  # over for a resumed run, too
+            return
+        if _stops_or_saves(session):
+            return
+        ranks.expect(max(session.durations, default=0))
+
+
+def _measure_time(session: Session, step: Step, clock: Clock | None) -> None:
+    """Add the time of a step to the run's; a clock then decides when the run ends."""
+    run, before = session.run, session.run.elapsed
+    # Ranks that followed their own clocks and signals would soon wait for each other in different places.
+    run.elapsed, closing = ranks.largest(monotonic() - run.start_time, run.closing_seconds)
+    if run.warm:
+        run.pace.append(run.elapsed - before)
+        session.durations.append(step.seconds)
+    data = run.timings.seconds["data"]
+    # The first step of a process, which loads kernels or compiles, is a phase of its own.
+    run.timings.add("steps" if run.warm else "first step", step.seconds - (data - run.waited))
+    run.warm, run.waited = True, data
+    if clock is not None:
+        seconds = run.config.seconds
+        clock.seconds = seconds - min(closing, (seconds - run.begin) / 2)
+        clock.update(step.number, run.elapsed)
+
+
+def _record(session: Session, step: Step, over: bool) -> Score | None:
+    """Validate and sample if it is time to, and write the metrics of a step; returns the score, if any."""
+    run, board, score = session.run, session.board, None
+    with run.timings("validation"), board.non_fatal("validation"):
+        score = run.validate() if over or _check_due(step.number) else None
+    if score and session.warned != run.best_step and (warning := rising_loss_warning(run)):
+        session.warned = run.best_step
+        session.display.line(warning)
+    with board.non_fatal("writing metrics.jsonl"):
+        _log_step(run.folder, step, score)
+    board.step(step, score.record if score else {})
+    with run.timings("samples"), board.non_fatal("sampling"):
+        if step.number in SAMPLES and not over:
+            _sample(session, step.number)
+    return score
+
+
+def _stops_or_saves(session: Session) -> bool:
+    """Save if it is time to, or return True if a stop is requested."""
+    run, saver, request = session.run, session.saver, session.request
+    run.save_seconds = saver.seconds
+    stop, save, busy, interval = ranks.largest(request.signal, request.save, saver.busy, saver.interval)
+    if stop:
+        session.display.line(f"stopping after step {run.trainer.number} and saving")
+        return True
+    with run.timings("saves"):
+        if saver.ready() and not busy and (save or run.elapsed - session.saved > interval):
+            session.saved, request.save = run.elapsed, False
+            saver.start(run)
+    return False
+
+
+def _check_due(step: int) -> bool:
+    return step % 50 == 0 or step in (10, 25)
+
+
+def _complete_validation(run: Run) -> None:
+    """Validate after the last step of a resumed run, unless its state has that score: a signal interrupted it."""
+    number = run.trainer.number
+    losses = [
+        r["validation_loss"]
+        for r in saving.read_metrics(run.folder / saving.METRICS, lambda line: None)
+        if r["step"] == number and "validation_loss" in r
+    ]
+    if run.last is None or run.last.loss not in losses:
+        score = run.validate()
+        if not losses:
+            saving.append_metrics(run.folder, {"step": number} | score.record)
+
+
+def _log_step(folder: Path, step: Step, score: Score | None) -> None:
+    """Append the record of a step to metrics.jsonl; `loss_hex` is its exact loss as a hexadecimal float."""
+    record: dict[str, Any] = asdict(step)
+    metrics = {"metrics": values} if (values := record.pop("metrics")) else {}
+    record = {"step": record.pop("number")} | record | metrics | {"loss_hex": step.loss.hex()}
+    if score:
+        record |= score.record
+    saving.append_metrics(folder, record)
+
+
+def _sample(session: Session, weights_step: int) -> None:
+    """Generate a sample with the current weights, of step `weights_step`; show it, and append it to samples.md."""
+    run, steps = session.run, plural(session.run.trainer.number, "step")
+    if weights_step != run.trainer.number:
+        steps += f", with the best weights (step {weights_step})"
+    start = perf_counter()
+    text = run.task.sample()
+    run.sample_seconds = perf_counter() - start
+    session.display.detail(f"\n--- sample after {steps} ---\n{text}\n---")
+    if ranks.is_first():
+        append_text(run.folder / "samples.md", f"## After {steps}\n\n```\n{text}\n```\n\n")
+    session.board.sample(run.trainer.number, text)
+
+
+def early_end(run: Run, loss: float) -> str:
+    """The reason to end a time-limited run after a step with this training loss; "" if the run continues."""
+    # If the learning rate makes validation loss rise, training loss rises, too, and the run continues.
+    if run.config.steps or not run.best or not run.last or run.checks_since_best < PATIENCE:
+        return ""
+    rises = run.last.criterion > RISEN * run.best.criterion
+    memorises = rises and loss < MEMORISED * run.last.loss
+    if not memorises or run.trainer.number < LONG_AGO * run.best_step:
+        return ""
+    return (
+        f"ending early, with {format_seconds(round(run.seconds_left))} left: validation loss was best after "
+        f"{plural(run.best_step, 'step')} ({run.best.criterion:.3f}{run.best.unit}) and is "
+        f"{run.last.criterion:.3f} now; more steps would memorise so small a text. --steps has no early end"
+    )
+
+
+def _finish(session: Session) -> int:
+    """Save the state and the results, plot the loss, and print the final report; returns the exit status."""
+    run, request, display = session.run, session.request, session.display
+    number, request.closing = int(ranks.largest(request.signal)[0]), True
+    try:
+        with run.timings("saves"):
+            saved = session.saver.last(run)
+        with display.own_bar("closing"):
+            try:
+                with interruptible(lambda: not number and request.asked()):
+                    score, saved_step, report = _close(session, bool(number))
+            except Interrupted:
+                number = request.signal
+                score, saved_step, report = _close(session, True)
+    except OSError as error:
+        display.line(f"not saved: {error}")
+        return NOT_SAVED
+    pictures = _plot(session, score, saved_step)
+    outcome = "stopped" if number else "done before the signal" if request.signal else "done"
+    steps, took = plural(run.trainer.number, "step"), format_seconds(monotonic() - run.start_time)
+    *lines, next_steps = report
+    if number:
+        resume = f"resume with: dunes {run.config.VERB} --out {shlex.quote(str(run.folder))} --resume"
+        next_steps = resume + run.task.loaded.architecture.trust_option
+    lines = [*overfitting_notes(run), *lines, pictures, next_steps]
+    for line in (f"\n{outcome} after {steps}, {took}: validation loss {score.text}", *lines):
+        display.line(line)
+    return (128 + number if number else 0) if saved else NOT_SAVED
+
+
+def _close(session: Session, interrupted: bool) -> tuple[Score, int, list[str]]:
+    """Validate and save the weights to keep; returns their score and step, and the lines of the task's report."""
+    run, validated = session.run, session.run.final_seconds / session.run.closing_seconds
+    with run.timings("final validation"), phase("final validation", end=validated):
+        if run.best_weights:
+            load_trainable_state(run.model, run.best_weights)
+        known = run.best if interrupted or run.has_final_score else None
+        score = known or run.task.score(1 if interrupted else run.final_tokens)
+        saved_step = run.best_step if run.best_weights else run.trainer.number
+    with run.timings("samples"), session.board.non_fatal("sampling"):
+        if run.warm and not interrupted:
+            _sample(session, saved_step)
+    run.elapsed = monotonic() - run.start_time
+    with run.timings("saves"), shown_by(scale=lambda done: validated + (1 - validated) * done):
+        return score, saved_step, run.task.close(run, score, interrupted)
+
+
+def _plot(session: Session, score: Score, saved_step: int) -> str:
+    """Plot the losses, and the loads of experts if there are any; returns a line that says where."""
+    run, loads, folder = session.run, "", shlex.quote(str(session.run.folder))
+    with run.timings("plot"), session.board.non_fatal("plotting"):
+        records = saving.read_metrics(run.folder / saving.METRICS, session.display.line)
+        if ranks.is_first():
+            loss_picture(records, score, saved_step, run.folder / "loss.png")
+            if load_picture(records, run.folder / LOAD_PICTURE):
+                loads = f"   load of experts: {folder}/{LOAD_PICTURE}"
+    return f"loss curve: {folder}/loss.png   samples: {folder}/samples.md{loads}"
 
 
 def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
@@ -524,27 +536,3 @@ def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
     measured = {**score.facts, "peak_bytes": measure.peak_memory(run.trainer.device)}
     timings = {phase: round(seconds, 3) for phase, seconds in run.timings.seconds.items()}
     return {verb: {**asdict(run.config), **progress}, "measured": measured, "timings": timings}
-
-
-def append_metrics(folder: Path, record: dict[str, Any]) -> None:
-    """On the first rank, append a record to the run's metrics.jsonl."""
-    if ranks.is_first():
-        append_record(folder / METRICS, record)
-
-
-def read_metrics(path: Path, warn: Line = print_warning) -> list[dict[str, Any]]:
-    """The undamaged records of a metrics.jsonl; `warn` is called with a line about damaged records."""
-    return read_records(path, "the metrics of a step", _is_metric, warn)
-
-
-def _is_metric(record: dict[str, Any]) -> bool:
-    return "step" in record and ("loss" not in record or "seconds" in record)
-
-
-def truncate_metrics(path: Path, step: int) -> None:
-    """Remove the records of later steps than `step` from metrics.jsonl, since a resumed run writes them again."""
-    lines = read_lines(path)
-    records = map(parse_line, lines)
-    later = [record is not None and _is_metric(record) and record["step"] > step for record in records]
-    if any(later) and ranks.is_first():
-        write_file(path, b"\n".join(line for line, is_later in zip(lines, later, strict=True) if not is_later))

@@ -14,7 +14,7 @@ from time import time, time_ns
 from typing import Any, BinaryIO, Self
 
 from dunes.extra import extra
-from dunes.runs.run import METRICS, read_metrics
+from dunes.runs.saving import METRICS, read_metrics
 from dunes.train import Step
 
 FOLDER = "tensorboard"

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -49,24 +49,11 @@ from dunes.runs import autosize
 from dunes.runs.augment import described_family, records, resolve_new, save_changed, size_of
 from dunes.runs.config import RunOptions, adamw_rate
 from dunes.runs.corpus import NO_LINES, Tokens, choose_completion, gather, tokenize, with_test_files
-from dunes.runs.loop import begin_run, execute_run, out_of_memory, report_step
 from dunes.runs.memory import PROCESS, TrainSetup, describe_memory
-from dunes.runs.run import (
-    SAMPLE_SHARE,
-    Run,
-    Timings,
-    append_metrics,
-    card_facts,
-    check_tokens,
-    new_run,
-    read_config,
-    run_lock,
-    selects,
-    set_trainable,
-    start_run,
-    trainable_state,
-    write_config,
-)
+from dunes.runs.report import report_step
+from dunes.runs.run import Start, card_facts, execute_run, new_run, out_of_memory
+from dunes.runs.saving import append_metrics, read_config, run_lock, start_run, write_config
+from dunes.runs.task import SAMPLE_SHARE, Run, TaskFacts, selects, set_trainable, trainable_state
 from dunes.runs.train_config import MIXTURES, NONE, TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.chat_template import template_from_files
@@ -95,75 +82,86 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     `options` are fields of `RunOptions`. Returns the exit status of `execute_run`. Raises ValueError, before
     writing, for invalid options or data.
     """
-    run_options, timings = RunOptions(**options), Timings()
-    config = config.with_family(run_options.asked)
-    ready = begin_run(config, folder, display, run_options)
-    if ready is None:
-        return 0
-    named = ready.parts == config.parts  # in this command
-    if run_options.resume and isinstance(ready.chosen_parts, str) and not (named or cards_trusted()):
-        raise ValueError(f"{folder}: built by {ready.chosen_parts}; if you trust it, pass --trust-code")
-    with display:
-        with timings("reading data"):
-            (base, place), reasons = find_base(ready, folder, run_options), list[str]()
-            if base and not ready.trains:
-                packages = trained_packages(read_card(folder))
-                if Reference(ready, folder, base, place, packages).is_finished(run_options, display):
-                    return 0
-            corpus = gather(ready)
-            if not run_options.resume:  # resumed runs have chosen; older ones have None
-                asked = ready
-                ready, reasons = choose_trainable(asked, corpus, base)
-                if (
-                    base
-                    and ready.complete
-                    and ready.trains
-                    and not asked.trainable
-                    and (said := tells_nothing(base, corpus))
-                ):
-                    display.line(f"{asked.base}: {said}")
-                    base = None
-                    ready, reasons = choose_trainable(replace(asked, base=""), corpus, None)
-            corpus = with_test_files(ready, corpus)
-        for line in (corpus.report(), *corpus.notes, *reasons):
-            display.detail(line)
-        if base and not ready.trains:
-            reference = Reference(replace(ready, split=corpus.split), folder, base, place, corpus.packages)
-            return reference.run(corpus, display, run_options, timings)
-        with timings("choosing the size"):
-            ready = _choose_options(replace(ready, split=corpus.split), corpus, base, display, run_options.resume)
-            ready = ranks.decide(ready)
-        if run_options.dry_run:
-            if base is not None:
-                model = base.model.float().to(measure.device())
-                select_trainable(model, ready.trainable, base)
-                dtype = autosize.autocast_dtype(ready)
-                trainer = Trainer(model, build_optimizer(model, ready), next_token_loss, dtype=dtype)
-                _report(ready, trainer, base, display)
-            return 0
-        with timings("tokenizing"):
-            earlier = Tokenizer.load(folder / "state") if run_options.resume and base is None else None
-            known = base.tokenizer if base else earlier
-            tokens = ranks.in_turn(partial(tokenize, ready, corpus, known, display))
-        with run_lock(folder):
-            with timings("indexing the text"):
-                completion = None
-                if ready.complete and ranks.is_first():
-                    files = FileTokenizer(tokens.tokenizer, ready.with_headers)
-                    with shown_by(display.state), phase("indexing the text"):
-                        completion = prepare_completion(corpus, files, display, ready.sources, ready.follow_links)
-            with timings("building the model"):
-                run = prepare(ready, folder, tokens, base, completion)
-            if base and not run_options.resume:
-                run.seconds_per_token = _report(ready, run.trainer, base, display)
-                display.detail(score_base(run))
-            return execute_run(run, display, run_options, timings)
+    start = Start(folder, display, RunOptions(**options))
+    return execute_run(config, start, partial(plan_training, parts=config.parts))
 
 
-def _choose_options(
-    config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display, resumed: bool
-) -> TrainConfig:
+def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Callable[[], Run] | None:
+    """Read the text, choose all unset options, and return a function that builds the run.
+
+    `parts` are those of this command. Returns None in a dry run, and if nothing is trained: lines are then
+    completed with the base, which is done here.
+    """
+    folder, display, resumed, timings = start.folder, start.display, start.options.resume, start.timings
+    if resumed and isinstance(config.chosen_parts, str) and not (config.parts == parts or cards_trusted()):
+        raise ValueError(f"{folder}: built by {config.chosen_parts}; if you trust it, pass --trust-code")
+    with timings("reading data"):
+        (base, place), reasons = find_base(config, start), list[str]()
+        if base and not config.trains:
+            packages = trained_packages(read_card(folder))
+            if Reference(config, start, base, place, packages).is_finished():
+                return None
+        corpus = gather(config)
+        if not resumed:  # resumed runs have chosen; older ones have None
+            config, reasons, base = _choose_base(config, corpus, base, display)
+        corpus = with_test_files(config, corpus)
+        config = replace(config, split=corpus.split)
+    for line in (corpus.report(), *corpus.notes, *reasons):
+        display.detail(line)
+    if base and not config.trains:
+        Reference(config, start, base, place, corpus.packages).run(corpus)
+        return None
+    with timings("choosing the size"):
+        config = ranks.decide(_choose_options(config, corpus, base, start))
+    if start.options.dry_run:
+        if base is not None:
+            _report(config, _dry_trainer(config, base), base, display)
+        return None
+    with timings("tokenizing"):
+        earlier = Tokenizer.load(folder / "state") if resumed and base is None else None
+        known = base.tokenizer if base else earlier
+        tokens = ranks.in_turn(partial(tokenize, config, corpus, known, display))
+
+    def build() -> Run:
+        with timings("indexing the text"):
+            indexes = config.complete and ranks.is_first()
+            completion = _index(config, corpus, tokens.tokenizer, display) if indexes else None
+        with timings("building the model"):
+            run = prepare(config, folder, tokens, base, completion)
+        if base and not resumed:
+            _report(config, run.trainer, base, display)
+            score = run.validate()  # so that the base's weights are saved if training makes them worse
+            append_metrics(folder, {"step": 0} | score.record)
+            values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
+            display.detail(f"validation loss before training: {values}")
+        return run
+
+    return build
+
+
+def _index(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: Display) -> CompletionFiles:
+    files = FileTokenizer(tokenizer, config.with_headers)
+    with shown_by(display.state), phase("indexing the text"):
+        return prepare_completion(corpus, files, display, config.sources, config.follow_links)
+
+
+def _dry_trainer(config: TrainConfig, base: LoadedModel) -> Trainer:
+    """A trainer of the base, which belongs to no run."""
+    model = base.model.float().to(measure.device())
+    select_trainable(model, config.trainable, base)
+    return Trainer(model, build_optimizer(model, config), next_token_loss, dtype=autosize.autocast_dtype(config))
+
+
+def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> None:
+    rows = config.batch // ranks.count(), config.context_length + 1
+    ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
+    fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
+    report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
+
+
+def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | None, start: Start) -> TrainConfig:
     """The config with all unset options chosen; also displays the reasons."""
+    display, resumed = start.display, start.options.resume
     size = sum(d.size for d in corpus.train)
     if base is not None:
         chosen, reasons = _choose_with_base(config, base, size, resumed)
@@ -190,15 +188,15 @@ def _choose_options(
     return chosen
 
 
-def find_base(config: TrainConfig, folder: Path, options: RunOptions) -> tuple[LoadedModel | None, Path]:
+def find_base(config: TrainConfig, start: Start) -> tuple[LoadedModel | None, Path]:
     """The model of --from, if there is one, and its place: that to which a resumed run refers may have moved too.
 
     Raises ValueError for an adapter, and for a folder that cannot be loaded.
     """
     if not config.base:
-        return None, folder
-    refers = options.resume and not config.trains and "base" not in options.override
-    place = base_folder(folder) if refers and is_reference(read_card(folder)) else None
+        return None, start.folder
+    refers = start.options.resume and not config.trains and "base" not in start.options.override
+    place = base_folder(start.folder) if refers and is_reference(read_card(start.folder)) else None
     place = place or checkpoint.locate_model(config.base).folder
     if is_adapter(place):
         raise ValueError(f"{place}: an adapter, not a model; merge it first: dunes augment merge {place} OUT")
@@ -231,7 +229,7 @@ def _choose_with_base(
         config, machine = autosize.with_machine(replace(config, lr=lr), context_length)
         config = replace(config, rate=1 / autosize.seconds_per_token(model, config, machine))
         reasons = [autosize.describe_machine(machine)]
-    return config, [*reasons, memory_with_base(config, base, size)]
+    return config, [*reasons, memory_sentence(config, base, size)]
 
 
 def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
@@ -241,9 +239,11 @@ def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
     return model
 
 
-def memory_with_base(config: TrainConfig, base: LoadedModel, text: int = 0) -> str:
-    """A sentence with the estimated memory of a run with --from, and the options that reduce it; `text` as in
-    `estimate_memory`."""
+def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> str:
+    """A sentence with the estimated memory of a run, with --from that of `base`, and the options that reduce it;
+    `text` as in `estimate_memory`."""
+    if not config.base:
+        return autosize.memory_advice(config, text=text)
     build = partial(outline_with_base, config, base)
     with torch.device("meta"):
         trained = sum(t.nbytes for t in trainable_state(build()).values())
@@ -307,6 +307,19 @@ def choose_trainable(
     return replace(config, complete=True, trainable=NONE), [*lines, how]
 
 
+def _choose_base(
+    config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display
+) -> tuple[TrainConfig, list[str], LoadedModel | None]:
+    """As `choose_trainable`, and the base: None if it would be trained by default and knows nothing."""
+    chosen, reasons = choose_trainable(config, corpus, base)
+    if base is None or config.trainable or not (chosen.complete and chosen.trains):
+        return chosen, reasons, base
+    if not (remark := tells_nothing(base, corpus)):
+        return chosen, reasons, base
+    display.line(f"{config.base}: {remark}")
+    return *choose_trainable(replace(config, base=""), corpus, None), None
+
+
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
     """Make the parameters that match the globs trainable, and freeze the others.
 
@@ -336,24 +349,6 @@ def rate_factors(model: nn.Module, config: TrainConfig, base: LoadedModel | None
 def _resolve_globs(globs: Sequence[str], base: LoadedModel | None) -> Sequence[str]:
     plain = ["**" if each == "all" else each for each in globs]
     return plain if base is None else resolve_new(plain, base)
-
-
-def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> float:
-    rows = config.batch // ranks.count(), config.context_length + 1
-    ids = torch.randint(base.require_tokenizer().vocab, rows, generator=torch.Generator().manual_seed(0))
-    fit = lambda per_token: sum(fit_size(config, per_token).seconds) if config.complete else 0.0
-    return report_step(config, trainer, (ids[:, :-1], ids[:, 1:]), display, fit)
-
-
-def score_base(run: Run) -> str:
-    """Validate the base model before the first step, so that its weights are saved if training makes it worse.
-
-    Returns a line for the user.
-    """
-    score = run.check(check_tokens(run.config))
-    append_metrics(run.folder, {"step": 0, "validation_loss": score.loss, "bits_per_byte": score.bits_per_byte})
-    values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
-    return f"validation loss before training: {values}"
 
 
 def with_context(base: LoadedModel, length: int) -> LoadedModel:
@@ -433,7 +428,7 @@ class Reference:
     """
 
     config: TrainConfig
-    folder: Path
+    start: Start
     base: LoadedModel
     place: Path
     packages: Sequence[str] = ()
@@ -443,6 +438,10 @@ class Reference:
             raise ValueError("--trainable none: trains nothing; start it without torchrun, or name what to train")
         if only_completes(self.config, self.base) and not self.base.require_tokenizer().writes_lines:
             raise ValueError(f"{self.place}: {NO_LINES}")
+
+    @property
+    def folder(self) -> Path:
+        return self.start.folder
 
     @cached_property
     def identity(self) -> Mapping[str, Any]:
@@ -459,14 +458,14 @@ class Reference:
         card = read_card(self.folder)
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
-    def is_finished(self, options: RunOptions, display: Display) -> bool:
+    def is_finished(self) -> bool:
         """True if this base was fitted, and no other option changes. If it has moved, the run follows."""
-        fitted, changed = self.fitted, {*options.override}
+        fitted, changed = self.fitted, {*self.start.options.override}
         if changed - {"base"} or not fitted or not self._has_fitted(fitted):
             return False
-        if (changed or fitted.get("files") != self.identity["files"]) and not options.dry_run:
+        if (changed or fitted.get("files") != self.identity["files"]) and not self.start.options.dry_run:
             self.save()
-        display.line(f"{self.folder}: finished; it completes lines with the model in {self.place}")
+        self.start.display.line(f"{self.folder}: finished; it completes lines with the model in {self.place}")
         return True
 
     def _has_fitted(self, fitted: Mapping[str, Any]) -> bool:
@@ -482,9 +481,10 @@ class Reference:
         checkpoint.save_adapter(self.base.architecture.outline(), self.folder, None, self.place, **words)
         write_config(self.config, self.folder)
 
-    def fit(self, corpus: Corpus, display: Display, options: RunOptions) -> str:
+    def fit(self, corpus: Corpus) -> str:
         """Index the text, fit the gate, and save; returns a line for the user. A dry run says what this takes."""
         config, folder, size = self.config, self.folder, corpus.size
+        display, options = self.start.display, self.start.options
         assert self.identity, "taken before the weights are rounded"
         stored = size_of(self.base)
         loaded = round_for_speed(replace(self.base, card={"adapter": None, **self.card}))
@@ -499,29 +499,26 @@ class Reference:
         with run_lock(folder), out_of_memory(folder, lambda: f"out of memory; {memory}"):
             if not options.resume:
                 start_run(config, folder, loaded.require_tokenizer())
-            with shown_by(display.state), phase("indexing the text"):
-                reader = FileTokenizer(loaded.require_tokenizer(), header=False)
-                files = prepare_completion(corpus, reader, display, config.sources, config.follow_links)
+            files = _index(replace(config, file_headers=False), corpus, loaded.require_tokenizer(), display)
             if not self.fitted:
                 display.detail(begin_completion(folder, files, loaded.architecture))
             with display.own_bar("fitting"):
                 return finish_completion(folder, files, amount, loaded, config.copies, self.save)
 
-    def run(self, corpus: Corpus, display: Display, options: RunOptions, timings: Timings) -> int:
-        """`fit`, and say what came of it, also when a signal ends the process; returns the exit status."""
-        folder = shlex.quote(str(self.folder))
+    def run(self, corpus: Corpus) -> None:
+        """`fit`, and print the outcome, also when a signal ends the process."""
+        folder, display = shlex.quote(str(self.folder)), self.start.display
         try:
-            said = self.fit(corpus, display, options)
+            said = self.fit(corpus)
         except (KeyboardInterrupt, SystemExit):
             is_run = read_config(self.folder, TrainConfig) is not None
             left = f"resume with: dunes train --out {folder} --resume" if is_run else "nothing was written"
             display.line(f"stopped: {f'{folder} has what it had' if self.fitted else left}")
             raise
         if said:
-            took = format_seconds(round(timings.elapsed))
+            took = format_seconds(round(self.start.timings.elapsed))
             display.line(f"{said}\ndone after {took}: {folder} refers to {self.place}, which must stay")
             display.line(f"try: dunes complete {folder} FILE:LINE:COLUMN   in your editor: dunes serve {folder}")
-        return 0
 
 
 @dataclass(frozen=True)
@@ -539,18 +536,12 @@ class TrainTask:
     completion: CompletionFiles | None = None
     outline: Decoder | None = None
 
-    @property
-    def fingerprints(self) -> Mapping[str, str]:
-        return self.text.fingerprints
-
-    @property
-    def tokens(self) -> int:
-        return len(self.text.valid)
-
-    def closing_seconds(self, seconds_per_token: float) -> float:
-        if self.completion is None:
-            return 0.0
-        return closing_seconds(self.completion, fit_size(self.config, seconds_per_token))
+    @cached_property
+    def facts(self) -> TaskFacts:
+        config, completion = self.config, self.completion
+        closing = lambda seconds: closing_seconds(completion, fit_size(config, seconds)) if completion else 0.0
+        advice = partial(memory_sentence, config, self.loaded)
+        return TaskFacts(self.text.fingerprints, len(self.text.valid), closing, advice)
 
     def batches(self, start: int) -> Iterator[Tensor | tuple[Tensor, ...]]:
         config = self.config
@@ -570,11 +561,6 @@ class TrainTask:
     def sample(self) -> str:
         seconds = math.inf if self.config.steps or ranks.count() > 1 else SAMPLE_SHARE * self.config.seconds
         return sample_text(self._windowed, self.config.seed, seconds=seconds)
-
-    def memory_advice(self) -> str:
-        if self.config.base:
-            return memory_with_base(self.config, self.loaded)
-        return autosize.memory_advice(self.config)
 
     def begin(self, run: Run) -> Iterator[str]:
         config = self.config

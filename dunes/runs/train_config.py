@@ -235,17 +235,17 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
         """True if the model has parts that no Hugging Face config describes."""
         return bool(self.shared_experts or self.parts) or self.balancing == "bias"
 
-    def with_family(self, asked: Collection[str] | None) -> "TrainConfig":
-        """The config; its family becomes mixtral if options of experts are set and the user set no family.
+    def normalized(self, asked: Collection[str] | None = None) -> "TrainConfig":
+        """As in `RunConfig`; the family becomes mixtral if options of experts are set and the user set no family.
 
-        `asked` are the options set by the user. Raises ValueError if options of experts are set together with a
-        family that has no experts.
+        Raises ValueError if options of experts are set together with a family that has no experts.
         """
+        config = super().normalized(asked)
         options = [option(name) for name in EXPERT_OPTIONS if name in self.changed()]
         if not options or self.family in MIXTURES:
-            return self
+            return config
         if self.family == TrainConfig.family and "family" not in (asked or ()):
-            return replace(self, family="mixtral")
+            return replace(config, family="mixtral")
         families = " or ".join(MIXTURES)
         raise ValueError(f"--{options[0]}: {self.family} has no experts; use --family {families}, or omit it")
 

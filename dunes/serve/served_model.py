@@ -39,7 +39,7 @@ from dunes.completion.search import WIDTH, CompleteOptions
 from dunes.completion.text import near_text
 from dunes.generate.packages import step_source
 from dunes.inference.chat import NONE, ChatModel, NoTemplate, load_chat_engine
-from dunes.runs.run import read_config
+from dunes.runs.saving import read_config
 from dunes.runs.train_config import TrainConfig
 from dunes.serve.batch import Batch
 from dunes.serve.fields import Refused

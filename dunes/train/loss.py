@@ -101,7 +101,7 @@ def dpo_loss(
 ) -> LossSums:
     """The summed DPO loss of pairs of answers, and the number of pairs. https://arxiv.org/abs/2305.18290
 
-    The batch is one of `PairBatches`: ids, targets and positions, each (2B, T), and the reference model's
+    The batch is one of `Batches`: ids, targets and positions, each (2B, T), and the reference model's
     log-probabilities (2B,); rows alternate between chosen and rejected answers. The reward of an answer is `beta`
     times its log-probability minus the reference's; the loss is -log sigmoid(margin); the margin is the difference
     of the rewards. `label_smoothing` is the probability that a label is wrong (conservative DPO,
@@ -113,18 +113,45 @@ def dpo_loss(
     `accuracy` (the fraction of positive margins); and `chosen_loss`, in nats/token. Dropout of the model itself is
     off, since its noise would be part of each margin; dropout of adapters stays.
     """
-    ids, targets, positions, reference = batch
-    with _without_dropout(model):
-        rows: RowLosses = model(ids, positions, targets=targets, by_row=True)
-    losses, counts, auxiliary, metrics = rows
-    rewards = beta * (-losses - reference)
+    losses, counts, *_ = rows = _row_losses(model, batch)
+    rewards = beta * (-losses - batch[3])
     if length_normalized:
         rewards = rewards / counts.clamp(min=1)
+    margin = rewards[::2] - rewards[1::2]
+    each = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    return _pair_sums(each, rewards, rows)
+
+
+def orpo_loss(model: nn.Module, batch: Sequence[Tensor], beta: float = 0.1) -> LossSums:
+    """The summed ORPO loss of pairs of answers, and the number of pairs. https://arxiv.org/abs/2403.07691
+
+    The batch is as in `dpo_loss`, without a reference. The odds of an answer are p / (1 - p), where p is the
+    exponential of its mean log-probability. The loss is the cross entropy of the chosen answer in nats/token,
+    minus `beta` times log sigmoid of the log odds ratio. Metrics, dropout and pairs without a target are as in
+    `dpo_loss`; the reward of an answer is `beta` times its mean log-probability.
+    """
+    losses, counts, *_ = rows = _row_losses(model, batch)
+    loss = losses / counts.clamp(min=1)
+    logprobs = -loss.clamp(min=torch.finfo(loss.dtype).eps)  # the odds of a certain answer would be infinite
+    log_odds = logprobs - torch.log(-torch.expm1(logprobs))
+    each = loss[::2] - beta * F.logsigmoid(log_odds[::2] - log_odds[1::2])
+    return _pair_sums(each, beta * logprobs, rows)
+
+
+def _row_losses(model: nn.Module, batch: Sequence[Tensor]) -> RowLosses:
+    """The losses of the rows of a batch, without dropout of the model itself."""
+    ids, targets, positions, *_ = batch
+    with _without_dropout(model):
+        rows: RowLosses = model(ids, positions, targets=targets, by_row=True)
+    return rows
+
+
+def _pair_sums(each: Tensor, rewards: Tensor, rows: RowLosses) -> LossSums:
+    """The summed losses (B,) of pairs, their number, and the metrics of `dpo_loss`, for these rewards (2B,)."""
+    losses, counts, auxiliary, metrics = rows
     real = (counts.view(-1, 2) > 0).all(1)
     chosen, rejected = rewards.view(-1, 2).masked_fill(~real[:, None], 0.0).unbind(1)
-    margin, pairs = chosen - rejected, real.sum()
-    each = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    total = (each * real).sum()
+    margin, pairs, total = chosen - rejected, real.sum(), (each * real).sum()
     for name, loss in auxiliary.items():
         total = total + pairs * loss
         metrics[name] = (pairs * loss).detach(), pairs

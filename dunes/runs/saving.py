@@ -1,0 +1,337 @@
+"""The files of a run in progress: lock, config, metrics and training states; signals to stop or save."""
+
+import json
+import math
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from dunes import checkpoint, measure
+from dunes.evaluate.preferences import PreferenceScore
+from dunes.evaluate.text_loss import Score
+from dunes.files import json_file
+from dunes.files.atomic import folder_lock, fsync_path, staging_folder, write_file
+from dunes.files.json_file import append_record, parse_line, print_warning, read_lines, read_records
+from dunes.measure import ranks
+from dunes.progress import Line
+from dunes.runs.config import RunConfig, T
+from dunes.runs.task import Run, check_tensors, load_trainable_state, trainable_state
+from dunes.text import Tokenizer
+from dunes.train import Record
+
+METRICS = "metrics.jsonl"
+"""File in a run's folder with a JSON record for each step, and for changes of the run."""
+FORMAT = 2
+"""Format version of plan.json."""
+STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
+"""Attributes of `Run` that are stored unchanged in its state."""
+SAVE_SECONDS = 60.0
+"""Seconds between saves, if a save takes at most CHEAP seconds. https://doi.org/10.1145/361147.361115"""
+CHEAP = SAVE_SECONDS**2 / (2 * 8 * 3600)
+"""Seconds of a save that is worth SAVE_SECONDS of lost work, with a failure in eight hours."""
+STOPPING = b"\nstopping after this step and saving; interrupt again to exit at once\n"
+CLOSING = b"\nall steps are done; saving; interrupt again to exit at once\n"
+ANOTHER_RUN = "already contains a run; continue it with --resume, or choose another --out"
+
+
+class FolderInUse(ValueError):
+    """Raised for a folder that contains a run, or that another process is using."""
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Lock the run's folder. Raises FolderInUse if another process has the lock.
+
+    The lock is also released when the process dies.
+    """
+    if not ranks.is_first():
+        yield
+        return
+    lock = folder / "state" / "lock"  # each save locks the folder itself
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    lock.touch()
+    try:
+        with folder_lock(lock, wait=False):
+            if lock.read_text() != ranks.job():  # so that a kill in a restart does not leave it empty
+                lock.write_text(ranks.job())
+            yield
+    except BlockingIOError:
+        remedy = "wait for it, or choose another --out"
+        raise FolderInUse(f"{folder}: in use by another training process; {remedy}") from None
+
+
+def check_shared(folder: Path) -> None:
+    """Raise ValueError, on all ranks, if a rank cannot write where the first does. The folder `state` exists."""
+
+    def write(path: Path) -> None:
+        try:
+            path.touch()
+        except OSError as error:
+            remedy = "--out must be on a disk that all machines share and write to"
+            raise ValueError(f"{folder}: cannot write where rank 0 does ({error.strerror}); {remedy}") from None
+
+    with ExitStack() as stack:
+        stage = lambda: stack.enter_context(staging_folder(folder / "state" / "new")) if ranks.is_first() else None
+        (staged, *_) = ranks.together(stage)
+        assert staged is not None, "the first rank's"
+        ranks.together(lambda: write(staged / str(ranks.rank())))
+
+
+def was_started_by_job(folder: Path) -> bool:
+    """True if the last run in the folder was started by the same torchrun command as this process."""
+    lock = folder / "state" / "lock"
+    started = ranks.asked() and lock.is_file() and (folder / "state" / "plan.json").exists()
+    return started and lock.read_text() == ranks.job()
+
+
+def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
+    """Save the tokenizer, then the config; a folder counts as a run once it has the config.
+
+    Raises FolderInUse if the folder already contains a run.
+    """
+    if (folder / "state" / "plan.json").exists():
+        raise FolderInUse(f"{folder}: {ANOTHER_RUN}")
+    write_file(folder / "state" / "tokenizer.json", tokenizer.json().encode())
+    write_config(config, folder)
+
+
+def write_config(config: RunConfig, folder: Path) -> None:
+    stored = {"format": FORMAT} | asdict(config)
+    write_file(folder / "state" / "plan.json", json.dumps(stored, indent=1).encode())
+
+
+def read_config(folder: Path, config_class: type[T]) -> T | None:
+    """The config of the run in this folder; None if the folder contains no run.
+
+    Raises ValueError, with a remedy, if the config is of another kind of run or cannot be read.
+    """
+    path = folder / "state" / "plan.json"
+    if not path.is_file():
+        return None
+    stored = json_file.read(path)
+    try:
+        if (number := stored.pop("format", 1)) != FORMAT:
+            raise ValueError(f"written by another version of dunes (format {number}, this version reads {FORMAT})")
+        return config_class.of(stored)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}; choose another --out") from None
+
+
+def append_metrics(folder: Path, record: dict[str, Any]) -> None:
+    """On the first rank, append a record to the run's metrics.jsonl."""
+    if ranks.is_first():
+        append_record(folder / METRICS, record)
+
+
+def read_metrics(path: Path, warn: Line = print_warning) -> list[dict[str, Any]]:
+    """The undamaged records of a metrics.jsonl; `warn` is called with a line about damaged records."""
+    return read_records(path, "the metrics of a step", _is_metric, warn)
+
+
+def _is_metric(record: dict[str, Any]) -> bool:
+    return "step" in record and ("loss" not in record or "seconds" in record)
+
+
+def truncate_metrics(path: Path, step: int) -> None:
+    """Remove the records of later steps than `step` from metrics.jsonl, since a resumed run writes them again."""
+    lines = read_lines(path)
+    records = map(parse_line, lines)
+    later = [record is not None and _is_metric(record) and record["step"] > step for record in records]
+    if any(later) and ranks.is_first():
+        write_file(path, b"\n".join(line for line, is_later in zip(lines, later, strict=True) if not is_later))
+
+
+def run_state(run: Run) -> dict[str, Any]:
+    """The state from which the run can be resumed: a nested dict of tensors and JSON values."""
+    return {
+        "config": asdict(run.config),
+        "fingerprints": dict(run.task.facts.fingerprints),
+        "model": run.task.loaded.architecture.record(),
+        "weights": trainable_state(run.model),
+        "trainer": run.trainer.state_dict(),
+        "schedule": [[r.begin, r.end] for r in run.schedule.records],
+        "warmup": run.schedule.warmup,
+        "timings": dict(run.timings.seconds),
+        "best": [*asdict(run.best).values()] if run.best else None,
+        "last": [*asdict(run.last).values()] if run.last else None,
+        **{name: getattr(run, name) for name in STATE_FIELDS},
+    }
+
+
+def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
+    """Read the state in a folder `step-000123`; config (of class `config_class`), scores and schedule are objects.
+
+    Raises ValueError with the folder if they cannot be made. The state's digests detect damage, but not edits.
+    """
+    state = checkpoint.load_state(folder)
+    with invalid_state(folder):
+        return state | {
+            "config": config_class.of(state["config"]),
+            "schedule": [Record(*pair) for pair in state["schedule"]],
+            "best": read_score(state["best"]),
+            "last": read_score(state["last"]),
+        }
+
+
+@contextmanager
+def invalid_state(folder: Path) -> Iterator[None]:
+    """Turn errors caused by a state's content into a ValueError with the folder and a remedy."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = error if type(error) is ValueError else f"not the state of a run: {error!r:.200}"
+        raise ValueError(f"{folder}: {reason}; remove this state to resume from an older one") from None
+
+
+def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
+    """Restore all of a run but its schedule from a result of `read_state`.
+
+    Raises ValueError, naming the folder, if the state is from another model.
+    """
+    with invalid_state(folder):
+        if state["best_weights"]:
+            check_tensors(trainable_state(run.model), state["best_weights"])
+        load_trainable_state(run.model, state["weights"])
+        run.trainer.load_state_dict(state["trainer"])
+        shard_optimizer(run.trainer.optimizer)
+        for name in (*STATE_FIELDS, "best", "last"):
+            setattr(run, name, state[name])
+    run.best_weights = {name: tensor.cpu() for name, tensor in run.best_weights.items()}
+    run.timings.seconds.update(state["timings"])
+
+
+def read_score(values: Any) -> Score | None:
+    """The `Score` stored as a list of three values, or `PreferenceScore` as one of eight; None for None."""
+    if values is None:
+        return None
+    return PreferenceScore(*values) if len(values) == len(fields(PreferenceScore)) else Score(*values)
+
+
+def shard_optimizer(optimizer: Optimizer) -> None:
+    """Shard the tensors of a loaded optimizer state in the same way as the parameters."""
+    for each in getattr(optimizer, "optimizers", [optimizer]):
+        for p, entry in each.state.items():
+            entry.update({name: ranks.part(t, p) for name, t in entry.items() if t.shape == p.shape})
+
+
+@dataclass
+class Saver:
+    """Saves the run, each rank its part, one save at a time, in a thread of `pool` while training continues.
+
+    If a save fails, earlier states remain, `line` gets a warning, and the next save tries again. With `strict`,
+    the next call raises the save's error instead. `seconds` is the duration of the last save.
+    """
+
+    pool: ThreadPoolExecutor
+    line: Line
+    strict: bool = False
+    seconds: float = 0.0
+    _pending: Future[Path] | None = None
+
+    @property
+    def interval(self) -> float:
+        """Seconds between saves: by Young's rule, sqrt(2 * seconds of a save * seconds between failures)."""
+        return SAVE_SECONDS * max(1.0, math.sqrt(self.seconds / CHEAP))
+
+    def start(self, run: Run) -> bool:
+        """Start to save the current state. Returns False, without saving, if the previous save is in progress."""
+        if not self.ready():
+            return False
+        measure.return_freed_memory()  # else the copy's blocks would split what the next step needs
+        snapshot = checkpoint.snapshot(run_state(run), unchanging=["best_weights"])
+        self._pending = self.pool.submit(self._write, run.folder, run.trainer.number, snapshot)
+        return True
+
+    def _write(self, folder: Path, step: int, snapshot: checkpoint.Snapshot) -> Path:
+        start = perf_counter()
+        try:
+            with_metrics = ranks.is_first() and (folder / METRICS).exists()  # resuming needs them up to the state
+            ranks.together(lambda: fsync_path(folder / METRICS) if with_metrics else None)
+            return checkpoint.save_state(folder, step, snapshot)
+        finally:
+            self.seconds = perf_counter() - start
+
+    @property
+    def busy(self) -> bool:
+        """True if a save is in progress."""
+        return self._pending is not None and not self._pending.done()
+
+    def ready(self) -> bool:
+        """True if no save is in progress; also reports the previous save if it failed."""
+        if idle := not self.busy:
+            self.wait()
+        return idle
+
+    def last(self, run: Run) -> bool:
+        """Save the current state and wait until it is saved; False if saving failed."""
+        ranks.expect(0)
+        self.wait()
+        self.start(run)
+        return self.wait()
+
+    def wait(self) -> bool:
+        """Wait for the save in progress, if any; False if that save failed."""
+        pending, self._pending = self._pending, None
+        try:
+            if pending is not None:
+                pending.result()
+            return True
+        except (OSError, ValueError) as error:
+            if self.strict:
+                raise
+            self.line(f"warning: saving the state failed: {error}; the previous state is kept")
+            return False
+
+
+@dataclass
+class StopRequest:
+    """Requests by signals: `signal` is the number of the signal that requested a stop, or 0.
+
+    `save` is True if a signal requested a save, `closing` after the last step.
+    """
+
+    signal: int = 0
+    save: bool = False
+    closing: bool = False
+
+    def asked(self) -> bool:
+        """True if validation and the like are to be left; several ranks would leave them in different places."""
+        return bool(self.signal) and ranks.count() == 1
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopRequest]:
+    """Handle signals: the first SIGINT, SIGTERM or SIGHUP requests a stop after the current step, a second exits
+    at once; SIGUSR1 requests a save. An ignored SIGHUP (nohup) stays ignored."""
+    request = StopRequest()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if request.signal:
+            os._exit(128 + number)
+        request.signal = number
+        if ranks.is_first():
+            # Not through the display, in which the handler may have interrupted a line.
+            with suppress(OSError):  # a terminal that was closed
+                os.write(2, CLOSING if request.closing else STOPPING)
+
+    def save(number: int, frame: FrameType | None) -> None:
+        request.save = True
+
+    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGUSR1: save}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = stop
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
