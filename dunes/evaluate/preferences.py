@@ -25,8 +25,8 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class PreferenceScore(Score):
-    """Sums over `pairs` pairs of answers with `tokens` targets: the loss, the reward `margins`, the number of positive
-    margins (`correct`), and the cross entropy of the chosen answers (`chosen_tokens` tokens)."""
+    """Sums over `pairs` pairs of answers with `tokens` targets: the loss, the reward `margins`, the number of
+    positive margins (`correct`), and the cross entropy of the chosen answers (`chosen_tokens` tokens)."""
 
     pairs: int
     margins: float

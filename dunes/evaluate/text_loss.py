@@ -138,7 +138,7 @@ def evaluation(model: nn.Module, dtype: torch.dtype) -> Iterator[torch.device]:
 
 
 def own_rows(batch: tuple[torch.Tensor, ...], group: int = 1) -> tuple[torch.Tensor, ...]:
-    """The rows of this rank, in whole groups; one group without targets if it has none: all ranks call the model."""
+    """The rows of this rank, in whole groups; one group without targets if it has none."""
     share = -(-len(batch[0]) // (group * ranks.count())) * group
     own = tuple(part[share * ranks.rank() :][:share] for part in batch)
     if len(own[0]):
