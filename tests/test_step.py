@@ -235,7 +235,7 @@ REQUESTS = {
     "greedy": dict,
     "alternatives": lambda: {"alternatives": 3},
     "vocabulary": lambda: {"sample": Sampler((partial(limit_vocab, 40),))},
-    "penalty": lambda: {"sample": sampler(0, penalty=1.5)},
+    "penalty": lambda: {"sample": sampler(0, repetition_penalty=1.5)},
     "drawn": lambda: {"sample": sampler(1.0, top_k=50, seed=3)},
     "stop": lambda: {"stop": range(100, 200)},
     "look-up": lambda: {"proposer": look_up},

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 import tyro
 
 from dunes.flags import Dtype, flag, parse_fields
-from dunes.inference.sampling_options import SamplingOptions
+from dunes.generate.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from dunes.checkpoint.source import Source

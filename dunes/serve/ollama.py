@@ -19,7 +19,8 @@ from dunes.serve.requests import (
 )
 from dunes.text.templates import Turn
 
-DEFAULTS = TextRequest(top_p=0.9, min_p=0.0)
+SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""Default settings of Ollama."""
 REASONS = {"stop": "stop", "length": "length", "word": "stop"}
 VERSION = "0.12.0"
 """Version of Ollama's API that is reported; clients check it for supported features."""
@@ -48,7 +49,7 @@ def read_chat(fields: Fields) -> Asked:
 
 def _text_request(fields: Fields, **more: Any) -> TextRequest:
     variables = {"enable_thinking": fields.flag("think")} if fields.has("think") else {}
-    return read_text(fields, DEFAULTS, "num_predict", -1, fields.object("options"), variables=variables, **more)
+    return read_text(fields, SAMPLING, "num_predict", -1, fields.object("options"), variables=variables, **more)
 
 
 def format_time(time: datetime) -> str:
