@@ -17,13 +17,15 @@ from conftest import raising, refuses, refuses_command
 from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats import cpp as export_native
-from dunes.checkpoint.formats.cpp import checksum, encoding_tables, export_network
+from dunes.checkpoint.formats.cpp import SOURCES, checksum, encoding_tables, export_network
 from dunes.checkpoint.formats.cpp import export_native as export
 from dunes.checkpoint.formats.onnx import export_onnx, write_onnx
 from dunes.checkpoint.weights.lazy_tensor import in_memory
+from dunes.flags import option
 from dunes.generate import packages as step_package
 from dunes.generate import sampler
 from dunes.generate.packages import step_source
+from dunes.generate.sampling import RULES
 from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
 from dunes.models.mnist import conv_net
@@ -231,6 +233,17 @@ def test_only_tokenizers_trained_here_have_tables():
         assert encoding_tables(Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))) is None
 
 
+def test_the_sampling_rules_of_the_program_are_those_of_python():
+    header, library = ((SOURCES / name).read_text() for name in ("dunes.h", "dunes.cpp"))
+    table = re.findall(r'RULE\((\w+), (\w+), "--([\w-]+) [A-Z]", .*, "(.*)"\)', header)
+    assert table == [
+        ("int64_t" if isinstance(rule.neutral, int) else "double", name, option(name), rule.expected)
+        for name, rule in RULES.items()
+        if rule.process and not rule.raw
+    ]
+    assert re.findall(r"^Tensor (\w+)\(", library, re.M) == [name for _, name, *_ in table]
+
+
 # The program: from here on everything is compiled.
 
 
@@ -240,9 +253,8 @@ def build(tmp_path_factory):
     if shutil.which("cmake") is None or step_package.why_not_compiled():
         pytest.skip("needs cmake and a C++ compiler")
     folder = tmp_path_factory.mktemp("native-build")
-    source = Path(dunes.__file__).parent / "checkpoint" / "formats" / "program"
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    subprocess.run(["cmake", "-S", source, "-B", folder, prefix], check=True, capture_output=True)
+    subprocess.run(["cmake", "-S", SOURCES, "-B", folder, prefix], check=True, capture_output=True)
     subprocess.run(["cmake", "--build", folder], check=True, capture_output=True)
     return folder
 
@@ -335,9 +347,8 @@ int main(int count, char **arguments) {
 def compile_c(build, folder, text):
     """A C program that is linked to the library."""
     (folder / "client.c").write_text(text)
-    source = Path(dunes.__file__).parent / "checkpoint" / "formats" / "program"
     link = ["-L", build, "-ldunes", f"-Wl,-rpath,{build}", "-Wl,--allow-shlib-undefined"]
-    command = ["gcc", "-Wall", "-Werror", "-I", source, folder / "client.c", *link, "-o", folder / "client"]
+    command = ["gcc", "-Wall", "-Werror", "-I", SOURCES, folder / "client.c", *link, "-o", folder / "client"]
     subprocess.run(command, check=True, capture_output=True)
     return folder / "client"
 
