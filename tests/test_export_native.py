@@ -297,13 +297,26 @@ def python_ids(model, prompt, limit, sample=None):
 @pytest.mark.slow
 def test_its_text_is_that_of_python_token_for_token(build, folder, packages):
     model = loaded()
-    options = ["--temperature", 1.1, "--top-k", 60, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3]
+    options = [
+        "--temperature",
+        1.1,
+        "--top-k",
+        60,
+        "--top-p",
+        0.9,
+        "--min-p",
+        0.01,
+        "--typical-p",
+        0.8,
+        "--seed",
+        3,
+    ]
     for prompt in PROMPTS:
         ids = model.tokenizer.prompt(prompt)
         for arguments, make in (
             ([], lambda: None),
             (["--temperature", 0.8, "--top-k", -1, "--seed", 7], lambda: sampler(0.8, seed=7)),
-            (options, lambda: sampler(1.1, top_k=60, top_p=0.9, min_p=0.01, seed=3)),
+            (options, lambda: sampler(1.1, top_k=60, top_p=0.9, min_p=0.01, typical_p=0.8, seed=3)),
         ):
             expected = python_ids(model, prompt, 2 * CONTEXT, make())
             assert ids_of(build, folder, ids, "--max-tokens", 2 * CONTEXT, *arguments) == expected, prompt

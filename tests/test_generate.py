@@ -243,7 +243,7 @@ def theirs(settings):
         "temperature": generation.TemperatureLogitsWarper,
     }
     kinds |= {"top_k": generation.TopKLogitsWarper, "top_p": generation.TopPLogitsWarper}
-    kinds |= {"min_p": generation.MinPLogitsWarper}
+    kinds |= {"min_p": generation.MinPLogitsWarper, "typical_p": generation.TypicalLogitsWarper}
     settings = {"temperature": 1.0} | settings
     return generation.LogitsProcessorList(kind(settings[key]) for key, kind in kinds.items() if key in settings)
 
@@ -253,7 +253,11 @@ def choices(sample, logits, history):
 
 
 SETTINGS = [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"repetition_penalty": 1.5}]
-SETTINGS += [{"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2}]
+SETTINGS += [
+    {"typical_p": 0.5},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
+]
+SETTINGS += [{**SETTINGS[-1], "typical_p": 0.7}]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -265,6 +269,17 @@ def test_the_distribution_is_that_of_transformers(settings):
     probs = [sample.process(x, ids).softmax(-1) for x, ids in zip(logits, history.tolist(), strict=True)]
     want = theirs(settings)(history, logits.clone()).softmax(-1)
     assert (torch.stack(probs) - want).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.05, 0.3, 0.5, 0.9, 0.999, 1 - 1e-9])
+def test_typical_p_keeps_the_ids_that_transformers_keeps(p):
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.01, 1.0, 4.0, 30.0):
+        logits = torch.randn(20, 500, generator=generator) * scale
+        logits[10:, :200] = -torch.inf
+        want = theirs({"typical_p": p})(torch.zeros(20, 0), logits.clone()).isfinite()
+        kept = [sampler(typical_p=p).process(row, []).isfinite() for row in logits]
+        assert torch.equal(torch.stack(kept), want), scale
 
 
 @pytest.mark.parametrize("last", [-1, 0, 1, 4, 6, 99])
@@ -332,7 +347,15 @@ TINY = (1e-3, 1e-30, 1e-39, 1e-40, 1e-45, 5e-324)
 @pytest.mark.parametrize("temperature", TINY)
 def test_the_limit_of_a_small_temperature_is_the_likeliest(temperature):
     logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf], [-1e4, -5.0, -1e-3, 0.0], [3e4, 3e4 - 1, 0.0, 3e38]])
-    for rest in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 5e-324}, {"repetition_penalty": 1.2}):
+    for rest in (
+        {},
+        {"top_k": 2},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"top_p": 5e-324},
+        {"typical_p": 0.5},
+        {"repetition_penalty": 1.2},
+    ):
         assert choices(sampler(temperature, **rest), logits, [[], [], []]) == [1, 3, 3]
     equal = torch.tensor([2.0, 5.0, 5.0])
     sample = sampler(temperature)

@@ -263,10 +263,10 @@ def test_a_text_of_the_batch_is_that_of_the_generator(run):
     loaded = load_with_tokenizer(run)
     (answer,), _ = generated(Batch(loaded), [TextRequest("def task_", 20, GREEDY)])
     assert answer.text == TextGenerator(loaded).text("def task_", 20)
-    choose = sampler(0.7, top_k=9, top_p=0.9, seed=11)
-    request = TextRequest("def task_", 20, {"temperature": 0.7, "top_k": 9, "top_p": 0.9}, seed=11)
-    (drawn,), _ = generated(Batch(loaded), [request])
-    assert drawn.text == TextGenerator(loaded).text("def task_", 20, choose)
+    for settings in ({"temperature": 0.7, "top_k": 9, "top_p": 0.9}, {"temperature": 1.5, "typical_p": 0.2}):
+        choose = sampler(**settings, seed=11)
+        (drawn,), _ = generated(Batch(loaded), [TextRequest("def task_", 20, settings, seed=11)])
+        assert drawn.text == TextGenerator(loaded).text("def task_", 20, choose)
 
 
 @pytest.mark.parametrize("stop", ["value", "ue_3", " ", "\n", "é", "🙂x"])
@@ -814,9 +814,10 @@ def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  #
 def test_replies_have_the_reference_servers_keys_and_types(port):
     """The keys and types of llama-server b11669 (Debian's llama.cpp-tools), as recorded by hand."""
     settings = {
-        "seed": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repeat_penalty": float,
-        "stop": list, "max_tokens": int, "n_predict": int, "stream": bool, "n_probs": int, "samplers": list,
-        "speculative.types": str, "lora": list, "grammar": str, "dry_sequence_breakers": list, "ignore_eos": bool,
+        "seed": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "typical_p": float,
+        "repeat_penalty": float, "stop": list, "max_tokens": int, "n_predict": int, "stream": bool, "n_probs": int,
+        "samplers": list, "speculative.types": str, "lora": list, "grammar": str, "dry_sequence_breakers": list,
+        "ignore_eos": bool,
     }  # fmt: skip
     timings = {"cache_n": int, "prompt_n": int, "prompt_ms": float, "prompt_per_second": float, "predicted_n": int}
     own = {"total_slots": int, "model_path": str, "chat_template": str, "bos_token": str, "modalities": dict}

@@ -147,6 +147,18 @@ def keep_min_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
     return logits.masked_fill(probs < p * probs.amax(), -math.inf)
 
 
+def keep_typical_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Keep the fewest ids that reach the cumulative probability `p`, of those whose negative log-probability is
+    closest to its mean, the entropy: https://arxiv.org/abs/2202.00666
+    """
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs * logprobs.exp()).nansum(-1)
+    distances = (-logprobs - entropy).abs()
+    sorted_distances, order = distances.sort()
+    sums = logits[order].softmax(-1).cumsum(-1)
+    return logits.masked_fill(distances > sorted_distances[(sums < p).sum().clamp(max=len(sums) - 1)], -math.inf)
+
+
 @dataclass(frozen=True)
 class Rule:
     """A setting of sampling: how it changes the logits, its values, and how servers' requests name it."""
@@ -190,6 +202,10 @@ class SamplingOptions:  # temperature, filters and penalty of sampling, and the 
     """Sample from the most probable tokens whose probabilities add up to P."""
     min_p: Annotated[float | None, flag("P", "off"), Rule(keep_min_p, 0.0, (0, 1), "a probability")] = None
     """Sample from tokens with at least P times the probability of the most probable one."""
+    typical_p: Annotated[
+        float | None, flag("P", "off"), Rule(keep_typical_p, 1.0, (ABOVE_0, 1), "a probability above 0")
+    ] = None
+    """Sample from the tokens closest to the expected information content whose probabilities add up to P."""
     repetition_penalty: Annotated[
         float,
         Rule(

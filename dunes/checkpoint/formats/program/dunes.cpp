@@ -100,6 +100,15 @@ Tensor min_p(double p, const Tensor &logits) {
   return logits.masked_fill(probs < p * probs.amax(), -INFINITY);
 }
 
+Tensor typical_p(double p, const Tensor &logits) {
+  if (p == 1) return logits;
+  auto logprobs = logits.log_softmax(-1);
+  auto distances = (-logprobs + (logprobs * logprobs.exp()).nansum(-1)).abs();
+  auto [sorted, order] = distances.sort();
+  auto last = (logits.index({order}).softmax(-1).cumsum(-1) < p).sum().clamp_max(logits.numel() - 1);
+  return logits.masked_fill(distances > sorted.index({last}), -INFINITY);
+}
+
 }  // namespace rules
 
 }  // namespace

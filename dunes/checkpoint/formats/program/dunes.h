@@ -25,7 +25,8 @@ typedef struct dunes_text dunes_text;
   RULE(double, temperature, "--temperature T", 0, DBL_MAX, "a finite number of at least 0") \
   RULE(int64_t, top_k, "--top-k K", -1, INT64_MAX, "a whole number; 0 or -1 for all ids")   \
   RULE(double, top_p, "--top-p P", 0, 1, "a probability above 0")                           \
-  RULE(double, min_p, "--min-p P", 0, 1, "a probability")
+  RULE(double, min_p, "--min-p P", 0, 1, "a probability")                                   \
+  RULE(double, typical_p, "--typical-p P", 0, 1, "a probability above 0")
 
 /* Settings of sampling. Equal seeds give equal texts, also in Python. */
 typedef struct {
