@@ -22,9 +22,9 @@ from dunes.checkpoint.formats.cpp import export_native as export
 from dunes.checkpoint.formats.onnx import export_onnx, write_onnx
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.flags import option
-from dunes.generate import packages as step_package
+from dunes.generate import decode_packages as step_package
 from dunes.generate import sampler
-from dunes.generate.packages import step_source
+from dunes.generate.decode_packages import step_source
 from dunes.generate.sampling import RULES
 from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
@@ -68,7 +68,7 @@ def no_work(monkeypatch):
 
     fail = raising(AssertionError("work before the refusal"))
     for name in ("compile_step", "compile_graph"):
-        monkeypatch.setattr(export_native.packages, name, fail)
+        monkeypatch.setattr(export_native.decode_packages, name, fail)
     monkeypatch.setattr(torch.export, "export", fail)
     monkeypatch.setattr(export_native, "why_not_compiled", lambda: "")  # which imports Inductor
 
@@ -150,7 +150,7 @@ def test_a_network_that_cannot_be_exported_is_refused(no_work, tmp_path, network
 )
 def test_a_network_that_torch_cannot_export_is_refused_in_one_line(monkeypatch, tmp_path, network, message):
     monkeypatch.setattr(export_native, "why_not_compiled", lambda: "")
-    monkeypatch.setattr(export_native.packages, "compile_graph", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setattr(export_native.decode_packages, "compile_graph", lambda *args: pytest.fail("compiled"))
     refuses(message, export_network, network, torch.rand(1), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

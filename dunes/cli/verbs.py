@@ -71,7 +71,7 @@ def generate(
     """
     with _quick_imports():
         from dunes import checkpoint, measure
-        from dunes.generate.packages import step_source
+        from dunes.generate.decode_packages import step_source
         from dunes.inference.text_generator import TextGenerator, describe_generation
 
     sample, tokens = sampling.sampler(), sampling.max_tokens
@@ -187,7 +187,7 @@ def compile_(
     import torch
 
     from dunes import checkpoint
-    from dunes.generate.packages import compile_step
+    from dunes.generate.decode_packages import compile_step
 
     start = perf_counter()
     loaded = checkpoint.load(checkpoint.locate_model(model).folder, any_base=any_base)

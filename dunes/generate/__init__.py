@@ -10,10 +10,10 @@ from dunes.extra import attributes_of
 
 if TYPE_CHECKING:
     from dunes.generate.decode import Request, Token, generate, generate_all, prompt_tokens
+    from dunes.generate.decode_graph import CompiledStep
     from dunes.generate.prefix_cache import PrefixCache
     from dunes.generate.sampling import Sampler, SamplingOptions, limit_vocab, sampler
     from dunes.generate.speculate import DraftModel, Proposal, Proposer, first_proposal, look_up
-    from dunes.generate.step import CompiledStep
 
 __all__ = [
     "CompiledStep", "DraftModel", "PrefixCache", "Proposal", "Proposer", "Request", "Sampler", "SamplingOptions",
@@ -21,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
-    __getattr__ = attributes_of(__name__, ("sampling", "step", "speculate", "prefix_cache", "decode"), __all__)
+    __getattr__ = attributes_of(__name__, ("sampling", "decode_graph", "speculate", "prefix_cache", "decode"), __all__)
 
 
 def __dir__() -> list[str]:

@@ -11,9 +11,9 @@ from torch import Tensor
 from dunes.augment import row_adapters
 from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Request, Sampler, Token, generate_all, limit_vocab, prompt_tokens, sampler
+from dunes.generate.decode_graph import CompiledStep
 from dunes.generate.prefix_cache import PieceReader, common_length
 from dunes.generate.sampling import greedy
-from dunes.generate.step import CompiledStep
 from dunes.serve.fields import Refused
 from dunes.serve.requests import Answer, Event, TextRequest, TokenText
 from dunes.text import DecodeStream, Tokenizer
