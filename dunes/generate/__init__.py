@@ -21,7 +21,9 @@ __all__ = [
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
-    __getattr__ = attributes_of(__name__, ("sampling", "decode_graph", "speculate", "prefix_cache", "decode"), __all__)
+    __getattr__ = attributes_of(
+        __name__, ("sampling", "decode_graph", "speculate", "prefix_cache", "decode"), __all__
+    )
 
 
 def __dir__() -> list[str]:

@@ -159,27 +159,34 @@ def keep_typical_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
     return logits.masked_fill(distances > sorted_distances[(sums < p).sum().clamp(max=len(sums) - 1)], -math.inf)
 
 
+ABOVE_0, FINITE, COUNT = math.ulp(0.0), sys.float_info.max, (-1, 2**31)
+
+
 @dataclass(frozen=True)
 class Rule:
     """A setting of sampling: how it changes the logits, its values, and how servers' requests name it."""
 
     process: Callable[..., Tensor] | None
-    """A processor that is bound to the setting, and to those in `further`; None for a setting of another rule."""
+    """Its last two arguments are those of a processor; None for a setting that another rule takes."""
     neutral: float
     """The value with which nothing is processed."""
     bounds: tuple[float, float]
     """Minimum and maximum."""
     expected: str
-    requests: tuple[float, float] = (0, 1)
-    """Minimum and maximum in requests. A value below `bounds` means the minimum there."""
+    requests: tuple[float, float] = COUNT
+    """Minimum and maximum in requests; a value below `bounds` means the minimum there."""
     names: tuple[str, ...] = ()
-    """Names in requests and, the first one, in replies; by default the setting's own."""
+    """Names in requests besides the setting's own; replies have the first one."""
     further: tuple[str, ...] = ()
+    """Other settings that `process` takes."""
     raw: bool = False
     """True for a rule that changes a model's own logits: greedy decoding has it, too, and others come after it."""
 
 
-ABOVE_0, FINITE, LARGEST_COUNT = math.ulp(0.0), sys.float_info.max, 2**31
+P = flag("P", "off")
+REPETITION = ("repeat_penalty",), ("penalty_range",)
+"""Other names and further settings of the repetition penalty."""
+Hidden = Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,41 +197,23 @@ class SamplingOptions:  # temperature, filters and penalty of sampling, and the 
         float, Rule(scale_logits, 1.0, (0, FINITE), "a finite number of at least 0", (0, 1e4))
     ] = 0.8
     """Softmax temperature; 0 is greedy decoding."""
-    top_k: Annotated[
-        int | None,
-        flag("K"),
-        Rule(keep_top_k, 0, (-1, math.inf), "a whole number; 0 or -1 for all ids", (-1, LARGEST_COUNT)),
-    ] = 50
+    top_k: Annotated[int | None, flag("K"), Rule(keep_top_k, 0, COUNT, "a whole number; 0 or -1 for all ids")] = 50
     """Sample from the K most probable tokens; 0 or -1 means all."""
-    top_p: Annotated[
-        float | None, flag("P", "off"), Rule(keep_top_p, 1.0, (ABOVE_0, 1), "a probability above 0")
-    ] = None
+    top_p: Annotated[float | None, P, Rule(keep_top_p, 1.0, (ABOVE_0, 1), "a probability above 0", (0, 1))] = None
     """Sample from the most probable tokens whose probabilities add up to P."""
-    min_p: Annotated[float | None, flag("P", "off"), Rule(keep_min_p, 0.0, (0, 1), "a probability")] = None
+    min_p: Annotated[float | None, P, Rule(keep_min_p, 0.0, (0, 1), "a probability", (0, 1))] = None
     """Sample from tokens with at least P times the probability of the most probable one."""
     typical_p: Annotated[
-        float | None, flag("P", "off"), Rule(keep_typical_p, 1.0, (ABOVE_0, 1), "a probability above 0")
+        float | None, P, Rule(keep_typical_p, 1.0, (ABOVE_0, 1), "a probability above 0", (0, 1))
     ] = None
     """Sample from the tokens closest to the expected information content whose probabilities add up to P."""
     repetition_penalty: Annotated[
         float,
-        Rule(
-            penalise,
-            1.0,
-            (ABOVE_0, FINITE),
-            "a finite number above 0",
-            (1e-3, 1e3),
-            ("repeat_penalty", "repetition_penalty"),
-            ("penalty_range",),
-            raw=True,
-        ),
+        Rule(penalise, 1.0, (ABOVE_0, FINITE), "a finite number above 0", (1e-3, 1e3), *REPETITION, raw=True),
     ] = 1.0
     """Above 1, tokens that have already occurred become less probable."""
     penalty_range: Annotated[
-        int,
-        tyro.conf.Fixed,
-        tyro.conf.Suppress,
-        Rule(None, -1, (-1, math.inf), "a whole number; -1 for all ids", (-1, LARGEST_COUNT), ("repeat_last_n",)),
+        Hidden, Rule(None, -1, COUNT, "a whole number; -1 for all ids", names=("repeat_last_n",))
     ] = -1
     """Number of last ids that the penalty applies to; -1 means all."""
     seed: int = 0
@@ -238,7 +227,7 @@ class SamplingOptions:  # temperature, filters and penalty of sampling, and the 
 
 
 RULES = {
-    name: replace(rule, names=rule.names or (name,))
+    name: replace(rule, names=(*rule.names, name))
     for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
     for rule in getattr(hint, "__metadata__", ())
     if isinstance(rule, Rule)

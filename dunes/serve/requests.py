@@ -27,6 +27,8 @@ FILE = re.compile(r"(?:<\|file_sep\|>|<file_sep>)([^\n]*)\n")
 REPOSITORY = re.compile(r"^(?:<\|repo_name\|>|<repo_name>)[^\n]*\n")
 HINTS = re.compile(r"\A\W{1,4} language: [^\n]*\n(?:\W{1,4} indentation: [^\n]*\n)?")
 """Lines that minuet puts before the text: https://github.com/milanglacier/minuet-ai.nvim."""
+Settings = Mapping[str, float]
+"""Settings of a sampler by name; the others are neutral."""
 UNNAMED = "filename"
 """Name that llama-server gives to the file of an `/infill` request."""
 
@@ -61,7 +63,7 @@ class TextRequest:
 
     prompt: str | Sequence[int] = ""
     max_tokens: int = ENDLESS
-    sampling: Mapping[str, float] = field(default_factory=dict)
+    sampling: Settings = field(default_factory=dict)
     seed: int = 0
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
@@ -167,12 +169,7 @@ class Protocol(NamedTuple):
 
 
 def read_text(
-    fields: Fields,
-    defaults: Mapping[str, float],
-    limit: str,
-    tokens: int = -1,
-    options: Fields | None = None,
-    **more: Any,
+    fields: Fields, defaults: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
     """Read a TextRequest from the fields; its settings are read from `options`, if given, and the sampler's are by
     default those in `defaults`, or neutral. `more` are additional attributes. The field named `limit` has the

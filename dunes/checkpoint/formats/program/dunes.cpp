@@ -74,9 +74,7 @@ std::unique_ptr<Runner> load(const Folder &folder, const std::string &name, Tens
   return runner;
 }
 
-// The functions of generate/sampling.py, by the names of the settings. All ids are kept by a probability of 1.
-namespace rules {
-
+// The functions of generate/sampling.py, by the names of the settings.
 Tensor temperature(double value, const Tensor &logits) {
   return value == 1 ? logits : (logits - logits.amax()) / std::min(std::max(value, 1e-37), 1e37);
 }
@@ -108,8 +106,6 @@ Tensor typical_p(double p, const Tensor &logits) {
   auto last = (logits.index({order}).softmax(-1).cumsum(-1) < p).sum().clamp_max(logits.numel() - 1);
   return logits.masked_fill(distances > sorted.index({last}), -INFINITY);
 }
-
-}  // namespace rules
 
 }  // namespace
 
@@ -248,7 +244,7 @@ struct dunes_text {
   // The draw of generate/sampling.py.
   int64_t sample(Tensor logits) {
     if (sampling.temperature == 0) return logits.argmax(-1).item<int64_t>();
-#define APPLY(type, name, ...) if (sampling.name != 0) logits = rules::name(sampling.name, logits);
+#define APPLY(type, name, ...) if (sampling.name != 0) logits = name(sampling.name, logits);
     DUNES_RULES(APPLY)
     auto sums = logits.softmax(-1).cumsum(-1, at::kDouble), all = sums[-1];
     if (!(all.item<double>() > 0)) fail("no id can be drawn, since the logits have NaN or exclude all ids");
