@@ -11,17 +11,8 @@ import torch
 
 from conftest import refuses
 from dunes import measure
-from dunes.generate import (
-    PrefixCache,
-    Request,
-    Sampler,
-    SamplingOptions,
-    generate,
-    generate_all,
-    prefix_cache,
-    sampler,
-)
-from dunes.generate.sampling import draw
+from dunes.generate import PrefixCache, Request, Sampler, generate, generate_all, prefix_cache, sampler
+from dunes.generate.sampling import SamplingOptions, draw
 from dunes.models import FAMILIES, qwen3
 from dunes.models.initialise import initialise
 from dunes.parts import RollingCache, cache_for, recurrent_cache
@@ -385,11 +376,6 @@ BAD += [{name: value} for name in SETTINGS[-1] if name != "top_k" for value in (
 @pytest.mark.parametrize("bad", BAD)
 def test_settings_without_a_meaning_are_refused_by_name(bad):
     refuses(f"sampling: {next(iter(bad))} is .*; expected", sampler, **{"temperature": 1.0, **bad})
-
-
-def test_a_setting_that_no_rule_has_is_refused_by_name():
-    with pytest.raises(TypeError, match="'penalty'"):
-        sampler(penalty=1.1)
 
 
 def test_an_empty_prompt_is_refused():

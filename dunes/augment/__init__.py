@@ -38,7 +38,4 @@ __all__ = [
 
 if not TYPE_CHECKING:
     __getattr__ = attributes_of(__name__, ("changes", "lora", "quantization"), __all__)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __dir__ = lambda: sorted({*globals(), *__all__})

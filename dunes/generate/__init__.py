@@ -21,10 +21,5 @@ __all__ = [
 ]  # fmt: skip
 
 if not TYPE_CHECKING:
-    __getattr__ = attributes_of(
-        __name__, ("sampling", "decode_graph", "speculate", "prefix_cache", "decode"), __all__
-    )
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __getattr__ = attributes_of(__name__, ("sampling", "prefix_cache", "speculate", "decode"), __all__)
+    __dir__ = lambda: sorted({*globals(), *__all__})
