@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from dunes.generate import CompiledStep, PrefixCache, Proposer, Request, Sampler, generate_all, look_up
-from dunes.generate.packages import compile_step, load_step
+from dunes.generate.decode_packages import compile_step, load_step
 from dunes.models import llama
 from dunes.models.initialise import initialise
 from dunes.text import Tokenizer

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from dunes import checkpoint, measure
 from dunes.checkpoint.formats.cpp import SOURCES, export_native
 from dunes.generate import PrefixCache, generate
-from dunes.generate.packages import load_step
+from dunes.generate.decode_packages import load_step
 
 import environments
 import peers

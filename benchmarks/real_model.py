@@ -36,7 +36,7 @@ from dunes import checkpoint, measure
 from dunes.augment import quantize
 from dunes.generate import PrefixCache, generate
 from dunes.generate.decode import text_logprobs
-from dunes.generate.packages import compile_step, load_step
+from dunes.generate.decode_packages import compile_step, load_step
 from dunes.generate.prefix_cache import common_length
 
 import torch

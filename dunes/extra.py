@@ -1,7 +1,9 @@
-"""The Python environment: import optional packages, and start child processes with the same `sys.path`."""
+"""The Python environment: import late or optional modules, and start child processes with the same `sys.path`."""
 
+import importlib.util
 import os
 import sys
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +17,20 @@ def extra(module: str, name: str) -> Any:
             f"{module} cannot be imported ({error}); install it in the folder of dunes' source with: "
             f"pip install -e '.[{name}]'"
         ) from None
+
+
+def attributes_of(package: str, files: Sequence[str], names: Sequence[str]) -> Callable[[str], Any]:
+    """A `__getattr__` for a package: finds a name in one of its files, or a module, when it is first used."""
+
+    def find(name: str) -> Any:
+        if name in names:
+            modules = (import_module(f"{package}.{file}") for file in files)
+            return next(getattr(module, name) for module in modules if hasattr(module, name))
+        if name.startswith("_") or importlib.util.find_spec(f"{package}.{name}") is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return import_module(f"{package}.{name}")
+
+    return find
 
 
 def python_command(*arguments: str) -> tuple[list[str], dict[str, str]]:

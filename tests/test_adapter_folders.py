@@ -16,8 +16,8 @@ from dunes.checkpoint.convert import convert
 from dunes.checkpoint.inspect import describe_adapter
 from dunes.checkpoint.source import open_verified_source
 from dunes.cli import augment_verb, verbs
+from dunes.generate import SamplingOptions
 from dunes.inference.chat import load_chat_engine
-from dunes.inference.sampling_options import SamplingOptions
 from dunes.text import Tokenizer
 from dunes.text.templates import Turn, attach_template, encode_prompt, find_template, get_template
 from native_files import write_native

@@ -18,7 +18,7 @@ from dunes.models.of_parts import build
 from dunes.ops import cross_entropy
 from dunes.ops.cross_entropy import IGNORE
 from dunes.parts import Block, Checkpointed, Decoder, Embedding, ForwardContext, RollingCache, cache_for, decoder
-from dunes.parts.decoder import AheadBlock
+from dunes.parts.decoder import MultiTokenPredictor
 from dunes.runs.autosize import active_parameters, flops, meta_model
 from dunes.runs.memory import Shape, train_allocations
 from dunes.runs.train_config import TrainConfig
@@ -39,7 +39,8 @@ def own(attention=Average, head=None):
     """A model of parts that may mix tokens."""
     torch.manual_seed(0)
     blocks = [Block(nn.LayerNorm(32), attention(32), nn.LayerNorm(32), nn.Linear(32, 32)) for _ in range(4)]
-    ahead = [AheadBlock(32, *[nn.LayerNorm(32) for _ in "ab"], block, nn.LayerNorm(32)) for block in blocks[2:]]
+    norms = lambda: [nn.LayerNorm(32) for _ in "ab"]
+    ahead = [MultiTokenPredictor(32, *norms(), block, nn.LayerNorm(32)) for block in blocks[2:]]
     return Decoder(Embedding(VOCAB, 32), blocks[:2], nn.LayerNorm(32), head, ahead=ahead, ahead_weight=0.7)
 
 

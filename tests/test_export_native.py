@@ -17,13 +17,15 @@ from conftest import raising, refuses, refuses_command
 from dunes import checkpoint
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats import cpp as export_native
-from dunes.checkpoint.formats.cpp import checksum, encoding_tables, export_network
+from dunes.checkpoint.formats.cpp import SOURCES, checksum, encoding_tables, export_network
 from dunes.checkpoint.formats.cpp import export_native as export
 from dunes.checkpoint.formats.onnx import export_onnx, write_onnx
 from dunes.checkpoint.weights.lazy_tensor import in_memory
-from dunes.generate import packages as step_package
+from dunes.flags import option
+from dunes.generate import decode_packages as step_package
 from dunes.generate import sampler
-from dunes.generate.packages import step_source
+from dunes.generate.decode_packages import step_source
+from dunes.generate.sampling import RULES
 from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
 from dunes.models.mnist import conv_net
@@ -66,7 +68,7 @@ def no_work(monkeypatch):
 
     fail = raising(AssertionError("work before the refusal"))
     for name in ("compile_step", "compile_graph"):
-        monkeypatch.setattr(export_native.packages, name, fail)
+        monkeypatch.setattr(export_native.decode_packages, name, fail)
     monkeypatch.setattr(torch.export, "export", fail)
     monkeypatch.setattr(export_native, "why_not_compiled", lambda: "")  # which imports Inductor
 
@@ -148,7 +150,7 @@ def test_a_network_that_cannot_be_exported_is_refused(no_work, tmp_path, network
 )
 def test_a_network_that_torch_cannot_export_is_refused_in_one_line(monkeypatch, tmp_path, network, message):
     monkeypatch.setattr(export_native, "why_not_compiled", lambda: "")
-    monkeypatch.setattr(export_native.packages, "compile_graph", lambda *args: pytest.fail("compiled"))
+    monkeypatch.setattr(export_native.decode_packages, "compile_graph", lambda *args: pytest.fail("compiled"))
     refuses(message, export_network, network, torch.rand(1), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -231,6 +233,17 @@ def test_only_tokenizers_trained_here_have_tables():
         assert encoding_tables(Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))) is None
 
 
+def test_the_sampling_rules_of_the_program_are_those_of_python():
+    header, library = ((SOURCES / name).read_text() for name in ("dunes.h", "dunes.cpp"))
+    table = re.findall(r'RULE\((\w+), (\w+), "--([\w-]+) [A-Z]", .*, "(.*)"\)', header)
+    assert table == [
+        ("int64_t" if isinstance(rule.neutral, int) else "double", name, option(name), rule.expected)
+        for name, rule in RULES.items()
+        if rule.process and not rule.raw
+    ]
+    assert re.findall(r"^Tensor (\w+)\(", library, re.M) == [name for _, name, *_ in table]
+
+
 # The program: from here on everything is compiled.
 
 
@@ -240,9 +253,8 @@ def build(tmp_path_factory):
     if shutil.which("cmake") is None or step_package.why_not_compiled():
         pytest.skip("needs cmake and a C++ compiler")
     folder = tmp_path_factory.mktemp("native-build")
-    source = Path(dunes.__file__).parent / "checkpoint" / "formats" / "program"
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    subprocess.run(["cmake", "-S", source, "-B", folder, prefix], check=True, capture_output=True)
+    subprocess.run(["cmake", "-S", SOURCES, "-B", folder, prefix], check=True, capture_output=True)
     subprocess.run(["cmake", "--build", folder], check=True, capture_output=True)
     return folder
 
@@ -285,13 +297,26 @@ def python_ids(model, prompt, limit, sample=None):
 @pytest.mark.slow
 def test_its_text_is_that_of_python_token_for_token(build, folder, packages):
     model = loaded()
-    options = ["--temperature", 1.1, "--top-k", 60, "--top-p", 0.9, "--min-p", 0.01, "--seed", 3]
+    options = [
+        "--temperature",
+        1.1,
+        "--top-k",
+        60,
+        "--top-p",
+        0.9,
+        "--min-p",
+        0.01,
+        "--typical-p",
+        0.8,
+        "--seed",
+        3,
+    ]
     for prompt in PROMPTS:
         ids = model.tokenizer.prompt(prompt)
         for arguments, make in (
             ([], lambda: None),
             (["--temperature", 0.8, "--top-k", -1, "--seed", 7], lambda: sampler(0.8, seed=7)),
-            (options, lambda: sampler(1.1, top_k=60, top_p=0.9, min_p=0.01, seed=3)),
+            (options, lambda: sampler(1.1, top_k=60, top_p=0.9, min_p=0.01, typical_p=0.8, seed=3)),
         ):
             expected = python_ids(model, prompt, 2 * CONTEXT, make())
             assert ids_of(build, folder, ids, "--max-tokens", 2 * CONTEXT, *arguments) == expected, prompt
@@ -335,9 +360,8 @@ int main(int count, char **arguments) {
 def compile_c(build, folder, text):
     """A C program that is linked to the library."""
     (folder / "client.c").write_text(text)
-    source = Path(dunes.__file__).parent / "checkpoint" / "formats" / "program"
     link = ["-L", build, "-ldunes", f"-Wl,-rpath,{build}", "-Wl,--allow-shlib-undefined"]
-    command = ["gcc", "-Wall", "-Werror", "-I", source, folder / "client.c", *link, "-o", folder / "client"]
+    command = ["gcc", "-Wall", "-Werror", "-I", SOURCES, folder / "client.c", *link, "-o", folder / "client"]
     subprocess.run(command, check=True, capture_output=True)
     return folder / "client"
 

@@ -14,7 +14,7 @@ from dunes.augment import attach, quantize
 from dunes.checkpoint.formats import gguf
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.generate import generate
-from dunes.generate.step import Step, export_step
+from dunes.generate.decode_graph import DecodeGraph, export_decode_graph
 from dunes.models import FAMILIES, build_on_meta, family_of, weight_names
 from dunes.models.config_values import yarn_scale
 from dunes.models.names import match_indices, to_ours
@@ -58,7 +58,7 @@ def compile_step(family, model, folder):
     cache, own = cache_for(model, 1, 64), Cache(1, 64)
     for filled in (cache, own):
         model(IDS[:1, :5], cache=filled)
-    run = export_step(Step(model).eval(), cache, tokens=1).module()
+    run = export_decode_graph(DecodeGraph(model).eval(), cache, tokens=1).module()
     slot, positions = cache.start_row(1, 1)
     got, _ = run(IDS[0, 5:6], torch.arange(slot, slot + 1), positions, cache.keys, cache.values)
     want = model(IDS[:1, 5:6], cache=own)[0]

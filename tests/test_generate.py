@@ -12,8 +12,7 @@ import torch
 from conftest import refuses
 from dunes import measure
 from dunes.generate import PrefixCache, Request, Sampler, generate, generate_all, prefix_cache, sampler
-from dunes.generate.sampling import draw
-from dunes.inference.sampling_options import SamplingOptions
+from dunes.generate.sampling import SamplingOptions, draw
 from dunes.models import FAMILIES, qwen3
 from dunes.models.initialise import initialise
 from dunes.parts import RollingCache, cache_for, recurrent_cache
@@ -163,7 +162,7 @@ def test_a_row_crosses_the_context_when_its_own_text_does(family):
 
 
 def test_a_row_that_crosses_the_context_draws_as_it_does_alone():
-    model, settings = made("llama"), {"top_k": 20, "penalty": 1.1}
+    model, settings = made("llama"), {"top_k": 20, "repetition_penalty": 1.1}
     samplers = lambda: [sampler(1.0, seed=3 + i, **settings) for i in range(len(CROSSING))]
     want = alone(model, CROSSING, samplers(), max_tokens=36)
     assert together(model, CROSSING, samplers(), max_tokens=36) == want
@@ -231,11 +230,11 @@ def test_mode_and_gradients_are_left_as_they_were(model):
 def theirs(settings):
     """Transformers' processors for the same settings, in its order."""
     kinds = {
-        "penalty": generation.RepetitionPenaltyLogitsProcessor,
+        "repetition_penalty": generation.RepetitionPenaltyLogitsProcessor,
         "temperature": generation.TemperatureLogitsWarper,
     }
     kinds |= {"top_k": generation.TopKLogitsWarper, "top_p": generation.TopPLogitsWarper}
-    kinds |= {"min_p": generation.MinPLogitsWarper}
+    kinds |= {"min_p": generation.MinPLogitsWarper, "typical_p": generation.TypicalLogitsWarper}
     settings = {"temperature": 1.0} | settings
     return generation.LogitsProcessorList(kind(settings[key]) for key, kind in kinds.items() if key in settings)
 
@@ -244,8 +243,12 @@ def choices(sample, logits, history):
     return [int(sample(row, ids)) for row, ids in zip(logits, history, strict=True)]
 
 
-SETTINGS = [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"penalty": 1.5}]
-SETTINGS += [{"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "penalty": 1.2}]
+SETTINGS = [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"repetition_penalty": 1.5}]
+SETTINGS += [
+    {"typical_p": 0.5},
+    {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2},
+]
+SETTINGS += [{**SETTINGS[-1], "typical_p": 0.7}]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -259,13 +262,25 @@ def test_the_distribution_is_that_of_transformers(settings):
     assert (torch.stack(probs) - want).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("p", [1e-9, 0.05, 0.3, 0.5, 0.9, 0.999, 1 - 1e-9])
+def test_typical_p_keeps_the_ids_that_transformers_keeps(p):
+    generator = torch.Generator().manual_seed(0)
+    for scale in (0.01, 1.0, 4.0, 30.0):
+        logits = torch.randn(20, 500, generator=generator) * scale
+        logits[10:, :200] = -torch.inf
+        want = theirs({"typical_p": p})(torch.zeros(20, 0), logits.clone()).isfinite()
+        kept = [sampler(typical_p=p).process(row, []).isfinite() for row in logits]
+        assert torch.equal(torch.stack(kept), want), scale
+
+
 @pytest.mark.parametrize("last", [-1, 0, 1, 4, 6, 99])
 def test_a_penalty_applies_to_the_last_ids(last):
     torch.manual_seed(0)
     logits, history = torch.randn(40) * 2, torch.randint(40, (9,)).tolist()
     ids = history if last == -1 else history[9 - min(last, 9) :]
-    want = theirs({"penalty": 1.5})(torch.tensor([ids], dtype=torch.long), logits[None].clone())[0]
-    assert sampler(penalty=1.5, penalty_range=last).process(logits, history).softmax(-1).allclose(want.softmax(-1))
+    want = theirs({"repetition_penalty": 1.5})(torch.tensor([ids], dtype=torch.long), logits[None].clone())[0]
+    probs = sampler(repetition_penalty=1.5, penalty_range=last).process(logits, history).softmax(-1)
+    assert probs.allclose(want.softmax(-1))
 
 
 @pytest.mark.parametrize("top_k", [0, -1])
@@ -323,7 +338,15 @@ TINY = (1e-3, 1e-30, 1e-39, 1e-40, 1e-45, 5e-324)
 @pytest.mark.parametrize("temperature", TINY)
 def test_the_limit_of_a_small_temperature_is_the_likeliest(temperature):
     logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf], [-1e4, -5.0, -1e-3, 0.0], [3e4, 3e4 - 1, 0.0, 3e38]])
-    for rest in ({}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_p": 5e-324}, {"penalty": 1.2}):
+    for rest in (
+        {},
+        {"top_k": 2},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+        {"top_p": 5e-324},
+        {"typical_p": 0.5},
+        {"repetition_penalty": 1.2},
+    ):
         assert choices(sampler(temperature, **rest), logits, [[], [], []]) == [1, 3, 3]
     equal = torch.tensor([2.0, 5.0, 5.0])
     sample = sampler(temperature)
@@ -333,7 +356,7 @@ def test_the_limit_of_a_small_temperature_is_the_likeliest(temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1e-39, 0.01])
 @pytest.mark.parametrize("penalty", TINY[1:])
 def test_the_limit_of_a_small_penalty_is_the_likeliest_of_the_seen(penalty, temperature):
-    sample = sampler(temperature, penalty=penalty)
+    sample = sampler(temperature, repetition_penalty=penalty)
     logits = torch.tensor([[4.0, 9.0, 1.0, 2.0], [-3.0, 5.0, -2.0, -9.0], [-3.0, -5.0, -2.0, -torch.inf]])
     assert choices(sample, logits, [[2, 3], [3, 0], []]) == [3, 1, 2]
 
@@ -341,13 +364,13 @@ def test_the_limit_of_a_small_penalty_is_the_likeliest_of_the_seen(penalty, temp
 @pytest.mark.parametrize("temperature", [0.0, 1e-39, 1.0])
 @pytest.mark.parametrize("penalty", [1e20, 1e39, 1e308])
 def test_the_limit_of_a_large_penalty_is_what_was_not_seen(penalty, temperature):
-    sample = sampler(temperature, penalty=penalty)
+    sample = sampler(temperature, repetition_penalty=penalty)
     logits = torch.tensor([[-4.0, -9.0, -torch.inf, -2.0], [-90.0, -80.0, -70.0, -100.0]])
     assert choices(sample, logits, [[3, 0], [0, 1, 2]]) == [1, 3]
 
 
-BAD = [{"temperature": -1}, {"top_k": -2}, {"top_p": 0}, {"min_p": 2}, {"penalty": 0}]
-BAD += [{name: value} for name in ("temperature", "penalty", "top_p", "min_p") for value in (math.inf, math.nan)]
+BAD = [{"temperature": -1}, {"top_k": -2}, {"top_p": 0}, {"min_p": 2}, {"repetition_penalty": 0}]
+BAD += [{name: value} for name in SETTINGS[-1] if name != "top_k" for value in (math.inf, math.nan)]
 
 
 @pytest.mark.parametrize("bad", BAD)

@@ -9,9 +9,8 @@ import torch
 from conftest import refuses
 from dunes import checkpoint
 from dunes.cli import verbs
-from dunes.generate import PrefixCache, Proposal, generate, look_up
+from dunes.generate import PrefixCache, Proposal, SamplingOptions, generate, look_up
 from dunes.inference.chat import load_chat_engine
-from dunes.inference.sampling_options import SamplingOptions
 from dunes.parts import Cache, CacheFormat, QuantizedCache, cache_for
 from dunes.parts.quantized_cache import SLACK, pack, quantize, unpack
 from dunes.text import Tokenizer

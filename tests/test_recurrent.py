@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 
 from conftest import refuses
 from dunes.generate import Request, generate, generate_all
-from dunes.generate.packages import check_step
+from dunes.generate.decode_packages import check_step
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.speculate import look_up
 from dunes.models.of_parts import build

@@ -211,6 +211,7 @@ def test_a_file_is_known_by_lines_that_only_it_has():
 # the batch
 
 
+GREEDY = {"temperature": 0.0}
 PROMPTS = ["def task_", "x = 1\n" * 12, "    return value", "def task_1_1(value_3, limit=1):\n"]
 PROMPTS += ["é🙂日本語\n", "a"]
 
@@ -235,8 +236,10 @@ def generated(batch, requests):
 
 
 def mixed_requests():
-    settings = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.2, "seed": 4, "top_k": 5}]
-    return [TextRequest(PROMPTS[i % 6], max_tokens=3 + i % 11, logprobs=0, **settings[i % 3]) for i in range(64)]
+    settings = [GREEDY, {"temperature": 0.8}, {"temperature": 1.2, "top_k": 5}]
+    return [
+        TextRequest(PROMPTS[i % 6], 3 + i % 11, settings[i % 3], seed=2 + i % 3, logprobs=0) for i in range(64)
+    ]
 
 
 @pytest.mark.slow
@@ -260,19 +263,21 @@ def test_texts_side_by_side_are_those_alone(family, count, run, tmp_path, monkey
 
 def test_a_text_of_the_batch_is_that_of_the_generator(run):
     loaded = load_with_tokenizer(run)
-    (answer,), _ = generated(Batch(loaded), [TextRequest("def task_", 20, 0.0)])
+    (answer,), _ = generated(Batch(loaded), [TextRequest("def task_", 20, GREEDY)])
     assert answer.text == TextGenerator(loaded).text("def task_", 20)
-    choose = sampler(0.7, top_k=9, top_p=0.9, seed=11)
-    request = TextRequest("def task_", 20, 0.7, 9, 0.9, 0.0, seed=11)
-    (drawn,), _ = generated(Batch(loaded), [request])
-    assert drawn.text == TextGenerator(loaded).text("def task_", 20, choose)
+    for settings in ({"temperature": 0.7, "top_k": 9, "top_p": 0.9}, {"temperature": 1.5, "typical_p": 0.2}):
+        choose = sampler(**settings, seed=11)
+        (drawn,), _ = generated(Batch(loaded), [TextRequest("def task_", 20, settings, seed=11)])
+        assert drawn.text == TextGenerator(loaded).text("def task_", 20, choose)
 
 
 @pytest.mark.parametrize("stop", ["value", "ue_3", " ", "\n", "é", "🙂x"])
 def test_a_stop_across_tokens_ends_the_text_before_it(run, stop):
     loaded = load_with_tokenizer(run)
-    (whole,), _ = generated(Batch(loaded), [TextRequest("def task_", 40, 0.0)])
-    (answer,), pieces = generated(Batch(loaded), [TextRequest("def task_", 40, 0.0, stop=[stop, "never there"])])
+    (whole,), _ = generated(Batch(loaded), [TextRequest("def task_", 40, GREEDY)])
+    (answer,), pieces = generated(
+        Batch(loaded), [TextRequest("def task_", 40, GREEDY, stop=[stop, "never there"])]
+    )
     assert answer.text == pieces[0] == whole.text.partition(stop)[0]
     assert (answer.reason, answer.stopped_at) == (("word", stop) if stop in whole.text else (whole.reason, ""))
 
@@ -299,7 +304,7 @@ def test_pieces_have_whole_characters_and_stops_are_exact_for_any_cut(stop):
 
 def test_a_cancelled_text_frees_its_row(run):
     batch, cancelled = Batch(load_with_tokenizer(run)), threading.Event()
-    batch.add(TextRequest("def", 50, 0.0), lambda event: None, cancelled.is_set)
+    batch.add(TextRequest("def", 50, GREEDY), lambda event: None, cancelled.is_set)
     batch.advance()
     cancelled.set()
     batch.advance()
@@ -325,7 +330,7 @@ def test_lines_come_between_the_tokens_of_texts_and_are_the_engines(worker, run)
         if event.reason:
             done.set()
 
-    worker.submit(TextRequest("def task_", 60, 0.0, model="run"), emit)
+    worker.submit(TextRequest("def task_", 60, GREEDY, model="run"), emit)
     completer = FolderCompleter(run)
     for i, end in enumerate(range(20, len(BEFORE), 3)):
         got = threading.Event()
@@ -385,7 +390,8 @@ def test_an_error_of_one_text_is_its_own_and_changes_no_other(run, monkeypatch):
         return replace(choose, choose=lambda logits: 1 / 0) if seed == 666 else choose
 
     monkeypatch.setattr("dunes.serve.batch.sampler", broken)
-    asked = [TextRequest("x", 9, 0.5, seed=666), TextRequest("a", 9, 0.0), TextRequest("def", 9, 1.0, seed=3)]
+    asked = [TextRequest("x", 9, {"temperature": 0.5}, seed=666), TextRequest("a", 9, GREEDY)]
+    asked += [TextRequest("def", 9, seed=3)]
     together, _ = generated(Batch(loaded), asked)
     assert isinstance(together[0], ZeroDivisionError)
     for i in (1, 2):
@@ -398,12 +404,12 @@ def test_an_error_in_a_forward_ends_the_texts_and_not_the_worker(worker, monkeyp
     before = Batch.__dict__["_read_piece"]
     monkeypatch.setattr(Batch, "_read_piece", raising(RuntimeError("no memory left")))
     events = []
-    worker.submit(TextRequest("def", 5, 0.0), events.append)
+    worker.submit(TextRequest("def", 5, GREEDY), events.append)
     assert eventually(lambda: events)
     assert isinstance(events[0], RuntimeError)
     monkeypatch.setattr(Batch, "_read_piece", before)
     later = []
-    worker.submit(TextRequest("def", 5, 0.0), later.append)
+    worker.submit(TextRequest("def", 5, GREEDY), later.append)
     assert eventually(lambda: later and later[-1].reason)
     assert model.current.batch is not None
 
@@ -810,9 +816,10 @@ def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  #
 def test_replies_have_the_reference_servers_keys_and_types(port):
     """The keys and types of llama-server b11669 (Debian's llama.cpp-tools), as recorded by hand."""
     settings = {
-        "seed": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "repeat_penalty": float,
-        "stop": list, "max_tokens": int, "n_predict": int, "stream": bool, "n_probs": int, "samplers": list,
-        "speculative.types": str, "lora": list, "grammar": str, "dry_sequence_breakers": list, "ignore_eos": bool,
+        "seed": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float, "typical_p": float,
+        "repeat_penalty": float, "stop": list, "max_tokens": int, "n_predict": int, "stream": bool, "n_probs": int,
+        "samplers": list, "speculative.types": str, "lora": list, "grammar": str, "dry_sequence_breakers": list,
+        "ignore_eos": bool,
     }  # fmt: skip
     timings = {"cache_n": int, "prompt_n": int, "prompt_ms": float, "prompt_per_second": float, "predicted_n": int}
     own = {"total_slots": int, "model_path": str, "chat_template": str, "bos_token": str, "modalities": dict}
@@ -859,7 +866,7 @@ def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
             if event.reason:
                 done.set()
 
-        worker.submit(TextRequest("def task_", 1500, 0.0), emit)
+        worker.submit(TextRequest("def task_", 1500, GREEDY), emit)
         assert eventually(lambda: events)
         old = model.current
         (out / "config.json").touch()

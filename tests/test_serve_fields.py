@@ -234,6 +234,7 @@ def test_a_text_has_what_its_fields_ask_for(port):
     assert text(repeat_penalty=5, repeat_last_n=99) == penalised
     seeded = {"temperature": 2.0, "seed": 5}
     assert text(**seeded) == text(**seeded, top_k=0) == text(**seeded, top_k=-1) != text(**seeded, top_k=1)
+    assert text(**seeded, typical_p=1) == text(**seeded) != text(**seeded, typical_p=0)
     options = {"num_predict": 8, "repeat_penalty": 5, "temperature": 0, "repeat_last_n": -1}
     body = {"prompt": "abcab", "raw": True, "stream": False}
     assert ask(port, GENERATE, body | {"options": options})[2]["response"] == penalised

@@ -20,6 +20,7 @@ from dunes.generate import (
     Proposal,
     Request,
     Sampler,
+    SamplingOptions,
     first_proposal,
     generate,
     generate_all,
@@ -28,7 +29,6 @@ from dunes.generate import (
     sampler,
 )
 from dunes.generate.speculate import _correct
-from dunes.inference.sampling_options import SamplingOptions
 from dunes.parts import RollingCache
 from dunes.text import Tokenizer
 from own_parts import of_own_parts
@@ -76,8 +76,8 @@ def test_greedy_text_is_the_plain_one_after_200_random_prompts(name):
 
 PIECES = [bytes([65 + i % 26]) * (1 + i // 26) for i in range(VOCAB)]
 PROCESSED = {
-    "penalty": lambda: sampler(0.0, penalty=1.3),
-    "all": lambda: sampler(1.5, top_k=20, top_p=0.95, min_p=0.01, penalty=1.2, seed=5),
+    "penalty": lambda: sampler(0.0, repetition_penalty=1.3),
+    "all": lambda: sampler(1.5, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5),
     "limited": lambda: sampler(1.0, seed=3).after(partial(limit_vocab, 40)),
 }
 

@@ -34,24 +34,24 @@ from dunes.generate import (
     prompt_tokens,
     sampler,
 )
-from dunes.generate import packages as step_package
-from dunes.generate.packages import compile_step, load_step, make_step, step_source
-from dunes.generate.prefix_cache import IN_FLOAT32
-from dunes.generate.step import (
+from dunes.generate import decode_packages as step_package
+from dunes.generate.decode_graph import (
     FEW,
     ROWS,
     TEXT,
     CompiledStep,
-    HeadStep,
-    LayerStep,
-    RowStep,
-    Step,
-    TextStep,
-    export_step,
+    DecodeGraph,
+    HeadGraph,
+    LayerGraph,
+    RowGraph,
+    TextGraph,
+    export_decode_graph,
     join_parts,
     load_native,
     model_state,
 )
+from dunes.generate.decode_packages import compile_step, load_step, make_step, step_source
+from dunes.generate.prefix_cache import IN_FLOAT32
 from dunes.inference.chat import start_compiling
 from dunes.inference.text_generator import TextGenerator
 from dunes.models import FAMILIES
@@ -126,7 +126,7 @@ def test_the_exported_step_gives_the_models_logits(name, n, capsys):
     cache, own = (cache_for(model, 1, 64) if n == 1 else Cache(1, 64) for _ in range(2))
     for filled in (cache, own):
         model(torch.arange(5)[None], cache=filled)
-    run = export_step(Step(model).eval(), example_cache(model), tokens=n).module()
+    run = export_decode_graph(DecodeGraph(model).eval(), example_cache(model), tokens=n).module()
     largest = 0.0
     for ids in torch.tensor([7, 9, 11, 3] * 10).split(n):
         expected = model(ids[None], cache=own)[0]
@@ -153,7 +153,7 @@ def test_the_exported_step_of_rows_gives_the_models_logits(name):
 
 
 def exported_rows(model):
-    run = export_step(RowStep(model).eval(), example_cache(model)).module()
+    run = export_decode_graph(RowGraph(model).eval(), example_cache(model)).module()
     return lambda inputs: run(*inputs[:4], *halves(inputs[4:]))
 
 
@@ -200,8 +200,8 @@ class PlainStep(CompiledStep):
     def __init__(self, model, few=False, texts=False, rows=False):
         self.native, self.dtype, self.calls, self.reads_texts = True, torch.float32, 0, texts
         self.reads_rows = rows
-        self.state, self.example, step = model_state(model), example_cache(model), Step(model)
-        text_step, row_step = TextStep(model), RowStep(model)
+        self.state, self.example, step = model_state(model), example_cache(model), DecodeGraph(model)
+        text_step, row_step = TextGraph(model), RowGraph(model)
 
         @torch.no_grad()
         def run(inputs):
@@ -235,7 +235,7 @@ REQUESTS = {
     "greedy": dict,
     "alternatives": lambda: {"alternatives": 3},
     "vocabulary": lambda: {"sample": Sampler((partial(limit_vocab, 40),))},
-    "penalty": lambda: {"sample": sampler(0, penalty=1.5)},
+    "penalty": lambda: {"sample": sampler(0, repetition_penalty=1.5)},
     "drawn": lambda: {"sample": sampler(1.0, top_k=50, seed=3)},
     "stop": lambda: {"stop": range(100, 200)},
     "look-up": lambda: {"proposer": look_up},
@@ -543,7 +543,7 @@ READ = CompiledStep.read_text
 @torch.no_grad()
 def test_the_exported_step_of_texts_gives_the_models_logits(name):
     model = MODELS[name]()
-    run = export_step(TextStep(model).eval(), example_cache(model)).module()
+    run = export_decode_graph(TextGraph(model).eval(), example_cache(model)).module()
     for length in (FEW + 1, 40):
         cache, own, ids = Cache(1, 64), Cache(1, 64), torch.arange(3, 3 + length)
         cache.allocate_like(example_cache(model))
@@ -623,10 +623,10 @@ def test_the_parts_of_a_step_together_give_the_models_logits(name):
 
     def layer(block, inputs):
         *of_tokens, k, v = inputs
-        return [LayerStep(block)(*of_tokens, [k], [v])]
+        return [LayerGraph(block)(*of_tokens, [k], [v])]
 
     layers = [partial(layer, block) for block in model.blocks]
-    step = CompiledStep({1: join_parts(model, layers, lambda inputs: HeadStep(model)(*inputs))}, torch.float32)
+    step = CompiledStep({1: join_parts(model, layers, lambda inputs: HeadGraph(model)(*inputs))}, torch.float32)
     assert (logits_of(model, step) - logits_of(model)).abs().max() < 1e-4
 
 

@@ -178,7 +178,7 @@ def test_a_model_that_does_not_keep_rows_is_refused():
 
 def requests():
     samplers = [sampler(1.0, seed=3), sampler(0.0), sampler(1.3, top_k=9, seed=4)]
-    samplers.append(sampler(0.9, top_p=0.8, penalty=1.2))
+    samplers.append(sampler(0.9, top_p=0.8, repetition_penalty=1.2))
     prompts, limits = (TEXT[:9], TEXT[:30], [7], TEXT[3:20]), (12, 20, 9, 30)
     adapters = ("one", None, "two", "one")
     return [

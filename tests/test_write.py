@@ -18,7 +18,7 @@ from dunes.cli import verbs
 from dunes.completion import Suggestion, completer
 from dunes.completion.engine import CompletionEngine
 from dunes.completion.search import Beam, CompleteOptions, LineSearch
-from dunes.inference.sampling_options import SamplingOptions
+from dunes.generate import SamplingOptions
 from dunes.inference.text_generator import TextGenerator
 from dunes.text import Tokenizer
 from dunes.text.byte_pairs import BYTE_TO_CHAR

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from dunes import checkpoint
 from dunes.generate import Request, generate, generate_all
-from dunes.generate.packages import compile_step, load_step
+from dunes.generate.decode_graph import CompiledStep
+from dunes.generate.decode_packages import compile_step, load_step
 from dunes.generate.prefix_cache import PrefixCache
-from dunes.generate.step import CompiledStep
 from dunes.train import Trainer, adamw
 
 import torch

@@ -28,7 +28,7 @@ from dunes.completion.engine import CompletionEngine
 from dunes.data import collect_corpus
 from dunes.evaluate.text_loss import evaluate
 from dunes.generate import CompiledStep, PrefixCache, Request, generate, generate_all
-from dunes.generate.packages import load_step, make_step
+from dunes.generate.decode_packages import load_step, make_step
 from dunes.measure import Allocations
 from dunes.parts import Attention, Cache, Decoder, MoE
 from dunes.runs.autosize import flops

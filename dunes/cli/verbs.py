@@ -16,7 +16,7 @@ import tyro
 
 from dunes.cli.process import drop_lost_output
 from dunes.flags import Dtype, flag, parse_fields
-from dunes.inference.sampling_options import SamplingOptions
+from dunes.generate.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from dunes.checkpoint.source import Source
@@ -72,7 +72,7 @@ def generate(
     """
     with _quick_imports():
         from dunes import checkpoint, measure
-        from dunes.generate.packages import step_source
+        from dunes.generate.decode_packages import step_source
         from dunes.inference.text_generator import TextGenerator, describe_generation
 
     sample, tokens = sampling.sampler(), sampling.max_tokens
@@ -188,7 +188,7 @@ def compile_(
     import torch
 
     from dunes import checkpoint
-    from dunes.generate.packages import compile_step
+    from dunes.generate.decode_packages import compile_step
 
     drop_lost_output()
     start = perf_counter()

@@ -30,7 +30,7 @@ from dunes.data.duplicates import content_digest
 from dunes.data.files import source_roots
 from dunes.generate.context_index import ContextIndex
 from dunes.generate.copying import TextSource, longest_match
-from dunes.generate.packages import step_source
+from dunes.generate.decode_packages import step_source
 from dunes.progress import advance
 
 LONGEST = 128

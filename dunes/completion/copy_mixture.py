@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from dunes.completion import Cancelled
 from dunes.completion.text import FileTokenizer
 from dunes.generate.copying import Copies, Gate, Sources
+from dunes.generate.decode_graph import CompiledStep
 from dunes.generate.prefix_cache import PADDED, PieceReader, PrefixCache, common_length
-from dunes.generate.step import CompiledStep
 
 PROPOSED = 16
 """Maximum number of ids of a copy that are evaluated in one forward."""

@@ -36,7 +36,7 @@ from dunes.completion.text import (
 )
 from dunes.data.document import NamedText
 from dunes.generate.copying import Copies, Gate, Sources, TextSource, Vocabulary, index_ids
-from dunes.generate.step import CompiledStep
+from dunes.generate.decode_graph import CompiledStep
 from dunes.text.lines import valid_text
 from dunes.tree import count
 

@@ -28,7 +28,7 @@ from dunes.data import PackedText, TokenIds
 from dunes.evaluate.text_loss import evaluate
 from dunes.extra import python_command
 from dunes.generate import PrefixCache, generate
-from dunes.generate.packages import load_step
+from dunes.generate.decode_packages import load_step
 from dunes.units import format_bytes
 
 SCORED = 65_536

@@ -24,6 +24,7 @@ from dunes import checkpoint, measure
 from dunes.evaluate.text_loss import BATCH
 from dunes.files import json_file
 from dunes.generate import Sampler, sampler
+from dunes.generate.sampling import RULES
 from dunes.inference.text_generator import TextGenerator, cut_at_stop
 from dunes.progress import report
 from dunes.text import library
@@ -36,7 +37,8 @@ TOKENS = 256
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names for the maximum number of new tokens in a task's settings; the first name present is used."""
 
-OPTIONS = (*LIMITS, "until", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SETTINGS = tuple(name for name, rule in RULES.items() if rule.process)
+OPTIONS = (*LIMITS, "until", "do_sample", *SETTINGS)
 WITHOUT_EFFECT = {"num_beams": 1}
 
 T = TypeVar("T")
@@ -210,14 +212,9 @@ def parse_settings(settings: Mapping[str, Any], place: str, context_length: int,
     temperature = float(settings.get("temperature") or 0.0)
     if settings.get("do_sample") and not temperature:
         raise ValueError(f"{place}: generation_kwargs has do_sample without a temperature; set one above 0")
-    sample = partial(
-        sampler,
-        0.0 if settings.get("do_sample") is False else temperature,
-        top_k=settings.get("top_k"),
-        top_p=settings.get("top_p"),
-        min_p=settings.get("min_p"),
-        penalty=settings.get("repetition_penalty", 1.0),
-    )
+    used = {name: settings[name] for name in SETTINGS if name in settings}
+    used["temperature"] = 0.0 if settings.get("do_sample") is False else temperature
+    sample = partial(sampler, **used)
     sample()  # raises ValueError for settings out of range
     max_tokens = next((int(settings[name]) for name in LIMITS if settings.get(name) is not None), TOKENS)
     if max_tokens >= context_length:

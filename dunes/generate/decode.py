@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.generate.decode_graph import Scores
 from dunes.generate.prefix_cache import PrefixCache, check_ids
 from dunes.generate.sampling import Sampler, log_probs
 from dunes.generate.speculate import Proposal, Proposer, check_rewinds, choose
-from dunes.generate.step import Scores
 from dunes.parts import Decoder, vocabulary_size
 from dunes.parts.quantized_cache import SLACK
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dunes import tree
 from dunes.cores import share_cores
-from dunes.generate.step import CompiledStep, Scores, model_state
+from dunes.generate.decode_graph import CompiledStep, Scores, model_state
 from dunes.ops.float32_products import float32_products, multiplies_in_float32
 from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 

@@ -1,24 +1,37 @@
-"""From logits to the next id: processors change the logits, then a choice selects an id."""
+"""From logits to the next id: processors change the logits, then a choice selects an id.
+
+A sampling rule is a function and an annotated field of `SamplingOptions`, from which the command, the servers and
+the evaluation read the rule. Importing this module does not import torch.
+"""
 
 # Shapes: V vocabulary.
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, get_type_hints
+
+import tyro
+
+from dunes.flags import flag
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 LARGEST_TEMPERATURE = 1e37
 """Temperatures are clamped to the range [1 / this, this], so that logits divided by them fit into float32."""
 LARGEST_PENALTY = 1e30
 """Penalties are clamped to the range [1 / this, this], so that penalised logits fit into float32."""
 
-Processor = Callable[[Tensor, Sequence[int]], Tensor]
+Processor = Callable[["Tensor", Sequence[int]], "Tensor"]
 """(logits (V,), ids so far) -> changed logits of all ids (V,), or of the first ids only; -inf excludes an id."""
 
-Choice = Callable[[Tensor], Tensor]
+Choice = Callable[["Tensor"], "Tensor"]
 """Processed logits (V,) -> id ()."""
 
 
@@ -38,6 +51,8 @@ def draw(seed: int) -> Choice:
     It looks up one random number in the cumulative probabilities, which takes a quarter of the time of
     `torch.multinomial` for 4,096 ids. The choice raises ValueError if logits are NaN or all ids are excluded.
     """
+    import torch
+
     generators: list[torch.Generator] = []
 
     def choose(logits: Tensor) -> Tensor:
@@ -77,44 +92,9 @@ class Sampler:
         is_greedy = type(self) is Sampler and self.choose is greedy  # a subclass may process logits otherwise
         return is_greedy and all(_preserves(processor, best) for processor in self.processors)
 
-    def after(self, *processors: Processor) -> "Sampler":
+    def after(self, *processors: Processor) -> Sampler:
         """The sampler with these processors before its own."""
         return Sampler((*processors, *self.processors), self.choose)
-
-
-def sampler(
-    temperature: float = 1.0,
-    *,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    penalty: float = 1.0,
-    penalty_range: int = -1,
-    seed: int = 0,
-) -> Sampler:
-    """A sampler with processors in this order: penalty, temperature, top-k, top-p, min-p.
-
-    Temperature 0 means greedy decoding; `top_k` 0 or -1 means all ids. The penalty applies to the last
-    `penalty_range` ids; -1 means all of them. Raises ValueError for settings out of range.
-    """
-    checks = {
-        "temperature": (temperature, 0 <= temperature < math.inf, "a finite number of at least 0"),
-        "top_k": (top_k, top_k is None or top_k >= -1, "a whole number; 0 or -1 for all ids"),
-        "top_p": (top_p, top_p is None or 0 < top_p <= 1, "a probability above 0"),
-        "min_p": (min_p, min_p is None or 0 <= min_p <= 1, "a probability"),
-        "penalty": (penalty, 0 < penalty < math.inf, "a finite number above 0"),
-    }
-    for name, (value, valid, expected) in checks.items():
-        if not valid:
-            raise ValueError(f"sampling: {name} is {value}; expected {expected}")
-    processors: list[Processor] = [partial(penalise, penalty, penalty_range)] if penalty != 1 else []
-    if temperature == 0:
-        return Sampler(tuple(processors))
-    processors.append(partial(scale_logits, temperature))
-    processors += [partial(keep_top_k, top_k)] if top_k and top_k > 0 else []
-    processors += [partial(keep_top_p, top_p)] if top_p else []
-    processors += [partial(keep_min_p, min_p)] if min_p else []
-    return Sampler(tuple(processors), draw(seed))
 
 
 def limit_vocab(count: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
@@ -133,10 +113,10 @@ def penalise(penalty: float, last: int, logits: Tensor, ids: Sequence[int]) -> T
     https://arxiv.org/abs/1909.05858
     """
     penalty = min(max(penalty, 1 / LARGEST_PENALTY), LARGEST_PENALTY)
-    occurred = torch.zeros_like(logits, dtype=torch.bool)
-    occurred[list(ids[max(0, len(ids) - last) if last >= 0 else 0 :])] = True
-    penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
-    return torch.where(occurred, penalised, logits)
+    occurred = list(ids[max(0, len(ids) - last) if last >= 0 else 0 :])
+    penalised, own = logits.clone(), logits[occurred]
+    penalised[occurred] = (own / penalty).where(own > 0, own * penalty)
+    return penalised
 
 
 def scale_logits(temperature: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
@@ -145,9 +125,11 @@ def scale_logits(temperature: float, logits: Tensor, ids: Sequence[int]) -> Tens
 
 
 def keep_top_k(k: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Keep the `k` most probable ids."""
+    """Keep the `k` most probable ids; -1 keeps all."""
+    if k < 0:
+        return logits
     least = logits.topk(min(k, len(logits))).values[-1]
-    return logits.masked_fill(logits < least, -torch.inf)
+    return logits.masked_fill(logits < least, -math.inf)
 
 
 def keep_top_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
@@ -156,10 +138,118 @@ def keep_top_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
     probs = sorted_logits.softmax(-1)
     surplus = probs.cumsum(-1) - probs >= p  # the ids before it already reach p
     surplus[0] = False  # in case p rounds to 0 in float32
-    return logits.masked_fill(surplus.scatter(-1, order, surplus), -torch.inf)
+    return logits.masked_fill(surplus.scatter(-1, order, surplus), -math.inf)
 
 
 def keep_min_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
     """Keep ids with at least `p` times the largest probability."""
     probs = logits.softmax(-1)
-    return logits.masked_fill(probs < p * probs.amax(), -torch.inf)
+    return logits.masked_fill(probs < p * probs.amax(), -math.inf)
+
+
+def keep_typical_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    """Keep the fewest ids that reach the cumulative probability `p`, of those whose negative log-probability is
+    closest to its mean, the entropy: https://arxiv.org/abs/2202.00666
+    """
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs * logprobs.exp()).nansum(-1)
+    distances = (-logprobs - entropy).abs()
+    sorted_distances, order = distances.sort()
+    sums = logits[order].softmax(-1).cumsum(-1)
+    return logits.masked_fill(distances > sorted_distances[(sums < p).sum().clamp(max=len(sums) - 1)], -math.inf)
+
+
+ABOVE_0, FINITE, COUNT = math.ulp(0.0), sys.float_info.max, (-1, 2**31)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A setting of sampling: how it changes the logits, its values, and how servers' requests name it."""
+
+    process: Callable[..., Tensor] | None
+    """Its last two arguments are those of a processor; None for a setting that another rule takes."""
+    neutral: float
+    """The value with which nothing is processed."""
+    bounds: tuple[float, float]
+    """Minimum and maximum."""
+    expected: str
+    requests: tuple[float, float] = COUNT
+    """Minimum and maximum in requests; a value below `bounds` means the minimum there."""
+    names: tuple[str, ...] = ()
+    """Names in requests besides the setting's own; replies have the first one."""
+    further: tuple[str, ...] = ()
+    """Other settings that `process` takes."""
+    raw: bool = False
+    """True for a rule that changes a model's own logits: greedy decoding has it, too, and others come after it."""
+
+
+P = flag("P", "off")
+REPETITION = ("repeat_penalty",), ("penalty_range",)
+"""Other names and further settings of the repetition penalty."""
+Hidden = Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:  # temperature, filters and penalty of sampling, and the most tokens
+    max_tokens: int = 200
+    """Maximum number of new tokens."""
+    temperature: Annotated[
+        float, Rule(scale_logits, 1.0, (0, FINITE), "a finite number of at least 0", (0, 1e4))
+    ] = 0.8
+    """Softmax temperature; 0 is greedy decoding."""
+    top_k: Annotated[int | None, flag("K"), Rule(keep_top_k, 0, COUNT, "a whole number; 0 or -1 for all ids")] = 50
+    """Sample from the K most probable tokens; 0 or -1 means all."""
+    top_p: Annotated[float | None, P, Rule(keep_top_p, 1.0, (ABOVE_0, 1), "a probability above 0", (0, 1))] = None
+    """Sample from the most probable tokens whose probabilities add up to P."""
+    min_p: Annotated[float | None, P, Rule(keep_min_p, 0.0, (0, 1), "a probability", (0, 1))] = None
+    """Sample from tokens with at least P times the probability of the most probable one."""
+    typical_p: Annotated[
+        float | None, P, Rule(keep_typical_p, 1.0, (ABOVE_0, 1), "a probability above 0", (0, 1))
+    ] = None
+    """Sample from the tokens closest to the expected information content whose probabilities add up to P."""
+    repetition_penalty: Annotated[
+        float,
+        Rule(penalise, 1.0, (ABOVE_0, FINITE), "a finite number above 0", (1e-3, 1e3), *REPETITION, raw=True),
+    ] = 1.0
+    """Above 1, tokens that have already occurred become less probable."""
+    penalty_range: Annotated[
+        Hidden, Rule(None, -1, COUNT, "a whole number; -1 for all ids", names=("repeat_last_n",))
+    ] = -1
+    """Number of last ids that the penalty applies to; -1 means all."""
+    seed: int = 0
+    """Random seed."""
+
+    def sampler(self) -> Sampler:
+        """The sampler with these options. Raises ValueError for invalid options."""
+        if self.max_tokens < 1:
+            raise ValueError(f"--max-tokens is {self.max_tokens}; it must be at least 1")
+        return sampler(seed=self.seed, **{name: getattr(self, name) for name in RULES})
+
+
+RULES = {
+    name: replace(rule, names=(*rule.names, name))
+    for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
+    for rule in getattr(hint, "__metadata__", ())
+    if isinstance(rule, Rule)
+}
+"""The rules by their settings. They apply in this order, the raw ones first."""
+
+
+def sampler(temperature: float = 1.0, *, seed: int = 0, **settings: float | None) -> Sampler:
+    """A sampler with the settings of `SamplingOptions` by their names, such as top_k; one that is missing or None
+    has no effect.
+
+    Temperature 0 means greedy decoding. Raises KeyError for an unknown setting, ValueError for one out of range.
+    """
+    given = {name: value for name, value in settings.items() if value is not None}
+    values = {name: rule.neutral for name, rule in RULES.items()} | {"temperature": temperature, **given}
+    for name, value in values.items():
+        low, high = RULES[name].bounds
+        if not low <= value <= high:
+            raise ValueError(f"sampling: {name} is {value}; expected {RULES[name].expected}")
+    processors = [
+        partial(rule.process, *(values[argument] for argument in (name, *rule.further)))
+        for name, rule in sorted(RULES.items(), key=lambda entry: not entry[1].raw)
+        if rule.process and values[name] != rule.neutral and (temperature or rule.raw)
+    ]
+    return Sampler(tuple(processors), draw(seed) if temperature else greedy)

@@ -25,7 +25,7 @@ from dunes.extra import python_command
 from dunes.files.atomic import write_file
 from dunes.files.model_file import cards_trusted
 from dunes.generate import Sampler
-from dunes.generate.packages import step_source
+from dunes.generate.decode_packages import step_source
 from dunes.inference.text_generator import TextGenerator
 from dunes.parts import CacheFormat
 from dunes.text import Tokenizer

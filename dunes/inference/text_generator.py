@@ -23,7 +23,7 @@ from dunes.generate import (
     prompt_tokens,
     sampler,
 )
-from dunes.generate.step import CompiledStep
+from dunes.generate.decode_graph import CompiledStep
 from dunes.measure import ranks
 from dunes.parts import CacheFormat, cache_for
 from dunes.progress import raise_if_asked

@@ -16,7 +16,7 @@ from dunes.flags import PARTS
 from dunes.models.llama import Config
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary, squared_relu
 from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
-from dunes.parts.decoder import AheadBlock, SkipBlock
+from dunes.parts.decoder import MultiTokenPredictor, SkipBlock
 from dunes.parts.latent_attention import LatentAttention
 from dunes.parts.position import Alibi, PartialRotary, Position
 from dunes.parts.recurrent import GatedConvolution, GatedDeltaNet, Mamba2
@@ -41,7 +41,7 @@ def build(vocab: int, dim: int, depth: int, context_length: int, **parts: str) -
         _block(chosen, norm, _mixer(size, chosen, layer), _mlp(chosen["mlp"], dim), layer, depth)
         for layer in range(depth + PARTS["ahead"].index(chosen["ahead"]))
     ]
-    ahead = [AheadBlock(dim, norm(), norm(), block, norm()) for block in blocks[depth:]]
+    ahead = [MultiTokenPredictor(dim, norm(), norm(), block, norm()) for block in blocks[depth:]]
     places = context_length if chosen["position"] == "learned" else None
     head = None if chosen["head"] == "tied" else nn.Linear(dim, vocab, bias=False)
     cap = LOGIT_CAP if chosen["logits"] == "capped" else None

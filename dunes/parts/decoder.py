@@ -124,7 +124,7 @@ class SkipBlock(Block):
         return super().forward(x, ctx, layer)
 
 
-class AheadBlock(nn.Module):
+class MultiTokenPredictor(nn.Module):
     """A module of `Decoder.ahead`, which predicts one token further than the module before it.
 
     It applies `block` to a linear map of two normed inputs: the states of the module before it, and the embeddings
@@ -150,11 +150,10 @@ class AheadBlock(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model. With `head=None` the token embedding is also the head (tied weights).
 
-    `softcap` bounds the logits, by softcap * tanh(logits / softcap). In training, each module of `ahead`
-    (`AheadBlock`) predicts one token further than the module before it. Its loss is averaged over the positions
-    with such a target, and is a metric (`ahead_1`, ...); `ahead_weight` times the mean of these losses is added to
-    the loss (multi-token prediction, https://arxiv.org/abs/2404.19737).
-
+    `softcap` bounds the logits, by softcap * tanh(logits / softcap).
+    Each `MultiTokenPredictor` in `ahead` predicts one token further than the one before it, in training only.
+    `ahead_weight` times the mean of their losses, each over the positions that have such a target, is added to the
+    loss; the losses are the metrics `ahead_1`, ... (multi-token prediction, https://arxiv.org/abs/2404.19737).
     Documents packed into one row do not attend to each other. If a module's class does not declare
     `supports_packing`, each document is computed in its own row, and `cache_for` returns None; both are slower.
     """

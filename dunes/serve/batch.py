@@ -11,9 +11,9 @@ from torch import Tensor
 from dunes.augment import row_adapters
 from dunes.checkpoint import LoadedModel
 from dunes.generate import PrefixCache, Request, Sampler, Token, generate_all, limit_vocab, prompt_tokens, sampler
+from dunes.generate.decode_graph import CompiledStep
 from dunes.generate.prefix_cache import PieceReader, common_length
 from dunes.generate.sampling import greedy
-from dunes.generate.step import CompiledStep
 from dunes.serve.fields import Refused
 from dunes.serve.requests import Answer, Event, TextRequest, TokenText
 from dunes.text import DecodeStream, Tokenizer
@@ -162,15 +162,7 @@ class Batch:
     def add(self, text: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
         """Add a text to generate. Raises Refused for a prompt that the model cannot read."""
         ids = self.prompt_ids(text)
-        choose = sampler(
-            text.temperature,
-            top_k=text.top_k,
-            top_p=text.top_p if text.top_p < 1 else None,
-            min_p=text.min_p or None,
-            penalty=text.repeat_penalty,
-            penalty_range=text.repeat_last_n,
-            seed=text.seed,
-        ).after(partial(limit_vocab, self.tokenizer.vocab))
+        choose = sampler(seed=text.seed, **text.sampling).after(partial(limit_vocab, self.tokenizer.vocab))
         tops = text.logprobs or 0
         adapter = self._adapters.get(text.model, self._default)
         stops = {*self.tokenizer.stops, *text.stop_ids}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+from dunes.generate.sampling import RULES
 from dunes.serve.fields import ENDLESS, SEEDS, Fields, Refused
 from dunes.text.templates import Turn
 
@@ -25,6 +26,8 @@ FILE = re.compile(r"(?:<\|file_sep\|>|<file_sep>)([^\n]*)\n")
 REPOSITORY = re.compile(r"^(?:<\|repo_name\|>|<repo_name>)[^\n]*\n")
 HINTS = re.compile(r"\A\W{1,4} language: [^\n]*\n(?:\W{1,4} indentation: [^\n]*\n)?")
 """Lines that minuet puts before the text: https://github.com/milanglacier/minuet-ai.nvim."""
+Settings = Mapping[str, float]
+"""Settings of a sampler by name; the others are neutral."""
 UNNAMED = "filename"
 """Name that llama-server gives to the file of an `/infill` request."""
 
@@ -51,6 +54,7 @@ class LineRequest:
 class TextRequest:
     """A request for the text after a prompt, which is a text or ids, or after a chat.
 
+    `sampling` has the settings of a sampler that differ from their neutral values.
     `logprobs` is the number of alternatives per token; None means no log-probabilities. With `echo`, the answer
     starts with the prompt. If there are `messages`, they are the prompt, rendered with `variables` by the model's
     chat template; a model without one reads `prompt`. With `continues`, the last message begins the answer.
@@ -58,12 +62,7 @@ class TextRequest:
 
     prompt: str | Sequence[int] = ""
     max_tokens: int = ENDLESS
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = -1
+    sampling: Settings = field(default_factory=dict)
     seed: int = 0
     stop: Sequence[str] = ()
     stop_ids: Sequence[int] = ()
@@ -152,35 +151,25 @@ class Asked:
         self.files = [request.files for request in requests if isinstance(request, LineRequest)]
         self.count, self.stream = count, fields.flag("stream", streams)
         if all(isinstance(request, LineRequest) for request in requests):  # the most probable line
-            fields.disregard("seed", "random_seed", *LIMITS, *chain(*ALIASES.values()))
+            fields.disregard("seed", "random_seed", *chain(*(rule.names for rule in RULES.values())))
         self.id, self.created = prefix + uuid.uuid4().hex, int(time.time())
         if len(requests) > PROMPTS:
             raise fields.refusal("prompt", f"{len(requests)} choices of all prompts; at most {PROMPTS}")
 
 
-LIMITS: Mapping[str, tuple[float, float]] = {
-    "temperature": (0, 1e4), "top_k": (-1, 2**31), "top_p": (0, 1), "min_p": (0, 1),
-    "repeat_penalty": (1e-3, 1e3), "repeat_last_n": (-1, 2**31),
-}  # fmt: skip
-"""Minimum and maximum of sampling settings, by their names in requests and in TextRequest."""
-ALIASES = {"repeat_penalty": ("repetition_penalty",)}
-"""Names of the same settings in other servers."""
-
-
 def read_text(
-    fields: Fields, defaults: TextRequest, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
+    fields: Fields, defaults: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """Read a TextRequest from the fields; its settings are read from `options`, if given, by default those of
-    `defaults`. `more` are additional attributes. The field named `limit` has the maximum number of tokens, by
-    default `tokens`."""
-    options, values = options or fields, dict[str, Any]()
-    for name, (low, high) in LIMITS.items():
-        default = getattr(defaults, name)
-        read: Any = options.integer if isinstance(default, int) else options.number
-        values[name] = read(options.first(name, *ALIASES.get(name, ())), default, low, high)
-    values["top_p"] = values["top_p"] or 1e-6
-    values |= {"max_tokens": options.limit(limit, tokens), "seed": options.seed(), "stop": options.stops()}
-    return replace(defaults, **values | {"model": fields.text("model")} | more)
+    """Read a TextRequest from the fields; its settings are read from `options`, if given, and the sampler's are by
+    default those in `defaults`, or neutral. `more` are additional attributes. The field named `limit` has the
+    maximum number of tokens, by default `tokens`."""
+    options, sampling = options or fields, dict[str, float]()
+    for name, rule in RULES.items():
+        read: Any = options.integer if isinstance(rule.neutral, int) else options.number
+        value = read(options.first(*rule.names), defaults.get(name, rule.neutral), *rule.requests)
+        sampling[name] = max(value, rule.bounds[0])
+    values = {"max_tokens": options.limit(limit, tokens), "seed": options.seed(), "stop": options.stops()}
+    return TextRequest(**{"sampling": sampling, "model": fields.text("model"), **values, **more})
 
 
 def choices(request: TextRequest, count: int) -> list[Request]:

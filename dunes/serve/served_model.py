@@ -37,7 +37,7 @@ from dunes.completion.completer import (
 )
 from dunes.completion.search import WIDTH, CompleteOptions
 from dunes.completion.text import near_text
-from dunes.generate.packages import step_source
+from dunes.generate.decode_packages import step_source
 from dunes.inference.chat import NONE, ChatModel, NoTemplate, load_chat_engine
 from dunes.runs.saving import read_config
 from dunes.runs.train_config import TrainConfig

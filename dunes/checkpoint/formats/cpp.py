@@ -29,8 +29,8 @@ from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.checkpoint.weights.safetensors_file import CODES, write_file
 from dunes.files import atomic
-from dunes.generate import packages
-from dunes.generate.step import FEW, ROWS, TEXT, CompiledStep, load_native, named_tensors, step_weights
+from dunes.generate import decode_packages
+from dunes.generate.decode_graph import FEW, ROWS, TEXT, CompiledStep, load_native, named_tensors, step_weights
 from dunes.ops.kernels import why_not_compiled
 from dunes.parts import MoE, cache_for, vocabulary_size
 from dunes.parts.cache import RollingCache
@@ -98,16 +98,16 @@ def export_native(
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     check_target(out)
-    packages.check_step(model, dtype)
+    decode_packages.check_step(model, dtype)
     if any(isinstance(module, MoE) for module in model.modules()):
         raise ValueError("--to cpp: a mixture of experts, whose operation needs Python, cannot be exported")
     if (length := loaded.context_length) < MIN_CONTEXT:
         raise ValueError(f"--to cpp: the model attends to {length} tokens; expected at least {MIN_CONTEXT}")
     show("compiling the steps unless they are kept already: two to five minutes")
-    package, chosen = packages.compile_step(model, loaded.context_length, dtype, whole=True)
-    step = packages.load_step(model, chosen)
-    stems = {Path(name).stem for n, name in packages.FILES.items() if n != ROWS}
-    names = {name for name in packages.native_files(package) if Path(name).stem in stems}
+    package, chosen = decode_packages.compile_step(model, loaded.context_length, dtype, whole=True)
+    step = decode_packages.load_step(model, chosen)
+    stems = {Path(name).stem for n, name in decode_packages.FILES.items() if n != ROWS}
+    names = {name for name in decode_packages.native_files(package) if Path(name).stem in stems}
     if step is None or "native-few.so" not in names:
         raise ValueError("the steps of this model cannot be compiled: dunes compile says why")
     weights = step_weights(model, chosen)
@@ -128,9 +128,9 @@ def export_native(
     def verify(folder: Path, written: Mapping[str, Tensor]) -> None:
         own = {name: tensor for name, tensor in written.items() if not name.startswith(OF_TEXTS)}
         of_text = own | {n.removeprefix(OF_TEXTS): t for n, t in written.items() if n not in own}
-        files = {n: name for n, name in packages.FILES.items() if name in names}
+        files = {n: name for n, name in decode_packages.FILES.items() if name in names}
         code = {n: (folder / name, of_text if n == TEXT else own) for n, name in files.items()}
-        packages.bind_step(model, code, chosen)
+        decode_packages.bind_step(model, code, chosen)
 
     return _write(out, "decoder", weights, card, fill, verify)
 
@@ -147,16 +147,16 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
     expected = _check_network(model, example)
     with tree.mode(model, False), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch's own deprecations
-        graph = packages.export_graph(lambda: torch.export.export(model, (example,), strict=False))
+        graph = decode_packages.export_graph(lambda: torch.export.export(model, (example,), strict=False))
         card = {"input": list(example.shape), "output": list(expected.shape)}
 
         def fill(folder: Path) -> None:
-            packages.compile_graph(graph, folder / packages.PACKAGE)
+            decode_packages.compile_graph(graph, folder / decode_packages.PACKAGE)
 
         def verify(staged: Path, written: Mapping[str, Tensor]) -> None:
-            (run,) = load_native(staged / packages.PACKAGE, written)
+            (run,) = load_native(staged / decode_packages.PACKAGE, written)
             result = run([example])[0]
-            packages.require_close("compiled, its numbers", result - expected, expected, torch.float32)
+            decode_packages.require_close("compiled, its numbers", result - expected, expected, torch.float32)
 
         return _write(out, "network", named_tensors(model), card, fill, verify)
 
@@ -171,9 +171,9 @@ def check_target(out: Path) -> None:
 
 def _check_network(model: nn.Module, example: Tensor) -> Tensor:
     """The network's output for the example. Raises ValueError for a network that cannot be exported."""
-    if packages.has_hooks(model):
+    if decode_packages.has_hooks(model):
         raise ValueError("--to cpp: compiled code has no hooks; remove them from the network")
-    with torch.no_grad(), tree.mode(model, False), packages.buffers_unchanged(model):
+    with torch.no_grad(), tree.mode(model, False), decode_packages.buffers_unchanged(model):
         expected = model(example)
     if not isinstance(expected, Tensor) or {example.dtype, expected.dtype} != {torch.float32}:
         raise ValueError("--to cpp: expected a network of one tensor in float32 that gives one in float32")

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dunes import __version__
+from dunes.generate.sampling import RULES
 from dunes.serve.fields import CHOICES, ENDLESS, REFERENCE, Fields
 from dunes.serve.protocols import ollama
 from dunes.serve.protocols.protocol import Check, Endpoint, Protocol
 from dunes.serve.requests import (
-    LIMITS,
     Answer,
     Answers,
     Asked,
@@ -31,6 +31,8 @@ from dunes.serve.requests import (
 
 REASONS = {"stop": "eos", "length": "limit", "word": "word"}
 PROBS = "completion_probabilities"
+SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+"""Default settings of llama-server."""
 
 
 def read_infill(fields: Fields) -> Asked:
@@ -50,7 +52,7 @@ def read_infill(fields: Fields) -> Asked:
 def read_completion(fields: Fields) -> Asked:
     """Requests for texts after prompts, or for the rest of a line if a prompt has fill-in-the-middle sentinels."""
     limit = fields.first("n_predict", "max_tokens")
-    text = read_text(fields, TextRequest(), limit, logprobs=fields.integer("n_probs", 0, 0, 100) or None)
+    text = read_text(fields, SAMPLING, limit, logprobs=fields.integer("n_probs", 0, 0, 100) or None)
     count = fields.integer(fields.first("n_cmpl", "n"), 1, 1, CHOICES)
     fields.items("response_fields", 256)
     fields.flag("return_tokens")
@@ -133,12 +135,12 @@ def _timings(answer: Answer) -> dict[str, Any]:
 
 def settings(request: Request | None) -> dict[str, Any]:
     """A request's settings under llama-server's names; settings that this server lacks are neutral."""
-    text = request if isinstance(request, TextRequest) else TextRequest(temperature=0.0)
+    text = request if isinstance(request, TextRequest) else TextRequest(sampling=SAMPLING | {"temperature": 0.0})
     limit = text.max_tokens if text.max_tokens < ENDLESS else -1
     return REFERENCE["settings"] | {
         **{name: values[0] for name, values in REFERENCE["unsupported"].items()},
         "seed": text.seed,
-        **{name: getattr(text, name) for name in LIMITS},
+        **{rule.names[0]: text.sampling.get(name, rule.neutral) for name, rule in RULES.items()},
         "stop": list(request.stop) if request else [],
         "max_tokens": limit,
         "n_predict": limit,

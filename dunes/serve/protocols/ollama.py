@@ -12,7 +12,8 @@ from dunes.serve.protocols.protocol import Check, Endpoint, Protocol
 from dunes.serve.requests import Answer, Answers, Asked, Facts, Named, TextRequest, line_or_texts, read_text
 from dunes.text.templates import Turn
 
-DEFAULTS = TextRequest(top_p=0.9, min_p=0.0)
+SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}
+"""Default settings of Ollama."""
 REASONS = {"stop": "stop", "length": "length", "word": "stop"}
 PORT = 11434
 """Default port of Ollama."""
@@ -43,7 +44,7 @@ def read_chat(fields: Fields) -> Asked:
 
 def _text_request(fields: Fields, **more: Any) -> TextRequest:
     variables = {"enable_thinking": fields.flag("think")} if fields.has("think") else {}
-    return read_text(fields, DEFAULTS, "num_predict", -1, fields.object("options"), variables=variables, **more)
+    return read_text(fields, SAMPLING, "num_predict", -1, fields.object("options"), variables=variables, **more)
 
 
 def _format_time(seconds: float) -> str:

@@ -14,7 +14,6 @@ from dunes.serve.requests import (
     Answer,
     Answers,
     Asked,
-    TextRequest,
     TokenText,
     choices,
     line_or_texts,
@@ -22,7 +21,6 @@ from dunes.serve.requests import (
     read_text,
 )
 
-DEFAULTS = TextRequest(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 REASONS = {"stop": "stop", "length": "length", "word": "stop", "": None}
 DEFAULT_TOKENS = 16
 """Default maximum number of new tokens, as in OpenAI's API."""
@@ -36,7 +34,7 @@ def read_completions(fields: Fields) -> Asked:
     fields.integer("best_of", count, 1, count)  # all of them are returned
     logprobs = fields.integer("logprobs", 0, 0, LOGPROBS) if fields.has("logprobs") else None
     limit, echo = fields.first("max_tokens", "max_completion_tokens", "n_predict"), fields.flag("echo")
-    text = read_text(fields, DEFAULTS, limit, DEFAULT_TOKENS, logprobs=logprobs, echo=echo)
+    text = read_text(fields, {}, limit, DEFAULT_TOKENS, logprobs=logprobs, echo=echo)
     requests = [request for prompt in prompts(fields) for request in line_or_texts(text, prompt, after, count)]
     _wants_usage(fields)
     return Asked(fields, requests, "cmpl-", count=count)
@@ -55,7 +53,7 @@ def read_chat(fields: Fields) -> Asked:
         raise fields.refusal("add_generation_prompt", "expected true, or false with continue_final_message")
     variables = fields.object("chat_template_kwargs")
     values = {name: variables.get(name) for name in variables.body}
-    text = read_text(fields, DEFAULTS, limit, logprobs=logprobs, messages=messages, variables=values)
+    text = read_text(fields, {}, limit, logprobs=logprobs, messages=messages, variables=values)
     return Asked(fields, choices(replace(text, continues=continues), count), "chatcmpl-", count=count)
 
 

@@ -74,6 +74,39 @@ std::unique_ptr<Runner> load(const Folder &folder, const std::string &name, Tens
   return runner;
 }
 
+// The functions of generate/sampling.py, by the names of the settings.
+Tensor temperature(double value, const Tensor &logits) {
+  return value == 1 ? logits : (logits - logits.amax()) / std::min(std::max(value, 1e-37), 1e37);
+}
+
+Tensor top_k(int64_t k, const Tensor &logits) {
+  if (k < 0) return logits;
+  return logits.masked_fill(logits < std::get<0>(logits.topk(std::min(k, logits.numel())))[-1], -INFINITY);
+}
+
+Tensor top_p(double p, const Tensor &logits) {
+  if (p == 1) return logits;
+  auto [sorted, order] = logits.sort(/*stable=*/true, -1, /*descending=*/true);
+  auto probs = sorted.softmax(-1);
+  auto surplus = probs.cumsum(-1) - probs >= p;
+  surplus[0] = false;
+  return logits.masked_fill(surplus.scatter(-1, order, surplus), -INFINITY);
+}
+
+Tensor min_p(double p, const Tensor &logits) {
+  auto probs = logits.softmax(-1);
+  return logits.masked_fill(probs < p * probs.amax(), -INFINITY);
+}
+
+Tensor typical_p(double p, const Tensor &logits) {
+  if (p == 1) return logits;
+  auto logprobs = logits.log_softmax(-1);
+  auto distances = (-logprobs + (logprobs * logprobs.exp()).nansum(-1)).abs();
+  auto [sorted, order] = distances.sort();
+  auto last = (logits.index({order}).softmax(-1).cumsum(-1) < p).sum().clamp_max(logits.numel() - 1);
+  return logits.masked_fill(distances > sorted.index({last}), -INFINITY);
+}
+
 }  // namespace
 
 struct State {
@@ -150,9 +183,9 @@ struct dunes_text {
     for (auto id : ids)
       if (id < 0 || id >= model->embedded)
         fail("the prompt has id " + std::to_string(id) + "; the model has ids 0 to " + std::to_string(model->embedded - 1));
-    if (!(sampling.temperature >= 0 && std::isfinite(sampling.temperature)) || sampling.top_k < -1 ||
-        !(sampling.top_p >= 0 && sampling.top_p <= 1) || !(sampling.min_p >= 0 && sampling.min_p <= 1))
-      fail("sampling: temperature is at least 0, top_k at least -1, top_p and min_p from 0 to 1");
+#define REQUIRE(type, name, option, low, high, expected) \
+    if (!(sampling.name >= low && sampling.name <= high)) fail("sampling: " #name " is " + std::to_string(sampling.name) + "; expected " expected);
+    DUNES_RULES(REQUIRE)
   }
 
   // The text goes on from its last half when it reaches the context length.
@@ -208,25 +241,11 @@ struct dunes_text {
     return runner.run(inputs);
   }
 
-  // generate/sampling.py: temperature, top-k, top-p, min-p, then the same draw.
+  // The draw of generate/sampling.py.
   int64_t sample(Tensor logits) {
     if (sampling.temperature == 0) return logits.argmax(-1).item<int64_t>();
-    logits = (logits - logits.amax()) / std::min(std::max(sampling.temperature, 1e-37), 1e37);
-    if (sampling.top_k > 0) {
-      auto least = std::get<0>(logits.topk(std::min(sampling.top_k, logits.numel())))[-1];
-      logits = logits.masked_fill(logits < least, -INFINITY);
-    }
-    if (sampling.top_p > 0) {
-      auto [sorted, order] = logits.sort(/*stable=*/true, -1, /*descending=*/true);
-      auto probs = sorted.softmax(-1);
-      auto surplus = probs.cumsum(-1) - probs >= sampling.top_p;
-      surplus[0] = false;
-      logits = logits.masked_fill(surplus.scatter(-1, order, surplus), -INFINITY);
-    }
-    if (sampling.min_p > 0) {
-      auto probs = logits.softmax(-1);
-      logits = logits.masked_fill(probs < sampling.min_p * probs.amax(), -INFINITY);
-    }
+#define APPLY(type, name, ...) if (sampling.name != 0) logits = name(sampling.name, logits);
+    DUNES_RULES(APPLY)
     auto sums = logits.softmax(-1).cumsum(-1, at::kDouble), all = sums[-1];
     if (!(all.item<double>() > 0)) fail("no id can be drawn, since the logits have NaN or exclude all ids");
     auto point = at::rand({}, random, at::kDouble) * all;

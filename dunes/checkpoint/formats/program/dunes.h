@@ -6,6 +6,7 @@
 #ifndef DUNES_H
 #define DUNES_H
 
+#include <float.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -18,12 +19,19 @@ extern "C" {
 typedef struct dunes_model dunes_model;
 typedef struct dunes_text dunes_text;
 
-/* Temperature 0 is greedy. 0 stands for no limit in top_k, top_p and min_p, and so does -1 in top_k. Equal seeds give
-   equal texts, and those of Python's `dunes generate`. */
+/* The sampling rules of Python's `dunes generate`, in the order in which they apply: type, name of the setting, option
+   of the program, minimum, maximum, expected values. Temperature 0 is greedy. 0 in any other setting means no limit. */
+#define DUNES_RULES(RULE)                                                                    \
+  RULE(double, temperature, "--temperature T", 0, DBL_MAX, "a finite number of at least 0") \
+  RULE(int64_t, top_k, "--top-k K", -1, INT64_MAX, "a whole number; 0 or -1 for all ids")   \
+  RULE(double, top_p, "--top-p P", 0, 1, "a probability above 0")                           \
+  RULE(double, min_p, "--min-p P", 0, 1, "a probability")                                   \
+  RULE(double, typical_p, "--typical-p P", 0, 1, "a probability above 0")
+
+/* Settings of sampling. Equal seeds give equal texts, also in Python. */
 typedef struct {
-  double temperature;
-  int64_t top_k;
-  double top_p, min_p;
+#define DUNES_FIELD(type, name, ...) type name;
+  DUNES_RULES(DUNES_FIELD)
   uint64_t seed;
 } dunes_sampling;
 

@@ -15,8 +15,8 @@
 namespace {
 
 constexpr const char *USAGE =
-    "usage: dunes FOLDER [--max-tokens N] [--temperature T] [--top-k K] [--top-p P] [--min-p P] [--seed S] [--threads N]\n"
-    "             [--time] PROMPT\n"
+#define USAGE_OF(type, name, option, ...) " [" option "]"
+    "usage: dunes FOLDER [--max-tokens N]" DUNES_RULES(USAGE_OF) " [--seed S] [--threads N] [--time] PROMPT\n"
     "       dunes FOLDER --ids \"ID ID ...\"    the prompt's ids; writes ids, one a line\n"
     "       dunes FOLDER --image FILE.pgm     the class of a grey image (binary PGM, 0 to 255), then all outputs\n";
 
@@ -29,17 +29,21 @@ struct Options {
 
 [[noreturn]] void fail(const std::string &message) { throw std::runtime_error(message); }
 
-double number(const std::string &name, const std::string &text) {
+void read(double &value, const std::string &name, const std::string &text) {
   char *end = nullptr;
-  double value = std::strtod(text.c_str(), &end);
+  value = std::strtod(text.c_str(), &end);
   if (text.empty() || *end) fail(name + " " + text + ": expected a number");
-  return value;
+}
+
+void read(int64_t &value, const std::string &name, const std::string &text) {
+  char *end = nullptr;
+  value = std::strtoll(text.c_str(), &end, 10);
+  if (text.empty() || *end) fail(name + " " + text + ": expected a whole number");
 }
 
 int64_t whole(const std::string &name, const std::string &text) {
-  char *end = nullptr;
-  long long value = std::strtoll(text.c_str(), &end, 10);
-  if (text.empty() || *end) fail(name + " " + text + ": expected a whole number");
+  int64_t value = 0;
+  read(value, name, text);
   return value;
 }
 
@@ -54,10 +58,8 @@ Options parse(int count, char **arguments) {
       if (++i == count) fail(name + ": expected a value");
       std::string value = arguments[i];
       if (name == "--max-tokens") options.max_tokens = whole(name, value);
-      else if (name == "--temperature") options.sampling.temperature = number(name, value);
-      else if (name == "--top-k") options.sampling.top_k = whole(name, value);
-      else if (name == "--top-p") options.sampling.top_p = number(name, value);
-      else if (name == "--min-p") options.sampling.min_p = number(name, value);
+#define READ(type, field, option, ...) else if (std::string(option).find(name + " ") == 0) read(options.sampling.field, name, value);
+      DUNES_RULES(READ)
       else if (name == "--seed") options.sampling.seed = static_cast<uint64_t>(whole(name, value));
       else if (name == "--threads") dunes_set_threads(static_cast<int>(whole(name, value)));
       else if (name == "--ids") options.ids = value;

@@ -32,21 +32,20 @@ from dunes import measure, tree
 from dunes.files import atomic, json_file
 from dunes.files.atomic import cache_home, folder_lock, staging_folder
 from dunes.generate import generate
-from dunes.generate.prefix_cache import PrefixCache
-from dunes.generate.step import (
+from dunes.generate.decode_graph import (
     FEW,
     ROWS,
     STACK,
     TEXT,
     CompiledStep,
-    HeadStep,
-    LayerStep,
-    RowStep,
+    DecodeGraph,
+    HeadGraph,
+    LayerGraph,
+    RowGraph,
     Run,
     Scores,
-    Step,
-    TextStep,
-    export_step,
+    TextGraph,
+    export_decode_graph,
     in_float32,
     join_parts,
     load_native,
@@ -55,6 +54,7 @@ from dunes.generate.step import (
     replace_attribute,
     step_weights,
 )
+from dunes.generate.prefix_cache import PrefixCache
 from dunes.ops.kernels import attempt, why_not_compiled
 from dunes.parts import Cache, Decoder, cache_for, vocabulary_size
 from dunes.parts.decoder import recurrent_part
@@ -92,7 +92,7 @@ CHECKED = 6
 """Number of tokens in the cache when the logits of a step are checked."""
 LOOK_EVERY = 1.0
 """Seconds between two checks for a new package."""
-SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/step*.py"
+SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/decode_graph.py"
 
 
 def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
@@ -247,7 +247,7 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole
 def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Raise ValueError for an unsupported dtype, and for a model that is no Decoder, is not on the CPU, has hooks,
     or needs its entire text for each token."""
-    Step(model)
+    DecodeGraph(model)
     if cache_for(model, 1, 1) is None:
         raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
     if name := recurrent_part(model):
@@ -514,9 +514,9 @@ def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.E
     with buffers_unchanged(model):
         cache, _ = _check_tokens(model)
     with tree.mode(model, False):
-        step = {TEXT: TextStep, ROWS: RowStep}.get(tokens, Step)(outline(model, dtype)).eval()
-    with torch.autocast("cpu", enabled=False):  # autocast's casts would be part of the graph
-        return export_graph(lambda: export_step(step, cache, tokens))
+        step = {TEXT: TextGraph, ROWS: RowGraph}.get(tokens, DecodeGraph)(outline(model, dtype)).eval()
+    with torch.autocast("cpu", enabled=False):  # whose casts would be part of the graph
+        return export_graph(lambda: export_decode_graph(step, cache, tokens))
 
 
 def _export_parts(
@@ -529,13 +529,13 @@ def _export_parts(
         ids, slots = torch.zeros(tokens, dtype=torch.long), torch.arange(tokens)
         (x,) = join_parts(model, [], lambda inputs: inputs)([ids, slots, slots])
         inner: Any = outline(model, dtype).eval()
-        head = HeadStep(Decoder(inner.embed, [], inner.norm, inner.head, inner.softcap)).eval()
-        yield HEADS[tokens], export_graph(lambda: export_step(head, cache, tokens, x))
+        head = HeadGraph(Decoder(inner.embed, [], inner.norm, inner.head, inner.softcap)).eval()
+        yield HEADS[tokens], export_graph(lambda: export_decode_graph(head, cache, tokens, x))
         for layer in sorted({*layer_forms(model)}):
-            step, of_layer = LayerStep(inner.get_submodule(f"blocks.{layer}")), copy(cache)
+            step, of_layer = LayerGraph(inner.get_submodule(f"blocks.{layer}")), copy(cache)
             of_layer.keys, of_layer.values = [cache.keys[layer]], [cache.values[layer]]
             name = _layer_file(Path(HEADS[tokens]), layer).name
-            yield name, export_graph(lambda: export_step(step, of_layer, tokens, x))  # noqa: B023
+            yield name, export_graph(lambda: export_decode_graph(step, of_layer, tokens, x))  # noqa: B023
 
 
 @contextmanager

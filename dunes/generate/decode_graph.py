@@ -1,5 +1,5 @@
-"""A step: the forward of one or a few new tokens in one row, or of one token in each of several rows, written so
-that it can be compiled ahead of time.
+"""Decode graphs: the forward of one or a few new tokens in one row, or of one token in each of several rows,
+written so that it can be compiled ahead of time.
 
 The model's own parts are traced. Some operations in them are replaced by functions that Inductor fuses into
 few loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the
@@ -41,7 +41,7 @@ TEXT, ROWS = 0, -1
 """Keys of the steps for any number of tokens at the start of a text, and for one token in each of several rows."""
 
 
-class Step(nn.Module):
+class DecodeGraph(nn.Module):
     """Computes float32 logits (T, V) after each new token, and a summary; writes keys and values into the cache.
 
     Each row of the summary (T, 3), float64, has the most probable id, its logit `top`, and
@@ -77,8 +77,8 @@ class Step(nn.Module):
         return logits, torch.stack([value.double() for value in summary], -1)
 
 
-class LayerStep(nn.Module):
-    """One block of a `Step`, whose code serves all blocks of the same form, each with its own weights."""
+class LayerGraph(nn.Module):
+    """One block of a `DecodeGraph`, whose code serves all blocks of the same form, each with its own weights."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class LayerStep(nn.Module):
     def forward(
         self, x: Tensor, slots: Tensor, slot_positions: Tensor, keys: list[Tensor], values: list[Tensor]
     ) -> Tensor:
-        """The block's outputs; x (1, T, dim) are its inputs, the other arguments are as in `Step`, for one layer.
+        """The block's outputs for inputs x (1, T, dim); other arguments are as in `DecodeGraph`, for one layer.
 
         Raises ValueError for a block that hands tensors to later blocks, or whose outputs have another dtype.
         """
@@ -98,15 +98,15 @@ class LayerStep(nn.Module):
         return y
 
 
-class HeadStep(Step):
-    """The part of a `Step` after its blocks: the logits and the summary."""
+class HeadGraph(DecodeGraph):
+    """The part of a `DecodeGraph` after its blocks."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """The scores of the last block's outputs x (1, T, dim)."""
         return self.score(x)
 
 
-class TextStep(Step):
+class TextGraph(DecodeGraph):
     """A step for the first tokens of a text, computed like the model's own forward. It returns only the last
     token's logits and summary.
 
@@ -118,8 +118,8 @@ class TextStep(Step):
         return self.score(self._hidden(ids[None], _TextContext(keys, values, torch.arange(ids.shape[0])))[:, -1:])
 
 
-class RowStep(Step):
-    """A step for one new token in each of R rows; a library computes the matrix products."""
+class RowGraph(DecodeGraph):
+    """A step for one new token in each of R rows; its matrix products are calls of a library."""
 
     def forward(  # type: ignore[override]
         self,
@@ -214,26 +214,26 @@ class _StepContext(ForwardContext):
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def export_step(
-    step: Step | LayerStep, cache: Cache, tokens: int = 1, x: Tensor | None = None
+def export_decode_graph(
+    graph: DecodeGraph | LayerGraph, cache: Cache, tokens: int = 1, x: Tensor | None = None
 ) -> torch.export.ExportedProgram:
-    """The step as a graph, for caches of any capacity with the dtypes of `cache`, which has tokens and 8 slots.
+    """The exported graph, for caches of any capacity with the dtypes of `cache`, which has tokens and 8 slots.
 
-    A `LayerStep` or `HeadStep` needs an example `x` of its inputs (1, tokens, dim).
+    A graph of a part of the model needs an example `x` of its inputs (1, tokens, dim).
 
-    The graph of a `TextStep` takes any number of tokens above FEW. In the graph of another step, operations are
+    The graph of a `TextGraph` takes any number of tokens above FEW. In any other graph, operations are
     replaced by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
     """
     args: tuple[Any, ...]
     shapes: dict[str, Any] = {}
     row: dict[int, Any] = {}
-    if isinstance(step, HeadStep):
+    if isinstance(graph, HeadGraph):
         with torch.no_grad(), _OneRow(_FORMS):
-            return torch.export.export(step, (x,), strict=False)
-    if isinstance(step, TextStep):
+            return torch.export.export(graph, (x,), strict=False)
+    if isinstance(graph, TextGraph):
         least, forms, args = FEW + 1, {F.embedding: _rows_of_ids}, (torch.zeros(5, dtype=torch.long),)
         shapes["ids"] = {0: torch.export.Dim("tokens", min=least)}
-    elif isinstance(step, RowStep):
+    elif isinstance(graph, RowGraph):
         row, readable, least = {0: torch.export.Dim("rows", min=2)}, torch.export.Dim("readable", min=2), 4
         forms = _FORMS | {F.linear: _product}
         cache, last = cache.select_rows(torch.zeros(3, dtype=torch.long)), torch.full((3,), 6)
@@ -247,11 +247,11 @@ def export_step(
         shapes |= {"ids" if x is None else "x": None, "slots": None, "slot_positions": {0: readable}}
     shapes["keys"] = shapes["values"] = [row | {2: torch.export.Dim("slots", min=least)}] * len(cache.keys)
     with torch.no_grad(), _OneRow(forms):
-        return torch.export.export(step, (*args, cache.keys, cache.values), dynamic_shapes=shapes, strict=False)
+        return torch.export.export(graph, (*args, cache.keys, cache.values), dynamic_shapes=shapes, strict=False)
 
 
 class Scores(NamedTuple):
-    """Scores of the next token: row `row` of `all_logits` (T, V), and the same row of a `Step`'s summary."""
+    """Scores of the next token: row `row` of `all_logits` (T, V), and the same row of a graph's summary."""
 
     all_logits: Tensor
     row: int
@@ -379,7 +379,7 @@ def _with_weights(runner: Any, weights: Mapping[str, Tensor]) -> Run:
 
 def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
     """A step's code from the code of each block and of the head; embeddings are computed by the model's module."""
-    decoder: Any = Step(model).model
+    decoder: Any = DecodeGraph(model).model
     embed = copy.deepcopy(decoder.embed, {id(t): t for t in named_tensors(model).values()}).eval()
 
     @torch.no_grad()
@@ -404,7 +404,7 @@ def model_state(model: nn.Module) -> object:
 def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     """Tensors of a step by name; matrices of plain linear layers and embeddings are converted to this dtype."""
     rounded = {id(t): t.detach().to(dtype) for t in _matrices(model)}
-    weights = {name: rounded.get(id(t), t) for name, t in named_tensors(Step(model)).items()}
+    weights = {name: rounded.get(id(t), t) for name, t in named_tensors(DecodeGraph(model)).items()}
     for name, layer in _step_layers(model).items():
         weights |= {f"model.{name}.{key}": t for key, t in named_tensors(layer).items()}
     return weights
