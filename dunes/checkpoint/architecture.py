@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import Change, repeat_structure
-from dunes.checkpoint.state_dict_diff import FLOATS, SHOWN, Difference
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.weights.safetensors_file import CODES, quote
+from dunes.checkpoint.weights.state_dict_diff import FLOATS, SHOWN, Difference
 from dunes.files.atomic import tensor_digests
 from dunes.files.model_file import cards_trusted
 from dunes.models import FAMILIES, build_on_meta, refusal

@@ -19,7 +19,8 @@ from dunes.checkpoint.folder import check_vocabulary, load_decoder, load_tokeniz
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, is_reference
 from dunes.checkpoint.loading import base_folder, check_memory, load, prepare_base, tokenizer_folder
 from dunes.checkpoint.model_folder import ADAPTER, read_card, readable_folder, verified_card
-from dunes.checkpoint.source import Source, context_length_of, open_source, open_verified_source, tensors
+from dunes.checkpoint.source import Source, context_length_of, open_source, open_verified_source
+from dunes.checkpoint.weights.files import tensors
 from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files.model_file import cards_trusted, find_file

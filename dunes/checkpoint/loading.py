@@ -28,10 +28,11 @@ from dunes.checkpoint.model_folder import (
     readable_folder,
     verified_card,
 )
-from dunes.checkpoint.source import Source, context_length_of, open_verified_source, own_weights, tensors
-from dunes.checkpoint.state_dict_diff import Difference, Prefix, summarize
+from dunes.checkpoint.source import Source, context_length_of, open_verified_source, own_weights
+from dunes.checkpoint.weights.files import tensors
 from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.checkpoint.weights.safetensors_file import quote
+from dunes.checkpoint.weights.state_dict_diff import Difference, Prefix, summarize
 from dunes.files import json_file
 from dunes.files.atomic import LARGE
 from dunes.files.model_file import trust_cards

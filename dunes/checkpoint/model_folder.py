@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dunes.checkpoint.formats.native import PARAMS
+from dunes.checkpoint.weights.files import UNSHARDED
 from dunes.checkpoint.weights.safetensors_file import INDEX, quote
 from dunes.checkpoint.weights.safetensors_file import SINGLE as WEIGHTS
 from dunes.files import atomic, json_file
@@ -22,8 +23,6 @@ from dunes.units import plural
 CARD = "dunes.json"
 FORMAT = 3
 CONFIG = "config.json"
-SINGLE = ("model.safetensors", "pytorch_model.bin")
-"""File names of unsharded weights; an index of shards has such a name with the suffix .index.json."""
 ADAPTER = "adapter_config.json"
 UNFINISHED = ".unfinished"
 """Subfolder with the finished parts of a change that is in progress."""
@@ -43,7 +42,7 @@ def is_model_folder(folder: Path) -> bool:
     """True if a folder has files with the names of a model's files, or an unfinished save. No file is read."""
     if any((folder / name).exists() for name in (READY, CARD, ADAPTER, PARAMS)):  # CARD comes before READY goes
         return True
-    weights = [name for single in SINGLE for name in (single, f"{single}.index.json")]
+    weights = [name for single in UNSHARDED for name in (single, f"{single}.index.json")]
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in weights)
 
 
@@ -67,7 +66,7 @@ def explain(path: Path) -> str:
     )
     if inside:
         return f"{path}: not a model folder; it holds {', '.join(map(str, inside[:3]))}; name one"
-    names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
+    names = ", ".join([*UNSHARDED, *(f"{s}.index.json" for s in UNSHARDED)])
     missing = "no weights" if (path / CONFIG).is_file() else "not a model folder"
     return f"{path}: {missing}; looked for {CONFIG} with {names}, and consolidated.* with {PARAMS}"
 

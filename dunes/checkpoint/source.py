@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,15 +12,15 @@ from typing import Any
 from dunes.checkpoint.architecture import Architecture, Build, compare_structure, has_own_form
 from dunes.checkpoint.formats import gguf, native
 from dunes.checkpoint.formats.quantized_weights import dense_weights
-from dunes.checkpoint.model_folder import CARD, CONFIG, SINGLE, explain, read_card, readable_folder, verified_card
-from dunes.checkpoint.state_dict_diff import Difference, Prefix, compare, summarize
-from dunes.checkpoint.weights import pickle_file, safetensors_file
+from dunes.checkpoint.model_folder import CARD, CONFIG, explain, read_card, readable_folder, verified_card
+from dunes.checkpoint.weights.files import UNSHARDED, find_weights, tensors
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory
 from dunes.checkpoint.weights.safetensors_file import quote
+from dunes.checkpoint.weights.state_dict_diff import Difference, Prefix, apply_renames, compare, summarize
 from dunes.files import atomic, json_file
-from dunes.files.model_file import find_file, listed_file, require_inside, unfinished_downloads
+from dunes.files.model_file import find_file, require_inside, unfinished_downloads
 from dunes.models import FAMILIES, build_on_meta, family_of, weight_names
-from dunes.models.names import Names, for_heads, match_indices, substitute
+from dunes.models.names import Names, for_heads
 from dunes.parts import Decoder
 from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
@@ -167,8 +166,8 @@ def open_source(folder: Path, renames: Mapping[str, str] | None = None, build: B
         if renames:
             raise ValueError(f"{folder}: a folder of ours, whose names are known; leave out the table of names")
         return _open_own(folder, card, build)
-    if find_file(folder, CONFIG) and (files := _find_weights(folder, *SINGLE)) is not None:
-        return _open_hugging_face(folder, _apply_renames(files, renames or {}, folder))
+    if find_file(folder, CONFIG) and (files := find_weights(folder, *UNSHARDED)) is not None:
+        return _open_hugging_face(folder, apply_renames(files, renames or {}, folder))
     if (folder / native.PARAMS).is_file():
         if renames:
             raise ValueError(f"{folder}: a native folder, whose names are known; leave out the table of names")
@@ -202,7 +201,7 @@ def _open_own(folder: Path, card: dict[str, Any], build: Build | None) -> Source
 
 def own_weights(folder: Path) -> dict[str, LazyTensor]:
     """Tensors of a folder that dunes wrote. Raises ValueError if the folder has no weights."""
-    if (files := _find_weights(folder, SINGLE[0])) is None:
+    if (files := find_weights(folder, UNSHARDED[0])) is None:
         raise ValueError(explain(folder))
     return files
 
@@ -239,25 +238,6 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor]) -> Source:
     return Source(folder, "Hugging Face", hf_config, files, weight_names(family), ignored, notes)
 
 
-def _apply_renames(
-    files: dict[str, LazyTensor], renames: Mapping[str, str], folder: Path
-) -> dict[str, LazyTensor]:
-    """The tensors, renamed by a user's table.
-
-    Raises ValueError if two tensors get the same name, and for an entry of the table that matches no tensor.
-    """
-    if unused := [k for k in renames if all(match_indices(k, key) is None for key in files)]:
-        raise ValueError(f"{folder}: no tensor is called {unused[0]}, which the table of names has")
-    result: dict[str, LazyTensor] = {}
-    for key, tensor in files.items():
-        matches = ((new, match_indices(old, key)) for old, new in renames.items())
-        name = next((substitute(new, indices) for new, indices in matches if indices is not None), key)
-        if name in result:
-            raise ValueError(f"{folder}: two tensors are called {name} by the table of names, one of them {key}")
-        result[name] = tensor
-    return result
-
-
 def _open_gguf(path: Path) -> Source:
     with _naming_errors(path):
         files = gguf.tensors(path)
@@ -289,7 +269,7 @@ def _open_native(folder: Path) -> Source:
 
 def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
     """Tensors of each native file, in order. Raises ValueError if a file is missing."""
-    if (files := _find_weights(folder, "consolidated.safetensors")) is not None:
+    if (files := find_weights(folder, "consolidated.safetensors")) is not None:
         return [files]
     paths = sorted([*folder.glob("consolidated.*.pth"), *folder.glob("consolidated.*.pt")])
     if not paths:
@@ -298,41 +278,3 @@ def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
         names = ", ".join(path.name for path in paths)
         raise ValueError(f"{folder}: a file is missing or a number occurs twice: {names}")
     return [tensors(require_inside(folder, path)) for path in paths]
-
-
-def _find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
-    """Tensors of the first of these files that exists, as one file or as shards with an index; otherwise None."""
-    for name in names:
-        path, index = find_file(folder, name), find_file(folder, f"{name}.index.json")
-        if path or index:
-            return tensors(path) if path else indexed_tensors(folder / f"{name}.index.json")
-    return None
-
-
-def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
-    """Tensors of all shards that an index lists.
-
-    Raises ValueError, before any tensor is read, if a shard lies outside the folder or is not a regular file, or
-    if the index and the shards' headers list different tensors.
-    """
-    weight_map, listed = json_file.read(index).get("weight_map") or None, defaultdict[str, set[str]](set)
-    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise ValueError(f"{index}: 'weight_map' must name a file for each tensor")
-    for key, name in weight_map.items():
-        listed[name].add(key)
-    paths = {name: listed_file(index.parent, name, index) for name in sorted(listed)}
-    files: dict[str, LazyTensor] = {}
-    for name, path in paths.items():
-        shard = tensors(path)
-        if (key := min(shard.keys() ^ listed[name], default=None)) is not None:
-            owner = weight_map.get(key, "no file")
-            missing = f"is missing, although {index.name} lists it"
-            reason = missing if key in listed[name] else f"belongs to {owner} according to {index.name}"
-            raise ValueError(f"{path}: {quote(key)} {reason}; fetch both again")
-        files |= shard
-    return files
-
-
-def tensors(path: Path) -> dict[str, LazyTensor]:
-    """Tensors of one file, read as safetensors by its suffix, or otherwise as a pickle of `torch.save`."""
-    return safetensors_file.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)

@@ -17,8 +17,8 @@ from dunes.augment.quantized import Quantized
 from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.formats import native
 from dunes.checkpoint.source import Source, open_source
-from dunes.checkpoint.state_dict_diff import compare
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
+from dunes.checkpoint.weights.state_dict_diff import compare
 from dunes.models import build_on_meta
 from dunes.models.names import for_heads
 from dunes.parts import Attention, Decoder, Rotary

@@ -42,8 +42,8 @@ from dunes.checkpoint.model_folder import (
     read_consistently,
     verified_card,
 )
-from dunes.checkpoint.source import tensors
 from dunes.checkpoint.weights import safetensors_file
+from dunes.checkpoint.weights.files import tensors
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import json_file

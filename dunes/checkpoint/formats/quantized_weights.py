@@ -41,9 +41,9 @@ from torch import Tensor
 
 from dunes.augment.change import float_dtype
 from dunes.augment.quantized import unpack
-from dunes.checkpoint.state_dict_diff import FLOATS
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, computed
 from dunes.checkpoint.weights.safetensors_file import quote
+from dunes.checkpoint.weights.state_dict_diff import FLOATS
 from dunes.models.mixtral import MAX_EXPERTS
 
 STATE = ".quant_state.bitsandbytes__"
