@@ -36,7 +36,7 @@ from dunes import measure
 from dunes.bench.parts import interval
 from dunes.bench.rows import Row
 from dunes.checkpoint import load_with_tokenizer
-from dunes.checkpoint.model_folder import read_card
+from dunes.checkpoint.card import read_card
 from dunes.data import TokenIds, Windows
 from dunes.extra import python_command
 from dunes.files import json_file

@@ -40,7 +40,7 @@ from dunes import measure
 side, folder = sys.argv[1:]
 if side == "dunes":
     from pathlib import Path
-    from dunes.checkpoint.folder import load_decoder
+    from dunes.checkpoint.write import load_decoder
     from dunes.checkpoint.source import open_source
 else:
     from transformers import AutoModelForCausalLM

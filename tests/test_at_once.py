@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from adapters import trained
 from dunes import augment, checkpoint
 from dunes.checkpoint import state
-from dunes.checkpoint.model_folder import read_consistently
+from dunes.checkpoint.card import read_consistently
 from dunes.data import collect_corpus
 from dunes.data.shards import token_shard
 from dunes.files import atomic

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from conftest import change_json, raising, refuses
 from dunes import augment, checkpoint
 from dunes.checkpoint import inspect, state
-from dunes.checkpoint.model_folder import finish_save, verified_card
+from dunes.checkpoint.card import finish_save, verified_card
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
@@ -61,7 +61,7 @@ def test_what_could_not_be_loaded_is_not_saved(context, vocab, words, folder):
 
 def stage(folder, weights, shard):
     """A save that was cut short after all was written and before anything was moved."""
-    from dunes.checkpoint import folder as folders
+    from dunes.checkpoint import card as folders
 
     ready = folder / ".ready"
     ready.mkdir()

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import change_json, raising, refuses, refuses_command
-from dunes.checkpoint import convert as conversion
-from dunes.checkpoint import folder, inspect
+from dunes.checkpoint import card as cards
+from dunes.checkpoint import inspect, write
 from dunes.checkpoint.convert import convert, read_name_table
 from dunes.checkpoint.formats import native
 from dunes.checkpoint.inspect import odd_values
@@ -273,27 +273,27 @@ def test_a_full_disk_leaves_nothing(hf, tmp_path, monkeypatch):
 
 
 def test_concurrent_conversions_exclude_each_other(hf, tmp_path):
-    with conversion.exclusive_folder(tmp_path / "out"):
+    with cards.exclusive_folder(tmp_path / "out"):
         refuses("another process is writing", convert, open_source(hf), tmp_path / "out")
     convert(open_source(hf), tmp_path / "out")
     assert same(bits(hf), bits(tmp_path / "out"))
 
 
 def test_a_result_that_another_process_finished_meanwhile_stays(hf, tmp_path, monkeypatch):
-    out, lock = tmp_path / "out", conversion.exclusive_folder
+    out, lock = tmp_path / "out", cards.exclusive_folder
 
     def late(path):
         monkeypatch.undo()
         convert(open_source(hf), out)
         return lock(path)
 
-    monkeypatch.setattr(conversion, "exclusive_folder", late)
+    monkeypatch.setattr(write, "exclusive_folder", late)
     refuses("exists already", convert, open_source(hf), out, dtype=torch.bfloat16)
     assert same(bits(hf), bits(out))
 
 
 def test_a_save_whose_files_another_process_renames_is_not_removed(hf, tmp_path, monkeypatch):
-    out, move, threads = tmp_path / "out", folder.place_files, []
+    out, move, threads = tmp_path / "out", cards.place_files, []
 
     def slow(path):
         if (path / ".ready").is_dir() and not threads:
@@ -303,7 +303,7 @@ def test_a_save_whose_files_another_process_renames_is_not_removed(hf, tmp_path,
             threads[0].join(0.5)
         move(path)
 
-    monkeypatch.setattr(folder, "place_files", slow)
+    monkeypatch.setattr(cards, "place_files", slow)
     convert(open_source(hf), out)
     threads[0].join()
     assert same(bits(hf), bits(out))

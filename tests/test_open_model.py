@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from conftest import change_json, display, metaspace_tokenizer, raising, refuses, training_output, write_programs
 from dunes import checkpoint, measure
 from dunes.checkpoint import loading
-from dunes.checkpoint.base import BaseWeights
+from dunes.checkpoint.base_digests import BaseWeights
 from dunes.checkpoint.export import export_gguf
 from dunes.checkpoint.formats.adapter import is_reference
 from dunes.completion import fit as completion_fit

@@ -13,8 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from dunes import checkpoint
 from dunes.checkpoint.architecture import Architecture, hf_config_of
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.folder import hf_parts, write_model
 from dunes.checkpoint.source import open_source
+from dunes.checkpoint.write import hf_parts, write_model
 from dunes.models import FAMILIES, refusal
 from dunes.models.initialise import initialise
 from dunes.parts.position import UNSCALED, Linear, Llama3, Yarn

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
-from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.inspect import describe_folder
 from dunes.checkpoint.source import open_source
 from dunes.checkpoint.weights.lazy_tensor import MappedFile
+from dunes.checkpoint.write import load_decoder
 from dunes.models import FAMILIES
 from dunes.text import Tokenizer
 

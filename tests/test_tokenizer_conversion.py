@@ -394,7 +394,7 @@ def test_only_what_needs_an_end_asks_for_one(tmp_path):
 def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert
-    from dunes.checkpoint.folder import SPECIAL_TOKENS
+    from dunes.checkpoint.write import SPECIAL_TOKENS
 
     model = random_model(vocab=512, depth=1, context=16)
     checkpoint.save(model, tmp_path / "in", Tokenizer.train("bytes", []), 16)

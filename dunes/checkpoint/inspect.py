@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.options import Lora
-from dunes.checkpoint.base import BaseRecord, is_unchanged
-from dunes.checkpoint.folder import check_vocabulary, load_decoder, load_tokenizer
+from dunes.checkpoint.base_digests import BaseRecord, is_unchanged
+from dunes.checkpoint.card import ADAPTER, read_card, readable_folder, verified_card
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, is_reference
 from dunes.checkpoint.loading import base_folder, check_memory, load, prepare_base, tokenizer_folder
-from dunes.checkpoint.model_folder import ADAPTER, read_card, readable_folder, verified_card
 from dunes.checkpoint.source import Source, context_length_of, open_source, open_verified_source
 from dunes.checkpoint.weights.files import tensors
 from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.checkpoint.weights.safetensors_file import quote
+from dunes.checkpoint.write import check_vocabulary, load_decoder, load_tokenizer
 from dunes.files.model_file import cards_trusted, find_file
 from dunes.parts import Attention
 from dunes.parts.decoder import recurrent_part

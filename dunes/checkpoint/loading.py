@@ -14,25 +14,26 @@ from dunes import measure, tree
 from dunes.augment import Change, make_change
 from dunes.augment.adapted import sides
 from dunes.checkpoint import architecture as architectures
-from dunes.checkpoint.architecture import Architecture, Build, has_own_form
-from dunes.checkpoint.base import BaseWeights, check_base, is_unchanged, read_base_record
-from dunes.checkpoint.folder import LoadedModel, load_decoder, load_tokenizer
-from dunes.checkpoint.formats.adapter import adapter_base_of, attach_adapter, check_settings, is_reference
-from dunes.checkpoint.hub import NAME, locate_model
-from dunes.checkpoint.model_folder import (
+from dunes.checkpoint.architecture import Architecture, Build
+from dunes.checkpoint.base_digests import BaseWeights, check_base, is_unchanged, read_base_record
+from dunes.checkpoint.card import (
     ADAPTER,
     CARD,
     CONFIG,
+    has_own_form,
     read_card,
     read_consistently,
     readable_folder,
     verified_card,
 )
+from dunes.checkpoint.formats.adapter import adapter_base_of, attach_adapter, check_settings, is_reference
+from dunes.checkpoint.hub import NAME, locate_model
 from dunes.checkpoint.source import Source, context_length_of, open_verified_source, own_weights
 from dunes.checkpoint.weights.files import tensors
 from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.checkpoint.weights.state_dict_diff import Difference, Prefix, summarize
+from dunes.checkpoint.write import LoadedModel, load_decoder, load_tokenizer
 from dunes.files import json_file
 from dunes.files.atomic import LARGE
 from dunes.files.model_file import trust_cards

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dunes.checkpoint.architecture import Architecture, Build, compare_structure, has_own_form
+from dunes.checkpoint.architecture import Architecture, Build, compare_structure
+from dunes.checkpoint.card import CARD, CONFIG, explain, has_own_form, read_card, readable_folder, verified_card
 from dunes.checkpoint.formats import gguf, native
 from dunes.checkpoint.formats.quantized_weights import dense_weights
-from dunes.checkpoint.model_folder import CARD, CONFIG, explain, read_card, readable_folder, verified_card
 from dunes.checkpoint.weights.files import UNSHARDED, find_weights, tensors
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory
 from dunes.checkpoint.weights.safetensors_file import quote

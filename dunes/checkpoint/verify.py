@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.adapted import Adapted, dense, is_embedding, keeps_zeros, sides
 from dunes.augment.quantized import Quantized
-from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.formats import native
 from dunes.checkpoint.source import Source, open_source
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
 from dunes.checkpoint.weights.state_dict_diff import compare
+from dunes.checkpoint.write import load_decoder
 from dunes.models import build_on_meta
 from dunes.models.names import for_heads
 from dunes.parts import Attention, Decoder, Rotary

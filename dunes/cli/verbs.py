@@ -355,9 +355,9 @@ def inspect(
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as inspection
+    from dunes.checkpoint.card import readable_folder
     from dunes.checkpoint.inspect import describe_adapter
     from dunes.checkpoint.loading import is_adapter
-    from dunes.checkpoint.model_folder import readable_folder
 
     folder = checkpoint.locate_model(model).folder
     if is_adapter(folder):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.convert import exclusive_folder
+from dunes.checkpoint.card import exclusive_folder
 from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.checkpoint.weights.safetensors_file import CODES, write_file

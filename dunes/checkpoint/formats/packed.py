@@ -19,13 +19,12 @@ from dunes import checkpoint, tree
 from dunes.augment import Adapted, dequantize
 from dunes.augment.quantized import Grid, GroupInt, Int8, Quantized, pack, unpack
 from dunes.checkpoint.architecture import Architecture
-from dunes.checkpoint.convert import Edit, rewrite
-from dunes.checkpoint.folder import hf_parts, inherited, require_described, special_ids, write_model
+from dunes.checkpoint.card import readable_folder
 from dunes.checkpoint.formats.quantized_weights import BITS, FORMAT, NAME, PACKED
-from dunes.checkpoint.model_folder import readable_folder
 from dunes.checkpoint.verify import EXACT, check_written, model_logits
 from dunes.checkpoint.verify import PACKED as TOLERANCE
 from dunes.checkpoint.weights.lazy_tensor import in_memory
+from dunes.checkpoint.write import Edit, hf_parts, inherited, require_described, rewrite, special_ids, write_model
 from dunes.models import written_names
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder

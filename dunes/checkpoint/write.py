@@ -1,28 +1,26 @@
 """Save and load a model as a Hugging Face model folder with a card, `dunes.json`."""
 
 import json
-import os
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from dunes import __version__, tree
+from dunes import tree
 from dunes.augment import lora
 from dunes.augment.prune import mask_linears, masked_places
 from dunes.checkpoint import architecture as architectures
 from dunes.checkpoint.architecture import Architecture, hf_config_of
-from dunes.checkpoint.model_folder import CARD, CONFIG, FORMAT, finish_save, place_files, ready_folder
+from dunes.checkpoint.card import CARD, CONFIG, exclusive_folder, require_new_folder, write_card, write_files
 from dunes.checkpoint.source import Source
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
 from dunes.checkpoint.weights.safetensors_file import write_tensors
-from dunes.files import atomic
-from dunes.files.atomic import folder_lock
 from dunes.models import FAMILIES, written_names
 from dunes.parts import Decoder
 from dunes.progress import advance
@@ -40,6 +38,11 @@ NOT_INHERITED = (
 )
 """Keys that the card of a changed model does not inherit."""
 Check = Callable[[Path], Mapping[str, Any]]
+T = TypeVar("T")
+Edit: TypeAlias = tuple[Callable[..., None], Callable[[Path], tuple[T, Mapping[str, Any]]]]
+"""Two functions for an edited model. The first, `save` or `write_model` with bound arguments, writes the model if
+called with `folder` and `check`. The second compares the temporary folder with the model, and returns a report and
+entries for the card."""
 
 
 @dataclass(frozen=True)
@@ -180,35 +183,6 @@ def hf_parts(
     return {"family": family}, FAMILIES[family].to_hf(config), weights
 
 
-def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
-    """Write about `size` bytes of files into a folder atomically; `fill` writes them into a temporary folder.
-
-    Several processes may save at once; the last to finish wins.
-    """
-    finish_save(folder)
-    atomic.write_folder(ready_folder(folder), fill, size, _publish)
-
-
-def _publish(staged: Path, ready: Path) -> None:
-    """Rename the temporary folder to `.ready`, and then its files into place."""
-    with folder_lock(ready.parent):
-        place_files(ready.parent)  # finishes another save that was interrupted meanwhile
-        os.rename(staged, ready)
-        atomic.fsync_path(ready.parent)
-        place_files(ready.parent)
-
-
-def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the card of a folder whose files are complete: `facts`, and each file's size and SHA-256."""
-    files = {
-        f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)}
-        for f in sorted(folder.iterdir())
-        if f.name != CARD
-    }
-    card = {"format": FORMAT, "dunes": __version__, **facts, "files": files}
-    (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
-
-
 def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
     """Special token ids for config.json."""
     if tokenizer is None:
@@ -311,3 +285,27 @@ def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
             f"embedding has {rows} rows; no text begins or ends with them",
             stacklevel=2,
         )
+
+
+def rewrite(
+    source: Path, out: Path, edit: Callable[[], Edit[T]], writing: AbstractContextManager[Any] | None = None
+) -> T:
+    """Edit the model in `source`, write it to the new folder `out`, compare both, and return the report.
+
+    The result is written in the context `writing` into a temporary folder, read back and compared, and then
+    renamed into place. Raises ValueError, before any work, if `out` exists or another process writes to it.
+    """
+    require_new_folder(source, out)
+    reports: list[T] = []
+    with exclusive_folder(out):
+        require_new_folder(source, out)  # another process may have written it before the lock
+        write, compare = edit()
+
+        def check(staged: Path) -> Mapping[str, Any]:
+            report, entries = compare(staged)
+            reports.append(report)
+            return entries
+
+        with writing or nullcontext():
+            write(folder=out, check=check)
+    return reports[0]

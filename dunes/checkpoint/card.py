@@ -3,13 +3,15 @@
 For a path that is no model folder, an error message says what it is and names a remedy.
 """
 
+import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dunes import __version__
 from dunes.checkpoint.formats.native import PARAMS
 from dunes.checkpoint.weights.files import UNSHARDED
 from dunes.checkpoint.weights.safetensors_file import INDEX, quote
@@ -199,3 +201,83 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
             stat = path.stat()
             stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
     return stamps
+
+
+def has_own_form(card: Mapping[str, Any]) -> bool:
+    """True if a card describes a model that no Hugging Face config describes."""
+    return isinstance(card.get("family"), dict) or isinstance(card.get("structure"), dict)
+
+
+def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
+    """Write about `size` bytes of files into a folder atomically; `fill` writes them into a temporary folder.
+
+    Several processes may save at once; the last to finish wins.
+    """
+    finish_save(folder)
+    atomic.write_folder(ready_folder(folder), fill, size, _publish)
+
+
+def _publish(staged: Path, ready: Path) -> None:
+    """Rename the temporary folder to `.ready`, and then its files into place."""
+    with folder_lock(ready.parent):
+        place_files(ready.parent)  # finishes another save that was interrupted meanwhile
+        os.rename(staged, ready)
+        atomic.fsync_path(ready.parent)
+        place_files(ready.parent)
+
+
+def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write the card of a folder whose files are complete: `facts`, and each file's size and SHA-256."""
+    files = {
+        f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)}
+        for f in sorted(folder.iterdir())
+        if f.name != CARD
+    }
+    card = {"format": FORMAT, "dunes": __version__, **facts, "files": files}
+    (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
+
+
+@contextmanager
+def exclusive_folder(out: Path) -> Iterator[None]:
+    """Create the folder and lock it in the context; if the body raises, folders created here are removed.
+
+    Raises ValueError if another process has the lock.
+    """
+    created = [p for p in (out, *out.parents) if not p.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with folder_lock(out, wait=False), ExitStack() as stack:
+            shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # left by a change that was killed
+            stack.callback(shutil.rmtree, out / UNFINISHED, ignore_errors=True)
+            yield
+    except BlockingIOError:
+        raise ValueError(f"{out}: another process is writing there; wait for it or choose another name") from None
+    except BaseException:
+        for path in created:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def require_new_folder(source: Path, out: Path) -> None:
+    """Raise ValueError unless `out` is a new or empty folder, and neither it nor the source contains the other."""
+    a, b = source.resolve(), out.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise ValueError(f"{out}: source and result must not contain each other; choose another folder")
+    existing = next(p for p in (out, *out.absolute().parents) if p.exists() or p.is_symlink())
+    if not existing.is_dir():
+        raise ValueError(f"{existing}: exists and is not a folder; choose another name")
+    ready = out / READY
+    if links := [path for path in (ready, out / UNFINISHED) if path.is_symlink()]:
+        raise ValueError(f"{links[0]}: a link, not a folder of ours; remove it, or choose another folder")
+    if ready.is_dir():
+        with folder_lock(out):  # another process may be renaming the files
+            # A complete save: remove it if no file was renamed into place yet, else finish it.
+            shutil.rmtree(ready) if _empty(out) and (ready / CARD).is_file() else finish_save(out)
+    if out.exists() and (ready.exists() or not _empty(out)):
+        raise ValueError(f"{out}: exists already; choose another name, or remove it")
+
+
+def _empty(path: Path) -> bool:
+    """True if the folder is empty except for hidden files, which an interrupted conversion leaves."""
+    return all(p.name.startswith(".") for p in path.iterdir())
