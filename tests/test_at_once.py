@@ -146,7 +146,7 @@ def test_an_adapter_is_saved_over_a_model_whose_save_was_interrupted(tmp_path, m
 
 
 def test_an_interrupted_save_of_an_adapter_finds_its_moved_base(tmp_path):
-    from dunes.checkpoint.loading import base_folder
+    from dunes.checkpoint.open import base_folder
 
     save_model(base := tmp_path / "a" / "base", 1)
     out = tmp_path / "a" / "out"

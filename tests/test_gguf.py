@@ -23,7 +23,7 @@ from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.export import export_gguf
 from dunes.checkpoint.formats import gguf as form
 from dunes.checkpoint.inspect import judge
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.open import open_model
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.parts.position import Linear, Llama3, Yarn
 from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, ranked_bpe, sentencepiece, templates
@@ -338,7 +338,7 @@ def test_a_model_larger_than_memory_is_refused_before_a_weight_is_read(tmp_path,
     monkeypatch.setattr("dunes.checkpoint.weights.lazy_tensor.MappedFile.tensor", raising(AssertionError("read")))
     assert "--dtype bfloat16" in refuses(rf"{path}: the weights take .* are free", checkpoint.load, path)
     assert "--dtype" not in refuses(rf"{folder}: the weights take .* are free", checkpoint.load, folder)
-    for source in map(open_source, (path, folder)):
+    for source in map(open_model, (path, folder)):
         assert "are free" in "".join(judge(source).reasons)
     monkeypatch.undo()
     monkeypatch.setattr("dunes.measure.free_memory", lambda device: 0)  # unknown

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from conftest import change_json, display, metaspace_tokenizer, raising, refuses, training_output, write_programs
 from dunes import checkpoint, measure
-from dunes.checkpoint import loading
+from dunes.checkpoint import open as opening
 from dunes.checkpoint.base_digests import BaseWeights
 from dunes.checkpoint.export import export_gguf
 from dunes.checkpoint.formats.adapter import is_reference
@@ -317,7 +317,7 @@ def test_verbs_work_on_a_reference(verb, run, command):
 
 def test_only_models_that_are_used_are_rounded_for_speed(base, code, tmp_path, monkeypatch, command):
     """A merge writes the weights of the base, whatever is faster on this machine."""
-    monkeypatch.setattr("dunes.checkpoint.loading.ROUNDED_FROM", 0)
+    monkeypatch.setattr("dunes.checkpoint.open.ROUNDED_FROM", 0)
     monkeypatch.setattr(measure, "choose_dtype", lambda device: torch.bfloat16)
     dtypes, fitted, real = lambda model: {p.dtype for p in model.parameters()}, [], train_module.finish_completion
     noted = lambda *a: fitted.append(dtypes(a[3].model)) or real(*a)
@@ -405,7 +405,7 @@ def test_a_server_never_asks_the_hub_whether_a_base_is_back(copied, monkeypatch)
     folder, own = copied
     shutil.rmtree(own)
     change_json(folder / "adapter_config.json", base_model_name_or_path="org/name")
-    monkeypatch.setattr(loading, "locate_model", lambda *a: pytest.fail("asked"))
+    monkeypatch.setattr(opening, "locate_model", lambda *a: pytest.fail("asked"))
     assert base_stamp(folder) == []
 
 

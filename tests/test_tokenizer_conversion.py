@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from conftest import change_json, refuses
-from dunes.checkpoint.source import open_verified_source
+from dunes.checkpoint.open import open_verified_model
 from dunes.text import DecodeStream, Tokenizer, ranked_bpe, sentencepiece, split_rules
 
 # ruff: noqa: E501  (tables)
@@ -404,7 +404,7 @@ def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     marks = [key for key in json.loads((tmp_path / "in" / "config.json").read_text()) if key.endswith("_token_id")]
     change_json(tmp_path / "in" / "config.json", **dict.fromkeys(marks, ...))
     (tmp_path / "in" / "tokenizer.json").write_bytes(simple({"a": 0, "b": 5}))
-    convert(open_verified_source(tmp_path / "in"), tmp_path / "out")
+    convert(open_verified_model(tmp_path / "in"), tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {k: v for k, v in said.items() if k.endswith("_token_id")} == {
         f"{n}_token_id": None for n in SPECIAL_TOKENS

@@ -7,10 +7,18 @@ Start with `load`, `save`, `describe`, `load_adapter`, `save_adapter`, `convert.
 from dunes.checkpoint.architecture import Architecture, hf_config_of
 from dunes.checkpoint.base_digests import base_identity
 from dunes.checkpoint.formats.adapter import load_adapter, save_adapter
-from dunes.checkpoint.hub import locate_model
-from dunes.checkpoint.loading import describe, is_network, load, load_network, load_weights, load_with_tokenizer
+from dunes.checkpoint.open import (
+    LoadedModel,
+    describe,
+    is_network,
+    load,
+    load_network,
+    load_weights,
+    load_with_tokenizer,
+    locate_model,
+)
 from dunes.checkpoint.state import Snapshot, gathered, latest_state, load_state, save_state, snapshot
-from dunes.checkpoint.write import LoadedModel, save, save_weights
+from dunes.checkpoint.write import save, save_weights
 from dunes.files.model_file import cards_trusted, trust_cards
 
 __all__ = [

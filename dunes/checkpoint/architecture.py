@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +30,7 @@ from dunes.checkpoint.weights.safetensors_file import CODES, quote
 from dunes.checkpoint.weights.state_dict_diff import FLOATS, SHOWN, Difference
 from dunes.files.atomic import tensor_digests
 from dunes.files.model_file import cards_trusted
-from dunes.models import FAMILIES, build_on_meta, refusal
+from dunes.models import FAMILIES, build_on_meta, family_of, refusal
 from dunes.parts import Decoder
 from dunes.tree.summary import ModuleRow, module_rows
 from dunes.units import plural
@@ -91,6 +92,12 @@ class Architecture:
             "pass --trust-code, in Python trust_code=True or the function itself: "
             f"build={name[:200].rpartition(':')[2]}"
         )
+
+    @classmethod
+    def of_hf_config(cls, config: Mapping[str, Any]) -> Self:
+        """The architecture that a config.json describes. Raises the family's errors for an invalid config."""
+        family = family_of(config)
+        return cls(family, FAMILIES[family].from_hf(dict(config)))
 
     @property
     def trust_option(self) -> str:
@@ -392,3 +399,22 @@ def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[
             if type(own := getattr(parts[row.place], key, None)) is not type(value):
                 return i, f"{row.place} has {key} {type(own).__name__}, not {type(value).__name__}"
     return len(classes), " ".join(str(error).split())
+
+
+@contextmanager
+def naming_errors(path: Path) -> Iterator[None]:
+    """Turn errors in the context into a ValueError on one line that names the file."""
+    try:
+        yield
+    except KeyError as key:
+        raise ValueError(f"{path}: {key} is missing") from None
+    except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+        reason = " ".join(str(error).split()).removeprefix("config.json: ")
+        raise ValueError(f"{path}: {reason if len(reason) < 400 else reason[:400] + '...'}") from None
+
+
+def require_depth(architecture: Architecture, tensors: int, folder: Path) -> None:
+    """Raise ValueError if the config has more blocks than the files have tensors, which take long to build."""
+    if (depth := architecture.config.depth) > tensors:
+        described = f"the config describes {depth:,} blocks, the files have {plural(tensors, 'tensor')}"
+        raise ValueError(f"{folder}: {described}; one of them belongs to another model")

@@ -1,7 +1,4 @@
-"""Read a model folder: its card `dunes.json`, its files' digests in the card, and complete or interrupted saves.
-
-For a path that is no model folder, an error message says what it is and names a remedy.
-"""
+"""The card of a model folder, `dunes.json`, with its files' digests; and saves, which are put in place whole."""
 
 import json
 import os
@@ -12,14 +9,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dunes import __version__
-from dunes.checkpoint.formats.native import PARAMS
-from dunes.checkpoint.weights.files import UNSHARDED
 from dunes.checkpoint.weights.safetensors_file import INDEX, quote
 from dunes.checkpoint.weights.safetensors_file import SINGLE as WEIGHTS
 from dunes.files import atomic, json_file
 from dunes.files.atomic import folder_lock
 from dunes.files.model_file import find_file, listed_file
-from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
 
 CARD = "dunes.json"
@@ -38,46 +32,6 @@ def ready_folder(folder: Path) -> Path:
     if (folder / READY).is_symlink():
         raise ValueError(f"{folder / READY}: a link, not the folder of a save of ours; remove it")
     return folder / READY
-
-
-def is_model_folder(folder: Path) -> bool:
-    """True if a folder has files with the names of a model's files, or an unfinished save. No file is read."""
-    if any((folder / name).exists() for name in (READY, CARD, ADAPTER, PARAMS)):  # CARD comes before READY goes
-        return True
-    weights = [name for single in UNSHARDED for name in (single, f"{single}.index.json")]
-    return (folder / CONFIG).is_file() and any((folder / name).exists() for name in weights)
-
-
-def explain(path: Path) -> str:
-    """One sentence that says what a path is instead of a model folder, and the remedy."""
-    if not os.path.lexists(path):
-        return f"{path}: no such folder"
-    if not path.is_dir():
-        return f"{path}: a file, not a model folder; name a model folder"
-    if (path / ADAPTER).is_file():
-        return f"{path}: an adapter, not a whole model; merge it first: dunes augment merge {path} OUT"
-    if _is_run(path):
-        return (
-            f"{path}: a run without a model yet, still training, or stopped before its first save; continue it "
-            f"with --resume --out {path}"
-        )
-    if (path / UNFINISHED).is_dir():
-        return f"{path}: an unfinished model; remove it, or run the dunes augment command that began it again"
-    inside = sorted(
-        f for f in (*path.glob("*"), *path.glob("snapshots/*")) if f.suffix == SUFFIX or is_model_folder(f)
-    )
-    if inside:
-        return f"{path}: not a model folder; it holds {', '.join(map(str, inside[:3]))}; name one"
-    names = ", ".join([*UNSHARDED, *(f"{s}.index.json" for s in UNSHARDED)])
-    missing = "no weights" if (path / CONFIG).is_file() else "not a model folder"
-    return f"{path}: {missing}; looked for {CONFIG} with {names}, and consolidated.* with {PARAMS}"
-
-
-def _is_run(folder: Path) -> bool:
-    """True if a folder has the state of a training run."""
-    state, files = folder / "state", ("plan.json", "tokenizer.json")
-    known = any((state / name).is_file() for name in files) or any(state.glob("step-[0-9]*"))
-    return known or (state.is_dir() and not any(state.iterdir()))
 
 
 def read_card(folder: Path) -> dict[str, Any]:
@@ -103,12 +57,12 @@ def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, 
 
 
 def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
-    """The card of a folder, or {} if it has none. Raises ValueError if a file differs from its entry in the card.
+    """The card of a folder after `finish_save`, or {}. Raises ValueError for a file that differs from its entry.
 
     Each listed file must be a plain file in the folder with the listed size. If all files have at most `max_bytes`
     in total, each must also have the listed SHA-256.
     """
-    card = read_card(folder)
+    card = read_card(finish_save(folder))
     files = listed_files(folder, card)
     paths = {name: listed_file(folder, name, folder / CARD) for name in files}
     for name, (size, _) in files.items():
@@ -127,16 +81,6 @@ def _file_error(folder: Path, name: str, reason: str) -> ValueError:
         f"{folder / name}: not the bytes that were written ({reason}); the save was interrupted or the file was "
         f"changed since; if it was changed on purpose, set 'files' to {{}} in {folder / CARD}"
     )
-
-
-def readable_folder(folder: Path) -> Path:
-    """The folder of a model, adapter or network, or the GGUF file, after `finish_save`.
-
-    For any other path, raises ValueError with the text of `explain`.
-    """
-    if not (folder.suffix == SUFFIX and folder.is_file()) and not is_model_folder(folder):
-        raise ValueError(explain(folder))
-    return finish_save(folder)
 
 
 def finish_save(folder: Path) -> Path:

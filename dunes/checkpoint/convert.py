@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dunes.checkpoint.architecture import Architecture
-from dunes.checkpoint.source import Source, open_source
+from dunes.checkpoint.open import OpenedModel, open_model
 from dunes.checkpoint.verify import Verification, verify
 from dunes.checkpoint.weights.lazy_tensor import cast, hf_weights
 from dunes.checkpoint.write import Edit, require_described, rewrite, special_ids, write_model
@@ -27,7 +27,7 @@ WRITTEN = 0.3
 
 
 def convert(
-    source: Source, out: Path, *, dtype: torch.dtype | None = None, facts: Mapping[str, Any] | None = None
+    source: OpenedModel, out: Path, *, dtype: torch.dtype | None = None, facts: Mapping[str, Any] | None = None
 ) -> Verification:
     """Write the source's model as a new Hugging Face folder.
 
@@ -39,10 +39,10 @@ def convert(
     return rewrite(source.folder, out, edit, phase("writing", 0.0, WRITTEN))
 
 
-def _converted(source: Source, dtype: torch.dtype | None, facts: Mapping[str, Any]) -> Edit[Verification]:
+def _converted(source: OpenedModel, dtype: torch.dtype | None, facts: Mapping[str, Any]) -> Edit[Verification]:
     """The `Edit` for `rewrite`: the source's model with Hugging Face's names, cast to `dtype` if it is given."""
     weights, model = source.weights() if dtype is None else cast(source.weights(), dtype), source.architecture
-    if source.own is None and refusal(model.family, model.config):
+    if not source.is_own and refusal(model.family, model.config):
         model = require_described(source.outline(), source.context_length, source.folder)
     tokenizer = Tokenizer.load_if_present(source.folder)
     rounded = dtype if any(w.dtype != dtype for w in source.files.values()) else None
@@ -55,7 +55,7 @@ def _converted(source: Source, dtype: torch.dtype | None, facts: Mapping[str, An
         for path in original_files(source.folder):  # tokenizers of other libraries
             (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
         with phase("comparing", WRITTEN, 1.0):
-            verified = verify(source, open_source(staged), rounded)
+            verified = verify(source, open_model(staged), rounded)
         return verified, {"converted": converted | {"verified": verified.card()} | earlier}
 
     write = partial(
@@ -68,7 +68,7 @@ def _converted(source: Source, dtype: torch.dtype | None, facts: Mapping[str, An
     return write, compare
 
 
-def _hf_config(source: Source, model: Architecture, dtype: torch.dtype | None) -> dict[str, Any]:
+def _hf_config(source: OpenedModel, model: Architecture, dtype: torch.dtype | None) -> dict[str, Any]:
     """The content of the config.json to write: the family's keys, and further keys of the source."""
     dtypes = [w.dtype for w in source.files.values()]
     name = str(dtype or max(set(dtypes), key=dtypes.count)).removeprefix("torch.")

@@ -16,22 +16,22 @@ from dunes.augment.lora import Merged, active_adapter
 from dunes.augment.prune import masked_places
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import Architecture
-from dunes.checkpoint.card import has_own_form, read_card, readable_folder, require_new_folder
+from dunes.checkpoint.card import has_own_form, read_card, require_new_folder
 from dunes.checkpoint.formats import gguf
 from dunes.checkpoint.formats.adapter import attach_adapter
-from dunes.checkpoint.loading import base_folder, is_adapter
-from dunes.checkpoint.source import open_source, open_verified_source
-from dunes.checkpoint.verify import MAX_RATIO, Verification, distance, merge_check, model_logits
-from dunes.checkpoint.weights.lazy_tensor import Weights, in_memory
-from dunes.checkpoint.write import (
-    Edit,
+from dunes.checkpoint.open import (
     LoadedModel,
-    inherited,
+    base_folder,
+    is_adapter,
     load_decoder,
     load_tokenizer,
-    require_described,
-    rewrite,
+    open_model,
+    open_verified_model,
+    readable_folder,
 )
+from dunes.checkpoint.verify import MAX_RATIO, Verification, distance, merge_check, model_logits
+from dunes.checkpoint.weights.lazy_tensor import Weights, in_memory
+from dunes.checkpoint.write import Edit, inherited, require_described, rewrite
 from dunes.files import atomic
 from dunes.parts import Decoder
 from dunes.text import Tokenizer
@@ -114,7 +114,7 @@ def _plain(folder: Path, into: Into | None, dtype: torch.dtype | None, any_base:
     model, distances = loaded.model, tuple[float, ...]()
     if into == "original" and _is_quantized(model):
         base = base_folder(folder) if is_adapter(folder) else folder
-        model = load_decoder(open_verified_source(base)).eval()
+        model = load_decoder(open_verified_model(base)).eval()
         if _is_quantized(model):
             raise ValueError(f"{base}: was saved without the original weights; use --into dequantized")
         attach_adapter(model, folder, any_base=any_base)
@@ -126,7 +126,7 @@ def _plain(folder: Path, into: Into | None, dtype: torch.dtype | None, any_base:
     require_described(model, loaded.context_length, folder)
 
     def compare(staged: Path) -> tuple[Report, Mapping[str, Any]]:
-        report = Report(merged, verify(open_source(staged)), len(masked_places(model)), *distances)
+        report = Report(merged, verify(open_model(staged)), len(masked_places(model)), *distances)
         return report, {"merged": report.card(), "verified": report.verified.card()}
 
     facts = inherited(loaded.card) | ({"any_base": True} if any_base else {})
@@ -166,7 +166,7 @@ def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
 
 
 def _open_plain(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
-    source = open_verified_source(folder)
+    source = open_verified_model(folder)
     return source.architecture, source.weights(), load_tokenizer(source)
 
 

@@ -1,33 +1,27 @@
 """Save and load a model as a Hugging Face model folder with a card, `dunes.json`."""
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import torch
 from torch import nn
 
 from dunes import tree
 from dunes.augment import lora
-from dunes.augment.prune import mask_linears, masked_places
+from dunes.augment.prune import masked_places
 from dunes.checkpoint import architecture as architectures
 from dunes.checkpoint.architecture import Architecture, hf_config_of
 from dunes.checkpoint.card import CARD, CONFIG, exclusive_folder, require_new_folder, write_card, write_files
-from dunes.checkpoint.source import Source
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory, track_reads
 from dunes.checkpoint.weights.safetensors_file import write_tensors
 from dunes.models import FAMILIES, written_names
 from dunes.parts import Decoder
 from dunes.progress import advance
 from dunes.text import Tokenizer
-from dunes.text.special_tokens import configured_ids
 from dunes.text.tokenizer import SPLIT_RULE
-from dunes.units import format_count, plural
+from dunes.units import plural
 
 SPECIAL_TOKENS = ("bos", "eos", "pad")
 MASKED = "masked"
@@ -43,31 +37,6 @@ Edit: TypeAlias = tuple[Callable[..., None], Callable[[Path], tuple[T, Mapping[s
 """Two functions for an edited model. The first, `save` or `write_model` with bound arguments, writes the model if
 called with `folder` and `check`. The second compares the temporary folder with the model, and returns a report and
 entries for the card."""
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model with its tokenizer, context length, card and architecture; in evaluation mode after loading.
-
-    `tokenizer` is None if the folder has none; `card` is the content of dunes.json, or {} without this file.
-    """
-
-    model: Decoder
-    tokenizer: Tokenizer | None
-    context_length: int
-    card: dict[str, Any] = field(default_factory=dict)
-    architecture: Architecture = field(default=Architecture("", None))
-
-    def __repr__(self) -> str:
-        size = f"{format_count(tree.count(self.model))} parameters"
-        family = self.architecture.family or type(self.model).__name__
-        return f"LoadedModel({family}, {size}, context length {self.context_length}, {self.tokenizer})"
-
-    def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ValueError if the model has none."""
-        if self.tokenizer is None:
-            raise ValueError("the model has no tokenizer; copy tokenizer.json into its folder")
-        return self.tokenizer
 
 
 def save(
@@ -210,81 +179,6 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, context_length: i
     for name, content in configs.items():
         if name not in tokenizer.extra_files:
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def load_tokenizer(source: Source, folder: Path | None = None) -> Tokenizer | None:
-    """The tokenizer for a model, by default from the model's folder; None, with a warning, if the folder has none.
-
-    Raises ValueError like `check_vocabulary`.
-    """
-    folder = folder or source.folder
-    if (tokenizer := Tokenizer.load_if_present(folder)) is None:
-        files = "tokenizer.json, tokenizer.model or tekken.json"
-        warnings.warn(f"{folder}: no {files}; tokenizer is None", stacklevel=2)
-    check_vocabulary(source, tokenizer)
-    return tokenizer
-
-
-def load_decoder(source: Source) -> Decoder:
-    """The model with its weights, which are memory-mapped with copy on write.
-
-    If the weights do not fit the model, raises ValueError, listing all differences, before any weight is read.
-    """
-    weights, model = source.weights(), source.outline()
-    if source.own is None:
-        weights = _to_one_dtype(source, weights)
-        model.load_state_dict({name: tensor.read() for name, tensor in weights.items()}, assign=True)
-    else:
-        architectures.fill(model, weights, source.card)
-        lora.set_adapter(model, source.card.get("adapter"))
-    _mask(model, source)
-    return model
-
-
-def _mask(model: nn.Module, source: Source) -> None:
-    """Mask the pruned layers that the card lists. Raises ValueError if the model does not have these layers."""
-    places = source.card.get(MASKED, [])
-    try:
-        mask_linears(model, places)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source.folder / CARD}: {MASKED!r}: {error}") from None
-
-
-def _to_one_dtype(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The weights in one dtype. If dtypes differ: the config's if a weight has it, or else the promoted dtype."""
-    dtypes = {w.dtype for w in weights.values()}
-    if len(dtypes) == 1:
-        return weights
-    configured = str(source.hf_config.get("dtype") or source.hf_config.get("torch_dtype"))
-    matching = [dtype for dtype in dtypes if str(dtype).removeprefix("torch.") == configured]
-    return cast(weights, matching[0] if matching else reduce(torch.promote_types, dtypes))
-
-
-def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
-    """Raise ValueError unless every id of the tokenizer has a row in the embedding; more rows are allowed.
-
-    Warns about BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary.
-    """
-    rows, path, keys = source.vocab, source.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
-    # -1 means none in old files.
-    special = {key: listed for key in keys if (listed := configured_ids(path, source.hf_config, key, least=-1))}
-    if rows is None:
-        return
-    ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
-    configured = () if tokenizer is None else tokenizer.configured_ids
-    largest = max([*configured, *(i for ids in special.values() for i in ids)], default=0)
-    if ids > rows or padding >= rows:
-        named = ", ".join(f"{k} {v}" for k, v in special.items())
-        raise ValueError(
-            f"{source.folder}: the embedding has {rows} rows, the tokenizer {ids} ids, special ids "
-            f"are up to {largest} ({named}); each id needs a row"
-        )
-    if largest >= rows:
-        warnings.warn(
-            f"{source.folder}: special ids are up to {largest} in config.json or generation_config.json, the "
-            f"embedding has {rows} rows; no text begins or ends with them",
-            stacklevel=2,
-        )
 
 
 def rewrite(

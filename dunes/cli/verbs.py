@@ -18,7 +18,7 @@ from dunes.flags import Dtype, flag, parse_fields
 from dunes.inference.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
-    from dunes.checkpoint.source import Source
+    from dunes.checkpoint.open import OpenedModel
     from dunes.parts import CacheFormat
 
 Model = Annotated[
@@ -355,9 +355,8 @@ def inspect(
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as inspection
-    from dunes.checkpoint.card import readable_folder
     from dunes.checkpoint.inspect import describe_adapter
-    from dunes.checkpoint.loading import is_adapter
+    from dunes.checkpoint.open import is_adapter, readable_folder
 
     folder = checkpoint.locate_model(model).folder
     if is_adapter(folder):
@@ -380,7 +379,7 @@ def inspect(
     return 1 if verdict.reasons else 0
 
 
-def _print_layers(source: "Source", sizes: tuple[int, ...]) -> None:
+def _print_layers(source: "OpenedModel", sizes: tuple[int, ...]) -> None:
     """Print a table of a model's modules. A language model runs on token ids, other networks on random numbers."""
     import torch
 
@@ -521,7 +520,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert, read_name_table
     from dunes.checkpoint.export import export, is_plain
-    from dunes.checkpoint.source import open_verified_source
+    from dunes.checkpoint.open import open_verified_model
     from dunes.progress import Display, shown_by
 
     location = checkpoint.locate_model(model)
@@ -529,7 +528,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     if not is_plain(location.folder) and names is None:
         print("\n".join(export(location.folder, out, dtype=torch_dtype).lines()))
     else:
-        source = open_verified_source(location.folder, None if names is None else read_name_table(names), math.inf)
+        source = open_verified_model(location.folder, None if names is None else read_name_table(names), math.inf)
         with Display() as display, shown_by(display.time_left):
             verified = convert(source, out, dtype=torch_dtype, facts=location.origin)
         print(f"{out}: {verified.verdict}; {verified}")

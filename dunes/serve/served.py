@@ -26,7 +26,7 @@ from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base_digests import file_stamps
 from dunes.checkpoint.card import read_card
 from dunes.checkpoint.formats.adapter import is_reference
-from dunes.checkpoint.loading import base_folder
+from dunes.checkpoint.open import base_folder
 from dunes.completion import Suggestion
 from dunes.completion.completer import (
     CopyCompleter,

@@ -19,8 +19,8 @@ from dunes import checkpoint, tree
 from dunes.augment import Adapted, dequantize
 from dunes.augment.quantized import Grid, GroupInt, Int8, Quantized, pack, unpack
 from dunes.checkpoint.architecture import Architecture
-from dunes.checkpoint.card import readable_folder
 from dunes.checkpoint.formats.quantized_weights import BITS, FORMAT, NAME, PACKED
+from dunes.checkpoint.open import readable_folder
 from dunes.checkpoint.verify import EXACT, check_written, model_logits
 from dunes.checkpoint.verify import PACKED as TOLERANCE
 from dunes.checkpoint.weights.lazy_tensor import in_memory
