@@ -18,7 +18,7 @@ from conftest import change_json, display, metaspace_tokenizer, raising, refuses
 from dunes import checkpoint, measure
 from dunes.checkpoint import open as opening
 from dunes.checkpoint.base_digests import BaseWeights
-from dunes.checkpoint.export import export_gguf
+from dunes.checkpoint.export import write_format
 from dunes.checkpoint.formats.adapter import is_reference
 from dunes.completion import fit as completion_fit
 from dunes.completion.completer import CopyCompleter, FolderCompleter, find_completer
@@ -333,7 +333,7 @@ def test_only_models_that_are_used_are_rounded_for_speed(base, code, tmp_path, m
 
 
 def test_a_run_with_a_gguf_file(base, code, tmp_path):
-    export_gguf(base, tmp_path / "base.gguf")
+    write_format(base, tmp_path / "base.gguf", "gguf")
     assert train(config(tmp_path / "base.gguf", code), tmp_path / "run", display()[0]) == 0
     assert find_completer(tmp_path / "run", raising(AssertionError)).complete(*PLACE).text
 

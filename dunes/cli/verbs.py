@@ -7,13 +7,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from shlex import quote
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
+from dunes.checkpoint.formats import FORMATS, Blocks, check_choice
 from dunes.flags import Dtype, flag, parse_fields
 from dunes.inference.sampling_options import SamplingOptions
 
@@ -26,7 +26,6 @@ Model = Annotated[
 ]
 Out = Annotated[Path, tyro.conf.Positional, flag("OUT", about="Output folder.")]
 Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dtype of the written weights.")]
-Blocks = Literal["q8_0", "q4_0"]
 AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that cannot be verified as its own.")]
 CacheBits = Annotated[Literal["int8", "int4", "int2"] | None, flag("int8|int4|int2", "full")]
 CHAT = SamplingOptions(temperature=0.7, max_tokens=400)
@@ -416,38 +415,7 @@ def convert(
 Example = Annotated[tuple[int, ...], flag("SIZE", "none")]
 
 
-class _Format(NamedTuple):
-    """A format that `dunes export` writes.
-
-    `write` and `write_network` are "module:function" in `dunes.checkpoint`. The functions `write(folder, out,
-    dtype)` and, for networks, `write_network(folder, out, sizes)` return text for the user. `no_dtype` is the
-    reason why the format has no choice of dtype, or "".
-    """
-
-    about: str
-    write: str
-    write_network: str = ""
-    no_dtype: str = ""
-
-
-_CODES = "a quantized model's codes as they are, for transformers and others"
-_FORMATS = {
-    "gguf": _Format("llama.cpp", "export:export_gguf"),
-    "compressed-tensors": _Format(
-        _CODES, "formats.packed:export_packed", no_dtype="codes are written as they are"
-    ),
-    "cpp": _Format(
-        "a folder for C and C++ without Python", "formats.cpp:export_folder", "formats.cpp:export_network_folder"
-    ),
-    "onnx": _Format(
-        "without a cache",
-        "formats.onnx:export_folder",
-        "formats.onnx:export_network_folder",
-        "weights are written in float32",
-    ),
-}
-"""The export formats other than hf, by name."""
-_LISTED = ", ".join(f"{name} ({form.about})" for name, form in _FORMATS.items())
+_LISTED = ", ".join(f"{name} ({form.about})" for name, form in FORMATS.items())
 
 
 def export(
@@ -470,46 +438,16 @@ def export(
         dtype: Dtype of the written weights; q8_0 and q4_0 are for gguf.
         example: Sizes of the input, batch included, of a network that is no language model, for cpp and onnx.
     """
-    if to not in ("hf", *_FORMATS):
-        raise ValueError(
-            f"--to {to[:80]!a}: expected hf, {', '.join(_FORMATS)}; Mistral's and Meta's own formats are read, "
-            "not written"
-        )
-    if to != "gguf" and dtype in get_args(Blocks):
-        raise ValueError(f"--dtype {dtype}: for --to gguf only; quantize a folder with dunes augment quantize")
-    if to != "hf" and dtype is not None and (reason := _FORMATS[to].no_dtype):
-        raise ValueError(f"--dtype {dtype}: {reason}; omit it")
-    if _exports_network(model, to, dtype, example):
-        _export(_FORMATS[to].write_network, model, out, example)
-    elif to == "hf":
-        _convert(model, out, dtype)
-    else:
-        _export(_FORMATS[to].write, model, out, *(() if _FORMATS[to].no_dtype else (dtype,)))
-
-
-def _export(function: str, model: str, out: Path, *options: Any) -> None:
+    check_choice(to, dtype)
     from dunes import checkpoint
-
-    write = resolve_name(f"dunes.checkpoint.{function}")
-    print(f"{out}: {write(checkpoint.locate_model(model).folder, out, *options)}")
-
-
-def _exports_network(model: str, to: str, dtype: str | None, example: tuple[int, ...]) -> bool:
-    """True if the folder's model is not a language model. Raises ValueError for options that do not fit it."""
-    from dunes import checkpoint
+    from dunes.checkpoint.export import check_example, write_format
 
     folder = checkpoint.locate_model(model).folder
-    if not checkpoint.is_network(folder):
-        if example:
-            raise ValueError(f"--example: {folder} is a language model, which needs none; omit it")
-        return False
-    if to not in (forms := [name for name, form in _FORMATS.items() if form.write_network]):
-        raise ValueError(f"--to {to}: {folder} is no language model; expected {' or '.join(forms)}")
-    if dtype is not None:
-        raise ValueError(f"--dtype {dtype}: a network's weights are written in float32; omit it")
-    if not example or min(example) < 1:
-        raise ValueError("--example is missing: the sizes of the network's input, as in --example 1 28 28")
-    return True
+    check_example(folder, to, dtype, example)
+    if to == "hf":
+        _convert(model, out, dtype)
+    else:
+        print(f"{out}: {write_format(folder, out, to, dtype, example)}")
 
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:

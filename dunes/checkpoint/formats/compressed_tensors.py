@@ -37,7 +37,7 @@ ZERO_POINTS = (
 """https://github.com/vllm-project/llm-compressor/issues/1618"""
 
 
-def export_packed(folder: Path, out: Path) -> str:
+def write(folder: Path, out: Path) -> str:
     """Write the quantized model in `folder` to `out` with packed codes; returns a line on the result.
 
     Raises ValueError if `out` exists, if the model has no quantized layers, has adapters, or has layers that the
