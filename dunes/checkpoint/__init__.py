@@ -36,27 +36,8 @@ else:
 
 
 __all__ = [
-    "Architecture",
-    "LoadedModel",
-    "Snapshot",
-    "base_identity",
-    "cards_trusted",
-    "describe",
-    "gathered",
-    "hf_config_of",
-    "is_network",
-    "latest_state",
-    "load",
-    "load_adapter",
-    "load_network",
-    "load_state",
-    "load_weights",
-    "load_with_tokenizer",
-    "locate_model",
-    "save",
-    "save_adapter",
-    "save_state",
-    "save_weights",
-    "snapshot",
-    "trust_cards",
-]
+    "Architecture", "LoadedModel", "Snapshot", "base_identity", "cards_trusted", "describe", "gathered",
+    "hf_config_of", "is_network", "latest_state", "load", "load_adapter", "load_network", "load_state",
+    "load_weights", "load_with_tokenizer", "locate_model", "save", "save_adapter", "save_state", "save_weights",
+    "snapshot", "trust_cards",
+]  # fmt: skip

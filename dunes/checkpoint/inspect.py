@@ -19,18 +19,14 @@ from dunes.checkpoint.card import ADAPTER, read_card, verified_card
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, is_reference
 from dunes.checkpoint.open import (
     OpenedModel,
-    base_folder,
     check_memory,
     check_vocabulary,
-    context_length_of,
     load,
     load_decoder,
-    load_tokenizer,
+    open_base,
     open_model,
-    open_verified_model,
     prepare_base,
     readable_folder,
-    tokenizer_folder,
 )
 from dunes.checkpoint.weights.files import tensors
 from dunes.checkpoint.weights.lazy_tensor import Weights
@@ -200,10 +196,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     options, card = PeftConfig.read(folder / ADAPTER).options, verified_card(folder)
     lines = list(_adapter_lines(folder, options, card))
     try:
-        opened = open_verified_model(base_folder(folder), max_bytes=math.inf)
-        load_tokenizer(opened, tokenizer_folder(folder))
-        context_length_of(card, folder, opened.expected, opened.context_length)
-        check_memory(opened)
+        opened, _, _ = open_base(folder, card, math.inf)
         lines.append(f"base        {opened.folder}: {opened.family}, {plural(len(opened.weights()), 'tensor')}")
         check = "done when the adapter is loaded, or with --values"
         if is_unchanged(opened.folder, card):

@@ -307,7 +307,7 @@ def open_model(
     `card` is the folder's card, if the caller has read it.
     """
     if folder.suffix == SUFFIX and folder.is_file():
-        return OpenedModel(folder, "GGUF", folder, *gguf.open_file(folder))
+        return _open_gguf(folder)
     card = read_card(folder) if card is None else card
     is_own = has_own_form(card)
     if not is_own and find_file(folder, CONFIG) and (files := find_weights(folder, *UNSHARDED)) is not None:
@@ -349,6 +349,15 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor], card: Mapping
     return OpenedModel(folder, *form, files, weight_names(family), ignored, notes, card)
 
 
+def _open_gguf(path: Path) -> OpenedModel:
+    with naming_errors(path):
+        files = gguf.tensors(path)
+        hf_config = gguf.hf_config(path, files)
+        architecture = Architecture.of_hf_config(hf_config)
+    names = gguf.weight_names(architecture)
+    return OpenedModel(path, "GGUF", path, architecture, hf_config, files, names, (gguf.FREQUENCIES,))
+
+
 def own_weights(folder: Path) -> dict[str, LazyTensor]:
     """Tensors of a folder that dunes wrote. Raises ValueError if the folder has no weights."""
     if (files := find_weights(folder, UNSHARDED[0])) is None:
@@ -386,7 +395,8 @@ def check_memory(opened: OpenedModel) -> None:
 def load_decoder(opened: OpenedModel) -> Decoder:
     """The model with its weights, which are memory-mapped with copy on write.
 
-    If the weights do not fit the model, raises ValueError, listing all differences, before any weight is read.
+    Pruned layers that the card lists are masked. If the weights do not fit the model, raises ValueError, listing
+    all differences, before any weight is read; also raises ValueError for a pruned layer that does not exist.
     """
     weights, model = opened.weights(), opened.outline()
     if not opened.is_own:
@@ -395,7 +405,10 @@ def load_decoder(opened: OpenedModel) -> Decoder:
     else:
         fill(model, weights, opened.card)
         lora.set_adapter(model, opened.card.get("adapter"))
-    _mask(model, opened)
+    try:
+        mask_linears(model, opened.card.get(MASKED, []))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{opened.folder / CARD}: {MASKED!r}: {error}") from None
     return model
 
 
@@ -407,15 +420,6 @@ def _to_one_dtype(opened: OpenedModel, weights: dict[str, LazyTensor]) -> dict[s
     configured = str(opened.hf_config.get("dtype") or opened.hf_config.get("torch_dtype"))
     matching = [dtype for dtype in dtypes if str(dtype).removeprefix("torch.") == configured]
     return cast(weights, matching[0] if matching else reduce(torch.promote_types, dtypes))
-
-
-def _mask(model: nn.Module, opened: OpenedModel) -> None:
-    """Mask the pruned layers that the card lists. Raises ValueError if the model does not have these layers."""
-    places = opened.card.get(MASKED, [])
-    try:
-        mask_linears(model, places)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{opened.folder / CARD}: {MASKED!r}: {error}") from None
 
 
 def load_tokenizer(opened: OpenedModel, folder: Path | None = None) -> Tokenizer | None:
@@ -583,14 +587,26 @@ def base_folder(folder: Path, fetch: bool = True) -> Path:
         raise ValueError(f"{folder}: its base cannot be found: {error}; or {remedy}") from None
 
 
+def open_base(
+    folder: Path, card: Mapping[str, Any], max_bytes: float
+) -> tuple[OpenedModel, Tokenizer | None, int]:
+    """The base of the adapter in a folder with this card, and the adapter's tokenizer and context length.
+
+    Tokenizer and context length are the base's if the adapter has none. Raises ValueError like `load`; the base's
+    files are hashed if they have at most `max_bytes` in total.
+    """
+    opened = open_verified_model(base_folder(folder), max_bytes=max_bytes)
+    tokenizer = load_tokenizer(opened, tokenizer_folder(folder))
+    context_length = context_length_of(card, folder, opened.expected, opened.context_length)
+    check_memory(opened)
+    return opened, tokenizer, context_length
+
+
 def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | str, any_base: bool) -> LoadedModel:
     card, base = verified_card(folder), base_folder(folder)
     is_same = is_unchanged(base, card) and not any(_changes(card))
     try:
-        opened = open_verified_model(base, max_bytes=0 if is_same else LARGE)
-        tokenizer = load_tokenizer(opened, tokenizer_folder(folder))
-        context_length = context_length_of(card, folder, opened.expected, opened.context_length)
-        check_memory(opened)
+        opened, tokenizer, context_length = open_base(folder, card, 0 if is_same else LARGE)
         model = load_decoder(opened)
         changes = prepare_base(model, [*others] if is_same else [folder, *others], any_base)
         if not is_reference(card):
@@ -647,7 +663,12 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
     del weights
     if changed is None:
         return []
-    changes = _make_changes(model, cards[changed], changed)
+    try:
+        changes = list(map(Change.of, _changes(cards[changed])))
+        for change in changes:
+            make_change(model, change)
+    except ValueError as error:
+        raise ValueError(f"{changed / CARD}: {error}") from None
     weights = BaseWeights(model)
     for folder in exact:
         check_base(weights, records[folder], folder)
@@ -657,17 +678,6 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
 def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
     """Records, in an adapter's card, of changes to the base before the adapter was added."""
     return (r for r in card.get("changes", []) if not (isinstance(r, dict) and r.get("name") == "lora"))
-
-
-def _make_changes(model: Decoder, card: Mapping[str, Any], folder: Path) -> list[Change]:
-    """Make the changes to the base that an adapter's card lists. Raises ValueError if a record is damaged."""
-    try:
-        changes = list(map(Change.of, _changes(card)))
-        for change in changes:
-            make_change(model, change)
-    except ValueError as error:
-        raise ValueError(f"{folder / CARD}: {error}") from None
-    return changes
 
 
 def load_network(

@@ -24,13 +24,7 @@ from dunes.augment.adapted import Adapter, LoraConfig, dense, is_embedding, side
 from dunes.augment.options import Lora
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import hf_config_of
-from dunes.checkpoint.base_digests import (
-    ANY_BASE_HINT,
-    BaseWeights,
-    base_identity,
-    check_base,
-    read_base_record,
-)
+from dunes.checkpoint.base_digests import ANY_BASE_HINT, BaseWeights, base_identity, check_base, read_base_record
 from dunes.checkpoint.card import (
     ADAPTER,
     CONFIG,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dunes.checkpoint.architecture import Architecture, naming_errors, require_depth
+from dunes.checkpoint.architecture import Architecture
 from dunes.checkpoint.formats.native import to_halves
 from dunes.checkpoint.weights.lazy_tensor import (
     LazyTensor,
@@ -417,16 +417,3 @@ def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) ->
     if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-5):
         raise ValueError(f"{FREQUENCIES} is not LLaMA 3's scaling of rotary positions, the only one supported")
     return scaling_to_hf(scaling)
-
-
-def open_file(path: Path) -> tuple[Architecture, dict[str, Any], Weights, Names, tuple[str, ...]]:
-    """The architecture in a file, its config.json, tensors and their names, and the names of ignored tensors.
-
-    Raises ValueError for an unsupported or damaged file.
-    """
-    with naming_errors(path):
-        files = tensors(path)
-        config = hf_config(path, files)
-        architecture = Architecture.of_hf_config(config)
-    require_depth(architecture, len(files), path)
-    return architecture, config, files, weight_names(architecture), (FREQUENCIES,)
