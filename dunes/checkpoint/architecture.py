@@ -94,10 +94,11 @@ class Architecture:
         )
 
     @classmethod
-    def of_hf_config(cls, config: Mapping[str, Any]) -> Self:
-        """The architecture that a config.json describes. Raises the family's errors for an invalid config."""
-        family = family_of(config)
-        return cls(family, FAMILIES[family].from_hf(dict(config)))
+    def of_hf_config(cls, config: Mapping[str, Any], path: Path) -> Self:
+        """The architecture that the config.json of `path` describes. Raises ValueError for an invalid config."""
+        with naming_errors(path):
+            family = family_of(config)
+            return cls(family, FAMILIES[family].from_hf(dict(config)))
 
     @property
     def trust_option(self) -> str:

@@ -337,8 +337,7 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor], card: Mapping
     if (quantized := hf_config.get("quantization_config")) is not None:
         hf_config = {k: v for k, v in hf_config.items() if k != "quantization_config"}
         files, notes = dense_weights(files, quantized, path), ("quantized weights, dequantized",)
-    with naming_errors(path):
-        architecture = Architecture.of_hf_config(hf_config)
+    architecture = Architecture.of_hf_config(hf_config, path)
     family = architecture.family
     if family == "gpt2" and isinstance(quantized, dict) and quantized.get("quant_method") in ("gptq", "awq"):
         raise ValueError(f"{path}: a gpt2 of GPTQ or AWQ is not read; get its plain weights")
@@ -353,7 +352,7 @@ def _open_gguf(path: Path) -> OpenedModel:
     with naming_errors(path):
         files = gguf.tensors(path)
         hf_config = gguf.hf_config(path, files)
-        architecture = Architecture.of_hf_config(hf_config)
+    architecture = Architecture.of_hf_config(hf_config, path)
     names = gguf.weight_names(architecture)
     return OpenedModel(path, "GGUF", path, architecture, hf_config, files, names, (gguf.FREQUENCIES,))
 

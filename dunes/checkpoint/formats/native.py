@@ -232,7 +232,7 @@ def open_folder(
         tied = bool(params.get("tied_embeddings")) or not heads
         vocab = rows[0][0] if replicated else sum(shape[0] for shape in rows)
         config, notes = to_hf_config(params, vocab, tied)
-        architecture = Architecture.of_hf_config(config)
+    architecture = Architecture.of_hf_config(config, folder / PARAMS)
     require_depth(architecture, sum(map(len, shards)), folder)
     names, expected = weight_names(config), in_memory(architecture.outline().state_dict())
     shapes = {key: tensor.shape for key, tensor in hf_weights(names, expected).items()}
