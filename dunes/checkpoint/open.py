@@ -337,10 +337,11 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor], card: Mapping
     if (quantized := hf_config.get("quantization_config")) is not None:
         hf_config = {k: v for k, v in hf_config.items() if k != "quantization_config"}
         files, notes = dense_weights(files, quantized, path), ("quantized weights, dequantized",)
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if hf_config.get("model_type") == "gpt2" and method in ("gptq", "awq"):
+        raise ValueError(f"{path}: a gpt2 of GPTQ or AWQ is not read; get its plain weights")
     architecture = Architecture.of_hf_config(hf_config, path)
     family = architecture.family
-    if family == "gpt2" and isinstance(quantized, dict) and quantized.get("quant_method") in ("gptq", "awq"):
-        raise ValueError(f"{path}: a gpt2 of GPTQ or AWQ is not read; get its plain weights")
     ignored = tuple(getattr(FAMILIES[family], "IGNORED_NAMES", ()))
     if hf_config.get("num_nextn_predict_layers") == 1:  # one layer follows those of the model
         ignored = tuple(pattern.replace("{depth}", str(hf_config.get("num_hidden_layers"))) for pattern in ignored)
