@@ -37,7 +37,7 @@ FORMATS = {
     "cpp": Format("a folder for C and C++ without Python", network=True),
     "onnx": Format("without a cache", suffix=".onnx", network=True, no_dtype="weights are written in float32"),
 }
-"""The formats other than hf, which `dunes convert` writes."""
+"""Formats by name. hf has no entry: `dunes export --to hf` is `dunes convert`, or merges and dequantizes."""
 
 
 def check_choice(to: str, dtype: str | None) -> None:
