@@ -416,6 +416,6 @@ def naming_errors(path: Path) -> Iterator[None]:
 
 def require_depth(architecture: Architecture, tensors: int, folder: Path) -> None:
     """Raise ValueError if the config has more blocks than the files have tensors, which take long to build."""
-    if (depth := architecture.config.depth) > tensors:
+    if architecture.function is None and (depth := architecture.config.depth) > tensors:
         described = f"the config describes {depth:,} blocks, the files have {plural(tensors, 'tensor')}"
         raise ValueError(f"{folder}: {described}; one of them belongs to another model")

@@ -244,8 +244,7 @@ class OpenedModel:
 
         Raises ValueError, before the model is built, if the config has more blocks than the files have tensors.
         """
-        if self.architecture.function is None:
-            require_depth(self.architecture, len(self.files), self.folder)
+        require_depth(self.architecture, len(self.files), self.folder)
         return in_memory(self.outline().state_dict(), self.format)
 
     @property
