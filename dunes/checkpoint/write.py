@@ -1,4 +1,4 @@
-"""Save and load a model as a Hugging Face model folder with a card, `dunes.json`."""
+"""Save a model as a Hugging Face model folder with a card, `dunes.json`; write an edited model to a new folder."""
 
 import json
 from collections.abc import Callable, Mapping
