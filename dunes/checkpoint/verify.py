@@ -45,8 +45,8 @@ MAX_RATIO = 2.0
 | ONNX                           | float32   | largest difference / largest absolute logit            | EXACT     |
 
 The checks: converted folders in `verify` below, ONNX in `formats.onnx`, packed codes in
-`formats.compressed_tensors`. A GGUF file must read back with equal weights (`formats.gguf`). Compiled code is run by
-`formats.cpp`, with the tolerances of `generate.packages`. The ratio that MAX_RATIO limits is about 1
+`formats.compressed_tensors`. A GGUF file must read back with equal weights (`formats.gguf`). Compiled code is run
+by `formats.cpp`, with the tolerances of `generate.packages`. The ratio that MAX_RATIO limits is about 1
 (tests/test_merge.py) unless the adapter depends on quantization errors.
 """
 BLOCK = 1 << 24
