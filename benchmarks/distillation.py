@@ -35,7 +35,7 @@ from typing import Any, Literal
 from dunes import measure
 from dunes.bench.rows import Row
 from dunes.checkpoint import load_with_tokenizer
-from dunes.checkpoint.model_folder import read_card
+from dunes.checkpoint.card import read_card
 from dunes.data import TokenIds, Windows
 from dunes.extra import python_command
 from dunes.files import json_file

@@ -40,8 +40,8 @@ from dunes import measure
 side, folder = sys.argv[1:]
 if side == "dunes":
     from pathlib import Path
-    from dunes.checkpoint.folder import load_decoder
-    from dunes.checkpoint.source import open_source
+    from dunes.checkpoint.open import load_decoder
+    from dunes.checkpoint.open import open_model
 else:
     from transformers import AutoModelForCausalLM
 ids = torch.arange(8)[None]
@@ -49,7 +49,7 @@ before = measure.resident_memory()
 measure.reset_peak_memory(torch.device("cpu"))
 start = time.perf_counter()
 if side == "dunes":
-    model = load_decoder(open_source(Path(folder))).eval()
+    model = load_decoder(open_model(Path(folder))).eval()
 else:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 there = time.perf_counter() - start
@@ -67,7 +67,7 @@ from dunes import measure
 from dunes.files import atomic
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.inspect import odd_values
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.open import open_model
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 folder, scratch = map(Path, sys.argv[1:])
 cpu = torch.device("cpu")
@@ -81,7 +81,7 @@ def copied():
     shutil.copyfile(folder / "model.safetensors", scratch / "copy")
     atomic.fsync_path(scratch / "copy")
 
-source = open_source(folder)
+source = open_model(folder)
 size = sum(w.nbytes for w in source.files.values())
 found = {"copy": timed(copied)}
 (scratch / "copy").unlink()

@@ -30,7 +30,7 @@ from dunes.bench.plot import save_plot
 from dunes.bench.rows import Row
 from dunes.bench.runner import race
 from dunes.bench.subject import Setting, of_folder
-from dunes.checkpoint.model_folder import read_card
+from dunes.checkpoint.card import read_card
 from dunes.completion.fit import STUDENT
 from dunes.extra import extra, python_command
 from dunes.files import json_file

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dunes import checkpoint
-from dunes.checkpoint.model_folder import read_card
+from dunes.checkpoint.card import read_card
 from dunes.cli.main import run_command
 from dunes.completion.completer import FolderCompleter
 from dunes.generate import generate

@@ -4,7 +4,7 @@ import json
 
 from safetensors.torch import load_file, save_file
 
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.open import open_model
 from dunes.models import FAMILIES
 
 RENAMED = {
@@ -68,7 +68,7 @@ MIXTURE = {"num_experts": "local_experts", "num_experts_per_tok": "experts_per_t
 
 def write_native(source, out):
     """Write the model of a Hugging Face folder in their form; returns the tensors."""
-    opens = open_source(source)
+    opens = open_model(source)
     config = FAMILIES[opens.family].to_hf(opens.config)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     tensors = {}

@@ -14,7 +14,7 @@ from dunes import checkpoint
 from dunes.augment import attach, quantize
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.inspect import describe_adapter
-from dunes.checkpoint.source import open_verified_source
+from dunes.checkpoint.open import open_verified_model
 from dunes.cli import augment_verb, verbs
 from dunes.generate import SamplingOptions
 from dunes.inference.chat import load_chat_engine
@@ -106,7 +106,7 @@ def test_a_name_on_the_hub_goes_to_the_hub(made, monkeypatch):
 
     card_of(folder, lambda card: [card["base"].pop("folder"), card["files"].pop("adapter_config.json")])
     words(base_model_name_or_path="org/name", revision="main")(folder)
-    monkeypatch.setattr("dunes.checkpoint.loading.locate_model", local)
+    monkeypatch.setattr("dunes.checkpoint.open.locate_model", local)
     refuses("no way to the Hub; or name it", checkpoint.load, folder)
     assert asked == [("org/name", "main")]
 
@@ -223,7 +223,7 @@ def test_a_change_on_the_disk_is_seen(made):
 
 def test_what_takes_whole_models_says_what_to_do(made, tmp_path):
     folder, _ = made
-    refuses("merge it first: dunes augment merge", lambda: convert(open_verified_source(folder), tmp_path / "out"))
+    refuses("merge it first: dunes augment merge", lambda: convert(open_verified_model(folder), tmp_path / "out"))
     assert checkpoint.describe(folder).family == "llama"
     assert checkpoint.describe(folder).card["template"] == "chatml"
     assert not (tmp_path / "out").exists()
@@ -308,7 +308,7 @@ def rewritten(base, out, form):
 def test_a_base_in_another_form_is_known(form, tmp_path):
     out = tmp_path / "out"
     if form in ROUNDED:
-        convert(open_verified_source(tmp_path / "base"), out, dtype=ROUNDED[form])
+        convert(open_verified_model(tmp_path / "base"), out, dtype=ROUNDED[form])
     else:
         rewritten(tmp_path / "base", out, form)
     model = checkpoint.load(out).model

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from adapters import trained
 from dunes import augment, checkpoint
 from dunes.checkpoint import state
-from dunes.checkpoint.model_folder import read_consistently
+from dunes.checkpoint.card import read_consistently
 from dunes.data import collect_corpus
 from dunes.data.shards import token_shard
 from dunes.files import atomic
@@ -146,7 +146,7 @@ def test_an_adapter_is_saved_over_a_model_whose_save_was_interrupted(tmp_path, m
 
 
 def test_an_interrupted_save_of_an_adapter_finds_its_moved_base(tmp_path):
-    from dunes.checkpoint.loading import base_folder
+    from dunes.checkpoint.open import base_folder
 
     save_model(base := tmp_path / "a" / "base", 1)
     out = tmp_path / "a" / "out"

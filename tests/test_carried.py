@@ -8,7 +8,7 @@ import pytest
 from conftest import refuses
 from dunes import checkpoint
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.source import open_verified_source
+from dunes.checkpoint.open import open_verified_model
 from dunes.models import llama
 from dunes.text import SPECIAL, Tokenizer
 from dunes.text.templates import (
@@ -54,7 +54,7 @@ def test_transformers_reads_template_and_stops_off_the_folder(case, tmp_path, re
     assert tokenizer.stops >= {plain.eos, template.stop_id(plain)}
     facts = {} if case == "own" else {"template": case}
     checkpoint.save(model, tmp_path / "m", tokenizer, 512, facts)
-    convert(open_verified_source(tmp_path / "m"), tmp_path / "again")
+    convert(open_verified_model(tmp_path / "m"), tmp_path / "again")
     talk = tuple(Turn(m["role"], m["content"]) for m in messages)
     for folder in (tmp_path / "m", tmp_path / "again"):
         loaded = checkpoint.load(folder)

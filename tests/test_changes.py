@@ -21,8 +21,7 @@ from dunes.augment.changes import decide_change
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.export import export
 from dunes.checkpoint.inspect import describe_adapter, judge
-from dunes.checkpoint.loading import add_adapter
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.open import add_adapter, open_model
 from dunes.runs.augment import augment_folder
 from dunes.train import next_token
 from small_models import random_model, small_config
@@ -250,7 +249,7 @@ def test_a_context_length_above_the_learned_positions_is_refused(tmp_path):
     for folder in (tmp_path / "int8", tmp_path / "a"):
         change_json(folder / "dunes.json", context_length=33)
         refuses(r"context_length is 33; expected 1 to 32, the learned positions", checkpoint.load, folder)
-    assert "1 to 32" in "".join(judge(open_source(tmp_path / "int8")).reasons)
+    assert "1 to 32" in "".join(judge(open_model(tmp_path / "int8")).reasons)
     assert "1 to 32" in describe_adapter(tmp_path / "a")[1]
     loaded = checkpoint.load(tmp_path / "base", adapters=[tmp_path / "a"])
     refuses(r"context_length is 33; expected 1 to 32", add_adapter, loaded, tmp_path / "a", "default")

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from conftest import change_json, raising, refuses
 from dunes import augment, checkpoint
 from dunes.checkpoint import inspect, state
-from dunes.checkpoint.model_folder import finish_save, verified_card
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.card import finish_save, verified_card
+from dunes.checkpoint.open import open_model
 from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.models import FAMILIES
@@ -61,7 +61,7 @@ def test_what_could_not_be_loaded_is_not_saved(context, vocab, words, folder):
 
 def stage(folder, weights, shard):
     """A save that was cut short after all was written and before anything was moved."""
-    from dunes.checkpoint import folder as folders
+    from dunes.checkpoint import card as folders
 
     ready = folder / ".ready"
     ready.mkdir()
@@ -147,9 +147,9 @@ def test_a_save_in_a_folder_that_cannot_be_written_is_refused_not_read_old(folde
 
 
 def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
-    from dunes.checkpoint import loading
+    from dunes.checkpoint import open as opening
 
-    filled, other, calls = loading.load_decoder, initialise(build(), seed=9), []
+    filled, other, calls = opening.load_decoder, initialise(build(), seed=9), []
 
     def saved_meanwhile(source):
         calls.append(source)
@@ -158,12 +158,12 @@ def test_a_load_beside_a_save_begins_again_once(folder, monkeypatch):
             raise ValueError("model.safetensors: changed while it was being read")
         return filled(source)
 
-    monkeypatch.setattr(loading, "load_decoder", saved_meanwhile)
+    monkeypatch.setattr(opening, "load_decoder", saved_meanwhile)
     assert torch.equal(checkpoint.load(folder).model.embed.token.weight, other.embed.token.weight)
     assert len(calls) == 2
     flip(folder / "tokenizer.json")
     looks = []
-    monkeypatch.setattr(loading, "open_verified_source", lambda f, **options: looks.append(f) or unchanged())
+    monkeypatch.setattr(opening, "open_verified_model", lambda f, **options: looks.append(f) or unchanged())
     refuses("nothing has changed", checkpoint.load, folder)
     assert len(looks) == 1
 
@@ -200,10 +200,10 @@ def test_a_changed_file_is_refused_by_load_up_to_a_gigabyte_and_by_inspect_at_an
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     refuses(r"if it was changed on purpose, set 'files' to \{\} in .*dunes\.json", checkpoint.load, folder)
     assert verified_card(folder, max_bytes=before.st_size), "too large to hash at each load"
-    assert "another SHA-256" in inspect.judge(open_source(folder)).reasons[0]
+    assert "another SHA-256" in inspect.judge(open_model(folder)).reasons[0]
     limits = []
     monkeypatch.setattr(inspect, "verified_card", lambda folder, limit: limits.append(limit))
-    inspect.judge(open_source(folder))
+    inspect.judge(open_model(folder))
     assert limits == [math.inf]
     change_json(folder / "dunes.json", files={})
     checkpoint.load(folder)

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import change_json, raising, refuses, refuses_command
-from dunes.checkpoint import convert as conversion
-from dunes.checkpoint import folder, inspect
+from dunes.checkpoint import card as cards
+from dunes.checkpoint import inspect, write
 from dunes.checkpoint.convert import convert, read_name_table
 from dunes.checkpoint.formats import native
 from dunes.checkpoint.inspect import odd_values
-from dunes.checkpoint.source import open_source, open_verified_source
+from dunes.checkpoint.open import open_model, open_verified_model
 from dunes.checkpoint.verify import source_logits
 from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory, renamed
@@ -83,8 +83,8 @@ def digests(folder):
 def test_native_files_convert_bit_for_bit(kind, dtype, tmp_path):
     hf = type(theirs(kind, tmp_path / "hf", dtype)).from_pretrained(tmp_path / "hf").eval()
     write_native(tmp_path / "hf", tmp_path / "native")
-    back = convert(open_source(tmp_path / "native"), tmp_path / "back")
-    assert open_source(tmp_path / "native").format == "native"
+    back = convert(open_model(tmp_path / "native"), tmp_path / "back")
+    assert open_model(tmp_path / "native").format == "native"
     params = json.loads((tmp_path / "native" / "params.json").read_text())
     assert params.get("tied_embeddings", False) == (kind == "tied")
     assert back.relative <= 1e-5, "adjacent pairs and halves are one model"
@@ -125,10 +125,10 @@ def test_shards_of_several_machines_are_one_model(words_in, tmp_path):
         torch.save(part, meta / f"consolidated.{i:02d}.pth")
     shutil.copy(tmp_path / "native" / "params.json", meta)
     change_json(meta / "params.json", vocab_size=-1)
-    convert(open_source(meta), tmp_path / "back")
+    convert(open_model(meta), tmp_path / "back")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
     (meta / "consolidated.00.pth").rename(meta / "consolidated.02.pth")
-    refuses(r"a number occurs twice: consolidated\.01\.pth", open_source, meta)
+    refuses(r"a number occurs twice: consolidated\.01\.pth", open_model, meta)
 
 
 def test_the_first_mixtral_files_stacked_and_apart(tmp_path):
@@ -147,7 +147,7 @@ def test_the_first_mixtral_files_stacked_and_apart(tmp_path):
     (torrent / "consolidated.safetensors").unlink()
     torch.save(weights, torrent / "consolidated.00.pt")
     torch.save({k: v.clone() for k, v in stacked.items()}, torrent / "consolidated.01.pt")
-    convert(open_source(torrent), tmp_path / "back")
+    convert(open_model(torrent), tmp_path / "back")
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "back"))
 
 
@@ -164,13 +164,13 @@ def test_a_wrong_permutation_does_not_pass(wrong, size, dtype, hf, tmp_path, mon
     broken = {"not permuted": lambda w, heads: w, "keys by the heads of queries": lambda w, heads: right(w, 2)}
     monkeypatch.setattr(native, "to_halves", broken[wrong])
     with pytest.raises(ValueError, match="the result is another model: logits of 32 tokens differ by"):
-        convert(open_source(tmp_path / "native"), tmp_path / "back", dtype=dtype)
+        convert(open_model(tmp_path / "native"), tmp_path / "back", dtype=dtype)
     assert not (tmp_path / "back").exists()
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6)])
 def test_rounding_is_measured_and_reported(dtype, least, hf, tmp_path):
-    verification = convert(open_source(hf), tmp_path / "narrow", dtype=dtype)
+    verification = convert(open_model(hf), tmp_path / "narrow", dtype=dtype)
     assert verification.relative == 0.0
     assert least < verification.rounding / verification.size < 32 * torch.finfo(dtype).eps
     assert {w.dtype for w in bits(tmp_path / "narrow").values()} == {dtype}
@@ -185,18 +185,18 @@ def test_numbers_too_large_for_the_dtype_are_refused(hf, tmp_path):
     weights["model.layers.1.mlp.up_proj.weight"][3, 3] = 1e6
     save_file(weights, hf / "model.safetensors")
     narrow = tmp_path / "narrow"
-    refuses("float16 cannot hold these weights", convert, open_source(hf), narrow, dtype=torch.float16)
+    refuses("float16 cannot hold these weights", convert, open_model(hf), narrow, dtype=torch.float16)
     assert not (tmp_path / "narrow").exists()
     weights["model.layers.1.mlp.up_proj.weight"][3, 3] = float("nan")
     save_file(weights, hf / "model.safetensors")
     out = tmp_path / "new" / "deep" / "same"
-    refuses("its logits are not finite; list the weights", convert, open_source(hf), out)
+    refuses("its logits are not finite; list the weights", convert, open_model(hf), out)
     assert not (tmp_path / "new").exists()
 
 
 def test_the_source_is_never_touched_and_an_old_result_never_replaced(hf, tmp_path):
     before = digests(hf)
-    source = open_source(hf)
+    source = open_model(hf)
     for out in (hf, hf / "inside", tmp_path):
         refuses("must not contain each other", convert, source, out)
     (tmp_path / "there").mkdir()
@@ -217,7 +217,7 @@ KILLED = """
     from dunes.files import atomic
     from dunes.checkpoint.weights import safetensors_file
     from dunes.checkpoint.convert import convert
-    from dunes.checkpoint.source import open_source
+    from dunes.checkpoint.open import open_model
 
     left = int(sys.argv[3])
 
@@ -232,7 +232,7 @@ KILLED = """
 
     safetensors_file._bytes, atomic.fsync_path = counted(safetensors_file._bytes), counted(atomic.fsync_path)
     os.replace, os.rename = map(counted, (os.replace, os.rename))
-    convert(open_source(Path(sys.argv[1])), Path(sys.argv[2]))
+    convert(open_model(Path(sys.argv[1])), Path(sys.argv[2]))
     print(left)
 """
 
@@ -240,7 +240,7 @@ KILLED = """
 @pytest.mark.slow
 def test_a_conversion_killed_at_any_step_leaves_nothing_or_all(hf, tmp_path):
     before = digests(hf)
-    convert(open_source(hf), tmp_path / "whole")
+    convert(open_model(hf), tmp_path / "whole")
     whole = digests(tmp_path / "whole")
 
     killed = lambda after, out: run_python(KILLED, hf, out, after)
@@ -251,9 +251,9 @@ def test_a_conversion_killed_at_any_step_leaves_nothing_or_all(hf, tmp_path):
     for after in [0, 7, *range(20, steps)][::every]:
         assert killed(after, out).returncode == 9
         if not out.exists() or all(p.name.startswith(".") for p in out.iterdir()):
-            convert(open_source(hf), out)
+            convert(open_model(hf), out)
         else:  # the kill came while the last names were given
-            refuses("exists already", convert, open_source(hf), out)
+            refuses("exists already", convert, open_model(hf), out)
         assert digests(out) == whole, f"killed after {after} of {steps} steps"
         for path in out.iterdir():
             path.unlink()
@@ -265,46 +265,46 @@ def test_a_full_disk_leaves_nothing(hf, tmp_path, monkeypatch):
     writers = chain([safetensors_file._bytes] * 8, repeat(full))
     monkeypatch.setattr(safetensors_file, "_bytes", lambda tensor: next(writers)(tensor))
     with pytest.raises(OSError, match=r"No space left.*model\.safetensors"):
-        convert(open_source(hf), tmp_path / "out")
+        convert(open_model(hf), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match="are needed and"):
-        convert(open_source(hf), tmp_path / "out")
+        convert(open_model(hf), tmp_path / "out")
 
 
 def test_concurrent_conversions_exclude_each_other(hf, tmp_path):
-    with conversion.exclusive_folder(tmp_path / "out"):
-        refuses("another process is writing", convert, open_source(hf), tmp_path / "out")
-    convert(open_source(hf), tmp_path / "out")
+    with cards.exclusive_folder(tmp_path / "out"):
+        refuses("another process is writing", convert, open_model(hf), tmp_path / "out")
+    convert(open_model(hf), tmp_path / "out")
     assert same(bits(hf), bits(tmp_path / "out"))
 
 
 def test_a_result_that_another_process_finished_meanwhile_stays(hf, tmp_path, monkeypatch):
-    out, lock = tmp_path / "out", conversion.exclusive_folder
+    out, lock = tmp_path / "out", cards.exclusive_folder
 
     def late(path):
         monkeypatch.undo()
-        convert(open_source(hf), out)
+        convert(open_model(hf), out)
         return lock(path)
 
-    monkeypatch.setattr(conversion, "exclusive_folder", late)
-    refuses("exists already", convert, open_source(hf), out, dtype=torch.bfloat16)
+    monkeypatch.setattr(write, "exclusive_folder", late)
+    refuses("exists already", convert, open_model(hf), out, dtype=torch.bfloat16)
     assert same(bits(hf), bits(out))
 
 
 def test_a_save_whose_files_another_process_renames_is_not_removed(hf, tmp_path, monkeypatch):
-    out, move, threads = tmp_path / "out", folder.place_files, []
+    out, move, threads = tmp_path / "out", cards.place_files, []
 
     def slow(path):
         if (path / ".ready").is_dir() and not threads:
-            other = lambda: refuses("exists already", convert, open_source(hf), out)
+            other = lambda: refuses("exists already", convert, open_model(hf), out)
             threads.append(threading.Thread(target=other))
             threads[0].start()
             threads[0].join(0.5)
         move(path)
 
-    monkeypatch.setattr(folder, "place_files", slow)
-    convert(open_source(hf), out)
+    monkeypatch.setattr(cards, "place_files", slow)
+    convert(open_model(hf), out)
     threads[0].join()
     assert same(bits(hf), bits(out))
 
@@ -315,16 +315,16 @@ def test_hidden_folders_that_are_not_ours_stay(hf, tmp_path, name):
     (tmp_path / "own" / "0.safetensors").write_text("own")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).symlink_to(tmp_path / "own")
-    refuses("a link, not a folder of ours", convert, open_source(hf), tmp_path / "out")
+    refuses("a link, not a folder of ours", convert, open_model(hf), tmp_path / "out")
     (tmp_path / "out" / name).unlink()
     (tmp_path / "own").rename(tmp_path / "out" / ".ready")  # without a card it is no save
-    refuses("exists already", convert, open_source(hf), tmp_path / "out")
+    refuses("exists already", convert, open_model(hf), tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").rglob("*")] == [".ready", "0.safetensors"]
 
 
 def test_the_card_records_the_source(hf, tmp_path):
-    convert(open_source(hf), tmp_path / "a", facts={"repository": "org/name", "revision": "f" * 40})
-    first = open_verified_source(tmp_path / "a")
+    convert(open_model(hf), tmp_path / "a", facts={"repository": "org/name", "revision": "f" * 40})
+    first = open_verified_model(tmp_path / "a")
     card = first.card | {"trained": {"steps": 3}, "changes": [{"name": "x"}]}
     convert(replace(first, card=card), tmp_path / "b")
     card = json.loads((tmp_path / "b" / "dunes.json").read_text())
@@ -345,30 +345,30 @@ def test_every_family_converts_bit_for_bit(form, tmp_path):
     (tmp_path / "hf").mkdir()
     safetensors_file.write_tensors(tmp_path / "hf", renamed(moves, in_memory(model.state_dict())))
     (tmp_path / "hf" / "config.json").write_text(json.dumps(module.to_hf(small_config(family, **sizes))))
-    assert convert(open_source(tmp_path / "hf"), tmp_path / "out").largest_difference == 0.0
+    assert convert(open_model(tmp_path / "hf"), tmp_path / "out").largest_difference == 0.0
     assert same(bits(tmp_path / "hf"), bits(tmp_path / "out"))
     ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        assert (source_logits(open_source(tmp_path / "out")) - model.eval()(ids)).abs().max() <= 1e-4
+        assert (source_logits(open_model(tmp_path / "out")) - model.eval()(ids)).abs().max() <= 1e-4
 
 
 def test_a_table_of_foreign_names(hf, tmp_path):
     foreign = shutil.copytree(hf, tmp_path / "foreign")
     foreign_name = lambda key: key.replace("model.layers", "gpt.h").replace("self_attn.q_proj", "query")
     save_file({foreign_name(key): weight for key, weight in bits(hf).items()}, foreign / "model.safetensors")
-    refuses(r"gpt\.h\.0\.\S+ \(\S+ is not a weight", convert, open_source(foreign), tmp_path / "out")
+    refuses(r"gpt\.h\.0\.\S+ \(\S+ is not a weight", convert, open_model(foreign), tmp_path / "out")
     parts = ["input_layernorm", "post_attention_layernorm", *(f"self_attn.{p}_proj" for p in "qkvo")]
     parts += [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
     names = {foreign_name(name): name for name in (f"model.layers.{{i}}.{part}.weight" for part in parts)}
     (tmp_path / "names.json").write_text(json.dumps(names))
-    convert(open_source(foreign, read_name_table(tmp_path / "names.json")), tmp_path / "out")
+    convert(open_model(foreign, read_name_table(tmp_path / "names.json")), tmp_path / "out")
     assert same(bits(hf), bits(tmp_path / "out"))
     for broken, words in {'{"a": 1}': "the value of 'a' must be a name", '{"{i}": "{j}"}': "j"}.items():
         (tmp_path / "names.json").write_text(broken)
         refuses(words, read_name_table, tmp_path / "names.json")
-    refuses(r"no tensor is called gpt\.h\.\{i\}\.key", open_source, foreign, names | {"gpt.h.{i}.key": "x.{i}"})
+    refuses(r"no tensor is called gpt\.h\.\{i\}\.key", open_model, foreign, names | {"gpt.h.{i}.key": "x.{i}"})
     (tmp_path / "names.json").write_text(json.dumps(dict.fromkeys(names, "one.name")))
-    refuses("two tensors are called", open_source, foreign, read_name_table(tmp_path / "names.json"))
+    refuses("two tensors are called", open_model, foreign, read_name_table(tmp_path / "names.json"))
 
 
 def test_large_models_are_sharded(hf, tmp_path):
@@ -381,7 +381,7 @@ def test_large_models_are_sharded(hf, tmp_path):
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in weights.values())
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "many").state_dict()
     assert same(weights, dict(again))
-    assert torch.equal(source_logits(open_source(tmp_path / "many")), source_logits(open_source(hf)))
+    assert torch.equal(source_logits(open_model(tmp_path / "many")), source_logits(open_model(hf)))
 
 
 def test_the_library_reads_what_is_written(tmp_path):
@@ -471,6 +471,6 @@ def test_a_pickle_becomes_safetensors_bit_for_bit_and_shared_numbers_are_written
     old = shutil.copytree(tmp_path / "hf", tmp_path / "bin")
     (old / "model.safetensors").unlink()
     torch.save(state, old / "pytorch_model.bin")
-    convert(open_source(old), tmp_path / "out")
+    convert(open_model(old), tmp_path / "out")
     assert same(bits(tmp_path / "out"), weights)
     assert "lm_head.weight" not in bits(tmp_path / "out")

@@ -10,7 +10,7 @@ from adapters import IDS, build, difference
 from conftest import refuses
 from dunes import checkpoint
 from dunes.augment.quantized import Quantized, unpack
-from dunes.checkpoint.formats.packed import export_packed
+from dunes.checkpoint.formats.compressed_tensors import write as export_packed
 from dunes.cli.verbs import export
 from dunes.runs.augment import augment_folder
 

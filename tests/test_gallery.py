@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import make_gallery
 from conftest import display, refuses
 from dunes import checkpoint
-from dunes.checkpoint.model_folder import read_card
+from dunes.checkpoint.card import read_card
 from dunes.runs.train import train
 from dunes.runs.train_config import TrainConfig
 

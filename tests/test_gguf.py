@@ -20,10 +20,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from conftest import metaspace_tokenizer, raising, refuses, refuses_command
 from dunes import checkpoint
 from dunes.checkpoint.architecture import Architecture
-from dunes.checkpoint.export import export_gguf
+from dunes.checkpoint.export import write_format
 from dunes.checkpoint.formats import gguf as form
 from dunes.checkpoint.inspect import judge
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.open import open_model
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.parts.position import Linear, Llama3, Yarn
 from dunes.text import Tokenizer, gguf_file, gguf_vocabulary, ranked_bpe, sentencepiece, templates
@@ -55,7 +55,7 @@ def tiny(family, rows, **changes):
 def written(tmp_path, family, tokenizer, dtype="float32", **changes):
     model, architecture = tiny(family, tokenizer.vocab + 3, **changes)
     path = tmp_path / f"{family}.gguf"
-    form.write(path, architecture, in_memory(model.state_dict()), tokenizer, dtype)
+    form.write_file(path, architecture, in_memory(model.state_dict()), tokenizer, dtype)
     return model, path
 
 
@@ -119,7 +119,7 @@ def test_what_llama_cpp_cannot_express_is_refused(tmp_path, tokenizer):
     model, architecture = tiny("llama", tokenizer.vocab)
     model.blocks[0].mlp.up.weight.data[0, 0] = 1e6
     state = in_memory(model.state_dict())
-    refuses("F16 cannot hold", form.write, tmp_path / "a.gguf", architecture, state, tokenizer, "float16")
+    refuses("F16 cannot hold", form.write_file, tmp_path / "a.gguf", architecture, state, tokenizer, "float16")
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path, tokenizer, monkeypatch):
@@ -133,7 +133,7 @@ def test_what_cannot_be_exported_is_refused_in_one_line(tmp_path, tokenizer, mon
         ("broken", "x.gguf", "inspect --values"),
         ("small", "x", "x.gguf"),
     ):
-        refuses(reason, export_gguf, tmp_path / source, tmp_path / out)
+        refuses(reason, write_format, tmp_path / source, tmp_path / out, "gguf")
     assert not list(tmp_path.glob("x*"))
 
 
@@ -157,7 +157,7 @@ def test_a_file_with_other_values_is_not_kept(dtype, name, tmp_path, tokenizer, 
     checkpoint.save(tiny("llama", tokenizer.vocab)[0], tmp_path / "model", tokenizer, 64)
     damage_values(monkeypatch, name)
     out = tmp_path / "made" / "model.gguf"
-    refuses("the written file has other values", export_gguf, tmp_path / "model", out, dtype)
+    refuses("the written file has other values", write_format, tmp_path / "model", out, "gguf", dtype)
     assert not list(out.parent.iterdir())
 
 
@@ -338,7 +338,7 @@ def test_a_model_larger_than_memory_is_refused_before_a_weight_is_read(tmp_path,
     monkeypatch.setattr("dunes.checkpoint.weights.lazy_tensor.MappedFile.tensor", raising(AssertionError("read")))
     assert "--dtype bfloat16" in refuses(rf"{path}: the weights take .* are free", checkpoint.load, path)
     assert "--dtype" not in refuses(rf"{folder}: the weights take .* are free", checkpoint.load, folder)
-    for source in map(open_source, (path, folder)):
+    for source in map(open_model, (path, folder)):
         assert "are free" in "".join(judge(source).reasons)
     monkeypatch.undo()
     monkeypatch.setattr("dunes.measure.free_memory", lambda device: 0)  # unknown
@@ -535,7 +535,7 @@ def test_added_tokens_that_take_spaces_are_refused_for_the_ids_that_differ(flag,
     other.inner.add_tokens([tokenizers.AddedToken("<mask>", special=special, **{flag: True})])
     checkpoint.save(tiny("llama", other.vocab)[0], tmp_path / "model", other, 64)
     with pytest.raises(ValueError, match=r"llama\.cpp would read .*<mask>.* as ids .*--to hf"):
-        export_gguf(tmp_path / "model", tmp_path / "x.gguf")
+        write_format(tmp_path / "model", tmp_path / "x.gguf", "gguf")
     assert not (tmp_path / "x.gguf").exists()
 
 

@@ -11,7 +11,7 @@ from adapters import IDS
 from conftest import change_json, refuses
 from dunes import checkpoint
 from dunes.checkpoint import hf_config_of
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.open import open_model
 from small_models import random_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tokenizer is None")
@@ -125,7 +125,7 @@ def test_a_folder_is_read_as_the_dense_one(made, case):
 
 @pytest.mark.parametrize("case", ["gptq 4 act-order", "awq"])
 def test_biases_and_other_dtypes_are_read(made, case):
-    assert any("bias" in key for key in open_source(made(case, "qwen2", torch.bfloat16)[0]).files)
+    assert any("bias" in key for key in open_model(made(case, "qwen2", torch.bfloat16)[0]).files)
     assert_equal(*made(case, "qwen2", torch.bfloat16))
     assert_equal(*made(case, dtype=torch.float32))
 
@@ -159,7 +159,7 @@ def test_a_layer_may_have_bits_of_its_own(copy, made):
     eight = {k: v for k, v in load_file(made("gptq 8")[0] / WEIGHTS).items() if k.startswith(Q)}
     folder, _ = copy("gptq 4", lambda t: eight, dynamic={Q: {"bits": 8, "group_size": -1}})
     ours, want = (
-        open_source(path).weights()["blocks.0.attn.q.weight"].read() for path in (folder, made("gptq 8")[1])
+        open_model(path).weights()["blocks.0.attn.q.weight"].read() for path in (folder, made("gptq 8")[1])
     )
     assert torch.equal(ours, want)
 
@@ -225,4 +225,4 @@ def test_folders_that_contradict_themselves_are_refused(copy, made):
 def test_a_gpt2_whose_matrices_lie_the_other_way_is_refused(copy):
     folder, _ = copy("gptq 4")
     change_json(folder / CONFIG, model_type="gpt2")
-    refuses("a gpt2 of GPTQ or AWQ is not read; get its plain weights", open_source, folder)
+    refuses("a gpt2 of GPTQ or AWQ is not read; get its plain weights", open_model, folder)

@@ -20,6 +20,7 @@ from huggingface_hub import _tree_cache, constants, snapshot_download, utils
 
 from dunes import checkpoint
 from dunes.checkpoint import hub
+from dunes.checkpoint import open as opening
 from dunes.text import Tokenizer
 from small_models import random_model
 
@@ -163,7 +164,7 @@ def use(monkeypatch, address: str, tmp_path: Path) -> None:
 
 def refused(*args) -> str:
     with pytest.raises((ValueError, OSError)) as caught:
-        hub.locate_model(*args)
+        checkpoint.locate_model(*args)
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 500
@@ -172,7 +173,7 @@ def refused(*args) -> str:
 
 
 def test_a_model_is_fetched_at_one_commit_and_opens_as_the_folder_does(site, tiny):
-    found = hub.locate_model("org/tiny")
+    found = checkpoint.locate_model("org/tiny")
     assert found.origin == {"repository": "org/tiny", "revision": COMMIT}
     assert found.folder.name == COMMIT
     assert site.fetched() == {f.name for f in tiny.iterdir()}, "what readers use, in one form, and no code"
@@ -185,7 +186,7 @@ def test_a_model_is_fetched_at_one_commit_and_opens_as_the_folder_does(site, tin
 @pytest.mark.parametrize("away", ["no server", "offline", "answers 503", "another page"])
 @pytest.mark.parametrize("asked", [("org/tiny",), ("org/tiny@v1",), ("org/tiny", COMMIT)])
 def test_what_is_here_serves_without_the_hub(site, monkeypatch, away, asked):
-    first = hub.locate_model(*asked)
+    first = checkpoint.locate_model(*asked)
     if away == "no server":
         stop(site)
     elif away == "offline":
@@ -193,7 +194,7 @@ def test_what_is_here_serves_without_the_hub(site, monkeypatch, away, asked):
     else:
         site.refused = ("/", 503, {}) if away == "answers 503" else None
         site.raw = b"<html>please sign in to this hotel</html>"
-    assert hub.locate_model(*asked) == first
+    assert checkpoint.locate_model(*asked) == first
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-3], lambda data: data[:-1] + bytes([data[-1] ^ 1])])
@@ -202,7 +203,7 @@ def test_other_weights_are_refused_and_the_remedy_works(site, change):
     for _ in range(2):
         assert "tiny" in refused("org/tiny")
     site.sent[WEIGHTS] = site.files[WEIGHTS]
-    hub.locate_model("org/tiny")
+    checkpoint.locate_model("org/tiny")
 
 
 def test_a_cache_without_a_listing_serves_without_the_hub(site):
@@ -210,7 +211,7 @@ def test_a_cache_without_a_listing_serves_without_the_hub(site):
     shutil.rmtree(folder.parent.parent / "trees")
     _tree_cache._IN_MEMORY_TREE_CACHE.clear()
     site.refused = ("/", 503, {})
-    assert hub.locate_model("org/tiny").folder.samefile(folder)
+    assert checkpoint.locate_model("org/tiny").folder.samefile(folder)
 
 
 SIGN = {"X-Error-Message": "Invalid credentials in Authorization header"}
@@ -241,10 +242,10 @@ def test_a_full_disk_is_said_before_anything_is_fetched_and_what_is_here_needs_n
     assert re.search("kB are needed and .* kB are free", refused("org/tiny"))
     assert site.fetched() == set()
     free = 1 << 40
-    hub.locate_model("org/tiny")
+    checkpoint.locate_model("org/tiny")
     shutil.rmtree(Path(constants.HF_HUB_CACHE) / "models--org--tiny" / "snapshots")  # the blobs stay
     free = 0
-    hub.locate_model("org/tiny")
+    checkpoint.locate_model("org/tiny")
 
 
 def test_what_is_no_model_is_said_on_one_line_before_anything_is_fetched(site):
@@ -266,7 +267,7 @@ def test_a_download_that_was_cut_short_is_no_model_without_a_network_and_goes_on
     with monkeypatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert "is not complete in" in refused(f"org/tiny@{COMMIT}")
-    hub.locate_model("org/tiny")
+    checkpoint.locate_model("org/tiny")
 
 
 @pytest.mark.timeout(20)
@@ -294,25 +295,25 @@ NOT_NAMES = [
 
 @pytest.mark.parametrize("model", NOT_NAMES)
 def test_what_cannot_be_a_name_is_no_such_folder_and_asks_nobody(monkeypatch, model):
-    monkeypatch.setattr(hub, "_copy", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(opening, "download", lambda *_: pytest.fail("asked"))
     with pytest.raises(ValueError, match=r"no such folder|cannot be a revision"):  # a name may have a line end
-        hub.locate_model(model)
+        checkpoint.locate_model(model)
 
 
 @pytest.mark.parametrize("model", ["org/tiny", "Org_1/a.b-c_D2", "0/0", "org/tiny@refs/pr/1", f"org/{'a' * 92}"])
 def test_names_by_the_hubs_rules(model):
-    name = hub._parse(model, None)[0]
+    name = hub.parse_name(model, None)[0]
     utils.validate_repo_id(name)
     assert name == model.partition("@")[0]
 
 
 def test_a_folder_is_itself_and_comes_before_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hub, "_copy", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(opening, "download", lambda *_: pytest.fail("asked"))
     Path("org/tiny").mkdir(parents=True)
     Path("org/file").write_text("")
     for model in ("org/tiny", Path("org/tiny"), tmp_path):
-        assert hub.locate_model(model) == hub.ModelLocation(Path(model), {})
+        assert checkpoint.locate_model(model) == opening.ModelLocation(Path(model), {})
     assert "a file, not a model folder" in refused("org/file")
     assert "a folder has no revisions" in refused("org/tiny", "main")
     assert "name one" in refused("org/other@v1", "v2")
@@ -337,7 +338,7 @@ def test_one_form_of_the_weights_is_wanted(wanted, unwanted):
 
 @pytest.mark.slow
 def test_with_nothing_but_the_environment_and_quiet_where_there_is_no_terminal(site, tmp_path):
-    code = "import sys; from dunes.checkpoint import hub; print(hub.locate_model(sys.argv[1]).folder)"
+    code = "import sys; from dunes import checkpoint; print(checkpoint.locate_model(sys.argv[1]).folder)"
     env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     env |= {"HF_ENDPOINT": site.address, "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-c", code, "org/tiny"]

@@ -14,7 +14,7 @@ from dunes.augment.adapted import Adapter
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint import verify
 from dunes.checkpoint.export import export as merge
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.open import open_model
 from dunes.checkpoint.verify import EXACT, model_logits
 from dunes.runs.augment import augment_folder
 from dunes.text.templates import encode_prompt, find_template, get_template
@@ -183,7 +183,7 @@ def test_a_merge_that_is_not_finite_is_no_verified_one(tmp_path, monkeypatch):
     infinite = torch.full_like(plain, torch.inf)
     monkeypatch.setattr(verify, "model_logits", lambda *model: plain if model[-1] is None else infinite)
     check = verify.merge_check(ours, tmp_path, 32, torch.float32)
-    refuses("the result is another model", check, open_source(tmp_path / "base"))
+    refuses("the result is another model", check, open_model(tmp_path / "base"))
 
 
 def test_a_quantized_folder_has_no_original_weights(tmp_path):
@@ -196,7 +196,7 @@ def test_a_quantized_folder_has_no_original_weights(tmp_path):
         words = r"small: was saved without the original weights; use --into dequantized"
         refuses(words, merge, tmp_path / folder, tmp_path / "out", "original")
         assert not (tmp_path / "out").exists()
-    refuses("leave out the table of names", open_source, tmp_path / "small", {"a": "model.norm.weight"})
+    refuses("leave out the table of names", open_model, tmp_path / "small", {"a": "model.norm.weight"})
     merge(tmp_path / "a", tmp_path / "out")
 
 

@@ -10,7 +10,7 @@ import torch
 from conftest import change_json, display, refuses, toy
 from dunes import checkpoint
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.source import open_source, open_verified_source
+from dunes.checkpoint.open import open_model, open_verified_model
 from dunes.checkpoint.trained_text import remember_sources, split_documents, trust_sources
 from dunes.completion.copy_gate import read_gate
 from dunes.completion.index import read_index
@@ -51,7 +51,7 @@ def model(made, tmp_path):
 
 def refusals(folder, out):
     """The messages of whatever opens a model, of which none may write anything."""
-    works = (checkpoint.load, lambda f: convert(open_verified_source(f), out))
+    works = (checkpoint.load, lambda f: convert(open_verified_model(f), out))
     messages = [refuses(r"\A[^\n]+\Z", work, folder) for work in works]
     assert not out.exists()
     return messages
@@ -90,11 +90,11 @@ def test_every_file_of_a_folder_is_a_plain_one_in_it_of_limited_size(name, place
 @pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.model.v3", "tekken.json"])
 def test_the_tokenizers_own_files_are_copied_from_the_folder_only(name, model, tmp_path):
     (model / name).symlink_to("../secret")
-    refuses("leads out of the folder", convert, open_verified_source(model), tmp_path / "out")
+    refuses("leads out of the folder", convert, open_verified_model(model), tmp_path / "out")
     (model / name).unlink()
     (model / name).write_bytes(SECRET)
     (model / f"{name}.part").write_bytes(SECRET)
-    convert(open_verified_source(model), tmp_path / "out")
+    convert(open_verified_model(model), tmp_path / "out")
     assert (tmp_path / "out" / name).read_bytes() == SECRET
     assert not (tmp_path / "out" / f"{name}.part").exists()
 
@@ -185,16 +185,16 @@ def test_the_same_for_other_forms_of_weights(name, content, tmp_path):
         (tmp_path / "adapter_config.json").write_text(adapter)
         read = lambda: checkpoint.load_adapter(initialise(llama.build(CONFIG)), tmp_path)
     else:
-        read = lambda: open_source(tmp_path / name if name == "x.gguf" else tmp_path)
+        read = lambda: open_model(tmp_path / name if name == "x.gguf" else tmp_path)
     refuses(f"{name}: ", read)
 
 
 def test_an_unfinished_download_is_named(model):
     (model / "model.safetensors").rename(model / "model.safetensors.incomplete")
-    refuses(r"no weights; .*; model.safetensors.incomplete is an unfinished download", open_source, model)
+    refuses(r"no weights; .*; model.safetensors.incomplete is an unfinished download", open_model, model)
     (model / "model.safetensors.incomplete").rename(model / "model.safetensors")
     (model / "model.safetensors.aria2").write_bytes(b"\0\1")
-    refuses(r"model.safetensors: an unfinished download, since model.safetensors.aria2", open_source, model)
+    refuses(r"model.safetensors: an unfinished download, since model.safetensors.aria2", open_model, model)
 
 
 def test_a_long_header_of_tensors_is_not_taken_for_another_format(tmp_path):

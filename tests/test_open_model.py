@@ -16,9 +16,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from conftest import change_json, display, metaspace_tokenizer, raising, refuses, training_output, write_programs
 from dunes import checkpoint, measure
-from dunes.checkpoint import loading
-from dunes.checkpoint.base import BaseWeights
-from dunes.checkpoint.export import export_gguf
+from dunes.checkpoint import open as opening
+from dunes.checkpoint.base_digests import BaseWeights
+from dunes.checkpoint.export import write_format
 from dunes.checkpoint.formats.adapter import is_reference
 from dunes.completion import fit as completion_fit
 from dunes.completion.completer import CopyCompleter, FolderCompleter, find_completer
@@ -317,7 +317,7 @@ def test_verbs_work_on_a_reference(verb, run, command):
 
 def test_only_models_that_are_used_are_rounded_for_speed(base, code, tmp_path, monkeypatch, command):
     """A merge writes the weights of the base, whatever is faster on this machine."""
-    monkeypatch.setattr("dunes.checkpoint.loading.ROUNDED_FROM", 0)
+    monkeypatch.setattr("dunes.checkpoint.open.ROUNDED_FROM", 0)
     monkeypatch.setattr(measure, "choose_dtype", lambda device: torch.bfloat16)
     dtypes, fitted, real = lambda model: {p.dtype for p in model.parameters()}, [], train_module.finish_completion
     noted = lambda *a: fitted.append(dtypes(a[3].model)) or real(*a)
@@ -333,7 +333,7 @@ def test_only_models_that_are_used_are_rounded_for_speed(base, code, tmp_path, m
 
 
 def test_a_run_with_a_gguf_file(base, code, tmp_path):
-    export_gguf(base, tmp_path / "base.gguf")
+    write_format(base, tmp_path / "base.gguf", "gguf")
     assert train(config(tmp_path / "base.gguf", code), tmp_path / "run", display()[0]) == 0
     assert find_completer(tmp_path / "run", raising(AssertionError)).complete(*PLACE).text
 
@@ -404,7 +404,7 @@ def test_a_server_never_asks_the_hub_whether_a_base_is_back(copied, monkeypatch)
     folder, own = copied
     shutil.rmtree(own)
     change_json(folder / "adapter_config.json", base_model_name_or_path="org/name")
-    monkeypatch.setattr(loading, "locate_model", lambda *a: pytest.fail("asked"))
+    monkeypatch.setattr(opening, "locate_model", lambda *a: pytest.fail("asked"))
     assert base_stamp(folder) == []
 
 

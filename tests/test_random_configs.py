@@ -13,8 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from dunes import checkpoint
 from dunes.checkpoint.architecture import Architecture, hf_config_of
 from dunes.checkpoint.convert import convert
-from dunes.checkpoint.folder import hf_parts, write_model
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.open import open_model
+from dunes.checkpoint.write import hf_parts, write_model
 from dunes.models import FAMILIES, refusal
 from dunes.models.initialise import initialise
 from dunes.parts.position import UNSCALED, Linear, Llama3, Yarn
@@ -162,7 +162,7 @@ def test_a_file_that_transformers_would_refuse_is_converted_to_another_family_or
     write_model(tmp_path / "from", weights, settings, known)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        source = open_source(tmp_path / "from")
+        source = open_model(tmp_path / "from")
         if written is None:
             with pytest.raises(ValueError, match="num_attention_heads, 3"):
                 convert(source, tmp_path / "to")

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from conftest import display, eventually, metaspace_tokenizer, refuses, toy, training_output
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.architecture import has_own_form
+from dunes.checkpoint.card import has_own_form
 from dunes.checkpoint.export import export
 from dunes.completion import copy_gate, fit
 from dunes.completion.engine import CompletionEngine

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dunes import checkpoint
-from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.inspect import describe_folder
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.open import load_decoder, open_model
 from dunes.checkpoint.weights.lazy_tensor import MappedFile
 from dunes.models import FAMILIES
 from dunes.text import Tokenizer
@@ -79,7 +78,7 @@ def change_config(folder, **changes):
     change_json(folder / CONFIG, **changes)
 
 
-def refusal(folder, read=open_source):
+def refusal(folder, read=open_model):
     """The error message; it must be one line, and no weight may be read for it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MappedFile, "tensor", raising(AssertionError("numbers were read")))
@@ -157,8 +156,8 @@ def test_differences_are_listed_before_a_weight_is_read(wrong, copy):
     message = refusal(folder)
     assert message.startswith(f"{folder}: ")
     assert all(part in message for part in parts), message
-    lines = list(describe_folder(open_source(folder)))
-    differences = open_source(folder).comparison[1]
+    lines = list(describe_folder(open_model(folder)))
+    differences = open_model(folder).comparison[1]
     listed = [line for line in lines if line.startswith("difference")]
     assert listed == [f"difference  {d}" for d in differences[:40]]
     assert lines[-1].startswith("loads       no: ")
@@ -203,7 +202,7 @@ def test_a_prefix_of_all_names_is_removed_and_told(kind, prefix, copy, originals
     change_weights(folder, lambda t: {rename_one(k): v for k, v in t.items()})
     with pytest.warns(UserWarning, match=rf"{re.escape(str(folder))}: tensors are read {note} in their names$"):
         agrees(folder, originals[kind][2])
-    assert f"assumed     tensors are read {note} in their names" in describe_folder(open_source(folder))
+    assert f"assumed     tensors are read {note} in their names" in describe_folder(open_model(folder))
 
 
 def test_a_second_copy_with_a_prefix_does_not_fill_what_the_first_one_lacks(copy):
@@ -220,7 +219,7 @@ def test_several_differences_are_listed_at_once(copy):
     changed[f"{LAYER}mlp.gate_proj.weight"] = torch.ones(48, 32, dtype=torch.int8)
     change_weights(folder, lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"} | changed)
     listed = [("shape", "up_proj"), ("dtype", "gate_proj"), ("missing", "norm"), ("unexpected", "model")]
-    assert [(d.kind, d.name.split(".")[-2]) for d in open_source(folder).comparison[1]] == listed
+    assert [(d.kind, d.name.split(".")[-2]) for d in open_model(folder).comparison[1]] == listed
     assert refusal(folder).count(";") == 3
 
 
@@ -236,7 +235,7 @@ def test_a_tied_model_may_store_its_head_if_it_equals_the_embedding(copy, origin
     checkpoint.load(folder)
     change_config(folder, tie_word_embeddings=True)
     change_weights(folder, put("lm_head.weight", torch.ones(5, 32)))
-    assert "is another matrix (5, 32)" in refusal(folder, lambda f: open_source(f))
+    assert "is another matrix (5, 32)" in refusal(folder, lambda f: open_model(f))
 
 
 def test_files_without_a_head_load_once_the_config_is_tied_and_rotary_angles_are_ignored(copy, originals):
@@ -385,8 +384,8 @@ def test_single_and_sharded_files_of_either_format_are_equal(kind, parts, form, 
         binned(folder)
     assert not list(folder.glob("*.bin" if form == "safetensors" else "*.safetensors"))
     agrees(folder, originals[kind][2])
-    single = load_decoder(open_source(originals[kind][0])).state_dict()
-    found = load_decoder(open_source(folder)).state_dict()
+    single = load_decoder(open_model(originals[kind][0])).state_dict()
+    found = load_decoder(open_model(folder)).state_dict()
     assert found.keys() == single.keys()
     assert all(torch.equal(v, single[k]) for k, v in found.items())
 
@@ -514,17 +513,17 @@ def test_nothing_outside_of_the_folder_is_opened(two, tmp_path):
     script = """
         import sys
         from pathlib import Path
-        from dunes.checkpoint.source import open_source
+        from dunes.checkpoint.open import open_model
         import dunes.models
         opens = []
-        open_source(Path(sys.argv[1])).weights()
+        open_model(Path(sys.argv[1])).weights()
         sys.addaudithook(lambda event, args: opens.append(str(args[0])) if event == "open" else None)
-        open_source(Path(sys.argv[1])).weights()
+        open_model(Path(sys.argv[1])).weights()
         assert len(opens) > 3, "it sees those inside"
         for folder in sys.argv[2:]:
             opens.clear()
             try:
-                open_source(Path(folder)).weights()
+                open_model(Path(folder)).weights()
             except ValueError:
                 for path in opens:
                     real = Path(path).resolve()
@@ -579,8 +578,8 @@ def test_experts_in_mxfp4_are_those_that_transformers_dequantizes(made, tmp_path
     change_weights(made_dense, lambda tensors: tensors | dense)
     change_weights(folder, lambda tensors: codes)
     change_config(folder, quantization_config={"quant_method": "mxfp4"})
-    weights = open_source(folder).weights()
-    assert weights.keys() == (want := open_source(made_dense).weights()).keys()
+    weights = open_model(folder).weights()
+    assert weights.keys() == (want := open_model(made_dense).weights()).keys()
     assert all(torch.equal(weights[key].read(), want[key].read()) for key in want)
     scale = next(key for key in codes if key.endswith("_scales"))
     for wrong in (lambda t: {k: w for k, w in t.items() if k != scale}, put(scale, codes[scale][:1])):
@@ -661,7 +660,7 @@ def test_a_config_with_more_blocks_than_tensors_is_refused_before_they_are_built
     message = refusal(folder)
     assert "the config describes 10,000,000 blocks, the files have 20 tensors" in message
     with pytest.raises(ValueError, match=re.escape(message)):
-        next(line for line in describe_folder(open_source(folder)) if line.startswith("parameters"))
+        next(line for line in describe_folder(open_model(folder)) if line.startswith("parameters"))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -688,7 +687,7 @@ def test_bad_params_are_refused(made):
     save_file(tensors, folder / "consolidated.safetensors")
     good = PARAMS | {"hidden_dim": tensors["layers.0.feed_forward.w1.weight"].shape[0]}
     (folder / "params.json").write_text(json.dumps(good))
-    open_source(folder).weights()
+    open_model(folder).weights()
     sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim")
     fractions = [v for v in NOT_FRACTIONS if v is not None]
     changes = each(sizes, NOT_SIZES) | each(["norm_eps"], fractions)

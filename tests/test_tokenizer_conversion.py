@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 
 from conftest import change_json, refuses
-from dunes.checkpoint.source import open_verified_source
+from dunes.checkpoint.open import open_verified_model
 from dunes.text import DecodeStream, Tokenizer, ranked_bpe, sentencepiece, split_rules
 
 # ruff: noqa: E501  (tables)
@@ -394,7 +394,7 @@ def test_only_what_needs_an_end_asks_for_one(tmp_path):
 def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert
-    from dunes.checkpoint.folder import SPECIAL_TOKENS
+    from dunes.checkpoint.write import SPECIAL_TOKENS
 
     model = random_model(vocab=512, depth=1, context=16)
     checkpoint.save(model, tmp_path / "in", Tokenizer.train("bytes", []), 16)
@@ -404,7 +404,7 @@ def test_a_model_whose_tokenizer_has_no_end_is_converted(tmp_path):
     marks = [key for key in json.loads((tmp_path / "in" / "config.json").read_text()) if key.endswith("_token_id")]
     change_json(tmp_path / "in" / "config.json", **dict.fromkeys(marks, ...))
     (tmp_path / "in" / "tokenizer.json").write_bytes(simple({"a": 0, "b": 5}))
-    convert(open_verified_source(tmp_path / "in"), tmp_path / "out")
+    convert(open_verified_model(tmp_path / "in"), tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {k: v for k, v in said.items() if k.endswith("_token_id")} == {
         f"{n}_token_id": None for n in SPECIAL_TOKENS

@@ -17,7 +17,7 @@ from dunes.augment import CHANGES, apply_change
 from dunes.checkpoint import Architecture
 from dunes.checkpoint.convert import convert
 from dunes.checkpoint.export import export
-from dunes.checkpoint.source import open_source
+from dunes.checkpoint.open import open_model
 from dunes.evaluate.text_loss import evaluate, evaluation_tokens
 from dunes.runs import train as train_module
 from dunes.runs.augment import augment_folder, records
@@ -48,7 +48,7 @@ def converted(tmp_path_factory):
     config = LlamaConfig(vocab_size=TOKENIZER.vocab, max_position_embeddings=64, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder / "theirs")
     TOKENIZER.save(folder / "theirs")
-    convert(open_source(folder / "theirs"), folder / "base")
+    convert(open_model(folder / "theirs"), folder / "base")
     return folder / "base"
 
 

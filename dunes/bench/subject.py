@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dunes import checkpoint, measure
-from dunes.checkpoint.loading import is_adapter, tokenizer_folder
+from dunes.checkpoint.open import is_adapter, tokenizer_folder
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
 from dunes.parts import Decoder

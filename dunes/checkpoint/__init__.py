@@ -2,39 +2,42 @@
 
 Start with `load`, `save`, `describe`, `load_adapter`, `save_adapter`, `convert.convert` and `export.export`;
 `save_weights` and `load_weights` for any network, `save_state` and `load_state` for a run.
+torch is imported when one of these names is first used; `checkpoint.formats` does not need it.
 """
 
-from dunes.checkpoint.architecture import Architecture, hf_config_of
-from dunes.checkpoint.base import base_identity
-from dunes.checkpoint.folder import LoadedModel, save, save_weights
-from dunes.checkpoint.formats.adapter import load_adapter, save_adapter
-from dunes.checkpoint.hub import locate_model
-from dunes.checkpoint.loading import describe, is_network, load, load_network, load_weights, load_with_tokenizer
-from dunes.checkpoint.state import Snapshot, gathered, latest_state, load_state, save_state, snapshot
-from dunes.files.model_file import cards_trusted, trust_cards
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dunes.checkpoint.architecture import Architecture, hf_config_of
+    from dunes.checkpoint.base_digests import base_identity
+    from dunes.checkpoint.formats.adapter import load_adapter, save_adapter
+    from dunes.checkpoint.open import (
+        LoadedModel,
+        describe,
+        is_network,
+        load,
+        load_network,
+        load_weights,
+        load_with_tokenizer,
+        locate_model,
+    )
+    from dunes.checkpoint.state import Snapshot, gathered, latest_state, load_state, save_state, snapshot
+    from dunes.checkpoint.write import save, save_weights
+    from dunes.files.model_file import cards_trusted, trust_cards
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        files = ("open", "write", "architecture", "base_digests", "formats.adapter", "state")
+        modules = [*(f"{__name__}.{file}" for file in files), "dunes.files.model_file"]
+        return next(getattr(m, name) for m in map(importlib.import_module, modules) if hasattr(m, name))
+
 
 __all__ = [
-    "Architecture",
-    "LoadedModel",
-    "Snapshot",
-    "base_identity",
-    "cards_trusted",
-    "describe",
-    "gathered",
-    "hf_config_of",
-    "is_network",
-    "latest_state",
-    "load",
-    "load_adapter",
-    "load_network",
-    "load_state",
-    "load_weights",
-    "load_with_tokenizer",
-    "locate_model",
-    "save",
-    "save_adapter",
-    "save_state",
-    "save_weights",
-    "snapshot",
-    "trust_cards",
-]
+    "Architecture", "LoadedModel", "Snapshot", "base_identity", "cards_trusted", "describe", "gathered",
+    "hf_config_of", "is_network", "latest_state", "load", "load_adapter", "load_network", "load_state",
+    "load_weights", "load_with_tokenizer", "locate_model", "save", "save_adapter", "save_state", "save_weights",
+    "snapshot", "trust_cards",
+]  # fmt: skip

@@ -13,6 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -24,12 +25,12 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import Change, repeat_structure
-from dunes.checkpoint.state_dict_diff import FLOATS, SHOWN, Difference
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.weights.safetensors_file import CODES, quote
+from dunes.checkpoint.weights.state_dict_diff import FLOATS, SHOWN, Difference
 from dunes.files.atomic import tensor_digests
 from dunes.files.model_file import cards_trusted
-from dunes.models import FAMILIES, build_on_meta, refusal
+from dunes.models import FAMILIES, build_on_meta, family_of, refusal
 from dunes.parts import Decoder
 from dunes.tree.summary import ModuleRow, module_rows
 from dunes.units import plural
@@ -92,6 +93,13 @@ class Architecture:
             f"build={name[:200].rpartition(':')[2]}"
         )
 
+    @classmethod
+    def of_hf_config(cls, config: Mapping[str, Any], path: Path) -> Self:
+        """The architecture that the config.json of `path` describes. Raises ValueError for an invalid config."""
+        with naming_errors(path):
+            family = family_of(config)
+            return cls(family, FAMILIES[family].from_hf(dict(config)))
+
     @property
     def trust_option(self) -> str:
         """ " --trust-code" if opening a folder of this model needs it, otherwise empty."""
@@ -122,11 +130,6 @@ class Architecture:
     def outline(self) -> Decoder:
         """The model on the meta device; a model that a function builds is on the device chosen by the function."""
         return self.build(on_meta=True)
-
-
-def has_own_form(card: Mapping[str, Any]) -> bool:
-    """True if a card describes a model that no Hugging Face config describes."""
-    return isinstance(card.get("family"), dict) or isinstance(card.get("structure"), dict)
 
 
 def describe(
@@ -397,3 +400,22 @@ def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[
             if type(own := getattr(parts[row.place], key, None)) is not type(value):
                 return i, f"{row.place} has {key} {type(own).__name__}, not {type(value).__name__}"
     return len(classes), " ".join(str(error).split())
+
+
+@contextmanager
+def naming_errors(path: Path) -> Iterator[None]:
+    """Turn errors in the context into a ValueError on one line that names the file."""
+    try:
+        yield
+    except KeyError as key:
+        raise ValueError(f"{path}: {key} is missing") from None
+    except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+        reason = " ".join(str(error).split()).removeprefix("config.json: ")
+        raise ValueError(f"{path}: {reason if len(reason) < 400 else reason[:400] + '...'}") from None
+
+
+def require_depth(architecture: Architecture, tensors: int, folder: Path) -> None:
+    """Raise ValueError if the config has more blocks than the files have tensors, which take long to build."""
+    if architecture.function is None and (depth := architecture.config.depth) > tensors:
+        described = f"the config describes {depth:,} blocks, the files have {plural(tensors, 'tensor')}"
+        raise ValueError(f"{folder}: {described}; one of them belongs to another model")

@@ -1,9 +1,9 @@
-"""Export a model with adapters or quantized layers as a plain Hugging Face folder, and verify the result."""
+"""Export a model as a plain Hugging Face folder, and verify the result; or in one of the other FORMATS."""
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
@@ -15,21 +15,27 @@ from dunes.augment import Adapted, dequantize
 from dunes.augment.lora import Merged, active_adapter
 from dunes.augment.prune import masked_places
 from dunes.augment.quantized import Quantized
-from dunes.checkpoint.architecture import Architecture, has_own_form
-from dunes.checkpoint.convert import Edit, require_new_folder, rewrite
-from dunes.checkpoint.folder import LoadedModel, inherited, load_decoder, load_tokenizer, require_described
-from dunes.checkpoint.formats import gguf
+from dunes.checkpoint import formats
+from dunes.checkpoint.architecture import Architecture
+from dunes.checkpoint.card import has_own_form, read_card, require_new_folder
+from dunes.checkpoint.formats import FORMATS
 from dunes.checkpoint.formats.adapter import attach_adapter
-from dunes.checkpoint.loading import base_folder, is_adapter
-from dunes.checkpoint.model_folder import read_card, readable_folder
-from dunes.checkpoint.source import open_source, open_verified_source
+from dunes.checkpoint.open import (
+    LoadedModel,
+    base_folder,
+    is_adapter,
+    load_decoder,
+    load_tokenizer,
+    open_model,
+    open_verified_model,
+    readable_folder,
+)
 from dunes.checkpoint.verify import MAX_RATIO, Verification, distance, merge_check, model_logits
 from dunes.checkpoint.weights.lazy_tensor import Weights, in_memory
-from dunes.files import atomic
+from dunes.checkpoint.write import Edit, inherited, require_described, rewrite
 from dunes.parts import Decoder
 from dunes.text import Tokenizer
-from dunes.text.gguf_file import SUFFIX
-from dunes.units import format_bytes, plural
+from dunes.units import plural
 
 Into = Literal["dequantized", "original"]
 MOST_LOST = 0.5
@@ -107,7 +113,7 @@ def _plain(folder: Path, into: Into | None, dtype: torch.dtype | None, any_base:
     model, distances = loaded.model, tuple[float, ...]()
     if into == "original" and _is_quantized(model):
         base = base_folder(folder) if is_adapter(folder) else folder
-        model = load_decoder(open_verified_source(base)).eval()
+        model = load_decoder(open_verified_model(base)).eval()
         if _is_quantized(model):
             raise ValueError(f"{base}: was saved without the original weights; use --into dequantized")
         attach_adapter(model, folder, any_base=any_base)
@@ -119,7 +125,7 @@ def _plain(folder: Path, into: Into | None, dtype: torch.dtype | None, any_base:
     require_described(model, loaded.context_length, folder)
 
     def compare(staged: Path) -> tuple[Report, Mapping[str, Any]]:
-        report = Report(merged, verify(open_source(staged)), len(masked_places(model)), *distances)
+        report = Report(merged, verify(open_model(staged)), len(masked_places(model)), *distances)
         return report, {"merged": report.card(), "verified": report.verified.card()}
 
     facts = inherited(loaded.card) | ({"any_base": True} if any_base else {})
@@ -137,39 +143,54 @@ def is_plain(folder: Path) -> bool:
     return not is_adapter(folder) and not has_own_form(read_card(readable_folder(folder)))
 
 
-def export_gguf(folder: Path, out: Path, dtype: str | None = None) -> str:
-    """Write the model in `folder`, with its active adapter merged, as a GGUF file; returns a line on the file.
+def write_format(folder: Path, out: Path, to: str, dtype: str | None = None, example: Sequence[int] = ()) -> str:
+    """Write the model or network in `folder` as `out`, in a format of FORMATS; returns a line for the user.
 
-    `dtype` is one of `gguf.TYPES`, by default the model's own. Raises ValueError if `out` exists, if llama.cpp
-    does not support the model, or if the file reads back with other weights; then nothing is written.
+    `dtype` is by default the model's own; `example` has the sizes of a network's input, batch included. Raises
+    ValueError if `out` exists, if the format cannot express the model, or if the result reads back differently;
+    then nothing is written.
     """
-    if out.exists() or out.is_symlink():
+    form, module = FORMATS[to], import_module(f"{formats.__name__}.{to.replace('-', '_')}")
+    if form.suffix and (out.exists() or out.is_symlink()):
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
-    if out.suffix != SUFFIX:
-        raise ValueError(f"{out}: a GGUF file is known by its suffix; name it {out.name}{SUFFIX}")
-    model, weights, tokenizer = (_open_plain if is_plain(folder) else _merge_all)(folder)
-    stored = Counter(str(w.dtype).removeprefix("torch.") for w in weights.values())
-    type_name = dtype or stored.most_common(1)[0][0]
-    if type_name not in gguf.TYPES:
-        raise ValueError(f"{folder}: stored in {type_name}; choose --dtype {'|'.join(gguf.TYPES)}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    counts = atomic.replace_file(out, lambda path: gguf.write(path, model, weights, tokenizer, type_name))
-    listed = ", ".join(f"{plural(n, 'tensor')} in {name}" for name, n in counts.most_common())
-    return f"{listed}; {format_bytes(out.stat().st_size)}; read back: equal{gguf.window_note(model)}"
+    if form.suffix and out.suffix != form.suffix:
+        raise ValueError(f"{out}: a file in this format is known by its suffix; name it {out.name}{form.suffix}")
+    if checkpoint.is_network(folder):
+        line = module.write_network(folder, out, example)
+    elif form.dense:
+        line = module.write(out, *_open_dense(folder, form.about), dtype)
+    else:
+        line = module.write(folder, out, *(() if form.no_dtype else (dtype,)))
+    return str(line)
 
 
-def _open_plain(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
-    source = open_verified_source(folder)
-    return source.architecture, source.weights(), load_tokenizer(source)
+def check_example(folder: Path, to: str, dtype: str | None, example: Sequence[int]) -> None:
+    """Raise ValueError if the options do not fit the network or the language model in the folder."""
+    if not checkpoint.is_network(folder):
+        if example:
+            raise ValueError(f"--example: {folder} is a language model, which needs none; omit it")
+        return
+    if to not in (known := [name for name, form in FORMATS.items() if form.network]):
+        raise ValueError(f"--to {to}: {folder} is no language model; expected {' or '.join(known)}")
+    if dtype is not None:
+        raise ValueError(f"--dtype {dtype}: a network's weights are written in float32; omit it")
+    if not example or min(example) < 1:
+        raise ValueError("--example is missing: the sizes of the network's input, as in --example 1 28 28")
 
 
-def _merge_all(folder: Path) -> tuple[Architecture, Weights, Tokenizer | None]:
-    """The architecture, the dense weights (active adapter merged, in the base's dtype), and the tokenizer."""
+def _open_dense(folder: Path, reader: str) -> tuple[Architecture, Weights, Tokenizer | None]:
+    """The architecture, the dense weights (active adapter merged, in the base's dtype), and the tokenizer.
+
+    The weights of a plain folder stay in its files. `reader` names the program that will read them, for errors.
+    """
+    if is_plain(folder):
+        opened = open_verified_model(folder)
+        return opened.architecture, opened.weights(), load_tokenizer(opened)
     loaded = checkpoint.load(folder)
     dtype = next(augment.base_model(loaded.model).parameters()).dtype
     dequantize(loaded.model)
     _merge_active(loaded.model, dtype)
-    described = require_described(loaded.model, loaded.context_length, folder, "llama.cpp")
+    described = require_described(loaded.model, loaded.context_length, folder, reader)
     return described, in_memory(loaded.model.to(dtype).state_dict()), loaded.tokenizer
 
 

@@ -1,11 +1,11 @@
-"""Locate a model by its path or name; one on the Hugging Face Hub is a folder for one commit in the Hub's cache.
+"""Download a model from the Hugging Face Hub; it becomes a folder for one commit in the Hub's cache.
 
 A branch is resolved to its commit. huggingface_hub caches the list of files in that commit, downloads missing
 files and compares their sizes, and needs no network for cached files. This module selects the files to download:
 weights in one format only, and never code. Large files are compared with their SHA-256 when they have arrived;
 `hf cache verify` compares cached ones.
 
-Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
+OpenedModel: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
 snapshots of links to them, refs)
 """
 
@@ -14,13 +14,10 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from dunes.checkpoint.model_folder import explain
-from dunes.checkpoint.wheel import MODELS, fetch_model
+from dunes.checkpoint.wheel import MODELS
 from dunes.files import atomic
-from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
 
 SECONDS = 10.0
@@ -47,36 +44,7 @@ FORMS = {
 }
 
 
-@dataclass(frozen=True)
-class ModelLocation:
-    """A model's local folder; for a model from the Hub, `origin` has `repository` and `revision` (a commit)."""
-
-    folder: Path
-    origin: dict[str, str]
-
-
-def locate_model(model: str | Path, revision: str | None = None) -> ModelLocation:
-    """The folder of a model: a local one, or a cached copy of a packaged model (`smollm2`), or of `org/name` or
-    `org/name@revision` from the Hub, also written `hf:org/name`.
-
-    A local folder or GGUF file takes precedence. A revision is a branch, a tag or a commit, by default `main`.
-    Raises ValueError, on one line, if the model is not cached and no such folder or repository exists, access is
-    denied or the Hub cannot be reached; if the repository has no weights, or if a large file arrived with another
-    SHA-256; OSError if the disk is full.
-    """
-    path = Path(model)
-    if path.is_dir() and revision:
-        raise ValueError(f"{path}: a folder has no revisions; leave out {revision!r}")
-    if path.is_dir() or (path.exists() and path.suffix == SUFFIX):
-        return ModelLocation(path, {})
-    if path.exists():
-        raise ValueError(explain(path))
-    if packaged := MODELS.get(str(model)) if revision is None else None:
-        return ModelLocation(fetch_model(str(model)), {"package": packaged.requirement})
-    return _copy(*_parse(str(model).removeprefix("hf:"), revision))
-
-
-def _parse(model: str, revision: str | None) -> tuple[str, str]:
+def parse_name(model: str, revision: str | None) -> tuple[str, str]:
     """Repository and revision from a model's name. Raises ValueError for names that the Hub does not permit."""
     name, separator, suffix = model.partition("@")
     if not NAME.fullmatch(name) or len(name) > 96 or re.search(r"\.\.|--|\.git$", name):
@@ -92,8 +60,8 @@ def _parse(model: str, revision: str | None) -> tuple[str, str]:
     return name, requested
 
 
-def _copy(name: str, revision: str) -> ModelLocation:
-    """Download the files of a revision that are not cached; returns the location of the cached copy."""
+def download(name: str, revision: str) -> tuple[Path, str]:
+    """Download the files of a revision that are not cached; returns the folder in the cache, and the commit."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the package is imported
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -115,7 +83,7 @@ def _copy(name: str, revision: str) -> ModelLocation:
         with suppress(OSError):  # the cache may be read-only
             ref.parent.mkdir(parents=True, exist_ok=True)
             atomic.write_file(ref, commit.encode())
-    return ModelLocation(folder, {"repository": name, "revision": commit})
+    return folder, commit
 
 
 def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:

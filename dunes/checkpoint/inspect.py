@@ -14,12 +14,21 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment.options import Lora
-from dunes.checkpoint.base import BaseRecord, is_unchanged
-from dunes.checkpoint.folder import check_vocabulary, load_decoder, load_tokenizer
+from dunes.checkpoint.base_digests import BaseRecord, is_unchanged
+from dunes.checkpoint.card import ADAPTER, read_card, verified_card
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, is_reference
-from dunes.checkpoint.loading import base_folder, check_memory, load, prepare_base, tokenizer_folder
-from dunes.checkpoint.model_folder import ADAPTER, read_card, readable_folder, verified_card
-from dunes.checkpoint.source import Source, context_length_of, open_source, open_verified_source, tensors
+from dunes.checkpoint.open import (
+    OpenedModel,
+    check_memory,
+    check_vocabulary,
+    load,
+    load_decoder,
+    open_base,
+    open_model,
+    prepare_base,
+    readable_folder,
+)
+from dunes.checkpoint.weights.files import tensors
 from dunes.checkpoint.weights.lazy_tensor import Weights
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files.model_file import cards_trusted, find_file
@@ -44,10 +53,10 @@ class Verdict:
     built: bool = True
 
 
-def open_to_describe(folder: Path) -> Source:
+def open_to_describe(folder: Path) -> OpenedModel:
     """Open a folder; a build function that may not be imported is replaced by one that raises ValueError."""
     try:
-        return open_source(folder)
+        return open_model(folder)
     except ValueError as error:
         family, reason = read_card(folder).get("family"), str(error)
         name = next((family[key] for key in ("function", "class") if key in family), None) if family else None
@@ -57,35 +66,34 @@ def open_to_describe(folder: Path) -> Source:
     def refuse(**arguments: Any) -> nn.Module:
         raise ValueError(reason)
 
-    source = open_source(folder, build=refuse)
-    assert source.own is not None, "it has its own form"
-    return replace(source, own=replace(source.own, family=name))
+    opened = open_model(folder, build=refuse)
+    return replace(opened, architecture=replace(opened.architecture, family=name))
 
 
-def judge(source: Source) -> Verdict:
+def judge(opened: OpenedModel) -> Verdict:
     """The verdict on a folder. Files of any size are compared with the digests in the folder's card."""
     tokenizer, reasons, built = None, [], True
     try:
-        _ = source.expected  # raises if the model cannot be built
-        kinds = Counter("of another shape" if d.kind == "shape" else d.kind for d in source.comparison[1])
+        _ = opened.expected  # raises if the model cannot be built
+        kinds = Counter("of another shape" if d.kind == "shape" else d.kind for d in opened.comparison[1])
         reasons += [", ".join(f"{n} {kind}" for kind, n in kinds.items())] if kinds else []
     except ValueError as error:
-        if not source.architecture.function:
+        if not opened.architecture.function:
             raise
         built = False
         reasons.append(str(error))
     try:
-        tokenizer = Tokenizer.load_if_present(source.folder)
+        tokenizer = Tokenizer.load_if_present(opened.folder)
     except ValueError as error:
         reasons.append(str(error))
     checks: list[Callable[[], object]] = [
-        partial(verified_card, source.folder, math.inf),
-        partial(check_memory, source),
-        partial(check_vocabulary, source, tokenizer),
+        partial(verified_card, opened.folder, math.inf),
+        partial(check_memory, opened),
+        partial(check_vocabulary, opened, tokenizer),
     ]
-    network = source.architecture.function is not None and source.card.get("context_length") is None
+    network = opened.architecture.function is not None and opened.card.get("context_length") is None
     if built and not network:
-        checks.append(lambda: source.context_length)
+        checks.append(lambda: opened.context_length)
     for check in checks:
         try:
             check()
@@ -94,19 +102,19 @@ def judge(source: Source) -> Verdict:
     return Verdict(tokenizer, tuple(reasons), built)
 
 
-def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[str]:
+def describe_folder(opened: OpenedModel, verdict: Verdict | None = None) -> Iterator[str]:
     """Lines that describe a folder: its family, config, sizes, differences, and if it would load."""
-    verdict = verdict or judge(source)
-    files, config = source.files, source.config
+    verdict = verdict or judge(opened)
+    files, config = opened.files, opened.config
     size = f"{plural(len(files), 'tensor')}, {format_bytes(sum(w.nbytes for w in files.values()))}"
-    yield f"family      {source.family}, {source.format} format: {size}"
+    yield f"family      {opened.family}, {opened.format} format: {size}"
     values = config if isinstance(config, dict) else {f.name: getattr(config, f.name) for f in fields(config)}
     yield f"config      {', '.join(f'{key} {_format(value)}' for key, value in values.items()) or 'none'}"
-    for change in source.architecture.changes:
+    for change in opened.architecture.changes:
         settings = ", ".join(f"{k} {quote(v)}" for k, v in change.request.items() if k != "where")
         yield f"change      {change.name} at {plural(len(change.places), 'place')}: {settings}"
     if verdict.built:
-        yield from _parameters(source)
+        yield from _parameters(opened)
     else:
         total = sum(prod(tensor.shape) for tensor in files.values())
         yield f"parameters  {total:,} ({format_count(total)}) and buffers, in its files"
@@ -114,11 +122,11 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     for w in files.values():
         dtypes[str(w.dtype).removeprefix("torch.")] += w.nbytes
     yield f"dtypes      {', '.join(f'{dtype} {format_bytes(n)}' for dtype, n in dtypes.most_common())}"
-    missing = "none that can be read" if Tokenizer.find_file(source.folder) else "none"
+    missing = "none that can be read" if Tokenizer.find_file(opened.folder) else "none"
     yield f"tokenizer   {f'{verdict.tokenizer.vocab:,} ids' if verdict.tokenizer else missing}"
-    for note in source.assumed if verdict.built else source.notes:
+    for note in opened.assumed if verdict.built else opened.notes:
         yield f"assumed     {note}"
-    differences = source.comparison[1] if verdict.built else []
+    differences = opened.comparison[1] if verdict.built else []
     for difference in differences[:SHOWN]:
         yield f"difference  {difference}"
     if len(differences) > SHOWN:
@@ -126,16 +134,16 @@ def describe_folder(source: Source, verdict: Verdict | None = None) -> Iterator[
     yield f"loads       {'no: ' + '; '.join(verdict.reasons) if verdict.reasons else 'yes'}"
 
 
-def _parameters(source: Source) -> Iterator[str]:
-    model = source.architecture.outline()
+def _parameters(opened: OpenedModel) -> Iterator[str]:
+    model = opened.architecture.outline()
     total = tree.count(model)
-    if source.architecture.function:
+    if opened.architecture.function:
         yield f"parameters  {total:,} ({format_count(total)}) in {plural(len([*tree.places(model)]), 'module')}"
         return
     ends = tree.count(model.get_submodule("embed")) + (tree.count(h) if (h := getattr(model, "head", None)) else 0)
     parts = f"{format_count(total - ends)} in blocks, {format_count(ends)} in embedding and head"
     yield f"parameters  {total:,} ({format_count(total)}): {parts}"
-    if source.own is None:
+    if not opened.is_own:
         sizes = ", ".join(f"{name} {format_bytes(total * bits // 8)}" for name, bits in BITS.items())
         yield f"memory      {sizes}"
     if widths := [m.cache_width for m in model.modules() if isinstance(m, Attention)]:
@@ -188,17 +196,14 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     options, card = PeftConfig.read(folder / ADAPTER).options, verified_card(folder)
     lines = list(_adapter_lines(folder, options, card))
     try:
-        source = open_verified_source(base_folder(folder), max_bytes=math.inf)
-        load_tokenizer(source, tokenizer_folder(folder))
-        context_length_of(card, folder, source.expected, source.context_length)
-        check_memory(source)
-        lines.append(f"base        {source.folder}: {source.family}, {plural(len(source.weights()), 'tensor')}")
+        opened, _, _ = open_base(folder, card, math.inf)
+        lines.append(f"base        {opened.folder}: {opened.family}, {plural(len(opened.weights()), 'tensor')}")
         check = "done when the adapter is loaded, or with --values"
-        if is_unchanged(source.folder, card):
+        if is_unchanged(opened.folder, card):
             check = "its files have the recorded sizes and times"
         if values:
             load(folder)  # hashes only what has another size or time than recorded
-            prepare_base(load_decoder(source), [folder])
+            prepare_base(load_decoder(opened), [folder])
             check = "its weights match the adapter's digests"
         if BaseRecord.read(card, folder) is None:
             check = "not possible: the adapter's card has no digests of the base"

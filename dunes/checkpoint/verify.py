@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from dunes import tree
 from dunes.augment.adapted import Adapted, dense, is_embedding, keeps_zeros, sides
 from dunes.augment.quantized import Quantized
-from dunes.checkpoint.folder import load_decoder
 from dunes.checkpoint.formats import native
-from dunes.checkpoint.source import Source, open_source
-from dunes.checkpoint.state_dict_diff import compare
+from dunes.checkpoint.open import OpenedModel, load_decoder, open_model
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, in_memory, track_reads
+from dunes.checkpoint.weights.state_dict_diff import compare
 from dunes.models import build_on_meta
 from dunes.models.names import for_heads
 from dunes.parts import Attention, Decoder, Rotary
@@ -45,10 +44,10 @@ MAX_RATIO = 2.0
 | adapter on the original base   | any       | this measure / the same measure for the bases alone    | MAX_RATIO |
 | ONNX                           | float32   | largest difference / largest absolute logit            | EXACT     |
 
-The checks: converted folders in `verify` below, ONNX in `formats.onnx`, packed codes in `formats.packed`. A GGUF
-file must read back with equal weights (`formats.gguf`). Compiled code is run by `formats.cpp`, with the tolerances
-of `generate.decode_packages`. The ratio that MAX_RATIO limits is about 1 (tests/test_merge.py) unless the adapter
-depends on quantization errors.
+The checks: converted folders in `verify` below, ONNX in `formats.onnx`, packed codes in
+`formats.compressed_tensors`. A GGUF file must read back with equal weights (`formats.gguf`). Compiled code is run
+by `formats.cpp`, with the tolerances of `generate.decode_packages`. The ratio that MAX_RATIO limits is about 1
+(tests/test_merge.py) unless the adapter depends on quantization errors.
 """
 BLOCK = 1 << 24
 """Number of a matrix's elements that are converted to float32 at a time."""
@@ -90,7 +89,7 @@ class Verification:
         )
 
 
-def verify(source: Source, result: Source, dtype: torch.dtype | None = None) -> Verification:
+def verify(source: OpenedModel, result: OpenedModel, dtype: torch.dtype | None = None) -> Verification:
     """Compare the logits of two models; `dtype` is given if the result's weights were rounded to it.
 
     Raises ValueError if the logits differ by more than reordered operations or rounding explain.
@@ -132,7 +131,7 @@ def check_written(
 
     Raises ValueError, naming `out` and the `origin` of the expected logits, if the distance exceeds the limit.
     """
-    difference = distance(expected, model_logits(load_decoder(open_source(staged)), context_length))
+    difference = distance(expected, model_logits(load_decoder(open_model(staged)), context_length))
     if not difference <= limit:
         raise ValueError(f"{out}: the written model differs by {difference:.1e} from {origin}")
     return difference
@@ -140,7 +139,7 @@ def check_written(
 
 def merge_check(
     model: Decoder, folder: Path, context_length: int, dtype: torch.dtype
-) -> Callable[[Source], Verification]:
+) -> Callable[[OpenedModel], Verification]:
     """Return a function that compares a written model with `model` after merging and rounding to `dtype`.
 
     The function raises ValueError if merging or writing changes the logits by more than reordered operations or
@@ -196,7 +195,7 @@ def _parameters_of(module: nn.Module, dtype: torch.dtype) -> Weights:
     return {"weight": weight} | ({} if bias is None else cast(in_memory({"bias": bias}), dtype))
 
 
-def source_logits(source: Source, tick: Tick = lambda size: None) -> Tensor:
+def source_logits(source: OpenedModel, tick: Tick = lambda size: None) -> Tensor:
     """Logits (PROMPTS, TOKENS, V) of a source on the fixed prompts, with part of one matrix in memory at a time.
 
     A native model runs as in its original code, with unpermuted weights and rotary embedding on adjacent pairs.

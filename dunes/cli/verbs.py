@@ -7,19 +7,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
 from shlex import quote
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import tyro
 
+from dunes.checkpoint.formats import FORMATS, Blocks, check_choice
 from dunes.cli.process import drop_lost_output
 from dunes.flags import Dtype, flag, parse_fields
 from dunes.generate.sampling import SamplingOptions
 
 if TYPE_CHECKING:
-    from dunes.checkpoint.source import Source
+    from dunes.checkpoint.open import OpenedModel
     from dunes.parts import CacheFormat
 
 Model = Annotated[
@@ -27,7 +27,6 @@ Model = Annotated[
 ]
 Out = Annotated[Path, tyro.conf.Positional, flag("OUT", about="Output folder.")]
 Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dtype of the written weights.")]
-Blocks = Literal["q8_0", "q4_0"]
 AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that cannot be verified as its own.")]
 CacheBits = Annotated[Literal["int8", "int4", "int2"] | None, flag("int8|int4|int2", "full")]
 CHAT = SamplingOptions(temperature=0.7, max_tokens=400)
@@ -358,8 +357,7 @@ def inspect(
     from dunes import checkpoint
     from dunes.checkpoint import inspect as inspection
     from dunes.checkpoint.inspect import describe_adapter
-    from dunes.checkpoint.loading import is_adapter
-    from dunes.checkpoint.model_folder import readable_folder
+    from dunes.checkpoint.open import is_adapter, readable_folder
 
     folder = checkpoint.locate_model(model).folder
     if is_adapter(folder):
@@ -382,7 +380,7 @@ def inspect(
     return 1 if verdict.reasons else 0
 
 
-def _print_layers(source: "Source", sizes: tuple[int, ...]) -> None:
+def _print_layers(source: "OpenedModel", sizes: tuple[int, ...]) -> None:
     """Print a table of a model's modules. A language model runs on token ids, other networks on random numbers."""
     import torch
 
@@ -420,38 +418,7 @@ def convert(
 Example = Annotated[tuple[int, ...], flag("SIZE", "none")]
 
 
-class _Format(NamedTuple):
-    """A format that `dunes export` writes.
-
-    `write` and `write_network` are "module:function" in `dunes.checkpoint`. The functions `write(folder, out,
-    dtype)` and, for networks, `write_network(folder, out, sizes)` return text for the user. `no_dtype` is the
-    reason why the format has no choice of dtype, or "".
-    """
-
-    about: str
-    write: str
-    write_network: str = ""
-    no_dtype: str = ""
-
-
-_CODES = "a quantized model's codes as they are, for transformers and others"
-_FORMATS = {
-    "gguf": _Format("llama.cpp", "export:export_gguf"),
-    "compressed-tensors": _Format(
-        _CODES, "formats.packed:export_packed", no_dtype="codes are written as they are"
-    ),
-    "cpp": _Format(
-        "a folder for C and C++ without Python", "formats.cpp:export_folder", "formats.cpp:export_network_folder"
-    ),
-    "onnx": _Format(
-        "without a cache",
-        "formats.onnx:export_folder",
-        "formats.onnx:export_network_folder",
-        "weights are written in float32",
-    ),
-}
-"""The export formats other than hf, by name."""
-_LISTED = ", ".join(f"{name} ({form.about})" for name, form in _FORMATS.items())
+_LISTED = ", ".join(f"{name} ({form.about})" for name, form in FORMATS.items())
 
 
 def export(
@@ -475,46 +442,16 @@ def export(
         example: Sizes of the input, batch included, of a network that is no language model, for cpp and onnx.
     """
     drop_lost_output()
-    if to not in ("hf", *_FORMATS):
-        raise ValueError(
-            f"--to {to[:80]!a}: expected hf, {', '.join(_FORMATS)}; Mistral's and Meta's own formats are read, "
-            "not written"
-        )
-    if to != "gguf" and dtype in get_args(Blocks):
-        raise ValueError(f"--dtype {dtype}: for --to gguf only; quantize a folder with dunes augment quantize")
-    if to != "hf" and dtype is not None and (reason := _FORMATS[to].no_dtype):
-        raise ValueError(f"--dtype {dtype}: {reason}; omit it")
-    if _exports_network(model, to, dtype, example):
-        _export(_FORMATS[to].write_network, model, out, example)
-    elif to == "hf":
-        _convert(model, out, dtype)
-    else:
-        _export(_FORMATS[to].write, model, out, *(() if _FORMATS[to].no_dtype else (dtype,)))
-
-
-def _export(function: str, model: str, out: Path, *options: Any) -> None:
+    check_choice(to, dtype)
     from dunes import checkpoint
-
-    write = resolve_name(f"dunes.checkpoint.{function}")
-    print(f"{out}: {write(checkpoint.locate_model(model).folder, out, *options)}")
-
-
-def _exports_network(model: str, to: str, dtype: str | None, example: tuple[int, ...]) -> bool:
-    """True if the folder's model is not a language model. Raises ValueError for options that do not fit it."""
-    from dunes import checkpoint
+    from dunes.checkpoint.export import check_example, write_format
 
     folder = checkpoint.locate_model(model).folder
-    if not checkpoint.is_network(folder):
-        if example:
-            raise ValueError(f"--example: {folder} is a language model, which needs none; omit it")
-        return False
-    if to not in (forms := [name for name, form in _FORMATS.items() if form.write_network]):
-        raise ValueError(f"--to {to}: {folder} is no language model; expected {' or '.join(forms)}")
-    if dtype is not None:
-        raise ValueError(f"--dtype {dtype}: a network's weights are written in float32; omit it")
-    if not example or min(example) < 1:
-        raise ValueError("--example is missing: the sizes of the network's input, as in --example 1 28 28")
-    return True
+    check_example(folder, to, dtype, example)
+    if to == "hf":
+        _convert(model, out, dtype)
+    else:
+        print(f"{out}: {write_format(folder, out, to, dtype, example)}")
 
 
 def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None) -> None:
@@ -525,7 +462,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     from dunes import checkpoint
     from dunes.checkpoint.convert import convert, read_name_table
     from dunes.checkpoint.export import export, is_plain
-    from dunes.checkpoint.source import open_verified_source
+    from dunes.checkpoint.open import open_verified_model
     from dunes.progress import Display, shown_by
 
     location = checkpoint.locate_model(model)
@@ -533,7 +470,7 @@ def _convert(model: str, out: Path, dtype: str | None, names: Path | None = None
     if not is_plain(location.folder) and names is None:
         print("\n".join(export(location.folder, out, dtype=torch_dtype).lines()))
     else:
-        source = open_verified_source(location.folder, None if names is None else read_name_table(names), math.inf)
+        source = open_verified_model(location.folder, None if names is None else read_name_table(names), math.inf)
         with Display() as display, shown_by(display.time_left):
             verified = convert(source, out, dtype=torch_dtype, facts=location.origin)
         print(f"{out}: {verified.verdict}; {verified}")

@@ -12,9 +12,9 @@ import numpy as np
 
 from dunes import checkpoint, measure
 from dunes.checkpoint import LoadedModel
+from dunes.checkpoint.card import ADAPTER, CONFIG, finish_save, read_card
 from dunes.checkpoint.formats.adapter import is_reference
-from dunes.checkpoint.loading import round_for_speed
-from dunes.checkpoint.model_folder import ADAPTER, CONFIG, finish_save, read_card
+from dunes.checkpoint.open import round_for_speed
 from dunes.checkpoint.trained_text import require_own_sources, split_documents, trained_text
 from dunes.completion import Cancelled, Suggestion
 from dunes.completion.copy_gate import read_gate

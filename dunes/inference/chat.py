@@ -18,9 +18,15 @@ import torch
 
 from dunes import checkpoint
 from dunes.augment import adapter_active, lora
-from dunes.checkpoint.folder import LoadedModel
-from dunes.checkpoint.loading import add_adapter, base_folder, is_adapter, round_for_speed
-from dunes.checkpoint.model_folder import read_card, readable_folder
+from dunes.checkpoint.card import read_card
+from dunes.checkpoint.open import (
+    LoadedModel,
+    add_adapter,
+    base_folder,
+    is_adapter,
+    readable_folder,
+    round_for_speed,
+)
 from dunes.extra import python_command
 from dunes.files.atomic import write_file
 from dunes.files.model_file import cards_trusted

@@ -17,16 +17,15 @@ from dunes.augment import CHANGES, Change, apply_change, undo_change
 from dunes.augment.changes import Spill, Tensors
 from dunes.augment.quantization import BY_GROUP, check_kinds
 from dunes.checkpoint.architecture import hf_config_of
-from dunes.checkpoint.base import DTYPES, READ, changed_part, weights_identity
-from dunes.checkpoint.convert import Edit, rewrite
-from dunes.checkpoint.folder import LoadedModel, inherited
-from dunes.checkpoint.loading import base_folder, is_adapter
-from dunes.checkpoint.model_folder import UNFINISHED, read_card, readable_folder
+from dunes.checkpoint.base_digests import DTYPES, READ, changed_part, weights_identity
+from dunes.checkpoint.card import UNFINISHED, read_card
+from dunes.checkpoint.open import LoadedModel, base_folder, is_adapter, readable_folder
 from dunes.checkpoint.trained_text import trained_text
 from dunes.checkpoint.verify import check_written, distance, model_logits
 from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.checkpoint.weights.safetensors_file import write_file
+from dunes.checkpoint.write import Edit, inherited, rewrite
 from dunes.data import TokenIds
 from dunes.evaluate.comparison import Comparison, compare_folders
 from dunes.evaluate.text_loss import calibration_ids, evaluation_tokens, missing_source, require_separate

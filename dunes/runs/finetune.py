@@ -25,7 +25,7 @@ from dunes.augment.lora import active_adapter
 from dunes.augment.options import NAME
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.formats.adapter import peft_factors
-from dunes.checkpoint.loading import is_adapter
+from dunes.checkpoint.open import is_adapter
 from dunes.data import TokenIds
 from dunes.data.batches import Batch, Batches
 from dunes.data.examples import Record, check_names, trained_spans

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from dunes import checkpoint, measure, tree
 from dunes.augment.adapted import sides
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.base import base_identity, weights_digest
+from dunes.checkpoint.base_digests import base_identity, weights_digest
+from dunes.checkpoint.card import read_card
 from dunes.checkpoint.formats.adapter import adapter_base_of, is_reference
-from dunes.checkpoint.loading import base_folder, is_adapter, round_for_speed
-from dunes.checkpoint.model_folder import read_card
+from dunes.checkpoint.open import base_folder, is_adapter, round_for_speed
 from dunes.checkpoint.trained_text import trained_packages, trained_text
 from dunes.completion.copy_gate import read_gate
 from dunes.completion.fit import (

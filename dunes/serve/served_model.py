@@ -23,10 +23,10 @@ from torch import nn
 from dunes import measure
 from dunes.augment import lora
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.base import file_stamps
+from dunes.checkpoint.base_digests import file_stamps
+from dunes.checkpoint.card import read_card
 from dunes.checkpoint.formats.adapter import is_reference
-from dunes.checkpoint.loading import base_folder
-from dunes.checkpoint.model_folder import read_card
+from dunes.checkpoint.open import base_folder
 from dunes.completion import Suggestion
 from dunes.completion.completer import (
     CopyCompleter,

@@ -1,1 +1,55 @@
-"""File formats, one module for each: PEFT adapters, GGUF, Meta's native, quantized weights, ONNX, C++."""
+"""Formats on disk other than Hugging Face's, one file for each, and the table of those that `dunes export` writes.
+
+Files that only read or write tensors (`adapter`, `gguf`, `native`, `quantized_weights`) are imported by
+`checkpoint.open`; files that open the model which they write stand above it. This file does not import torch.
+"""
+
+from typing import Literal, NamedTuple, get_args
+
+from dunes.flags import Dtype
+
+Blocks = Literal["q8_0", "q4_0"]
+"""Quantized types of llama.cpp."""
+
+
+class Format(NamedTuple):
+    """A format that `dunes export --to NAME` writes. Its file has the format's name, with _ for -.
+
+    With `dense`, the file has `write(out, architecture, weights, tokenizer, dtype)`. The weights are dense lazy
+    tensors by the model's names, with the active adapter merged, and `out` is a new file with this `suffix`. Other
+    files have `write(folder, out, dtype)`, and with `network` also `write_network(folder, out, sizes)` for
+    networks that are no language models. All return text for the user. `no_dtype` is the reason why the format
+    has no choice of dtype; `write` then has no argument `dtype`.
+    """
+
+    about: str
+    dense: bool = False
+    suffix: str = ""
+    network: bool = False
+    dtypes: tuple[str, ...] = get_args(Dtype)
+    no_dtype: str = ""
+
+
+_CODES = "a quantized model's codes as they are, for transformers and others"
+FORMATS = {
+    "gguf": Format("llama.cpp", dense=True, suffix=".gguf", dtypes=get_args(Dtype) + get_args(Blocks)),
+    "compressed-tensors": Format(_CODES, no_dtype="codes are written as they are"),
+    "cpp": Format("a folder for C and C++ without Python", network=True),
+    "onnx": Format("without a cache", suffix=".onnx", network=True, no_dtype="weights are written in float32"),
+}
+"""Formats by name. hf has no entry: `dunes export --to hf` is `dunes convert`, or merges and dequantizes."""
+
+
+def check_choice(to: str, dtype: str | None) -> None:
+    """Raise ValueError unless `to` is hf or a format in FORMATS, and may have this dtype."""
+    form = Format("Hugging Face") if to == "hf" else FORMATS.get(to)
+    if form is None:
+        listed = ", ".join(FORMATS)
+        raise ValueError(
+            f"--to {to[:80]!a}: expected hf, {listed}; Mistral's and Meta's own formats are read, not written"
+        )
+    if dtype in get_args(Blocks) and dtype not in form.dtypes:
+        others = " or ".join(name for name, other in FORMATS.items() if dtype in other.dtypes)
+        raise ValueError(f"--dtype {dtype}: for --to {others} only; quantize a folder with dunes augment quantize")
+    if dtype is not None and form.no_dtype:
+        raise ValueError(f"--dtype {dtype}: {form.no_dtype}; omit it")

@@ -24,16 +24,8 @@ from dunes.augment.adapted import Adapter, LoraConfig, dense, is_embedding, side
 from dunes.augment.options import Lora
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import hf_config_of
-from dunes.checkpoint.base import (
-    ANY_BASE_HINT,
-    BaseWeights,
-    base_identity,
-    check_base,
-    read_base_record,
-)
-from dunes.checkpoint.folder import write_card, write_files, write_tokenizer
-from dunes.checkpoint.formats.adapter_layout import Factors, Target, join_factors, peft_targets, split_factors
-from dunes.checkpoint.model_folder import (
+from dunes.checkpoint.base_digests import ANY_BASE_HINT, BaseWeights, base_identity, check_base, read_base_record
+from dunes.checkpoint.card import (
     ADAPTER,
     CONFIG,
     finish_save,
@@ -41,11 +33,15 @@ from dunes.checkpoint.model_folder import (
     read_card,
     read_consistently,
     verified_card,
+    write_card,
+    write_files,
 )
-from dunes.checkpoint.source import tensors
+from dunes.checkpoint.formats.adapter_layout import Factors, Target, join_factors, peft_targets, split_factors
 from dunes.checkpoint.weights import safetensors_file
+from dunes.checkpoint.weights.files import tensors
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, in_memory
 from dunes.checkpoint.weights.safetensors_file import quote
+from dunes.checkpoint.write import write_tokenizer
 from dunes.files import json_file
 from dunes.files.model_file import find_file
 from dunes.models import FAMILIES, weight_names

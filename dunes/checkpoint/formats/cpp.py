@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dunes import checkpoint, measure, tree
 from dunes.checkpoint import LoadedModel
-from dunes.checkpoint.convert import exclusive_folder
+from dunes.checkpoint.card import exclusive_folder
 from dunes.checkpoint.weights import safetensors_file
 from dunes.checkpoint.weights.lazy_tensor import in_memory
 from dunes.checkpoint.weights.safetensors_file import CODES, write_file
@@ -58,7 +58,7 @@ UNSUPPORTED = (
 NO_TOKENIZER = "the program has tokenizers of bytes, characters and byte pairs trained here, and not this model's"
 
 
-def export_folder(folder: Path, out: Path, dtype: str | None = None) -> str:
+def write(folder: Path, out: Path, dtype: str | None = None) -> str:
     """Write the language model in `folder` with `export_native`; also returns commands that build the program."""
     check_target(out)
     loaded, show = checkpoint.load(folder), partial(print, flush=True)
@@ -66,7 +66,7 @@ def export_folder(folder: Path, out: Path, dtype: str | None = None) -> str:
     return line + _next_commands(out, '"..."')
 
 
-def export_network_folder(folder: Path, out: Path, sizes: Sequence[int]) -> str:
+def write_network(folder: Path, out: Path, sizes: Sequence[int]) -> str:
     """Write the network in `folder` with `export_network`, for an input of these sizes, batch included."""
     check_target(out)
     line = export_network(checkpoint.load_network(folder), torch.rand(*sizes), out)

@@ -30,6 +30,7 @@ from dunes.checkpoint.weights.lazy_tensor import (
 )
 from dunes.checkpoint.weights.safetensors_file import check_name, quote
 from dunes.extra import extra
+from dunes.files import atomic
 from dunes.models import FAMILIES, config_values
 from dunes.models.config_values import quotient, scaling_to_hf, yarn_scale
 from dunes.models.names import Names, identity, name, to_ours
@@ -37,6 +38,7 @@ from dunes.parts.position import Linear, Llama3, Scaling, Unscaled, Yarn, base_f
 from dunes.text import Tokenizer
 from dunes.text.gguf_file import TensorInfo, read_header
 from dunes.text.gguf_vocabulary import vocabulary_fields
+from dunes.units import format_bytes, plural
 
 ARCHITECTURES = {
     **dict.fromkeys(("llama", "mistral", "mixtral"), "llama"),
@@ -103,6 +105,23 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def write(
+    out: Path, architecture: Architecture, weights: Weights, tokenizer: Tokenizer | None, dtype: str | None
+) -> str:
+    """Write a GGUF file; returns a line on the file. `dtype` is one of TYPES, by default the most common one.
+
+    Raises ValueError like `write_file`; then nothing is written.
+    """
+    stored = Counter(str(w.dtype).removeprefix("torch.") for w in weights.values())
+    type_name = dtype or stored.most_common(1)[0][0]
+    if type_name not in TYPES:
+        raise ValueError(f"{out}: the model is stored in {type_name}; choose --dtype {'|'.join(TYPES)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    counts = atomic.replace_file(out, lambda path: write_file(path, architecture, weights, tokenizer, type_name))
+    listed = ", ".join(f"{plural(n, 'tensor')} in {name}" for name, n in counts.most_common())
+    return f"{listed}; {format_bytes(out.stat().st_size)}; read back: equal{window_note(architecture)}"
+
+
+def write_file(
     path: Path, model: Architecture, weights: Weights, tokenizer: Tokenizer | None, dtype: str
 ) -> Counter[str]:
     """Write `weights`, by the model's names, in `dtype` (one of TYPES); returns the number of tensors by type.

@@ -7,12 +7,17 @@ https://github.com/meta-llama/llama-models, https://github.com/mistralai/mistral
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, combine
+from dunes.checkpoint.architecture import Architecture, naming_errors, require_depth
+from dunes.checkpoint.weights.files import find_weights, tensors
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, combine, hf_weights, in_memory
+from dunes.files import json_file
+from dunes.files.model_file import require_inside
 from dunes.models.config_values import check_supported, number, quotient, size
 from dunes.models.names import Layout, Names, identity, name
 
@@ -207,3 +212,41 @@ def _join(parts: Sequence[LazyTensor], expected: tuple[int, ...] | None) -> Lazy
             if (joined := combine(partial(torch.cat, dim=dim), parts)).shape == expected:
                 return joined
     return first
+
+
+def open_folder(
+    folder: Path,
+) -> tuple[Architecture, dict[str, Any], Weights, Names, tuple[str, ...], tuple[str, ...]]:
+    """The architecture in a folder, its config.json, tensors and their names, ignored names, and assumptions.
+
+    Raises ValueError for an unsupported params.json, and for files that are missing or do not fit it.
+    """
+    params = json_file.read(folder / PARAMS)
+    shards = _consolidated(folder)
+    heads = [s["output.weight"].shape for s in shards if "output.weight" in s]
+    rows = heads or [s[EMBEDDING].shape for s in shards if EMBEDDING in s]
+    if not rows or any(len(shape) != 2 for shape in rows):
+        raise ValueError(f"{folder}: neither output.weight nor {EMBEDDING} is a matrix in consolidated.*")
+    replicated = rows[0][0] == params.get("vocab_size") or not heads
+    with naming_errors(folder / PARAMS):
+        tied = bool(params.get("tied_embeddings")) or not heads
+        vocab = rows[0][0] if replicated else sum(shape[0] for shape in rows)
+        config, notes = to_hf_config(params, vocab, tied)
+    architecture = Architecture.of_hf_config(config, folder / PARAMS)
+    require_depth(architecture, sum(map(len, shards)), folder)
+    names, expected = weight_names(config), in_memory(architecture.outline().state_dict())
+    shapes = {key: tensor.shape for key, tensor in hf_weights(names, expected).items()}
+    return architecture, config, join_shards(shards, shapes), names, IGNORED_NAMES, tuple(notes)
+
+
+def _consolidated(folder: Path) -> list[dict[str, LazyTensor]]:
+    """Tensors of each native file, in order. Raises ValueError if a file is missing."""
+    if (files := find_weights(folder, "consolidated.safetensors")) is not None:
+        return [files]
+    paths = sorted([*folder.glob("consolidated.*.pth"), *folder.glob("consolidated.*.pt")])
+    if not paths:
+        raise ValueError(f"{folder}: no weights; looked for consolidated.safetensors and consolidated.NN.pth")
+    if [path.name.split(".")[1] for path in paths] != [f"{i:02d}" for i in range(len(paths))]:
+        names = ", ".join(path.name for path in paths)
+        raise ValueError(f"{folder}: a file is missing or a number occurs twice: {names}")
+    return [tensors(require_inside(folder, path)) for path in paths]

@@ -25,12 +25,12 @@ from dunes.units import format_bytes
 SUFFIX, LARGEST = ".onnx", 2**31 - 2**20  # the limit of protocol buffers
 
 
-def export_folder(folder: Path, out: Path) -> str:
+def write(folder: Path, out: Path) -> str:
     """Write the language model in `folder` as an ONNX file, with `export_onnx`."""
     return export_onnx(checkpoint.load(folder), out)
 
 
-def export_network_folder(folder: Path, out: Path, sizes: Sequence[int]) -> str:
+def write_network(folder: Path, out: Path, sizes: Sequence[int]) -> str:
     """Write the network in `folder` as an ONNX file for an input of these sizes, batch included."""
     size = write_onnx(checkpoint.load_network(folder), torch.rand(*sizes), out)
     return f"{size}, of an input of {' x '.join(map(str, sizes))}"

@@ -41,10 +41,9 @@ from torch import Tensor
 
 from dunes.augment.change import float_dtype
 from dunes.augment.quantized import unpack
-from dunes.checkpoint.state_dict_diff import FLOATS
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, computed
 from dunes.checkpoint.weights.safetensors_file import quote
-from dunes.models.mixtral import MAX_EXPERTS
+from dunes.checkpoint.weights.state_dict_diff import FLOATS
 
 STATE = ".quant_state.bitsandbytes__"
 NAME = "compressed-tensors"
@@ -205,13 +204,8 @@ def _experts(files: Weights) -> dict[str, LazyTensor]:
     for key in [key for key in files if key.endswith("_blocks")]:
         name = key.removesuffix("_blocks")
         codes, scale = tensors.pop(key), tensors.pop(f"{name}_scales", None)
-        fits = len(codes.shape) == 4 and codes.shape[3] == 16 and 0 < codes.shape[0] <= MAX_EXPERTS
-        if (
-            not fits
-            or scale is None
-            or scale.shape != codes.shape[:3]
-            or {codes.dtype, scale.dtype} != {torch.uint8}
-        ):
+        fits = codes.dtype == torch.uint8 and len(codes.shape) == 4 and codes.shape[3] == 16
+        if not fits or scale is None or (scale.shape, scale.dtype) != (codes.shape[:3], torch.uint8):
             raise ValueError(f"{codes.origin}: its scales do not fit blocks of 32 codes; download the file again")
         experts, rows, groups, _ = codes.shape
         parent, _, part = name.rpartition(".")

@@ -15,7 +15,7 @@ from torch import nn
 
 from dunes.augment import lora
 from dunes.augment.quantized import Quantized
-from dunes.checkpoint.model_folder import CARD
+from dunes.checkpoint.card import CARD
 from dunes.checkpoint.weights.safetensors_file import quote
 from dunes.files import atomic
 

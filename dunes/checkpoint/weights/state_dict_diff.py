@@ -3,12 +3,13 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, renamed
-from dunes.models.names import Names, match_indices, to_ours, to_theirs
+from dunes.models.names import Names, match_indices, substitute, to_ours, to_theirs
 
 HEAD, EMBEDDING = "head.weight", "embed.token.weight"
 HEADS = ("lm_head.weight", "output.weight")
@@ -191,3 +192,20 @@ def summarize(differences: Sequence[Difference]) -> str:
     listed = "; ".join([*map(str, shown), *rest])
     adapter = any(".lora_" in d.name for d in differences if d.kind == "unexpected")
     return f"{listed}; some are an adapter's: merge it first, in PEFT by merge_and_unload" if adapter else listed
+
+
+def apply_renames(files: dict[str, LazyTensor], renames: Mapping[str, str], folder: Path) -> dict[str, LazyTensor]:
+    """The tensors, renamed by a user's table.
+
+    Raises ValueError if two tensors get the same name, and for an entry of the table that matches no tensor.
+    """
+    if unused := [k for k in renames if all(match_indices(k, key) is None for key in files)]:
+        raise ValueError(f"{folder}: no tensor is called {unused[0]}, which the table of names has")
+    result: dict[str, LazyTensor] = {}
+    for key, tensor in files.items():
+        matches = ((new, match_indices(old, key)) for old, new in renames.items())
+        name = next((substitute(new, indices) for new, indices in matches if indices is not None), key)
+        if name in result:
+            raise ValueError(f"{folder}: two tensors are called {name} by the table of names, one of them {key}")
+        result[name] = tensor
+    return result

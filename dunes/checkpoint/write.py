@@ -1,35 +1,27 @@
-"""Save and load a model as a Hugging Face model folder with a card, `dunes.json`."""
+"""Save a model as a Hugging Face model folder with a card, `dunes.json`; write an edited model to a new folder."""
 
 import json
-import os
-import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import reduce
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-import torch
 from torch import nn
 
-from dunes import __version__, tree
+from dunes import tree
 from dunes.augment import lora
-from dunes.augment.prune import mask_linears, masked_places
+from dunes.augment.prune import masked_places
 from dunes.checkpoint import architecture as architectures
 from dunes.checkpoint.architecture import Architecture, hf_config_of
-from dunes.checkpoint.model_folder import CARD, CONFIG, FORMAT, finish_save, place_files, ready_folder
-from dunes.checkpoint.source import Source
-from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, cast, hf_weights, in_memory, track_reads
+from dunes.checkpoint.card import CARD, CONFIG, exclusive_folder, require_new_folder, write_card, write_files
+from dunes.checkpoint.weights.lazy_tensor import LazyTensor, Weights, hf_weights, in_memory, track_reads
 from dunes.checkpoint.weights.safetensors_file import write_tensors
-from dunes.files import atomic
-from dunes.files.atomic import folder_lock
 from dunes.models import FAMILIES, written_names
 from dunes.parts import Decoder
 from dunes.progress import advance
 from dunes.text import Tokenizer
-from dunes.text.special_tokens import configured_ids
 from dunes.text.tokenizer import SPLIT_RULE
-from dunes.units import format_count, plural
+from dunes.units import plural
 
 SPECIAL_TOKENS = ("bos", "eos", "pad")
 MASKED = "masked"
@@ -40,31 +32,11 @@ NOT_INHERITED = (
 )
 """Keys that the card of a changed model does not inherit."""
 Check = Callable[[Path], Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model with its tokenizer, context length, card and architecture; in evaluation mode after loading.
-
-    `tokenizer` is None if the folder has none; `card` is the content of dunes.json, or {} without this file.
-    """
-
-    model: Decoder
-    tokenizer: Tokenizer | None
-    context_length: int
-    card: dict[str, Any] = field(default_factory=dict)
-    architecture: Architecture = field(default=Architecture("", None))
-
-    def __repr__(self) -> str:
-        size = f"{format_count(tree.count(self.model))} parameters"
-        family = self.architecture.family or type(self.model).__name__
-        return f"LoadedModel({family}, {size}, context length {self.context_length}, {self.tokenizer})"
-
-    def require_tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises ValueError if the model has none."""
-        if self.tokenizer is None:
-            raise ValueError("the model has no tokenizer; copy tokenizer.json into its folder")
-        return self.tokenizer
+T = TypeVar("T")
+Edit: TypeAlias = tuple[Callable[..., None], Callable[[Path], tuple[T, Mapping[str, Any]]]]
+"""Two functions for an edited model. The first, `save` or `write_model` with bound arguments, writes the model if
+called with `folder` and `check`. The second compares the temporary folder with the model, and returns a report and
+entries for the card."""
 
 
 def save(
@@ -180,35 +152,6 @@ def hf_parts(
     return {"family": family}, FAMILIES[family].to_hf(config), weights
 
 
-def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
-    """Write about `size` bytes of files into a folder atomically; `fill` writes them into a temporary folder.
-
-    Several processes may save at once; the last to finish wins.
-    """
-    finish_save(folder)
-    atomic.write_folder(ready_folder(folder), fill, size, _publish)
-
-
-def _publish(staged: Path, ready: Path) -> None:
-    """Rename the temporary folder to `.ready`, and then its files into place."""
-    with folder_lock(ready.parent):
-        place_files(ready.parent)  # finishes another save that was interrupted meanwhile
-        os.rename(staged, ready)
-        atomic.fsync_path(ready.parent)
-        place_files(ready.parent)
-
-
-def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the card of a folder whose files are complete: `facts`, and each file's size and SHA-256."""
-    files = {
-        f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)}
-        for f in sorted(folder.iterdir())
-        if f.name != CARD
-    }
-    card = {"format": FORMAT, "dunes": __version__, **facts, "files": files}
-    (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
-
-
 def special_ids(tokenizer: Tokenizer | None) -> dict[str, int | None]:
     """Special token ids for config.json."""
     if tokenizer is None:
@@ -238,76 +181,25 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer | None, context_length: i
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def load_tokenizer(source: Source, folder: Path | None = None) -> Tokenizer | None:
-    """The tokenizer for a model, by default from the model's folder; None, with a warning, if the folder has none.
+def rewrite(
+    source: Path, out: Path, edit: Callable[[], Edit[T]], writing: AbstractContextManager[Any] | None = None
+) -> T:
+    """Edit the model in `source`, write it to the new folder `out`, compare both, and return the report.
 
-    Raises ValueError like `check_vocabulary`.
+    The result is written in the context `writing` into a temporary folder, read back and compared, and then
+    renamed into place. Raises ValueError, before any work, if `out` exists or another process writes to it.
     """
-    folder = folder or source.folder
-    if (tokenizer := Tokenizer.load_if_present(folder)) is None:
-        files = "tokenizer.json, tokenizer.model or tekken.json"
-        warnings.warn(f"{folder}: no {files}; tokenizer is None", stacklevel=2)
-    check_vocabulary(source, tokenizer)
-    return tokenizer
+    require_new_folder(source, out)
+    reports: list[T] = []
+    with exclusive_folder(out):
+        require_new_folder(source, out)  # another process may have written it before the lock
+        write, compare = edit()
 
+        def check(staged: Path) -> Mapping[str, Any]:
+            report, entries = compare(staged)
+            reports.append(report)
+            return entries
 
-def load_decoder(source: Source) -> Decoder:
-    """The model with its weights, which are memory-mapped with copy on write.
-
-    If the weights do not fit the model, raises ValueError, listing all differences, before any weight is read.
-    """
-    weights, model = source.weights(), source.outline()
-    if source.own is None:
-        weights = _to_one_dtype(source, weights)
-        model.load_state_dict({name: tensor.read() for name, tensor in weights.items()}, assign=True)
-    else:
-        architectures.fill(model, weights, source.card)
-        lora.set_adapter(model, source.card.get("adapter"))
-    _mask(model, source)
-    return model
-
-
-def _mask(model: nn.Module, source: Source) -> None:
-    """Mask the pruned layers that the card lists. Raises ValueError if the model does not have these layers."""
-    places = source.card.get(MASKED, [])
-    try:
-        mask_linears(model, places)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{source.folder / CARD}: {MASKED!r}: {error}") from None
-
-
-def _to_one_dtype(source: Source, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The weights in one dtype. If dtypes differ: the config's if a weight has it, or else the promoted dtype."""
-    dtypes = {w.dtype for w in weights.values()}
-    if len(dtypes) == 1:
-        return weights
-    configured = str(source.hf_config.get("dtype") or source.hf_config.get("torch_dtype"))
-    matching = [dtype for dtype in dtypes if str(dtype).removeprefix("torch.") == configured]
-    return cast(weights, matching[0] if matching else reduce(torch.promote_types, dtypes))
-
-
-def check_vocabulary(source: Source, tokenizer: Tokenizer | None) -> None:
-    """Raise ValueError unless every id of the tokenizer has a row in the embedding; more rows are allowed.
-
-    Warns about BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary.
-    """
-    rows, path, keys = source.vocab, source.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
-    # -1 means none in old files.
-    special = {key: listed for key in keys if (listed := configured_ids(path, source.hf_config, key, least=-1))}
-    if rows is None:
-        return
-    ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
-    configured = () if tokenizer is None else tokenizer.configured_ids
-    largest = max([*configured, *(i for ids in special.values() for i in ids)], default=0)
-    if ids > rows or padding >= rows:
-        named = ", ".join(f"{k} {v}" for k, v in special.items())
-        raise ValueError(
-            f"{source.folder}: the embedding has {rows} rows, the tokenizer {ids} ids, special ids "
-            f"are up to {largest} ({named}); each id needs a row"
-        )
-    if largest >= rows:
-        warnings.warn(
-            f"{source.folder}: special ids are up to {largest} in config.json or generation_config.json, the "
-            f"embedding has {rows} rows; no text begins or ends with them",
-            stacklevel=2,
-        )
+        with writing or nullcontext():
+            write(folder=out, check=check)
+    return reports[0]

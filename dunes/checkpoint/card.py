@@ -1,29 +1,24 @@
-"""Read a model folder: its card `dunes.json`, its files' digests in the card, and complete or interrupted saves.
+"""The card of a model folder, `dunes.json`, with its files' digests; and saves, which are put in place whole."""
 
-For a path that is no model folder, an error message says what it is and names a remedy.
-"""
-
+import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dunes.checkpoint.formats.native import PARAMS
+from dunes import __version__
 from dunes.checkpoint.weights.safetensors_file import INDEX, quote
 from dunes.checkpoint.weights.safetensors_file import SINGLE as WEIGHTS
 from dunes.files import atomic, json_file
 from dunes.files.atomic import folder_lock
 from dunes.files.model_file import find_file, listed_file
-from dunes.text.gguf_file import SUFFIX
 from dunes.units import plural
 
 CARD = "dunes.json"
 FORMAT = 3
 CONFIG = "config.json"
-SINGLE = ("model.safetensors", "pytorch_model.bin")
-"""File names of unsharded weights; an index of shards has such a name with the suffix .index.json."""
 ADAPTER = "adapter_config.json"
 UNFINISHED = ".unfinished"
 """Subfolder with the finished parts of a change that is in progress."""
@@ -37,46 +32,6 @@ def ready_folder(folder: Path) -> Path:
     if (folder / READY).is_symlink():
         raise ValueError(f"{folder / READY}: a link, not the folder of a save of ours; remove it")
     return folder / READY
-
-
-def is_model_folder(folder: Path) -> bool:
-    """True if a folder has files with the names of a model's files, or an unfinished save. No file is read."""
-    if any((folder / name).exists() for name in (READY, CARD, ADAPTER, PARAMS)):  # CARD comes before READY goes
-        return True
-    weights = [name for single in SINGLE for name in (single, f"{single}.index.json")]
-    return (folder / CONFIG).is_file() and any((folder / name).exists() for name in weights)
-
-
-def explain(path: Path) -> str:
-    """One sentence that says what a path is instead of a model folder, and the remedy."""
-    if not os.path.lexists(path):
-        return f"{path}: no such folder"
-    if not path.is_dir():
-        return f"{path}: a file, not a model folder; name a model folder"
-    if (path / ADAPTER).is_file():
-        return f"{path}: an adapter, not a whole model; merge it first: dunes augment merge {path} OUT"
-    if _is_run(path):
-        return (
-            f"{path}: a run without a model yet, still training, or stopped before its first save; continue it "
-            f"with --resume --out {path}"
-        )
-    if (path / UNFINISHED).is_dir():
-        return f"{path}: an unfinished model; remove it, or run the dunes augment command that began it again"
-    inside = sorted(
-        f for f in (*path.glob("*"), *path.glob("snapshots/*")) if f.suffix == SUFFIX or is_model_folder(f)
-    )
-    if inside:
-        return f"{path}: not a model folder; it holds {', '.join(map(str, inside[:3]))}; name one"
-    names = ", ".join([*SINGLE, *(f"{s}.index.json" for s in SINGLE)])
-    missing = "no weights" if (path / CONFIG).is_file() else "not a model folder"
-    return f"{path}: {missing}; looked for {CONFIG} with {names}, and consolidated.* with {PARAMS}"
-
-
-def _is_run(folder: Path) -> bool:
-    """True if a folder has the state of a training run."""
-    state, files = folder / "state", ("plan.json", "tokenizer.json")
-    known = any((state / name).is_file() for name in files) or any(state.glob("step-[0-9]*"))
-    return known or (state.is_dir() and not any(state.iterdir()))
 
 
 def read_card(folder: Path) -> dict[str, Any]:
@@ -102,12 +57,12 @@ def listed_files(folder: Path, card: Mapping[str, Any]) -> dict[str, tuple[int, 
 
 
 def verified_card(folder: Path, max_bytes: float = atomic.LARGE) -> dict[str, Any]:
-    """The card of a folder, or {} if it has none. Raises ValueError if a file differs from its entry in the card.
+    """The card of a folder after `finish_save`, or {}. Raises ValueError for a file that differs from its entry.
 
     Each listed file must be a plain file in the folder with the listed size. If all files have at most `max_bytes`
     in total, each must also have the listed SHA-256.
     """
-    card = read_card(folder)
+    card = read_card(finish_save(folder))
     files = listed_files(folder, card)
     paths = {name: listed_file(folder, name, folder / CARD) for name in files}
     for name, (size, _) in files.items():
@@ -126,16 +81,6 @@ def _file_error(folder: Path, name: str, reason: str) -> ValueError:
         f"{folder / name}: not the bytes that were written ({reason}); the save was interrupted or the file was "
         f"changed since; if it was changed on purpose, set 'files' to {{}} in {folder / CARD}"
     )
-
-
-def readable_folder(folder: Path) -> Path:
-    """The folder of a model, adapter or network, or the GGUF file, after `finish_save`.
-
-    For any other path, raises ValueError with the text of `explain`.
-    """
-    if not (folder.suffix == SUFFIX and folder.is_file()) and not is_model_folder(folder):
-        raise ValueError(explain(folder))
-    return finish_save(folder)
 
 
 def finish_save(folder: Path) -> Path:
@@ -200,3 +145,83 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
             stat = path.stat()
             stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
     return stamps
+
+
+def has_own_form(card: Mapping[str, Any]) -> bool:
+    """True if a card describes a model that no Hugging Face config describes."""
+    return isinstance(card.get("family"), dict) or isinstance(card.get("structure"), dict)
+
+
+def write_files(folder: Path, fill: Callable[[Path], None], size: int) -> None:
+    """Write about `size` bytes of files into a folder atomically; `fill` writes them into a temporary folder.
+
+    Several processes may save at once; the last to finish wins.
+    """
+    finish_save(folder)
+    atomic.write_folder(ready_folder(folder), fill, size, _publish)
+
+
+def _publish(staged: Path, ready: Path) -> None:
+    """Rename the temporary folder to `.ready`, and then its files into place."""
+    with folder_lock(ready.parent):
+        place_files(ready.parent)  # finishes another save that was interrupted meanwhile
+        os.rename(staged, ready)
+        atomic.fsync_path(ready.parent)
+        place_files(ready.parent)
+
+
+def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write the card of a folder whose files are complete: `facts`, and each file's size and SHA-256."""
+    files = {
+        f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)}
+        for f in sorted(folder.iterdir())
+        if f.name != CARD
+    }
+    card = {"format": FORMAT, "dunes": __version__, **facts, "files": files}
+    (folder / CARD).write_text(json.dumps(card, indent=2) + "\n")
+
+
+@contextmanager
+def exclusive_folder(out: Path) -> Iterator[None]:
+    """Create the folder and lock it in the context; if the body raises, folders created here are removed.
+
+    Raises ValueError if another process has the lock.
+    """
+    created = [p for p in (out, *out.parents) if not p.exists()]
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with folder_lock(out, wait=False), ExitStack() as stack:
+            shutil.rmtree(out / UNFINISHED, ignore_errors=True)  # left by a change that was killed
+            stack.callback(shutil.rmtree, out / UNFINISHED, ignore_errors=True)
+            yield
+    except BlockingIOError:
+        raise ValueError(f"{out}: another process is writing there; wait for it or choose another name") from None
+    except BaseException:
+        for path in created:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def require_new_folder(source: Path, out: Path) -> None:
+    """Raise ValueError unless `out` is a new or empty folder, and neither it nor the source contains the other."""
+    a, b = source.resolve(), out.resolve()
+    if a == b or a in b.parents or b in a.parents:
+        raise ValueError(f"{out}: source and result must not contain each other; choose another folder")
+    existing = next(p for p in (out, *out.absolute().parents) if p.exists() or p.is_symlink())
+    if not existing.is_dir():
+        raise ValueError(f"{existing}: exists and is not a folder; choose another name")
+    ready = out / READY
+    if links := [path for path in (ready, out / UNFINISHED) if path.is_symlink()]:
+        raise ValueError(f"{links[0]}: a link, not a folder of ours; remove it, or choose another folder")
+    if ready.is_dir():
+        with folder_lock(out):  # another process may be renaming the files
+            # A complete save: remove it if no file was renamed into place yet, else finish it.
+            shutil.rmtree(ready) if _empty(out) and (ready / CARD).is_file() else finish_save(out)
+    if out.exists() and (ready.exists() or not _empty(out)):
+        raise ValueError(f"{out}: exists already; choose another name, or remove it")
+
+
+def _empty(path: Path) -> bool:
+    """True if the folder is empty except for hidden files, which an interrupted conversion leaves."""
+    return all(p.name.startswith(".") for p in path.iterdir())

@@ -19,13 +19,12 @@ from dunes import checkpoint, tree
 from dunes.augment import Adapted, dequantize
 from dunes.augment.quantized import Grid, GroupInt, Int8, Quantized, pack, unpack
 from dunes.checkpoint.architecture import Architecture
-from dunes.checkpoint.convert import Edit, rewrite
-from dunes.checkpoint.folder import hf_parts, inherited, require_described, special_ids, write_model
 from dunes.checkpoint.formats.quantized_weights import BITS, FORMAT, NAME, PACKED
-from dunes.checkpoint.model_folder import readable_folder
+from dunes.checkpoint.open import readable_folder
 from dunes.checkpoint.verify import EXACT, check_written, model_logits
 from dunes.checkpoint.verify import PACKED as TOLERANCE
 from dunes.checkpoint.weights.lazy_tensor import in_memory
+from dunes.checkpoint.write import Edit, hf_parts, inherited, require_described, rewrite, special_ids, write_model
 from dunes.models import written_names
 from dunes.models.names import to_theirs
 from dunes.parts import Decoder
@@ -38,7 +37,7 @@ ZERO_POINTS = (
 """https://github.com/vllm-project/llm-compressor/issues/1618"""
 
 
-def export_packed(folder: Path, out: Path) -> str:
+def write(folder: Path, out: Path) -> str:
     """Write the quantized model in `folder` to `out` with packed codes; returns a line on the result.
 
     Raises ValueError if `out` exists, if the model has no quantized layers, has adapters, or has layers that the
