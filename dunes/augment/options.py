@@ -21,6 +21,7 @@ Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
 """Methods of quantization. Each method except RTN is implemented by a file of this name in `augment`."""
 RTN, CALIBRATED = "rtn", ("gptq",)  # rounds to nearest; need calibration text
+Variant = Literal["lora", "rslora", "dora", "pissa"]
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
 Split = Literal["random", "cluster", "importance"]
 Gate = Literal["linear", "noisy"]
@@ -275,6 +276,14 @@ class Lora(Options):
     seed: int = 0
     dtype: str = "float32"
     """Dtype of the adapter; the base may have another dtype."""
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{name: {name: True} for name in get_args(Variant)},
+    "lora": {},
+    "pissa": {"init": "pissa"},
+}
+"""The options of `Lora` by the name of a variant of LoRA, which is also a method of finetuning."""
 
 
 @dataclass(frozen=True, kw_only=True)

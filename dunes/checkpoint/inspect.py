@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.options import Lora
 from dunes.checkpoint.base import BaseRecord, is_unchanged
 from dunes.checkpoint.folder import check_vocabulary, load_decoder, load_tokenizer
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, is_reference
@@ -185,8 +184,8 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     adapter.
     """
     folder = readable_folder(folder)
-    options, card = PeftConfig.read(folder / ADAPTER).options, verified_card(folder)
-    lines = list(_adapter_lines(folder, options, card))
+    card = verified_card(folder)
+    lines = list(_adapter_lines(folder, PeftConfig.read(folder / ADAPTER), card))
     try:
         source = open_verified_source(base_folder(folder), max_bytes=math.inf)
         load_tokenizer(source, tokenizer_folder(folder))
@@ -209,14 +208,13 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     return [*lines, f"loads       {'yes' if reason is None else f'no: {reason}'}"], reason
 
 
-def _adapter_lines(folder: Path, options: Lora, card: Mapping[str, Any]) -> Iterator[str]:
+def _adapter_lines(folder: Path, peft: PeftConfig, card: Mapping[str, Any]) -> Iterator[str]:
     stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
-    method = "DoRA" if options.dora else "rsLoRA" if options.rslora else "LoRA"
     size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
     if is_reference(card):
         yield "adapter     none; the base is used as it is"
         return
-    yield f"adapter     {method}, rank {options.rank}, alpha {options.alpha:g}: {size}"
+    yield f"adapter     {peft.title}, rank {peft.options.rank}, alpha {peft.options.alpha:g}: {size}"
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
     module_ends = Counter(module.rpartition(".")[2] for module in modules)
     counts = [f"{end} {plural(n, 'time')}" for end, n in module_ends.items()]

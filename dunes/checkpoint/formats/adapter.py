@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import Change, lora
-from dunes.augment.adapted import Adapter, LoraConfig, dense, is_embedding, sides
-from dunes.augment.options import Lora
+from dunes.augment.adapted import Adapter, EmbeddingAdapter, LoraConfig, dense, is_embedding, sides
+from dunes.augment.options import VARIANTS, Lora
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import hf_config_of
 from dunes.checkpoint.base import (
@@ -57,6 +57,8 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 NO_ADAPTER = LoraConfig(1, 1.0)
 """The settings in the adapter_config.json of a mere reference to a base."""
+PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
+"""Dimensions and name in PEFT's files of the tensors of all variants of LoRA."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,13 @@ def save_adapter(
     folder with a model that dunes did not save, which would hide the adapter.
     """
     folder, adapter_base = Path(folder), adapter_base_of(model, family)
-    factors, lora_config = list[tuple[Target, Factors]](), NO_ADAPTER
+    factors, lora_config, settings = list[tuple[Target, Factors]](), NO_ADAPTER, _variant_settings(Adapter)
     if name is not None:
         factors = peft_factors(model, name, family)
-        lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
+        adapters = [outer[name] for outer in lora.adapted_modules(model, name).values()]
+        lora_config, settings = adapters[0].config, _variant_settings(*map(type, adapters))
     read_consistently(folder, _refuse_foreign_model)
-    config = _peft_config(factors, adapter_base, lora_config)
+    config = _peft_config(factors, adapter_base, lora_config) | settings
     config["base_model_name_or_path"], recorded_base = _locate_base(base, folder)
     config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
     weights = in_memory({PREFIX + k: w for k, w in _peft_keys(factors, adapter_base)})
@@ -189,7 +192,8 @@ def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dic
 
 def _factors(adapter: Adapter) -> Factors:
     a, b = (t.detach() for t in adapter.factors())
-    return Factors(a, b, adapter.config.scale, None if adapter.magnitude is None else adapter.magnitude.detach())
+    others = {name: getattr(adapter, name).detach() for name in adapter.PARAMETERS.keys() - {"A", "B"}}
+    return Factors(a, b, adapter.config.scale, others)
 
 
 def _peft_targets(base: AdapterBase, modules: Iterable[str]) -> list[Target]:
@@ -214,12 +218,9 @@ def _peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iter
         path = target.path
         if target.stacked:
             path = target.parent + ("" if target == outermost[target.parent] else ".base_layer")
-        parts = {"lora_A.weight": f.A, "lora_B.weight": f.B}
-        if is_embedding(base.modules[target.modules[0]]):
-            parts = {"lora_embedding_A": f.A, "lora_embedding_B": f.B}
-        elif f.magnitude is not None:
-            parts["lora_magnitude_vector"] = f.magnitude
-        yield from ((f"{path}.{part}", tensor) for part, tensor in parts.items())
+        embedding = is_embedding(base.modules[target.modules[0]])
+        names = PARAMETERS | (EmbeddingAdapter.PARAMETERS if embedding else {})
+        yield from ((f"{path}.{names[part][1]}", t) for part, t in {"A": f.A, "B": f.B, **f.others}.items())
 
 
 MISREAD = {"gate_proj", "up_proj", "down_proj"}
@@ -253,8 +254,10 @@ def _peft_config(
     # In a model with such experts, PEFT takes every module of these names for theirs; a parameter it does not.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
-    if shared and settings.dora:
-        raise ValueError(f"{min(shared)}: PEFT takes it for an expert's, which DoRA cannot adapt; use LoRA there")
+    if shared and any(f.others for _, f in factors):
+        raise ValueError(
+            f"{min(shared)}: PEFT takes it for an expert's, which gets plain LoRA only; use that there"
+        )
     names = {path: f"{path}.weight" if path in shared else path for path in others}
     # Older versions match a pattern only after a dot.
     patterns = {path: re.escape(name.partition(".")[2] or name) for path, name in names.items()}
@@ -273,8 +276,13 @@ def _peft_config(
         "rank_pattern": {pattern: ranks[path] for path, pattern in patterns.items()},
         "alpha_pattern": {pattern: alphas[path] for path, pattern in patterns.items()},
         "use_rslora": settings.rslora,
-        "use_dora": settings.dora,
     }
+
+
+def _variant_settings(*classes: type[Adapter]) -> dict[str, bool]:
+    """The settings in adapter_config.json that say which variants of LoRA these classes of adapters are."""
+    variants = [v for v in lora.VARIANTS.values() if v.PEFT_SETTING]
+    return {v.PEFT_SETTING: any(issubclass(cls, v) for cls in classes) for v in variants}
 
 
 def _leaf(path: str) -> str:
@@ -335,18 +343,30 @@ class PeftConfig:
         config = json_file.read(path)
         try:
             _refuse_unsupported(config)
+            variants = [name for name, cls in lora.VARIANTS.items() if config.get(cls.PEFT_SETTING)]
             options = Lora(
                 rank=_positive_number("r", config.get("r", 8), int),
                 alpha=_positive_number("lora_alpha", config.get("lora_alpha", 8), float),
                 rslora=bool(config.get("use_rslora")),
-                dora=bool(config.get("use_dora")),
                 dropout=float(config.get("lora_dropout") or 0.0),
+                **{key: value for name in variants for key, value in VARIANTS[name].items()},
             )
             ranks = _read_patterns("rank_pattern", config, int)
             alphas = _read_patterns("alpha_pattern", config, float)
         except (AttributeError, TypeError, ValueError, re.error) as error:
             raise ValueError(f"{path}: {error}") from None
         return cls(path, options, ranks, alphas, _target_modules(config))
+
+    @property
+    def variant(self) -> type[Adapter]:
+        """The class of the adapters."""
+        return lora.adapter_class(self.options.request())
+
+    @property
+    def title(self) -> str:
+        """The name of the variant of LoRA, for users."""
+        plain = "rsLoRA" if self.options.rslora else "LoRA"
+        return plain if self.variant is Adapter else self.variant.__name__
 
     def of(self, target: Target) -> tuple[int, float]:
         """Rank and scale of a target."""
@@ -364,7 +384,7 @@ class PeftConfig:
 
 KNOWN_SETTINGS = {
     *("peft_type", "init_lora_weights", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
-    *("use_rslora", "use_dora", "lora_dropout"),
+    *("use_rslora", "lora_dropout", *(cls.PEFT_SETTING for cls in lora.VARIANTS.values())),
     *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform"),
     *("loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
@@ -432,15 +452,9 @@ def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> 
         )
 
 
-PARTS = {
-    "lora_A.weight": "A",
-    "lora_B.weight": "B",
-    "lora_embedding_A": "A",
-    "lora_embedding_B": "B",
-    "lora_magnitude_vector": "magnitude",
-    "lora_magnitude_vector.weight": "magnitude",
-    "base_layer.weight": "base",
-}
+_NAMES = [(key, name) for table in (PARAMETERS, EmbeddingAdapter.PARAMETERS) for name, (_, key) in table.items()]
+PARTS = {"base_layer.weight": "base", **dict(_NAMES), **{f"{key}.weight": name for key, name in _NAMES}}
+"""The tensors of an adapter by the end of their names, which some versions of PEFT end with `.weight`."""
 
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
@@ -461,16 +475,17 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
     """Factors of each module, from the adapter's file. Raises ValueError, naming a tensor that does not fit."""
     factors, adapted = dict[str, Factors](), set[str]()
+    expected = peft.variant.PARAMETERS.keys()
     for module, group in _group_tensors(folder).items():
         target = _find_target(folder, module, group, base)
         if "base" in group:
             _check_embedding(folder, module, group.pop("base"), base.modules[target.modules[0]])
             if not group:
                 continue
-        if group.keys() != {"A", "B"} | ({"magnitude"} if peft.options.dora else set()):
+        if group.keys() != expected:
             raise ValueError(
-                f"{folder}: {module} has {', '.join(sorted(group))}; expected A and B, and with "
-                f"use_dora, which is {peft.options.dora}, a magnitude; download the files again"
+                f"{folder}: {module} has {', '.join(sorted(group))}; by {ADAPTER}, expected "
+                f"{', '.join(sorted(expected))}; download the files again"
             )
         adapted.update(target.modules)
         for name, part in split_factors(
@@ -516,7 +531,8 @@ def _misfits(target: Target, group: Weights, base: AdapterBase) -> list[str]:
     inputs = sides(base.modules[target.modules[0]])[0]
     outputs = sum(sides(base.modules[module])[1] for module in target.rows[0])
     rank = group["A"].shape[0] if "A" in group and group["A"].shape else 0
-    expected = {"A": (rank, inputs), "B": (outputs, rank), "magnitude": (outputs,)}
+    size = {"R": rank, "I": inputs, "O": outputs}
+    expected = {name: tuple(size[dim] for dim in dims) for name, (dims, _) in PARAMETERS.items()}
     return [
         f"{part} is {w.shape}, expected {expected.get(part)}"
         for part, w in group.items()
@@ -537,7 +553,7 @@ def _read_target(module: str, group: Weights, target: Target, peft: PeftConfig, 
     read = {part: stored.read().float() for part, stored in group.items()}
     if infinite := [part for part, tensor in read.items() if not tensor.isfinite().all()]:
         raise ValueError(f"{module}: {infinite[0]} has values that are not finite; training diverged")
-    return Factors(read["A"], read["B"], scale, read.get("magnitude"))
+    return Factors(read.pop("A"), read.pop("B"), scale, read)
 
 
 def _check_embedding(folder: Path, module: str, stored: LazyTensor, base: nn.Module) -> None:
@@ -553,8 +569,5 @@ def _check_embedding(folder: Path, module: str, stored: LazyTensor, base: nn.Mod
 def _copy_factors(model: nn.Module, factors: Mapping[str, Factors], name: str) -> None:
     wrapped = lora.adapted_modules(model, name)
     for module, f in factors.items():
-        adapter = wrapped[module][name]
-        adapter.A.copy_(f.A)
-        adapter.B.copy_(f.B)
-        if adapter.magnitude is not None and f.magnitude is not None:
-            adapter.magnitude.copy_(f.magnitude)
+        for part, tensor in {"A": f.A, "B": f.B, **f.others}.items():
+            getattr(wrapped[module][name], part).copy_(tensor)
