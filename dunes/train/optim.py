@@ -14,7 +14,7 @@ https://arxiv.org/abs/1711.05101 (AdamW), https://www.cs.toronto.edu/~hinton/cou
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,13 @@ def muon(
     return CombinedOptimizer(optimizers) if len(optimizers) > 1 else optimizers[0]
 
 
+def muon_flops(model: nn.Module) -> float:
+    """FLOPs per step of Muon's five Newton-Schulz iterations on all trainable matrices of linear layers."""
+    trained = [p for m in tree.linears(model) for p in m.parameters() if p.requires_grad and p.dim() == 2]
+    sorted_sides = (sorted(p.shape) for p in trained)
+    return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sorted_sides)
+
+
 def muon_split(model: nn.Module, where: tree.Where | None = None) -> dict[str, list[str]]:
     """Names of the parameters that `muon` trains with Muon (key "muon") and with AdamW (key "adamw")."""
     matrices, named = _hidden_matrices(model, where), _trainable(model)
@@ -131,6 +138,40 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     widths = Counter(m.in_features for m in linears)
     unread = [m for m in linears if widths[m.out_features] == (m.in_features == m.out_features)]
     return unread or linears[-1:]
+
+
+class NamedOptimizer(NamedTuple):
+    """An optimizer that `dunes train --optimizer` can name."""
+
+    build: Callable[[nn.Module, float, float | None, torch.dtype], Optimizer]
+    """Called with the model, the learning rate, the weight decay or None, and the dtype of matrix products."""
+    lr: tuple[float, float] | None = None
+    """Default rates for a new model and for one that is trained on; None if it is by the model's width."""
+    lr_of_adamw: float = 1.0
+    """The default rate by width, relative to AdamW's."""
+    flops: Callable[[nn.Module], float] = lambda model: 0.0
+    """FLOPs per step of the matrix products of its updates."""
+
+
+def _muon(model: nn.Module, lr: float, decay: float | None, products: torch.dtype) -> Optimizer:
+    if decay is None:
+        return muon(model, lr, lr / 2, products=products)
+    return muon(model, lr, lr / 2, decay=decay, adam_decay=decay, products=products)
+
+
+OPTIMIZERS = {
+    # A third of the rate for a new model (docs/log/training.md, "Training on").
+    "muon": NamedOptimizer(_muon, (0.02, 0.006), flops=muon_flops),
+    "adamw": NamedOptimizer(lambda model, lr, decay, _: adamw(model, lr, decay=decay or 0.0)),
+}
+"""The optimizers of `dunes train` by name; the first is the default."""
+
+
+def named_optimizer(name: str | None) -> NamedOptimizer:
+    """The optimizer with this name; the default if it is None. Raises ValueError for an unknown name."""
+    if name is not None and name not in OPTIMIZERS:
+        raise ValueError(f"--optimizer is {name!r:.60}; it must be one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name or next(iter(OPTIMIZERS))]
 
 
 def scale_rates(optimizer: Optimizer, factors: Mapping[Tensor, float]) -> None:
