@@ -140,40 +140,6 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     return unread or linears[-1:]
 
 
-class NamedOptimizer(NamedTuple):
-    """An optimizer that `dunes train --optimizer` can name."""
-
-    build: Callable[[nn.Module, float, float | None, torch.dtype], Optimizer]
-    """Called with the model, the learning rate, the weight decay or None, and the dtype of matrix products."""
-    lr: tuple[float, float] | None = None
-    """Default rates for a new model and for one that is trained on; None if it is by the model's width."""
-    lr_of_adamw: float = 1.0
-    """The default rate by width, relative to AdamW's."""
-    flops: Callable[[nn.Module], float] = lambda model: 0.0
-    """FLOPs per step of the matrix products of its updates."""
-
-
-def _muon(model: nn.Module, lr: float, decay: float | None, products: torch.dtype) -> Optimizer:
-    if decay is None:
-        return muon(model, lr, lr / 2, products=products)
-    return muon(model, lr, lr / 2, decay=decay, adam_decay=decay, products=products)
-
-
-OPTIMIZERS = {
-    # A third of the rate for a new model (docs/log/training.md, "Training on").
-    "muon": NamedOptimizer(_muon, (0.02, 0.006), flops=muon_flops),
-    "adamw": NamedOptimizer(lambda model, lr, decay, _: adamw(model, lr, decay=decay or 0.0)),
-}
-"""The optimizers of `dunes train` by name; the first is the default."""
-
-
-def named_optimizer(name: str | None) -> NamedOptimizer:
-    """The optimizer with this name; the default if it is None. Raises ValueError for an unknown name."""
-    if name is not None and name not in OPTIMIZERS:
-        raise ValueError(f"--optimizer is {name!r:.60}; it must be one of {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[name or next(iter(OPTIMIZERS))]
-
-
 def scale_rates(optimizer: Optimizer, factors: Mapping[Tensor, float]) -> None:
     """Multiply the learning rate of each parameter in `factors` by its factor; parameter groups are split.
 
@@ -401,3 +367,37 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
     if any(group.get(name) for group in optimizer.param_groups for name in _UNKNOWN):
         return None
     return _OF_TORCH.get(type(optimizer))
+
+
+class NamedOptimizer(NamedTuple):
+    """An optimizer that `dunes train --optimizer` can name."""
+
+    build: Callable[[nn.Module, float, float | None, torch.dtype], Optimizer]
+    """Called with the model, the learning rate, the weight decay or None, and the dtype of matrix products."""
+    lr: tuple[float, float] | None = None
+    """Default rates for a new model and for one that is trained on; None if it is by the model's width."""
+    lr_of_adamw: float = 1.0
+    """The default rate by width, relative to AdamW's."""
+    flops: Callable[[nn.Module], float] = lambda model: 0.0
+    """FLOPs per step of the matrix products of its updates."""
+
+
+def _muon(model: nn.Module, lr: float, decay: float | None, products: torch.dtype) -> Optimizer:
+    if decay is None:
+        return muon(model, lr, lr / 2, products=products)
+    return muon(model, lr, lr / 2, decay=decay, adam_decay=decay, products=products)
+
+
+OPTIMIZERS = {
+    # A third of the rate for a new model (docs/log/training.md, "Training on").
+    "muon": NamedOptimizer(_muon, (0.02, 0.006), flops=muon_flops),
+    "adamw": NamedOptimizer(lambda model, lr, decay, _: adamw(model, lr, decay=decay or 0.0)),
+}
+"""The optimizers of `dunes train` by name; the first is the default."""
+
+
+def named_optimizer(name: str | None) -> NamedOptimizer:
+    """The optimizer with this name; the default if it is None. Raises ValueError for an unknown name."""
+    if name is not None and name not in OPTIMIZERS:
+        raise ValueError(f"--optimizer is {name!r:.60}; it must be one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name or next(iter(OPTIMIZERS))]
