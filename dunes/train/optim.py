@@ -13,12 +13,13 @@ https://arxiv.org/abs/1711.05101 (AdamW), https://www.cs.toronto.edu/~hinton/cou
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from dunes import measure, tree
 from dunes.measure import ranks
@@ -295,7 +296,7 @@ class RuleOptimizer(Optimizer):
     compiled step.
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float, **defaults: float) -> None:
+    def __init__(self, params: ParamsT, lr: float, **defaults: float) -> None:
         super().__init__(params, {"lr": lr, **defaults})
 
     def start(self, p: Tensor) -> State:
