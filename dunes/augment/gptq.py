@@ -94,7 +94,7 @@ def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: C
 
 @torch.no_grad()
 def solve(
-    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], request: Mapping[str, Any]
+    model: nn.Module, ids: Tensor | None, grids: Mapping[str, Grid], request: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Steps], list[str]]]:
     """Quantize the linear layers at the places in `grids`, block by block, calibrated on `ids` (S, T) int64.
 
@@ -103,6 +103,7 @@ def solve(
     A layer that got fewer tokens than it has inputs is rounded to nearest. For each block, yields the scales and
     zero points (O, G) by place, and the list of places rounded to nearest.
     """
+    assert ids is not None, "decided with text"
     layers = modules_at(model, grids)
     solved, short = dict[str, Steps](), list[str]()
 

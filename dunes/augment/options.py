@@ -19,8 +19,8 @@ Where = tuple[str, ...]
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
-"""Methods of quantization. Each method except RTN is implemented by a file of this name in `augment`."""
-RTN, CALIBRATED = "rtn", ("gptq",)  # rounds to nearest; need calibration text
+"""Methods of quantization; `quantization.SOLVERS` has their functions."""
+RTN, CALIBRATED = "rtn", ("gptq",)  # rounds to nearest; need calibration text, the first is the default with it
 Variant = Literal["lora", "rslora", "dora", "pissa"]
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
 Split = Literal["random", "cluster", "importance"]
@@ -168,7 +168,7 @@ class Quantize(Options):
 
     NEXT = 'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf'
     SCORED = True
-    TEXT, READERS = "Text for gptq.", {"method": CALIBRATED}
+    TEXT, READERS = f"Text for {', '.join(CALIBRATED)}.", {"method": CALIBRATED}
 
     where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
     """Modules to quantize; a wildcard skips quantized ones, so that several kinds can be applied one after
