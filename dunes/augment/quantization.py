@@ -14,7 +14,7 @@ from dunes.augment.adapted import dense, linear_of
 from dunes.augment.calibrate import calibration_tokens, require_text
 from dunes.augment.change import Change, Part, float_dtype, part_name
 from dunes.augment.options import CALIBRATED, RTN, Quantize
-from dunes.augment.quantized import NF4, Grid, GroupInt, Int8, Quantized, Steps
+from dunes.augment.quantized import NF4, Grid, GroupInt, Int8, Quantized, QuantParams
 from dunes.progress import each
 from dunes.units import plural
 
@@ -36,7 +36,7 @@ def dequantize(model: nn.Module) -> list[str]:
     return tree.replace(model, places, make, reach="inner") if places else []
 
 
-Solver = Callable[..., Iterator[tuple[dict[str, Steps], list[str]]]]
+Solver = Callable[..., Iterator[tuple[dict[str, QuantParams], list[str]]]]
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 SOLVERS: dict[str, Solver] = {"gptq": gptq.solve}
 """The methods other than rounding to nearest: functions like `gptq.solve`; `ids` is None if they read no text."""
@@ -215,10 +215,10 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
         yield from map(Part, each(parts.values()))
         return
     grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
-    for steps, short in SOLVERS[method](model, ids, grids, change.request):
-        part = parts.pop(part_name(next(iter(steps))))
+    for qparams, short in SOLVERS[method](model, ids, grids, change.request):
+        part = parts.pop(part_name(next(iter(qparams))))
         to_nearest = {name: {**part.places[name], "method": "rtn"} for name in short}
-        yield Part(replace(part, places={**part.places, **to_nearest}), steps)
+        yield Part(replace(part, places={**part.places, **to_nearest}), qparams)
     yield from map(Part, parts.values())  # kinds without the method
 
 
@@ -234,7 +234,7 @@ def _require_finite(model: nn.Module, change: Change) -> None:
 
 @torch.no_grad()
 def fill(
-    model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, Steps]
+    model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, QuantParams]
 ) -> None:
     """Quantize the weights, with the scales and zero points in `solved` where given.
 
