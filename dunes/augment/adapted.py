@@ -26,6 +26,11 @@ class LoraConfig:
     rslora: bool = False
     dropout: float = 0.0
 
+    def __repr__(self) -> str:
+        """The text from which the digests of structures in saved folders were computed."""
+        settings = f"rank={self.rank}, alpha={self.alpha}, rslora={self.rslora}, dora=False, pissa=False"
+        return f"LoraConfig({settings}, dropout={self.dropout})"
+
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
@@ -54,11 +59,12 @@ class Adapter(nn.Module):
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
+        vars(self)["magnitude"] = None  # of plain LoRA, in the digests of structures in saved folders
         device = next(t.device for t in (*base.parameters(), *base.buffers()))
         size = {"R": config.rank, **dict(zip("IO", sides(base), strict=True))}
         for name, (dims, _) in self.PARAMETERS.items():
             empty = torch.empty([size[dim] for dim in dims], device=device, dtype=dtype)
-            self.register_parameter(name, nn.Parameter(empty))
+            setattr(self, name, nn.Parameter(empty))
 
     def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
         """Set initial values; the update is zero. `base` is the adapted module."""

@@ -214,7 +214,8 @@ def _adapter_lines(folder: Path, peft: PeftConfig, card: Mapping[str, Any]) -> I
     if is_reference(card):
         yield "adapter     none; the base is used as it is"
         return
-    yield f"adapter     {peft.title}, rank {peft.options.rank}, alpha {peft.options.alpha:g}: {size}"
+    method = peft.variant.__name__.replace("Adapter", "rsLoRA" if peft.options.rslora else "LoRA")
+    yield f"adapter     {method}, rank {peft.options.rank}, alpha {peft.options.alpha:g}: {size}"
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
     module_ends = Counter(module.rpartition(".")[2] for module in modules)
     counts = [f"{end} {plural(n, 'time')}" for end, n in module_ends.items()]

@@ -127,15 +127,15 @@ def save_adapter(
     folder with a model that dunes did not save, which would hide the adapter.
     """
     folder, adapter_base = Path(folder), adapter_base_of(model, family)
-    factors, lora_config, settings = list[tuple[Target, Factors]](), NO_ADAPTER, _variant_settings(Adapter)
+    factors, adapters = list[tuple[Target, Factors]](), list[Adapter]()
     if name is not None:
         factors = peft_factors(model, name, family)
         adapters = [outer[name] for outer in lora.adapted_modules(model, name).values()]
-        lora_config, settings = adapters[0].config, _variant_settings(*map(type, adapters))
     read_consistently(folder, _refuse_foreign_model)
-    config = _peft_config(factors, adapter_base, lora_config) | settings
+    config = _peft_config(factors, adapter_base, adapters)
     config["base_model_name_or_path"], recorded_base = _locate_base(base, folder)
-    config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
+    dropouts = [] if config["target_parameters"] else [a.config.dropout for a in adapters]  # PEFT: none on experts
+    config["lora_dropout"] = max(dropouts, default=0.0)
     weights = in_memory({PREFIX + k: w for k, w in _peft_keys(factors, adapter_base)})
     card = {
         "adapter": name,
@@ -227,13 +227,14 @@ MISREAD = {"gate_proj", "up_proj", "down_proj"}
 
 
 def _peft_config(
-    factors: Sequence[tuple[Target, Factors]], base: AdapterBase, settings: LoraConfig
+    factors: Sequence[tuple[Target, Factors]], base: AdapterBase, adapters: Sequence[Adapter]
 ) -> dict[str, Any]:
     """The adapter_config.json. It lists the last part of modules' names if all modules with that part are adapted.
 
     `r` and `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
     `alpha_pattern`.
     """
+    settings = next((a.config for a in adapters), NO_ADAPTER)
     paths = {t.path for t, _ in factors if not t.stacked}
     adaptable = _peft_targets(base, [module for module in base.modules if not module.endswith(".router")])
     left_out = {_leaf(t.path) for t in adaptable if not t.stacked and t.path not in paths}
@@ -276,13 +277,12 @@ def _peft_config(
         "rank_pattern": {pattern: ranks[path] for path, pattern in patterns.items()},
         "alpha_pattern": {pattern: alphas[path] for path, pattern in patterns.items()},
         "use_rslora": settings.rslora,
+        **{
+            v.PEFT_SETTING: any(isinstance(a, v) for a in adapters)
+            for v in lora.VARIANTS.values()
+            if v.PEFT_SETTING
+        },
     }
-
-
-def _variant_settings(*classes: type[Adapter]) -> dict[str, bool]:
-    """The settings in adapter_config.json that say which variants of LoRA these classes of adapters are."""
-    variants = [v for v in lora.VARIANTS.values() if v.PEFT_SETTING]
-    return {v.PEFT_SETTING: any(issubclass(cls, v) for cls in classes) for v in variants}
 
 
 def _leaf(path: str) -> str:
@@ -359,14 +359,7 @@ class PeftConfig:
 
     @property
     def variant(self) -> type[Adapter]:
-        """The class of the adapters."""
         return lora.adapter_class(self.options.request())
-
-    @property
-    def title(self) -> str:
-        """The name of the variant of LoRA, for users."""
-        plain = "rsLoRA" if self.options.rslora else "LoRA"
-        return plain if self.variant is Adapter else self.variant.__name__
 
     def of(self, target: Target) -> tuple[int, float]:
         """Rank and scale of a target."""
