@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -124,14 +123,10 @@ VARIANTS: dict[str, type[Adapter]] = {"dora": DoRA, "pissa": PiSSA}
 
 def adapter_class(request: Mapping[str, Any]) -> type[Adapter]:
     """The class of the adapters that these options ask for; it combines the classes of several variants."""
-    return _combined(tuple(cls for name, cls in VARIANTS.items() if OPTIONS_OF[name].items() <= request.items()))
-
-
-@cache
-def _combined(variants: tuple[type[Adapter], ...]) -> type[Adapter]:
-    if len(variants) > 1:
-        return type("".join(cls.__name__ for cls in variants), variants, {})
-    return variants[0] if variants else Adapter
+    classes = tuple(cls for name, cls in VARIANTS.items() if OPTIONS_OF[name].items() <= request.items())
+    if len(classes) < 2:
+        return next(iter(classes), Adapter)
+    return type("".join(cls.__name__ for cls in classes), classes, {})
 
 
 def decide(model: nn.Module, options: Lora) -> Change:

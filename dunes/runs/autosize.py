@@ -368,10 +368,8 @@ def learning_rate(config: TrainConfig, model: Decoder) -> float:
     """The configured peak learning rate, or the optimizer's default for this model."""
     if config.lr is not None:
         return config.lr
-    optimizer = named_optimizer(config.optimizer)
-    if optimizer.lr is not None:
-        return optimizer.lr[bool(config.base)]
-    return optimizer.lr_of_adamw * adamw_rate(sides(model.embed.token)[1])
+    lr = named_optimizer(config.optimizer).lr
+    return lr[bool(config.base)] if isinstance(lr, tuple) else lr * adamw_rate(sides(model.embed.token)[1])
 
 
 def build_optimizer(model: Decoder, config: TrainConfig) -> Optimizer:

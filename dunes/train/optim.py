@@ -375,10 +375,8 @@ class NamedOptimizer(NamedTuple):
 
     build: Callable[[nn.Module, float, float | None, torch.dtype], Optimizer]
     """Called with the model, the learning rate, the weight decay or None, and the dtype of matrix products."""
-    lr: tuple[float, float] | None = None
-    """Default rates for a new model and for one that is trained on; None if it is by the model's width."""
-    lr_of_adamw: float = 1.0
-    """The default rate by width, relative to AdamW's."""
+    lr: tuple[float, float] | float = 1.0
+    """Default rates of a new model and of one that is trained on, or a factor of AdamW's rate for the width."""
     flops: Callable[[nn.Module], float] = lambda model: 0.0
     """FLOPs per step of the matrix products of its updates."""
 

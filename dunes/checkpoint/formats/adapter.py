@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import Change, lora
-from dunes.augment.adapted import Adapter, EmbeddingAdapter, LoraConfig, dense, is_embedding, sides
+from dunes.augment.adapted import Adapter, EmbeddingAdapter, dense, is_embedding, sides
 from dunes.augment.options import VARIANTS, Lora
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import hf_config_of
@@ -55,8 +55,6 @@ from dunes.units import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
-NO_ADAPTER = LoraConfig(1, 1.0)
-"""The settings in the adapter_config.json of a mere reference to a base."""
 PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
 """Dimensions and name in PEFT's files of the tensors of all variants of LoRA."""
 
@@ -234,7 +232,7 @@ def _peft_config(
     `r` and `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
     `alpha_pattern`.
     """
-    settings = next((a.config for a in adapters), NO_ADAPTER)
+    rslora = any(a.config.rslora for a in adapters)
     paths = {t.path for t, _ in factors if not t.stacked}
     adaptable = _peft_targets(base, [module for module in base.modules if not module.endswith(".router")])
     left_out = {_leaf(t.path) for t in adaptable if not t.stacked and t.path not in paths}
@@ -248,8 +246,8 @@ def _peft_config(
         warnings.warn("PEFT refuses the out_proj of a Mamba-2; leave out blocks.*.attn.out for it", stacklevel=2)
     ranks = {t.path: f.rank // len(t.rows) for t, f in factors}
     # Rounding restores the alpha that the scale was computed from.
-    alphas = {t.path: round(f.scale * _divisor(ranks[t.path], settings.rslora), 10) for t, f in factors}
-    pairs = [(ranks[path], alphas[path]) for path in ranks] or [(settings.rank, settings.alpha)]
+    alphas = {t.path: round(f.scale * _divisor(ranks[t.path], rslora), 10) for t, f in factors}
+    pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # of a mere reference to a base
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
     # In a model with such experts, PEFT takes every module of these names for theirs; a parameter it does not.
@@ -276,7 +274,7 @@ def _peft_config(
         "lora_alpha": usual[1],
         "rank_pattern": {pattern: ranks[path] for path, pattern in patterns.items()},
         "alpha_pattern": {pattern: alphas[path] for path, pattern in patterns.items()},
-        "use_rslora": settings.rslora,
+        "use_rslora": rslora,
         **{
             v.PEFT_SETTING: any(isinstance(a, v) for a in adapters)
             for v in lora.VARIANTS.values()
