@@ -82,8 +82,8 @@ def test_many_weights_are_trained_on_by_adamw_unless_muon_is_asked_for(
 
 
 def test_an_unknown_optimizer_is_refused_before_anything_is_written(code, tmp_path):
-    with pytest.raises(ValueError, match="--optimizer"):
-        train(TrainConfig(sources=(str(code),), optimizer="adam", steps=1), tmp_path / "run", display()[0])
+    config = TrainConfig(sources=(str(code),), optimizer="adam", steps=1)
+    refuses("--optimizer", train, config, tmp_path / "run", display()[0])
     assert not (tmp_path / "run").exists()
 
 

@@ -102,10 +102,11 @@ class Adapter(nn.Module):
         return [(factor.shape[1], factor.shape[0]) for factor in self.factors()]
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The base's weight plus the update: (O, I) for a linear layer. Zeros of a pruned base stay zero."""
+        """The base's weight plus the update: (O, I), for an embedding (I, O). A pruned base keeps its zeros."""
         a, b = self.factors()
         with without_autocast(a):
-            weight = dense(base).to(dtype) + self.config.scale * (b.to(dtype) @ a.to(dtype))
+            update = self.config.scale * (b.to(dtype) @ a.to(dtype))
+            weight = dense(base).to(dtype) + (update.T if is_embedding(base) else update)
         return weight * (dense(base) != 0) if keeps_zeros(base) else weight
 
 
@@ -121,11 +122,6 @@ class EmbeddingAdapter(Adapter):
     def update(self, x: Tensor) -> Tensor:
         """The update of the output: ids (...) int64 -> (..., O)."""
         return F.linear(F.embedding(x, self.A.T), self.B) * self.config.scale
-
-    def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The embedding's weight (I, O) plus the update."""
-        with without_autocast(self.A):
-            return dense(base).to(dtype) + self.config.scale * (self.B.to(dtype) @ self.A.to(dtype)).T
 
 
 def keeps_zeros(module: nn.Module) -> bool:

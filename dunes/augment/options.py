@@ -278,11 +278,7 @@ class Lora(Options):
     """Dtype of the adapter; the base may have another dtype."""
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    **{name: {name: True} for name in get_args(Variant)},
-    "lora": {},
-    "pissa": {"init": "pissa"},
-}
+VARIANTS: dict[str, Any] = {n: {n: True} for n in get_args(Variant)} | {"lora": {}, "pissa": {"init": "pissa"}}
 """The options of `Lora` by the name of a variant of LoRA, which is also a method of finetuning."""
 
 

@@ -381,15 +381,13 @@ def build_optimizer(model: Decoder, config: TrainConfig) -> Optimizer:
     return named_optimizer(config.optimizer).build(model, learning_rate(config, model), config.weight_decay, dtype)
 
 
-def memory_advice(
-    config: TrainConfig, build: Build | None = None, text: int = 0, trainable: int | None = None
-) -> str:
+def memory_advice(config: TrainConfig, build: Build | None = None, **trained: Any) -> str:
     """A sentence with the estimated memory of a run, its largest parts, and the options that reduce it.
 
-    For a run with --from, `build` builds its model; `text` and `trainable` as in `estimate_memory`.
+    For a run with --from, `build` builds its model; `trained` as in `estimate_memory`.
     """
     options = "--batch, --context-length or --size" if build is None else "--batch or --context-length"
-    return f"{describe_memory(estimate_memory(config, build, text, trainable))}; reduce {options} to need less"
+    return f"{describe_memory(estimate_memory(config, build, **trained))}; reduce {options} to need less"
 
 
 def estimate_memory(

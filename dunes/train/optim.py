@@ -381,15 +381,15 @@ class NamedOptimizer(NamedTuple):
     """FLOPs per step of the matrix products of its updates."""
 
 
-def _muon(model: nn.Module, lr: float, decay: float | None, products: torch.dtype) -> Optimizer:
-    if decay is None:
-        return muon(model, lr, lr / 2, products=products)
-    return muon(model, lr, lr / 2, decay=decay, adam_decay=decay, products=products)
-
-
 OPTIMIZERS = {
     # A third of the rate for a new model (docs/log/training.md, "Training on").
-    "muon": NamedOptimizer(_muon, (0.02, 0.006), flops=muon_flops),
+    "muon": NamedOptimizer(
+        lambda model, lr, decay, products: muon(
+            model, lr, lr / 2, decay=0.01 if decay is None else decay, adam_decay=decay or 0.0, products=products
+        ),
+        (0.02, 0.006),
+        muon_flops,
+    ),
     "adamw": NamedOptimizer(lambda model, lr, decay, _: adamw(model, lr, decay=decay or 0.0)),
 }
 """The optimizers of `dunes train` by name; the first is the default."""
