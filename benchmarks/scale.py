@@ -44,8 +44,9 @@ def main(counts: tuple[int, ...] = (1, 8, 64), contexts: tuple[int, ...] = (2048
     """Print a table in Markdown."""
     from dunes.measure import machine, ranks
     from dunes.models import FAMILIES
-    from dunes.runs.autosize import flops, muon_flops
+    from dunes.runs.autosize import flops
     from dunes.runs.memory import Shape, train_allocations
+    from dunes.train.optim import muon_flops
 
     import torch
 

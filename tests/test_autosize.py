@@ -20,18 +20,17 @@ from dunes.runs.autosize import (
     Machine,
     activation_bytes,
     autosize_run,
+    build_optimizer,
     choose_size,
     estimate_memory,
     expected_bits,
     flops,
     memory_advice,
     meta_model,
-    muon_flops,
 )
 from dunes.runs.memory import Shape, process_memory
-from dunes.runs.train import build_optimizer
 from dunes.runs.train_config import TrainConfig, parse_size
-from dunes.train.optim import orthogonalise
+from dunes.train.optim import muon_flops, orthogonalise
 from dunes.tree import count, find, linear, linears
 from dunes.tree import replace as replace_modules
 
@@ -238,3 +237,11 @@ def test_the_optimizer_has_the_weight_decay_of_the_options(asked, decays):
     model = nn.Sequential(nn.Embedding(8, 4), *layers)
     groups = build_optimizer(model, TrainConfig(weight_decay=asked)).param_groups
     assert {group["weight_decay"] for group in groups} == decays
+
+
+def test_memory_is_estimated_with_the_state_of_the_named_optimizer():
+    config = TrainConfig(sources=(), context_length=16, batch=1, size="2x64", dtype="float32", threads=1)
+    muon, adamw = (estimate_memory(replace(config, optimizer=name))["optimizer"] for name in ("muon", "adamw"))
+    weights = estimate_memory(config)["parameters"]
+    assert 1.9 * weights < adamw < 2.1 * weights
+    assert weights < muon < 0.95 * adamw

@@ -60,7 +60,7 @@ def test_values_are_the_nearest_of_the_grid(grid, sides):
     weight = noise(*sides)
     weight[:, ::7] = 0.0
     layer = filled(weight, grid)
-    (scale, zero), width = layer.steps(), grid.width(sides[1])
+    (scale, zero), width = layer.qparams(), grid.width(sides[1])
     wide = [t.repeat_interleave(width, 1)[:, : sides[1]] for t in (scale, zero)]
     ends = torch.stack([(code - wide[1]) * wide[0] for code in (0, grid.highest)])
     inside = (weight >= ends.amin(0)) & (weight <= ends.amax(0))
@@ -74,7 +74,7 @@ def test_values_are_the_nearest_of_the_grid(grid, sides):
     if not grid.symmetric:
         assert (error <= 0.62 * wide[0]).all(), "zero points and scales are rounded"
     again = GroupInt(nn.Linear(*reversed(sides)), grid)
-    again.fill(layer.dense(), layer.steps())
+    again.fill(layer.dense(), layer.qparams())
     assert torch.equal(again.codes, layer.codes)
 
 

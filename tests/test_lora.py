@@ -19,8 +19,9 @@ from dunes.augment import (
     quantize,
     set_adapter,
 )
-from dunes.augment.adapted import Adapter, LoraConfig, dense
+from dunes.augment.adapted import LoraConfig, dense
 from dunes.augment.changes import decide_change, repeat_structure
+from dunes.augment.lora import DoRA
 from dunes.ops import low_rank
 from dunes.parts import Checkpointed
 from dunes.train import Trainer, adamw, cast_frozen, next_token
@@ -60,7 +61,7 @@ def dora_by_the_book(adapter, weight):
 def test_dora_equals_its_formula_in_values_and_gradients():
     linear = nn.Linear(12, 7).double()
     outer = Adapted(linear)
-    outer.adapters["a"] = adapter = Adapter(linear, LoraConfig(3, 5.0, dora=True), torch.float64)
+    outer.adapters["a"] = adapter = DoRA(linear, LoraConfig(3, 5.0), torch.float64)
     outer.active = "a"
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -645,3 +646,9 @@ def test_the_first_failure_is_reported_and_after_the_end_of_the_store_what_is_un
     assert [ranks._is_first_failure(ended, unknown) for unknown in (True, False)] == [True, False]
     store = dist.HashStore()
     assert [ranks._is_first_failure(store, True) for _ in range(2)] == [True, False]
+
+
+def test_the_rooms_that_ask_ranks_are_listed_there():
+    package = Path(ranks.__file__).parents[1]
+    asking = {f.relative_to(package).parts[0] for f in package.rglob("*.py") if "import ranks" in f.read_text()}
+    assert set(re.findall(r"`(\w+)`[,:]", ranks.__doc__)) == asking

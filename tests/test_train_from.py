@@ -21,7 +21,7 @@ from dunes.checkpoint.open import open_model
 from dunes.evaluate.text_loss import evaluate, evaluation_tokens
 from dunes.runs import train as train_module
 from dunes.runs.augment import augment_folder, records
-from dunes.runs.autosize import memory_advice
+from dunes.runs.autosize import build_optimizer, memory_advice
 from dunes.runs.finetune import finetune
 from dunes.runs.finetune_config import FinetuneConfig
 from dunes.runs.memory import measure_step
@@ -75,10 +75,16 @@ def test_many_weights_are_trained_on_by_adamw_unless_muon_is_asked_for(
     assert plan["optimizer"] == chosen
     assert plan["lr"] == pytest.approx(0.006 if chosen == "muon" else 2e-5 * 128**1.28)
     model = checkpoint.load(converted).model.float()
-    optimizer = train_module.build_optimizer(model, replace(config, optimizer=chosen))
+    optimizer = build_optimizer(model, replace(config, optimizer=chosen))
     parts = getattr(optimizer, "optimizers", [optimizer])
     assert [type(o).__name__ for o in parts].count("Muon") == (chosen == "muon")
     assert sum(p.numel() for o in parts for g in o.param_groups for p in g["params"]) == tree.count(model)
+
+
+def test_an_unknown_optimizer_is_refused_before_anything_is_written(code, tmp_path):
+    config = TrainConfig(sources=(str(code),), optimizer="adam", steps=1)
+    refuses("--optimizer", train, config, tmp_path / "run", display()[0])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("asked", "trained_with"), [(None, 0.1), (0.4, 0.4), (0.0, 0.0)])

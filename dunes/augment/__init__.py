@@ -20,15 +20,7 @@ if TYPE_CHECKING:
         repeat_structure,
         undo_change,
     )
-    from dunes.augment.lora import (
-        Merged,
-        adapter_active,
-        base_model,
-        detach,
-        merge,
-        row_adapters,
-        set_adapter,
-    )
+    from dunes.augment.lora import Merged, adapter_active, base_model, detach, merge, row_adapters, set_adapter
     from dunes.augment.quantization import dequantize
 __all__ = [
     "CHANGES", "Adapted", "Adapter", "Change", "Merged", "adapter_active", "apply_change", "attach", "base_model",

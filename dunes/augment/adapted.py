@@ -1,14 +1,13 @@
 """Low-rank adapters, and wrappers that give a linear layer or an embedding several adapters by name.
 
-LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732,
-DoRA https://arxiv.org/abs/2402.09353, PiSSA https://arxiv.org/abs/2404.02948
+LoRA https://arxiv.org/abs/2106.09685, rsLoRA https://arxiv.org/abs/2312.03732; variants of LoRA are in `lora.py`.
 """
 
 # Shapes: I inputs, O outputs (in embeddings: vocabulary size and width), R rank.
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +15,6 @@ from torch import Tensor, nn
 
 from dunes.ops import low_rank
 from dunes.ops.operation import autocast_enabled, without_autocast
-
-TINY = 1e-30
-"""Minimum for the squared norm of a row: untrained output projections have rows of zeros."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +24,12 @@ class LoraConfig:
     rank: int
     alpha: float
     rslora: bool = False
-    dora: bool = False
-    pissa: bool = False
     dropout: float = 0.0
+
+    def __repr__(self) -> str:
+        """The text from which the digests of structures in saved folders were computed."""
+        settings = f"rank={self.rank}, alpha={self.alpha}, rslora={self.rslora}, dora=False, pissa=False"
+        return f"LoraConfig({settings}, dropout={self.dropout})"
 
     @property
     def scale(self) -> float:
@@ -38,31 +37,40 @@ class LoraConfig:
 
 
 class Adapter(nn.Module):
-    """A LoRA update of a linear layer: scale * B(A(dropout(x))), with matrices `A` (R, I) and `B` (O, R).
+    """A LoRA update of a linear layer: scale * B(A(dropout(x))), with matrices `A` (R, I) and `B` (O, R)."""
 
-    With DoRA, each row of the updated matrix has a trained norm, in `magnitude` (O,). With PiSSA, `A` and `B` are
-    initialised from the base weight, and the update is scale * (B A - B0 A0), where `A0` and `B0` are their
-    initial values. (The paper subtracts B0 A0 from the base instead. Here adapters share the base, so it never
-    changes, and an untrained adapter changes no bit of the output.)
-    """
-
-    A0: Tensor | None
-    B0: Tensor | None
+    PARAMETERS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "A": ("RI", "lora_A.weight"),
+        "B": ("OR", "lora_B.weight"),
+    }
+    """The trained tensors: attribute, dimensions, and name in PEFT's files. A subclass adds its own to these."""
+    PEFT_SETTING: ClassVar[str] = ""
+    """The setting in PEFT's adapter_config.json that is true for this variant; "" if its file is plain LoRA's."""
+    A: nn.Parameter
+    B: nn.Parameter
     supports_packing = True
     depends_on_input = False  # True if the update is no matrix and cannot be merged
     keeps_shape = True  # False if the shapes of inputs or outputs differ from the base's
 
+    def __init_subclass__(cls) -> None:
+        own = [vars(base).get("PARAMETERS", {}) for base in reversed(cls.__mro__)]
+        cls.PARAMETERS = {name: spec for parameters in own for name, spec in parameters.items()}
+
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        inputs, outputs = sides(base)
         self.config = config
+        vars(self)["magnitude"] = None  # of plain LoRA, in the digests of structures in saved folders
         device = next(t.device for t in (*base.parameters(), *base.buffers()))
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.A = nn.Parameter(torch.empty(config.rank, inputs, **factory))
-        self.B = nn.Parameter(torch.empty(outputs, config.rank, **factory))
-        self.magnitude = nn.Parameter(torch.empty(outputs, **factory)) if config.dora else None
-        self.register_buffer("A0", torch.empty(config.rank, inputs, **factory) if config.pissa else None)
-        self.register_buffer("B0", torch.empty(outputs, config.rank, **factory) if config.pissa else None)
+        size = {"R": config.rank, **dict(zip("IO", sides(base), strict=True))}
+        for name, (dims, _) in self.PARAMETERS.items():
+            empty = torch.empty([size[dim] for dim in dims], device=device, dtype=dtype)
+            setattr(self, name, nn.Parameter(empty))
+
+    def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
+        """Set initial values; the update is zero. `base` is the adapted module."""
+        # kaiming_uniform_(a=sqrt(5)), as in the paper's code
+        self.A.copy_(torch.empty(self.A.shape).uniform_(-1, 1, generator=generator) / self.A.shape[-1] ** 0.5)
+        self.B.zero_()
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """Add the update: input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
@@ -70,14 +78,11 @@ class Adapter(nn.Module):
             x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
             change = self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype)
             return (y + F.linear(x, change)).to(y.dtype)
-        update = self.update(x)
-        if self.magnitude is None:
-            return (y + update).to(y.dtype)
-        ratio = self.magnitude / self.norms(base)
-        bias = getattr(base, "bias", None)
-        product = y if bias is None else y - bias
-        # This form is exact as long as the ratio is 1, as after initialisation.
-        return (y + (ratio - 1) * product + ratio * update).to(y.dtype)
+        return self.add(y, self.update(x), base).to(y.dtype)
+
+    def add(self, y: Tensor, update: Tensor, base: nn.Module) -> Tensor:
+        """The output (..., O) for the output y (..., O) of `base` and the update (..., O)."""
+        return y + update
 
     def base_input(self, x: Tensor) -> Tensor:
         """The input that the base layer gets for the adapted layer's input x."""
@@ -86,59 +91,37 @@ class Adapter(nn.Module):
     def update(self, x: Tensor) -> Tensor:
         """The update of the output: (..., I) -> (..., O), in the adapter's dtype or autocast's."""
         x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
-        y = F.linear(F.linear(x, self.A), self.B)
-        if self.A0 is not None and self.B0 is not None:
-            y = y - F.linear(F.linear(x, self.A0), self.B0)
-        return y * self.config.scale
+        return F.linear(F.linear(x, self.A), self.B) * self.config.scale
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Factors A (R, I) and B (O, R): scale * B A is the update of the matrix. With PiSSA their rank is 2 R."""
-        if self.A0 is None or self.B0 is None:
-            return self.A, self.B
-        return torch.cat([self.A, self.A0]), torch.cat([self.B, -self.B0], 1)
+        """Factors A and B of the update of the matrix, scale * B A; their rank may differ from R."""
+        return self.A, self.B
 
     def products(self) -> list[tuple[int, int]]:
         """The (inputs, outputs) of each matrix product that the update computes for a token."""
         return [(factor.shape[1], factor.shape[0]) for factor in self.factors()]
 
-    @torch.no_grad()
-    def norms(self, base: nn.Module) -> Tensor:
-        """The norm of each row of the updated matrix (O,), without gradient (DoRA, section 4.3).
-
-        The norms are computed from the factors; the updated matrix is not materialised.
-        """
-        a, b = self.factors()
-        s = self.config.scale
-        with without_autocast(a):
-            weight = dense(base).to(a.dtype)
-            squares = weight.square().sum(1)
-            squares += 2 * s * ((weight @ a.T) * b).sum(1) + s * s * (b @ (a @ a.T) * b).sum(1)
-        return squares.clamp(min=TINY).sqrt()
-
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The base's weight plus the update: (O, I) for a linear layer. Zeros of a pruned base stay zero."""
+        """The base's weight plus the update: (O, I), for an embedding (I, O). A pruned base keeps its zeros."""
         a, b = self.factors()
         with without_autocast(a):
-            weight = dense(base).to(dtype) + self.config.scale * (b.to(dtype) @ a.to(dtype))
-        if keeps_zeros(base):
-            weight = weight * (dense(base) != 0)
-        if self.magnitude is None:
-            return weight
-        norms = weight.detach().square().sum(1).clamp(min=TINY).sqrt()
-        return weight * (self.magnitude.to(dtype) / norms)[:, None]
+            update = self.config.scale * (b.to(dtype) @ a.to(dtype))
+            weight = dense(base).to(dtype) + (update.T if is_embedding(base) else update)
+        return weight * (dense(base) != 0) if keeps_zeros(base) else weight
 
 
 class EmbeddingAdapter(Adapter):
     """A LoRA update of an embedding (I, O). Its `A` (R, I) has one column per token id; dropout is not applied."""
 
+    PARAMETERS: ClassVar = {"A": ("RI", "lora_embedding_A"), "B": ("OR", "lora_embedding_B")}
+
+    def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
+        self.A.zero_()  # as in PEFT: the rows of unused ids never change
+        self.B.copy_(torch.randn(self.B.shape, generator=generator))
+
     def update(self, x: Tensor) -> Tensor:
         """The update of the output: ids (...) int64 -> (..., O)."""
         return F.linear(F.embedding(x, self.A.T), self.B) * self.config.scale
-
-    def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The embedding's weight (I, O) plus the update."""
-        with without_autocast(self.A):
-            return dense(base).to(dtype) + self.config.scale * (self.B.to(dtype) @ self.A.to(dtype)).T
 
 
 def keeps_zeros(module: nn.Module) -> bool:
@@ -223,9 +206,9 @@ class AdaptedEmbedding(Adapted):
 
 def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
     """True if `low_rank.fused` can compute this forward: plain LoRA, a frozen base, and one dtype for all."""
-    if type(adapter) is not Adapter or adapter.magnitude is not None or adapter.A0 is not None:
+    if type(adapter) is not Adapter or torch.compiler.is_compiling():
         return False
-    if (adapter.config.dropout and adapter.training) or torch.compiler.is_compiling():
+    if adapter.config.dropout and adapter.training:
         return False
     if type(base) is not nn.Linear and not getattr(base, "makes_dense", False):
         return False

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from dunes.augment import expand, experts, lora, lora_experts, narrow, prune, quantization, routing, upcycle
+from dunes.augment import expand, experts, lora, lora_experts, prune, prune_units, quantization, routing, upcycle
 from dunes.augment.change import Change, Part
 from dunes.augment.options import OPTIONS
 
@@ -19,7 +19,7 @@ CHANGES: dict[str, Any] = {
     "experts": experts,
     "lora": lora,
     "lora-experts": lora_experts,
-    "narrow": narrow,
+    "narrow": prune_units,
     "prune": prune,
     "quantize": quantization,
     "routing": routing,

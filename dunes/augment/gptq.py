@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dunes.augment.adapted import keeps_zeros
 from dunes.augment.calibrate import Gram, assign_weight, calibrate_blocks
 from dunes.augment.change import modules_at
-from dunes.augment.quantized import Grid, Steps
+from dunes.augment.quantized import Grid, QuantParams
 
 BLOCK = 128
 """Number of columns that are rounded between two updates of all later columns."""
@@ -94,8 +94,8 @@ def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: C
 
 @torch.no_grad()
 def solve(
-    model: nn.Module, ids: Tensor, grids: Mapping[str, Grid], request: Mapping[str, Any]
-) -> Iterator[tuple[dict[str, Steps], list[str]]]:
+    model: nn.Module, ids: Tensor | None, grids: Mapping[str, Grid], request: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, QuantParams], list[str]]]:
     """Quantize the linear layers at the places in `grids`, block by block, calibrated on `ids` (S, T) int64.
 
     Layers are quantized in execution order; each is calibrated on the outputs of the quantized layers before it
@@ -103,8 +103,9 @@ def solve(
     A layer that got fewer tokens than it has inputs is rounded to nearest. For each block, yields the scales and
     zero points (O, G) by place, and the list of places rounded to nearest.
     """
+    assert ids is not None, "decided with text"
     layers = modules_at(model, grids)
-    solved, short = dict[str, Steps](), list[str]()
+    solved, short = dict[str, QuantParams](), list[str]()
 
     def solve_layers(grams: Mapping[str, Gram]) -> None:
         for name, gram in grams.items():
@@ -136,19 +137,20 @@ def hessian_of(gram: Gram, act_order: bool, place: str = "a layer") -> tuple[Hes
 
 def round_columns(
     weight: Tensor, h: Hessian, order: Tensor | None, grid: Grid, zeros: Tensor | None = None
-) -> tuple[Tensor, Steps]:
+) -> tuple[Tensor, QuantParams]:
     """Round a float32 weight (O, I); returns it with its scales and zero points (O, G).
 
     The scale and zero point of a group are fitted when the sweep reaches the group's first column; with an `order`
     (I,), they are fitted to the original weight ("static groups"). Where `zeros` (O, I) is True, the result is 0.
     """
     inputs, width = weight.shape[1], grid.width(weight.shape[1])
-    columns, parts = weight.T.clone(memory_format=torch.contiguous_format), list[Steps]()
+    columns, parts = weight.T.clone(memory_format=torch.contiguous_format), list[QuantParams]()
     masked = torch.zeros_like(columns, dtype=torch.bool) if zeros is None else zeros.T
     if order is not None:
         columns, masked = columns[order], masked[order]
         parts = [
-            Steps(*pair) for pair in zip(*(torch.split(t, 1, 1) for t in grid.fit_weight(weight)), strict=True)
+            QuantParams(*pair)
+            for pair in zip(*(torch.split(t, 1, 1) for t in grid.fit_weight(weight)), strict=True)
         ]
     group_of = ((torch.arange(inputs) if order is None else order) // width).tolist()
 
@@ -159,7 +161,7 @@ def round_columns(
 
     sweep(columns, h.factor, column_blocks(inputs, width if order is None else BLOCK), rounded)
     columns = columns if order is None else columns[order.argsort()]
-    return columns.T.contiguous(), Steps(*(torch.cat(t, 1) for t in zip(*parts, strict=True)))
+    return columns.T.contiguous(), QuantParams(*(torch.cat(t, 1) for t in zip(*parts, strict=True)))
 
 
 def column_blocks(inputs: int, width: int) -> dict[int, int]:

@@ -1,16 +1,19 @@
-"""LoRA adapters for any built model: add, select, merge and remove them.
+"""LoRA adapters and their variants for any built model: add, select, merge and remove them.
 
-The papers are listed in `adapted.py`. This module is registered in the table `CHANGES` in `changes.py`.
+Plain LoRA is in `adapted.py`. This module is registered in the table `CHANGES` in `changes.py`.
 """
+
+# Shapes: I inputs, O outputs, R rank.
 
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes import tree
@@ -29,13 +32,101 @@ from dunes.augment.adapted import (
 )
 from dunes.augment.change import Change, float_dtype, generator, modules_at, put_modules
 from dunes.augment.options import NAME as NAME
+from dunes.augment.options import VARIANTS as OPTIONS_OF
 from dunes.augment.options import Lora, LoraExperts
 from dunes.augment.prune import MaskedLinear
+from dunes.ops.operation import without_autocast
 from dunes.parts import Decoder, MoE
 from dunes.parts.context import undeclared_modules
 from dunes.progress import each
 
 VERSION = 1
+TINY = 1e-30
+"""Minimum for the squared norm of a row: untrained output projections have rows of zeros."""
+
+
+class DoRA(Adapter):
+    """LoRA with a trained norm of each row of the updated matrix, `magnitude`. https://arxiv.org/abs/2402.09353"""
+
+    PARAMETERS: ClassVar = {"magnitude": ("O", "lora_magnitude_vector")}
+    PEFT_SETTING = "use_dora"
+    magnitude: nn.Parameter
+
+    def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
+        super().initialise(base, generator)
+        self.magnitude.copy_(self.norms(base))
+
+    def add(self, y: Tensor, update: Tensor, base: nn.Module) -> Tensor:
+        ratio = self.magnitude / self.norms(base)
+        bias = getattr(base, "bias", None)
+        product = y if bias is None else y - bias
+        # This form is exact while the ratio is one, as initially.
+        return y + (ratio - 1) * product + ratio * update
+
+    @torch.no_grad()
+    def norms(self, base: nn.Module) -> Tensor:
+        """The norm of each row of the updated matrix (O,), without gradient (section 4.3 of the paper).
+
+        It is computed from the factors; the updated matrix is not materialised.
+        """
+        a, b = self.factors()
+        s = self.config.scale
+        with without_autocast(a):
+            weight = dense(base).to(a.dtype)
+            squares = weight.square().sum(1)
+            squares += 2 * s * ((weight @ a.T) * b).sum(1) + s * s * (b @ (a @ a.T) * b).sum(1)
+        return squares.clamp(min=TINY).sqrt()
+
+    def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
+        weight = super().updated(base, dtype)
+        norms = weight.detach().square().sum(1).clamp(min=TINY).sqrt()
+        return weight * (self.magnitude.to(dtype) / norms)[:, None]
+
+
+class PiSSA(Adapter):
+    """LoRA initialised from the base weight; the update is scale * (B A - B0 A0). https://arxiv.org/abs/2404.02948
+
+    `A0` and `B0` are the initial values of `A` and `B`. (The paper subtracts B0 A0 from the base instead. Here
+    adapters share the base, so it never changes, and an untrained adapter changes no bit of the output.) PEFT gets
+    a plain LoRA of rank 2 R.
+    """
+
+    A0: Tensor
+    B0: Tensor
+
+    def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
+        super().__init__(base, config, dtype)
+        self.register_buffer("A0", torch.empty_like(self.A))
+        self.register_buffer("B0", torch.empty_like(self.B))
+
+    def initialise(self, base: nn.Module, generator: torch.Generator) -> None:
+        rank = self.config.rank
+        u, s, v = torch.linalg.svd(dense(base).float(), full_matrices=False)
+        root = (s[:rank] / self.config.scale).sqrt()  # scale * B A is the best approximation of this rank
+        self.A.copy_(root[:, None] * v[:rank])
+        self.B.copy_(u[:, :rank] * root)
+        self.A0.copy_(self.A)
+        self.B0.copy_(self.B)
+
+    def update(self, x: Tensor) -> Tensor:
+        x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
+        y = F.linear(F.linear(x, self.A), self.B) - F.linear(F.linear(x, self.A0), self.B0)
+        return y * self.config.scale
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.A, self.A0]), torch.cat([self.B, -self.B0], 1)
+
+
+VARIANTS: dict[str, type[Adapter]] = {"dora": DoRA, "pissa": PiSSA}
+"""The class of each name in `options.VARIANTS`; a name without a class is an option of plain LoRA."""
+
+
+def adapter_class(request: Mapping[str, Any]) -> type[Adapter]:
+    """The class of the adapters that these options ask for; it combines the classes of several variants."""
+    classes = tuple(cls for name, cls in VARIANTS.items() if OPTIONS_OF[name].items() <= request.items())
+    if len(classes) < 2:
+        return next(iter(classes), Adapter)
+    return type("".join(cls.__name__ for cls in classes), classes, {})
 
 
 def decide(model: nn.Module, options: Lora) -> Change:
@@ -73,7 +164,7 @@ def check(model: nn.Module, change: Change) -> None:
     for place, module in check_places(model, change):
         if not is_embedding(module):
             continue
-        if request["dora"] or request["init"] != "lora":
+        if adapter_class(request) is not Adapter:
             raise ValueError(
                 f"{place}: an embedding supports plain LoRA only; exclude it, or give it an adapter of its own"
             )
@@ -116,7 +207,8 @@ def shape(model: nn.Module, change: Change) -> None:
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """
     check(model, change)
-    add_adapters(model, change, lambda place: EmbeddingAdapter if is_embedding(place.module) else Adapter)
+    cls = adapter_class(change.request)
+    add_adapters(model, change, lambda place: EmbeddingAdapter if is_embedding(place.module) else cls)
 
 
 def add_adapters(
@@ -124,12 +216,12 @@ def add_adapters(
 ) -> None:
     """Wrap the modules at the change's places, add an adapter of class `class_at(place)` to each, activate all."""
     request, dtype = change.request, float_dtype(change.request["dtype"])
-    options = {key: request[key] for key in ("rslora", "dora", "dropout") if key in request}
+    options = {key: request[key] for key in ("rslora", "dropout") if key in request}
     for place in [p for p in tree.places(model) if p.name in change.places]:
         wrapper = AdaptedEmbedding if is_embedding(place.module) else AdaptedLinear
         outer = place.module if isinstance(place.module, Adapted) else wrapper(place.module)
         settings = change.places[place.name]
-        config = LoraConfig(settings["rank"], settings["alpha"], pissa=request.get("init") == "pissa", **options)
+        config = LoraConfig(settings["rank"], settings["alpha"], **options)
         outer.adapters[request["adapter"]] = class_at(place)(outer.base, config, dtype)
         setattr(place.parent, place.key, outer.train(place.module.training))
     set_adapter(model, request["adapter"])
@@ -144,35 +236,12 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
     """
     modules, name = adapted_modules(model), change.request["adapter"]
     for place in each(change.places):
-        outer = modules[place]
-        adapter = outer[name]
-        _initialise(adapter, outer.base, generator(change.request["seed"], name, place))
-        if adapter.magnitude is not None:
-            adapter.magnitude.copy_(adapter.norms(outer.base))
+        modules[place][name].initialise(modules[place].base, generator(change.request["seed"], name, place))
 
 
 def undo(model: nn.Module, change: Change) -> None:
     """Remove the adapter from the model."""
     detach(model, change.request["adapter"])
-
-
-def _initialise(adapter: Adapter, base: nn.Module, generator: torch.Generator) -> None:
-    a, b = adapter.A, adapter.B
-    if adapter.A0 is not None and adapter.B0 is not None:
-        rank = adapter.config.rank
-        u, s, v = torch.linalg.svd(dense(base).float(), full_matrices=False)
-        root = (s[:rank] / adapter.config.scale).sqrt()  # scale * B A is the best approximation of this rank
-        a.copy_(root[:, None] * v[:rank])
-        b.copy_(u[:, :rank] * root)
-        adapter.A0.copy_(a)
-        adapter.B0.copy_(b)
-    elif isinstance(adapter, EmbeddingAdapter):
-        a.zero_()  # as in PEFT: the rows of unused ids never change
-        b.copy_(torch.randn(b.shape, generator=generator))
-    else:
-        # kaiming_uniform_(a=sqrt(5)), as in the paper's code
-        a.copy_(torch.empty(a.shape).uniform_(-1, 1, generator=generator) / a.shape[-1] ** 0.5)
-        b.zero_()
 
 
 def adapted_modules(model: nn.Module, adapter: str | None = None) -> dict[str, Adapted]:

@@ -19,8 +19,9 @@ Where = tuple[str, ...]
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
-"""Methods of quantization. Each method except RTN is implemented by a file of this name in `augment`."""
-RTN, CALIBRATED = "rtn", ("gptq",)  # round to nearest; methods that need calibration text
+"""Methods of quantization; `quantization.SOLVERS` has their functions."""
+RTN, CALIBRATED = "rtn", ("gptq",)  # rounds to nearest; need calibration text, the first is the default with it
+Variant = Literal["lora", "rslora", "dora", "pissa"]
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
 Split = Literal["random", "cluster", "importance"]
 Gate = Literal["linear", "noisy"]
@@ -167,7 +168,7 @@ class Quantize(Options):
 
     NEXT = 'next: dunes generate {out} "..."   plain weights: dunes export {out} PLAIN --to hf'
     SCORED = True
-    TEXT, READERS = "Text for gptq.", {"method": CALIBRATED}
+    TEXT, READERS = f"Text for {', '.join(CALIBRATED)}.", {"method": CALIBRATED}
 
     where: Annotated[Where, targets("all linear layers of the blocks but routers")] = LINEARS
     """Modules to quantize; a wildcard skips quantized ones, so that several kinds can be applied one after
@@ -275,6 +276,10 @@ class Lora(Options):
     seed: int = 0
     dtype: str = "float32"
     """Dtype of the adapter; the base may have another dtype."""
+
+
+VARIANTS: dict[str, Any] = {n: {n: True} for n in get_args(Variant)} | {"lora": {}, "pissa": {"init": "pissa"}}
+"""The options of `Lora` by the name of a variant of LoRA, which is also a method of finetuning."""
 
 
 @dataclass(frozen=True, kw_only=True)

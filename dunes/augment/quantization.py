@@ -1,20 +1,20 @@
 """Quantization of linear layers by rounding to nearest or by calibration: registered in `changes.CHANGES`."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from importlib import import_module
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dunes import tree
+from dunes.augment import gptq
 from dunes.augment.adapted import dense, linear_of
 from dunes.augment.calibrate import calibration_tokens, require_text
 from dunes.augment.change import Change, Part, float_dtype, part_name
-from dunes.augment.options import CALIBRATED, RTN, Method, Quantize
-from dunes.augment.quantized import NF4, Grid, GroupInt, Int8, Quantized, Steps
+from dunes.augment.options import CALIBRATED, RTN, Quantize
+from dunes.augment.quantized import NF4, Grid, GroupInt, Int8, Quantized, QuantParams
 from dunes.progress import each
 from dunes.units import plural
 
@@ -36,11 +36,10 @@ def dequantize(model: nn.Module) -> list[str]:
     return tree.replace(model, places, make, reach="inner") if places else []
 
 
+Solver = Callable[..., Iterator[tuple[dict[str, QuantParams], list[str]]]]
 BITS = {"int8": 8, "int4": 4, "int3": 3}
-SOLVERS: dict[str, Any] = {
-    name: import_module(f"dunes.augment.{name}") for name in get_args(Method) if name != RTN
-}
-"""The modules of the methods other than rounding to nearest; each has a function `solve` like `gptq.solve`."""
+SOLVERS: dict[str, Solver] = {"gptq": gptq.solve}
+"""The methods other than rounding to nearest: functions like `gptq.solve`; `ids` is None if they read no text."""
 METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
 GROUP = 64
@@ -58,7 +57,7 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
 
     Raises ValueError for invalid combinations of settings, and for layers that are not dense.
     """
-    method = options.method or ("rtn" if ids is None else "gptq")
+    method = options.method or (RTN if ids is None else CALIBRATED[0])
     overrides = [_override(text) for text in options.override]
     request = _request(options, check_kinds(options.kind, options.override, method), method)
     if (ids is not None) != (method in CALIBRATED):
@@ -216,10 +215,10 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
         yield from map(Part, each(parts.values()))
         return
     grids = {name: grid for name in change.places if (grid := grid_at(change, name))}
-    for steps, short in SOLVERS[method].solve(model, ids, grids, change.request):
-        part = parts.pop(part_name(next(iter(steps))))
+    for qparams, short in SOLVERS[method](model, ids, grids, change.request):
+        part = parts.pop(part_name(next(iter(qparams))))
         to_nearest = {name: {**part.places[name], "method": "rtn"} for name in short}
-        yield Part(replace(part, places={**part.places, **to_nearest}), steps)
+        yield Part(replace(part, places={**part.places, **to_nearest}), qparams)
     yield from map(Part, parts.values())  # kinds without the method
 
 
@@ -235,7 +234,7 @@ def _require_finite(model: nn.Module, change: Change) -> None:
 
 @torch.no_grad()
 def fill(
-    model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, Steps]
+    model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, QuantParams]
 ) -> None:
     """Quantize the weights, with the scales and zero points in `solved` where given.
 

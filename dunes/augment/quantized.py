@@ -33,15 +33,15 @@ PAIR_OFFSET = 128
 DENSE_ROWS = 128  # fit the CPU's cache
 
 
-class Steps(NamedTuple):
+class QuantParams(NamedTuple):
     """Scales and zero points in float32: (O, G) for a weight, (O, 1) for one group of columns."""
 
     scale: Tensor
     zero: Tensor
 
-    def by_column(self) -> "Steps":
-        """The scales and zero points with shape (O, G, 1), for columns (O, G, C)."""
-        return Steps(self.scale[..., None], self.zero[..., None])
+    def by_column(self) -> "QuantParams":
+        """The same parameters with a last dimension of 1, (O, G, 1), to be used with columns (O, G, C)."""
+        return QuantParams(self.scale[..., None], self.zero[..., None])
 
 
 @dataclass(frozen=True)
@@ -73,30 +73,30 @@ class Grid:
         """The group size for rows of this many inputs."""
         return min(self.group or inputs, inputs)
 
-    def fit(self, columns: Tensor) -> Steps:
+    def fit(self, columns: Tensor) -> QuantParams:
         """Fit a scale and zero point (..., 1) to each group of columns (..., C); the range includes zero."""
         if self.symmetric:
             return self._fit_symmetric(columns)
         low, high = columns.amin(-1, keepdim=True).clamp(max=0), columns.amax(-1, keepdim=True).clamp(min=0)
         scale = _truncated((high - low) / self.highest)
-        return Steps(scale, (-low / scale.clamp(min=TINY)).round().clamp(0, self.highest))
+        return QuantParams(scale, (-low / scale.clamp(min=TINY)).round().clamp(0, self.highest))
 
-    def _fit_symmetric(self, columns: Tensor) -> Steps:
+    def _fit_symmetric(self, columns: Tensor) -> QuantParams:
         if self.bits == 8:
             scale = columns.abs().amax(-1, keepdim=True) / 127
-            return Steps(scale, torch.zeros_like(scale))
+            return QuantParams(scale, torch.zeros_like(scale))
         middle = 2 ** (self.bits - 1)
         largest = columns.gather(-1, columns.abs().argmax(-1, keepdim=True))
-        return Steps(_truncated(largest / -middle), torch.full_like(largest, middle))
+        return QuantParams(_truncated(largest / -middle), torch.full_like(largest, middle))
 
-    def codes(self, columns: Tensor, steps: Steps) -> Tensor:
-        """The codes (..., C), as floats, of columns (..., C) with these scales and zero points (..., 1)."""
-        codes = columns / torch.where(steps.scale.abs() < TINY, TINY, steps.scale)
-        return (codes.round() + steps.zero).clamp(-self.highest if self.bits == 8 else 0, self.highest)
+    def codes(self, columns: Tensor, qparams: QuantParams) -> Tensor:
+        """The codes (..., C), as floating-point numbers, of columns (..., C) for the given `qparams` (..., 1)."""
+        codes = columns / torch.where(qparams.scale.abs() < TINY, TINY, qparams.scale)
+        return (codes.round() + qparams.zero).clamp(-self.highest if self.bits == 8 else 0, self.highest)
 
-    def round(self, columns: Tensor, steps: Steps) -> Tensor:
-        """Round columns (..., C) to the grid with these scales and zero points (..., 1)."""
-        return (self.codes(columns, steps) - steps.zero) * steps.scale
+    def round(self, columns: Tensor, qparams: QuantParams) -> Tensor:
+        """Round columns (..., C) to the grid with the given `qparams` (..., 1)."""
+        return (self.codes(columns, qparams) - qparams.zero) * qparams.scale
 
     def grouped(self, weight: Tensor) -> Tensor:
         """Reshape a weight (O, I) to groups (O, G, C); a shorter last group is padded with zeros."""
@@ -104,18 +104,18 @@ class Grid:
         padded = F.pad(weight, (0, -inputs % width)) if inputs % width else weight
         return padded.reshape(len(weight), -1, width)
 
-    def fit_weight(self, weight: Tensor) -> Steps:
+    def fit_weight(self, weight: Tensor) -> QuantParams:
         """Fit scales and zero points (O, G) to a weight (O, I)."""
-        steps = self.fit(self.grouped(weight))
-        return Steps(steps.scale[..., 0], steps.zero[..., 0])
+        qparams = self.fit(self.grouped(weight))
+        return QuantParams(qparams.scale[..., 0], qparams.zero[..., 0])
 
-    def weight_codes(self, weight: Tensor, steps: Steps) -> Tensor:
-        """The codes (O, I), as floats, of a weight (O, I) with these scales and zero points (O, G)."""
-        return self.codes(self.grouped(weight), steps.by_column()).flatten(1)[:, : weight.shape[1]]
+    def weight_codes(self, weight: Tensor, qparams: QuantParams) -> Tensor:
+        """The codes (O, I), as floating-point numbers, of a weight (O, I) for the given `qparams` (O, G)."""
+        return self.codes(self.grouped(weight), qparams.by_column()).flatten(1)[:, : weight.shape[1]]
 
-    def round_weight(self, weight: Tensor, steps: Steps) -> Tensor:
-        """Round a weight (O, I) to the grid with these scales and zero points (O, G)."""
-        return self.round(self.grouped(weight), steps.by_column()).flatten(1)[:, : weight.shape[1]]
+    def round_weight(self, weight: Tensor, qparams: QuantParams) -> Tensor:
+        """Round a weight (O, I) to the grid with the given `qparams` (O, G)."""
+        return self.round(self.grouped(weight), qparams.by_column()).flatten(1)[:, : weight.shape[1]]
 
 
 def _truncated(scale: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ class Quantized(nn.Module, ABC):
             self.register_buffer(name, empty)
 
     @abstractmethod
-    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
-        """Quantize `weight` (O, I) into the buffers, with the scales and zero points `steps` (O, G) if given."""
+    def fill(self, weight: Tensor, qparams: QuantParams | None = None) -> None:
+        """Quantize `weight` (O, I) into the buffers, with the scales and zero points `qparams` (O, G) if given."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_exporting():
@@ -223,11 +223,11 @@ class Int8(Quantized):
             base, codes=(base.weight.shape, torch.int8), scale=((base.out_features, 1), torch.float32)
         )
 
-    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
+    def fill(self, weight: Tensor, qparams: QuantParams | None = None) -> None:
         weight, grid = weight.float(), Grid(8, symmetric=True)
-        steps = steps or grid.fit(weight)
-        self.scale.copy_(steps.scale)
-        self.codes.copy_(grid.codes(weight, steps))
+        qparams = qparams or grid.fit(weight)
+        self.scale.copy_(qparams.scale)
+        self.codes.copy_(grid.codes(weight, qparams))
 
     def dense(self) -> Tensor:
         return (self.codes.to(torch.float32) * self.scale).to(self.dtype)
@@ -269,8 +269,8 @@ class NF4(Quantized):
         )
         self.double_quantized = double
 
-    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
-        assert steps is None, "its levels are fixed"
+    def fill(self, weight: Tensor, qparams: QuantParams | None = None) -> None:
+        assert qparams is None, "its levels are fixed"
         codes, scale = encode(weight)
         if len(codes) % 2:
             codes = F.pad(codes, (0, 1), value=7)  # the code of zero
@@ -409,13 +409,13 @@ class GroupInt(Quantized):
         )
         self.grid = grid
 
-    def fill(self, weight: Tensor, steps: Steps | None = None) -> None:
+    def fill(self, weight: Tensor, qparams: QuantParams | None = None) -> None:
         weight = weight.float()
-        steps = steps or self.grid.fit_weight(weight)
-        self.codes.copy_(pack(self.grid.weight_codes(weight, steps), self.grid.bits))
-        self.scale.copy_(steps.scale)
+        qparams = qparams or self.grid.fit_weight(weight)
+        self.codes.copy_(pack(self.grid.weight_codes(weight, qparams), self.grid.bits))
+        self.scale.copy_(qparams.scale)
         if self.zero is not None:
-            self.zero.copy_(pack(steps.zero, self.grid.bits))
+            self.zero.copy_(pack(qparams.zero, self.grid.bits))
 
     def product(self, x: Tensor) -> Tensor:
         if self.codes.is_inference() or not int_linear.fits_int4(
@@ -434,7 +434,7 @@ class GroupInt(Quantized):
         state = [(id(t), t._version) for t in parts]
         entry = PACKED.get(self.codes)
         if entry is None or entry.state != state:
-            bits, (scale, zero) = self.grid.bits, self.steps()
+            bits, (scale, zero) = self.grid.bits, self.qparams()
             middle = int_linear.MIDDLE - 2 ** (bits - 1)  # codes near the middle have the least rounding error
             codes = unpack(self.codes, bits, self.in_features) + middle
             entry = _Cached(int_linear.pack_int4(codes, scale, zero + middle), state, parts[1:])
@@ -449,7 +449,7 @@ class GroupInt(Quantized):
     def code_products(self, x: Tensor) -> Tensor | None:
         if self.grid.bits != 4 or not self._has_pairs():
             return None
-        scale, zero = self.steps()
+        scale, zero = self.qparams()
         groups = scale.shape[1]
 
         def inputs(token: Tensor) -> Sequence[Tensor]:
@@ -477,13 +477,13 @@ class GroupInt(Quantized):
             layer.zero = unpack(self.zero, self.grid.bits, len(self.scale[0]))
         return layer.train(self.training)
 
-    def steps(self) -> Steps:
+    def qparams(self) -> QuantParams:
         """The scales and zero points (O, G), unpacked, in float32."""
         scale, bits = self.scale.float(), self.grid.bits
         if self.zero is None:
-            return Steps(scale, torch.full_like(scale, 2 ** (bits - 1)))
+            return QuantParams(scale, torch.full_like(scale, 2 ** (bits - 1)))
         packed = self.zero.shape != scale.shape  # unpacked in layers from `for_step`
-        return Steps(scale, (unpack(self.zero, bits, scale.shape[1]) if packed else self.zero).float())
+        return QuantParams(scale, (unpack(self.zero, bits, scale.shape[1]) if packed else self.zero).float())
 
     def dense(self) -> Tensor:
         # In bfloat16, code - zero is exact, and its product with the scale is rounded only once.
@@ -492,13 +492,13 @@ class GroupInt(Quantized):
         if eager and exact and self.grid.bits == 4 and self._has_pairs():
             return self._dense_by_pairs()
         dtype = torch.bfloat16 if exact else torch.float32
-        scale, zero = (s.to(dtype)[..., None] for s in self.steps())
+        scale, zero = (s.to(dtype)[..., None] for s in self.qparams())
         codes = self.grid.grouped(unpack(self.codes, self.grid.bits, self.in_features).to(dtype))
         return codes.sub_(zero).mul_(scale).flatten(1)[:, : self.in_features].to(self.dtype)
 
     def _dense_by_pairs(self) -> Tensor:
         """The dense bfloat16 matrix (O, I) of 4-bit codes, dequantized `DENSE_ROWS` rows at a time."""
-        scale, zero = (s.to(torch.bfloat16)[..., None] for s in self.steps())
+        scale, zero = (s.to(torch.bfloat16)[..., None] for s in self.qparams())
         zero = zero + PAIR_OFFSET
         dense = scale.new_empty(*scale.shape[:2], self.in_features // scale.shape[1])
         for i in range(0, self.out_features, DENSE_ROWS):

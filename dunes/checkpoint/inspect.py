@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from dunes import tree
-from dunes.augment.options import Lora
 from dunes.checkpoint.base_digests import BaseRecord, is_unchanged
 from dunes.checkpoint.card import ADAPTER, read_card, verified_card
 from dunes.checkpoint.formats.adapter import WEIGHTS, PeftConfig, is_reference
@@ -193,8 +192,8 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     adapter.
     """
     folder = readable_folder(folder)
-    options, card = PeftConfig.read(folder / ADAPTER).options, verified_card(folder)
-    lines = list(_adapter_lines(folder, options, card))
+    card = verified_card(folder)
+    lines = list(_adapter_lines(folder, PeftConfig.read(folder / ADAPTER), card))
     try:
         opened, _, _ = open_base(folder, card, math.inf)
         lines.append(f"base        {opened.folder}: {opened.family}, {plural(len(opened.weights()), 'tensor')}")
@@ -214,14 +213,14 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
     return [*lines, f"loads       {'yes' if reason is None else f'no: {reason}'}"], reason
 
 
-def _adapter_lines(folder: Path, options: Lora, card: Mapping[str, Any]) -> Iterator[str]:
+def _adapter_lines(folder: Path, peft: PeftConfig, card: Mapping[str, Any]) -> Iterator[str]:
     stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
-    method = "DoRA" if options.dora else "rsLoRA" if options.rslora else "LoRA"
     size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
     if is_reference(card):
         yield "adapter     none; the base is used as it is"
         return
-    yield f"adapter     {method}, rank {options.rank}, alpha {options.alpha:g}: {size}"
+    method = peft.variant.__name__.replace("Adapter", "rsLoRA" if peft.options.rslora else "LoRA")
+    yield f"adapter     {method}, rank {peft.options.rank}, alpha {peft.options.alpha:g}: {size}"
     modules = [k.split(".lora_")[0] for k, _ in stored if ".lora_A" in k or ".lora_embedding_A" in k]
     module_ends = Counter(module.rpartition(".")[2] for module in modules)
     counts = [f"{end} {plural(n, 'time')}" for end, n in module_ends.items()]

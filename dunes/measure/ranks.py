@@ -2,6 +2,17 @@
 
 A single process is rank 0 of 1; in it, functions that exchange values return their arguments. All ranks must call
 the same functions in the same order. https://docs.pytorch.org/docs/stable/elastic/run.html
+
+Another way to shard (by tensors, experts or stages) changes this module and those that ask it:
+- `ops`, `parts`: a mixture calls all experts on each rank, and sums their load.
+- `data`: each rank reads its rows of a batch.
+- `models`: each rank draws complete weights and keeps its part.
+- `train`: the ranks sum gradients, losses and counts; Muon divides the matrices among them.
+- `checkpoint`: each rank saves its part of the weights and of the optimizer's state.
+- `inference`: all ranks sample from the first rank's logits.
+- `evaluate`: each rank scores its texts, and the ranks sum the scores.
+- `runs`: the first rank decides and writes files; estimates are for one rank.
+- `cli`: the command joins the ranks.
 """
 
 import faulthandler

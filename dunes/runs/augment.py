@@ -15,6 +15,7 @@ from torch import Tensor
 from dunes import checkpoint
 from dunes.augment import CHANGES, Change, apply_change, undo_change
 from dunes.augment.changes import Spill, Tensors
+from dunes.augment.options import CALIBRATED, RTN
 from dunes.augment.quantization import BY_GROUP, check_kinds
 from dunes.checkpoint.architecture import hf_config_of
 from dunes.checkpoint.base_digests import DTYPES, READ, changed_part, weights_identity
@@ -189,20 +190,19 @@ def quantize_folder(
     card = read_card(readable_folder(folder))
     missing = missing_source(card)
     text = bool(calibration) or (bool(trained_text(card)) and not missing)
-    chosen = method or ("gptq" if kind in BY_GROUP and text else "rtn")
+    chosen = method or (CALIBRATED[0] if kind in BY_GROUP and text else RTN)
     check_kinds(kind, request.get("override", ()), chosen)
-    if calibration and chosen != "gptq":
+    if calibration and chosen not in CALIBRATED:
         raise ValueError(f"--kind {kind} --method {chosen} reads no calibration text; omit --calibration")
-    sources = calibration if chosen == "gptq" else None
+    sources = calibration if chosen in CALIBRATED else None
     request |= {"kind": kind, "method": chosen}
     lines = augment_folder(folder, out, "quantize", calibration=sources, validation=validation, **request)
-    if method is None and chosen == "gptq":
+    if method is None and chosen in CALIBRATED:
         source = "the calibration text" if calibration else "the text that the model was trained on"
-        return [*lines, f"method gptq, which reads {source}; --method rtn reads none"]
+        return [*lines, f"method {chosen}, which reads {source}; --method rtn reads none"]
     if method is None and kind in BY_GROUP and missing:
-        lines.append(
-            f"method rtn: the text of the model's training is gone ({missing}); --calibration FILE uses gptq"
-        )
+        reason = f"the text of the model's training is gone ({missing}); --calibration FILE uses {CALIBRATED[0]}"
+        lines.append(f"method {chosen}: {reason}")
     return lines
 
 

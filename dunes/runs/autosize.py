@@ -10,11 +10,13 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from dunes import measure, tree
 from dunes.augment.adapted import sides
@@ -30,10 +32,11 @@ from dunes.models import FAMILIES, of_parts
 from dunes.models.mixtral import expert_width
 from dunes.ops.float32_products import float32_is_faster, repeat_choice
 from dunes.parts import Attention, Decoder, MoE
-from dunes.runs.config import RunConfig, T
-from dunes.runs.memory import Build, Shape, describe_memory, process_memory
+from dunes.runs.config import RunConfig, T, adamw_rate
+from dunes.runs.memory import Build, Shape, TrainSetup, describe_memory, process_memory
 from dunes.runs.train_config import EXPERT_OPTIONS, TrainConfig, parse_size
 from dunes.text.tokenizer import SPECIAL
+from dunes.train.optim import named_optimizer
 from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
@@ -318,7 +321,7 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
 def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> float:
     """Seconds per training token with all ranks, including the optimizer, estimated by the fitted formula."""
     tokens = config.batch * config.context_length
-    optimizer = muon_flops(model) if config.optimizer != "adamw" else 0.0
+    optimizer = named_optimizer(config.optimizer).flops(model)
     work = flops(model, config.context_length) + optimizer / tokens
     width = 1.0 if machine.dtype == "bfloat16" else 2.0
     traffic = PASSES * width * activation_bytes(model, config.context_length)
@@ -352,13 +355,6 @@ def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
             yield *added, shares.get(m, 1.0)
 
 
-def muon_flops(model: nn.Module) -> float:
-    """FLOPs per step of Muon's five Newton-Schulz iterations on all trainable matrices of linear layers."""
-    trained = [p for m in tree.linears(model) for p in m.parameters() if p.requires_grad and p.dim() == 2]
-    sorted_sides = (sorted(p.shape) for p in trained)
-    return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sorted_sides)
-
-
 def activation_bytes(model: nn.Module, context: int) -> float:
     """Bytes of activations per token in a forward pass, at two bytes per number."""
     linear = sum(share * (inputs + outputs) for inputs, outputs, share in products(model))
@@ -366,6 +362,23 @@ def activation_bytes(model: nn.Module, context: int) -> float:
     reads = 1 + len(model.layers) - len(model.blocks) if isinstance(model, Decoder) else 0
     vocab = reads * model.embed.token.num_embeddings if isinstance(model, Decoder) else 0
     return 2.0 * (linear + scores + vocab)
+
+
+def learning_rate(config: TrainConfig, model: Decoder) -> float:
+    """The configured peak learning rate, or the optimizer's default for this model."""
+    if config.lr is not None:
+        return config.lr
+    lr = named_optimizer(config.optimizer).lr
+    return lr[bool(config.base)] if isinstance(lr, tuple) else lr * adamw_rate(sides(model.embed.token)[1])
+
+
+def build_optimizer(model: Decoder, config: TrainConfig) -> Optimizer:
+    """The optimizer of a run; a learning rate or weight decay that is not set gets the optimizer's default.
+
+    Muon computes in the run's dtype, so that a run resumed on another machine computes the same.
+    """
+    dtype = getattr(torch, config.dtype or "float32")
+    return named_optimizer(config.optimizer).build(model, learning_rate(config, model), config.weight_decay, dtype)
 
 
 def memory_advice(config: TrainConfig, build: Build | None = None, **trained: Any) -> str:
@@ -378,15 +391,16 @@ def memory_advice(config: TrainConfig, build: Build | None = None, **trained: An
 
 
 def estimate_memory(
-    config: TrainConfig, build: Build | None = None, text: int = 0, **trained: Any
+    config: TrainConfig, build: Build | None = None, text: int = 0, trainable: int | None = None
 ) -> dict[str, float]:
     """Bytes that each process of a run needs, by purpose, estimated on fake tensors.
 
     The completion gate and its index, of `text` bytes, count by what they need beyond a step. `build` builds the
-    model of --from; `trained` are the arguments `setup` and `trainable` of `process_memory`.
+    model of --from; `trainable` as in `process_memory`.
     """
     shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
-    parts = process_memory(build or architecture_for(config, vocabulary(config)).build, shape, **trained)
+    setup = TrainSetup(partial(build_optimizer, config=config))
+    parts = process_memory(build or architecture_for(config, vocabulary(config)).build, shape, setup, trainable)
     if config.complete:  # on the saved model, which is loaded again, after the last step
         steps = sum(parts.get(purpose, 0) for purpose in ("gradients", "activations", "temporaries"))
         parts |= fit_memory(FitSize.of(config.seconds).places, text)

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
-from dunes.augment.options import Router
+from dunes.augment.options import VARIANTS, Router, Variant
 from dunes.flags import REQUIRED, flag, parse_fields
 from dunes.runs.config import Optimization, RunConfig, adamw_rate
 from dunes.runs.objectives import OBJECTIVES, Objective, Preference
 
-Method = Literal["full", "lora", "rslora", "dora", "pissa", "qlora", "qdora", "qlora-int8", "lora-experts"]
+Method = Literal["full", Variant, "qlora", "qdora", "qlora-int8", "lora-experts"]
 TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2", "llama3", "chatml"]
 TrainOn = Literal["answers", "all"]
 
@@ -42,14 +42,11 @@ class MethodSpec:
 
 
 _NF4 = {"kind": "nf4", "double": True}
-METHODS: dict[Method, MethodSpec] = {
+METHODS: dict[str, MethodSpec] = {
     "full": MethodSpec(),
-    "lora": MethodSpec({}),
-    "rslora": MethodSpec({"rslora": True}),
-    "dora": MethodSpec({"dora": True}),
-    "pissa": MethodSpec({"init": "pissa"}),
+    **{name: MethodSpec(options) for name, options in VARIANTS.items()},
     "qlora": MethodSpec({}, _NF4),
-    "qdora": MethodSpec({"dora": True}, _NF4),
+    "qdora": MethodSpec(VARIANTS["dora"], _NF4),
     "qlora-int8": MethodSpec({}, {"kind": "int8"}),
     "lora-experts": MethodSpec({}, change="lora-experts"),
 }

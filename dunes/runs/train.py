@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dunes import checkpoint, measure, tree
-from dunes.augment.adapted import sides
 from dunes.checkpoint import LoadedModel
 from dunes.checkpoint.base_digests import base_identity, weights_digest
 from dunes.checkpoint.card import read_card
@@ -47,9 +45,9 @@ from dunes.parts import Block, Decoder
 from dunes.progress import Display, phase, shown_by
 from dunes.runs import autosize
 from dunes.runs.augment import described_family, records, resolve_new, save_changed, size_of
-from dunes.runs.config import RunOptions, adamw_rate
+from dunes.runs.config import RunOptions
 from dunes.runs.corpus import NO_LINES, Tokens, choose_completion, gather, tokenize, with_test_files
-from dunes.runs.memory import PROCESS, TrainSetup, describe_memory
+from dunes.runs.memory import PROCESS, describe_memory
 from dunes.runs.report import report_step
 from dunes.runs.run import Start, card_facts, execute_run, new_run, out_of_memory
 from dunes.runs.saving import append_metrics, read_config, run_lock, start_run, write_config
@@ -57,17 +55,15 @@ from dunes.runs.task import SAMPLE_SHARE, Run, TaskFacts, selects, set_trainable
 from dunes.runs.train_config import MIXTURES, NONE, TrainConfig
 from dunes.text import Tokenizer
 from dunes.text.chat_template import template_from_files
-from dunes.train import Trainer, adamw, muon, scale_rates
+from dunes.train import Trainer, scale_rates
 from dunes.train.loss import next_token_loss
+from dunes.train.optim import named_optimizer
 from dunes.tree.summary import module_rows
 from dunes.units import format_count, format_seconds
 
 TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, as the estimate of its duration must not depend on the machine."""
 
-LR = 0.006
-"""Default peak learning rate of Muon with --from: a third of the rate for a new model (docs/log/training.md,
-"Training on")."""
 SCORED, SCORED_BLOCKS, CHANCE = 4_000, 64, 8.5
 """Characters, and blocks of text at most, on which a base is scored before a run, and the bits per byte from which
 on the run begins without it. Random bytes have 8, a random model a little more (docs/log/completion.md)."""
@@ -83,6 +79,7 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
     writing, for invalid options or data.
     """
     start = Start(folder, display, RunOptions(**options))
+    named_optimizer(config.optimizer)  # raises for an unknown name
     return execute_run(config, start, partial(plan_training, parts=config.parts))
 
 
@@ -149,7 +146,9 @@ def _dry_trainer(config: TrainConfig, base: LoadedModel) -> Trainer:
     """A trainer of the base, which belongs to no run."""
     model = base.model.float().to(measure.device())
     select_trainable(model, config.trainable, base)
-    return Trainer(model, build_optimizer(model, config), next_token_loss, dtype=autosize.autocast_dtype(config))
+    return Trainer(
+        model, autosize.build_optimizer(model, config), next_token_loss, dtype=autosize.autocast_dtype(config)
+    )
 
 
 def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> None:
@@ -221,7 +220,7 @@ def _choose_with_base(
         model = outline_with_base(config, base)
     large = tree.count(model, trainable=True) >= ADAMW_FROM
     config = replace(config, optimizer=config.optimizer or ("adamw" if large else "muon"))
-    lr = config.lr or (LR if config.optimizer == "muon" else adamw_rate(sides(base.model.embed.token)[1]))
+    lr = autosize.learning_rate(config, model)
     if complete:
         config, reasons = autosize.with_hardware(config), []
     else:
@@ -247,8 +246,7 @@ def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> st
     build = partial(outline_with_base, config, base)
     with torch.device("meta"):
         trained = sum(t.nbytes for t in trainable_state(build()).values())
-    setup = TrainSetup(partial(build_optimizer, config=config))
-    return autosize.memory_advice(config, build, setup=setup, trainable=trained, text=text)
+    return autosize.memory_advice(config, build, trainable=trained, text=text)
 
 
 def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
@@ -388,28 +386,13 @@ def prepare(
     if base is None:
         initialise(model, config.seed, empty=outline is not None)
     model.to(measure.device())
-    optimizer = build_optimizer(model, config)
+    optimizer = autosize.build_optimizer(model, config)
     scale_rates(optimizer, rate_factors(model, config, base))
     probabilities = [p.p for p in dropouts(model)]
     if config.dropout is not None:
         set_dropout(model, [config.dropout] * len(probabilities))
     task = TrainTask(config, tokens, loaded, probabilities, completion, outline)
     return new_run(folder, config, task, optimizer)
-
-
-def build_optimizer(model: Decoder, config: TrainConfig) -> Optimizer:
-    """The optimizer of a run; a learning rate or weight decay that is not set gets the optimizer's default.
-
-    Muon computes in the run's dtype, so that a run resumed on another machine computes the same.
-    """
-    if config.optimizer == "adamw":
-        return adamw(model, config.lr or adamw_rate(sides(model.embed.token)[1]), decay=config.weight_decay or 0.0)
-    options: dict[str, Any] = {"products": getattr(torch, config.dtype or "float32")}
-    if config.lr is not None:
-        options |= {"lr": config.lr, "adam_lr": config.lr / 2}
-    if config.weight_decay is not None:
-        options |= {"decay": config.weight_decay, "adam_decay": config.weight_decay}
-    return muon(model, **options)
 
 
 def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:

@@ -91,10 +91,9 @@ class TrainOptimization(Optimization):
     ] = 0
     """Maximum sequence length of the model, in tokens."""
     optimizer: Annotated[
-        Literal["muon", "adamw"] | None,
-        flag("muon|adamw", "muon; with --from adamw, if 30M parameters or more are trained"),
+        str | None, flag("NAME", "muon; with --from adamw, if 30M parameters or more are trained")
     ] = None
-    """Optimizer; muon trains weight matrices with Muon, and embeddings, head and norms with AdamW."""
+    """Optimizer (an unknown one lists them); muon trains embeddings, head and norms with AdamW."""
     lr: Annotated[float | None, flag("RATE", "muon 0.02, with --from 0.006; adamw by the model's width")] = None
     """Peak learning rate; embeddings, head and norms have half of Muon's."""
     lr_factors: Annotated[tuple[str, ...], flag("GLOB=FACTOR", "none")] = ()

@@ -13,12 +13,13 @@ https://arxiv.org/abs/1711.05101 (AdamW), https://www.cs.toronto.edu/~hinton/cou
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from dunes import measure, tree
 from dunes.measure import ranks
@@ -83,6 +84,13 @@ def muon(
         groups = _decayed(rest, adam_decay) if adam_decay else [{"params": rest}]
         optimizers.append(torch.optim.AdamW(groups, adam_lr, (0.9, 0.95), weight_decay=0.0, fused=_fusable(model)))
     return CombinedOptimizer(optimizers) if len(optimizers) > 1 else optimizers[0]
+
+
+def muon_flops(model: nn.Module) -> float:
+    """FLOPs per step of Muon's five Newton-Schulz iterations on all trainable matrices of linear layers."""
+    trained = [p for m in tree.linears(model) for p in m.parameters() if p.requires_grad and p.dim() == 2]
+    sorted_sides = (sorted(p.shape) for p in trained)
+    return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sorted_sides)
 
 
 def muon_split(model: nn.Module, where: tree.Where | None = None) -> dict[str, list[str]]:
@@ -288,7 +296,7 @@ class RuleOptimizer(Optimizer):
     compiled step.
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float, **defaults: float) -> None:
+    def __init__(self, params: ParamsT, lr: float, **defaults: float) -> None:
         super().__init__(params, {"lr": lr, **defaults})
 
     def start(self, p: Tensor) -> State:
@@ -360,3 +368,35 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
     if any(group.get(name) for group in optimizer.param_groups for name in _UNKNOWN):
         return None
     return _OF_TORCH.get(type(optimizer))
+
+
+class NamedOptimizer(NamedTuple):
+    """An optimizer that `dunes train --optimizer` can name."""
+
+    build: Callable[[nn.Module, float, float | None, torch.dtype], Optimizer]
+    """Called with the model, the learning rate, the weight decay or None, and the dtype of matrix products."""
+    lr: tuple[float, float] | float = 1.0
+    """Default rates of a new model and of one that is trained on, or a factor of AdamW's rate for the width."""
+    flops: Callable[[nn.Module], float] = lambda model: 0.0
+    """FLOPs per step of the matrix products of its updates."""
+
+
+OPTIMIZERS = {
+    # A third of the rate for a new model (docs/log/training.md, "Training on").
+    "muon": NamedOptimizer(
+        lambda model, lr, decay, products: muon(
+            model, lr, lr / 2, decay=0.01 if decay is None else decay, adam_decay=decay or 0.0, products=products
+        ),
+        (0.02, 0.006),
+        muon_flops,
+    ),
+    "adamw": NamedOptimizer(lambda model, lr, decay, _: adamw(model, lr, decay=decay or 0.0)),
+}
+"""The optimizers of `dunes train` by name; the first is the default."""
+
+
+def named_optimizer(name: str | None) -> NamedOptimizer:
+    """The optimizer with this name; the default if it is None. Raises ValueError for an unknown name."""
+    if name is not None and name not in OPTIMIZERS:
+        raise ValueError(f"--optimizer is {name!r:.60}; it must be one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name or next(iter(OPTIMIZERS))]

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from dunes import tree
 from dunes.augment import Change, lora
-from dunes.augment.adapted import Adapter, LoraConfig, dense, is_embedding, sides
-from dunes.augment.options import Lora
+from dunes.augment.adapted import Adapter, EmbeddingAdapter, dense, is_embedding, sides
+from dunes.augment.options import VARIANTS, Lora
 from dunes.augment.quantized import Quantized
 from dunes.checkpoint.architecture import hf_config_of
 from dunes.checkpoint.base_digests import ANY_BASE_HINT, BaseWeights, base_identity, check_base, read_base_record
@@ -51,8 +51,8 @@ from dunes.units import plural
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
-NO_ADAPTER = LoraConfig(1, 1.0)
-"""The settings in the adapter_config.json of a mere reference to a base."""
+PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
+"""Dimensions and name in PEFT's files of the tensors of all variants of LoRA."""
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,15 @@ def save_adapter(
     folder with a model that dunes did not save, which would hide the adapter.
     """
     folder, adapter_base = Path(folder), adapter_base_of(model, family)
-    factors, lora_config = list[tuple[Target, Factors]](), NO_ADAPTER
+    factors, adapters = list[tuple[Target, Factors]](), list[Adapter]()
     if name is not None:
         factors = peft_factors(model, name, family)
-        lora_config = next(iter(lora.adapted_modules(model, name).values()))[name].config
+        adapters = [outer[name] for outer in lora.adapted_modules(model, name).values()]
     read_consistently(folder, _refuse_foreign_model)
-    config = _peft_config(factors, adapter_base, lora_config)
+    config = _peft_config(factors, adapter_base, adapters)
     config["base_model_name_or_path"], recorded_base = _locate_base(base, folder)
-    config["lora_dropout"] = 0.0 if config["target_parameters"] else lora_config.dropout  # PEFT: none on experts
+    dropouts = [] if config["target_parameters"] else [a.config.dropout for a in adapters]  # PEFT: none on experts
+    config["lora_dropout"] = max(dropouts, default=0.0)
     weights = in_memory({PREFIX + k: w for k, w in _peft_keys(factors, adapter_base)})
     card = {
         "adapter": name,
@@ -185,7 +186,8 @@ def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dic
 
 def _factors(adapter: Adapter) -> Factors:
     a, b = (t.detach() for t in adapter.factors())
-    return Factors(a, b, adapter.config.scale, None if adapter.magnitude is None else adapter.magnitude.detach())
+    others = {name: getattr(adapter, name).detach() for name in adapter.PARAMETERS.keys() - {"A", "B"}}
+    return Factors(a, b, adapter.config.scale, others)
 
 
 def _peft_targets(base: AdapterBase, modules: Iterable[str]) -> list[Target]:
@@ -210,25 +212,23 @@ def _peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iter
         path = target.path
         if target.stacked:
             path = target.parent + ("" if target == outermost[target.parent] else ".base_layer")
-        parts = {"lora_A.weight": f.A, "lora_B.weight": f.B}
-        if is_embedding(base.modules[target.modules[0]]):
-            parts = {"lora_embedding_A": f.A, "lora_embedding_B": f.B}
-        elif f.magnitude is not None:
-            parts["lora_magnitude_vector"] = f.magnitude
-        yield from ((f"{path}.{part}", tensor) for part, tensor in parts.items())
+        embedding = is_embedding(base.modules[target.modules[0]])
+        names = PARAMETERS | (EmbeddingAdapter.PARAMETERS if embedding else {})
+        yield from ((f"{path}.{names[part][1]}", t) for part, t in {"A": f.A, "B": f.B, **f.others}.items())
 
 
 MISREAD = {"gate_proj", "up_proj", "down_proj"}
 
 
 def _peft_config(
-    factors: Sequence[tuple[Target, Factors]], base: AdapterBase, settings: LoraConfig
+    factors: Sequence[tuple[Target, Factors]], base: AdapterBase, adapters: Sequence[Adapter]
 ) -> dict[str, Any]:
     """The adapter_config.json. It lists the last part of modules' names if all modules with that part are adapted.
 
     `r` and `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
     `alpha_pattern`.
     """
+    rslora = any(a.config.rslora for a in adapters)
     paths = {t.path for t, _ in factors if not t.stacked}
     adaptable = _peft_targets(base, [module for module in base.modules if not module.endswith(".router")])
     left_out = {_leaf(t.path) for t in adaptable if not t.stacked and t.path not in paths}
@@ -242,15 +242,17 @@ def _peft_config(
         warnings.warn("PEFT refuses the out_proj of a Mamba-2; leave out blocks.*.attn.out for it", stacklevel=2)
     ranks = {t.path: f.rank // len(t.rows) for t, f in factors}
     # Rounding restores the alpha that the scale was computed from.
-    alphas = {t.path: round(f.scale * _divisor(ranks[t.path], settings.rslora), 10) for t, f in factors}
-    pairs = [(ranks[path], alphas[path]) for path in ranks] or [(settings.rank, settings.alpha)]
+    alphas = {t.path: round(f.scale * _divisor(ranks[t.path], rslora), 10) for t, f in factors}
+    pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # of a mere reference to a base
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
     # In a model with such experts, PEFT takes every module of these names for theirs; a parameter it does not.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
-    if shared and settings.dora:
-        raise ValueError(f"{min(shared)}: PEFT takes it for an expert's, which DoRA cannot adapt; use LoRA there")
+    if shared and any(f.others for _, f in factors):
+        raise ValueError(
+            f"{min(shared)}: PEFT takes it for an expert's, which gets plain LoRA only; use that there"
+        )
     names = {path: f"{path}.weight" if path in shared else path for path in others}
     # Older versions match a pattern only after a dot.
     patterns = {path: re.escape(name.partition(".")[2] or name) for path, name in names.items()}
@@ -268,8 +270,12 @@ def _peft_config(
         "lora_alpha": usual[1],
         "rank_pattern": {pattern: ranks[path] for path, pattern in patterns.items()},
         "alpha_pattern": {pattern: alphas[path] for path, pattern in patterns.items()},
-        "use_rslora": settings.rslora,
-        "use_dora": settings.dora,
+        "use_rslora": rslora,
+        **{
+            v.PEFT_SETTING: any(isinstance(a, v) for a in adapters)
+            for v in lora.VARIANTS.values()
+            if v.PEFT_SETTING
+        },
     }
 
 
@@ -331,18 +337,23 @@ class PeftConfig:
         config = json_file.read(path)
         try:
             _refuse_unsupported(config)
+            variants = [name for name, cls in lora.VARIANTS.items() if config.get(cls.PEFT_SETTING)]
             options = Lora(
                 rank=_positive_number("r", config.get("r", 8), int),
                 alpha=_positive_number("lora_alpha", config.get("lora_alpha", 8), float),
                 rslora=bool(config.get("use_rslora")),
-                dora=bool(config.get("use_dora")),
                 dropout=float(config.get("lora_dropout") or 0.0),
+                **{key: value for name in variants for key, value in VARIANTS[name].items()},
             )
             ranks = _read_patterns("rank_pattern", config, int)
             alphas = _read_patterns("alpha_pattern", config, float)
         except (AttributeError, TypeError, ValueError, re.error) as error:
             raise ValueError(f"{path}: {error}") from None
         return cls(path, options, ranks, alphas, _target_modules(config))
+
+    @property
+    def variant(self) -> type[Adapter]:
+        return lora.adapter_class(self.options.request())
 
     def of(self, target: Target) -> tuple[int, float]:
         """Rank and scale of a target."""
@@ -360,7 +371,7 @@ class PeftConfig:
 
 KNOWN_SETTINGS = {
     *("peft_type", "init_lora_weights", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
-    *("use_rslora", "use_dora", "lora_dropout"),
+    *("use_rslora", "lora_dropout", *(cls.PEFT_SETTING for cls in lora.VARIANTS.values())),
     *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform"),
     *("loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
@@ -428,15 +439,9 @@ def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> 
         )
 
 
-PARTS = {
-    "lora_A.weight": "A",
-    "lora_B.weight": "B",
-    "lora_embedding_A": "A",
-    "lora_embedding_B": "B",
-    "lora_magnitude_vector": "magnitude",
-    "lora_magnitude_vector.weight": "magnitude",
-    "base_layer.weight": "base",
-}
+_NAMES = [(key, name) for table in (PARAMETERS, EmbeddingAdapter.PARAMETERS) for name, (_, key) in table.items()]
+PARTS = {"base_layer.weight": "base", **dict(_NAMES), **{f"{key}.weight": name for key, name in _NAMES}}
+"""The tensors of an adapter by the end of their names, which some versions of PEFT end with `.weight`."""
 
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
@@ -457,16 +462,17 @@ def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
 def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str, Factors]:
     """Factors of each module, from the adapter's file. Raises ValueError, naming a tensor that does not fit."""
     factors, adapted = dict[str, Factors](), set[str]()
+    expected = peft.variant.PARAMETERS.keys()
     for module, group in _group_tensors(folder).items():
         target = _find_target(folder, module, group, base)
         if "base" in group:
             _check_embedding(folder, module, group.pop("base"), base.modules[target.modules[0]])
             if not group:
                 continue
-        if group.keys() != {"A", "B"} | ({"magnitude"} if peft.options.dora else set()):
+        if group.keys() != expected:
             raise ValueError(
-                f"{folder}: {module} has {', '.join(sorted(group))}; expected A and B, and with "
-                f"use_dora, which is {peft.options.dora}, a magnitude; download the files again"
+                f"{folder}: {module} has {', '.join(sorted(group))}; by {ADAPTER}, expected "
+                f"{', '.join(sorted(expected))}; download the files again"
             )
         adapted.update(target.modules)
         for name, part in split_factors(
@@ -512,7 +518,8 @@ def _misfits(target: Target, group: Weights, base: AdapterBase) -> list[str]:
     inputs = sides(base.modules[target.modules[0]])[0]
     outputs = sum(sides(base.modules[module])[1] for module in target.rows[0])
     rank = group["A"].shape[0] if "A" in group and group["A"].shape else 0
-    expected = {"A": (rank, inputs), "B": (outputs, rank), "magnitude": (outputs,)}
+    size = {"R": rank, "I": inputs, "O": outputs}
+    expected = {name: tuple(size[dim] for dim in dims) for name, (dims, _) in PARAMETERS.items()}
     return [
         f"{part} is {w.shape}, expected {expected.get(part)}"
         for part, w in group.items()
@@ -533,7 +540,7 @@ def _read_target(module: str, group: Weights, target: Target, peft: PeftConfig, 
     read = {part: stored.read().float() for part, stored in group.items()}
     if infinite := [part for part, tensor in read.items() if not tensor.isfinite().all()]:
         raise ValueError(f"{module}: {infinite[0]} has values that are not finite; training diverged")
-    return Factors(read["A"], read["B"], scale, read.get("magnitude"))
+    return Factors(read.pop("A"), read.pop("B"), scale, read)
 
 
 def _check_embedding(folder: Path, module: str, stored: LazyTensor, base: nn.Module) -> None:
@@ -549,8 +556,5 @@ def _check_embedding(folder: Path, module: str, stored: LazyTensor, base: nn.Mod
 def _copy_factors(model: nn.Module, factors: Mapping[str, Factors], name: str) -> None:
     wrapped = lora.adapted_modules(model, name)
     for module, f in factors.items():
-        adapter = wrapped[module][name]
-        adapter.A.copy_(f.A)
-        adapter.B.copy_(f.B)
-        if adapter.magnitude is not None and f.magnitude is not None:
-            adapter.magnitude.copy_(f.magnitude)
+        for part, tensor in {"A": f.A, "B": f.B, **f.others}.items():
+            getattr(wrapped[module][name], part).copy_(tensor)

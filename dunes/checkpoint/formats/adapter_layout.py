@@ -7,7 +7,7 @@ files stack all experts of a layer. A *target* is a tensor of the base model's c
 # Shapes: I inputs, O outputs, R rank, E experts.
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -20,12 +20,15 @@ from dunes.models.names import Layout, Names, identity, parts_by_target
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of the update `scale * B @ A`, with `A` (R, I) and `B` (O, R); DoRA also has `magnitude` (O,)."""
+    """Factors of the update `scale * B @ A`, with `A` (R, I) and `B` (O, R).
+
+    `others` has the tensors that a variant of LoRA trains beside these, such as DoRA's `magnitude` (O,).
+    """
 
     A: Tensor
     B: Tensor
     scale: float
-    magnitude: Tensor | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -88,12 +91,12 @@ def peft_targets(names: Names, modules: Iterable[str]) -> dict[str, Target]:
 def join_factors(target: Target, factors: Mapping[str, Factors], modules: Mapping[str, nn.Module]) -> Factors:
     """Factors of a target, joined from its modules' factors; modules without an adapter get rank 0.
 
-    Raises ValueError for DoRA that PEFT does not support.
+    Raises ValueError for tensors beside the factors that PEFT does not support there.
     """
     adapted = [factors[m] for m in target.modules if m in factors]
     if len(target.modules) == 1:
         return adapted[0]
-    _check_dora(target, factors)
+    _check_others(target, factors)
     scale, like = max(f.scale for f in adapted), adapted[0].A
     rows = []
     for row in target.rows:
@@ -103,22 +106,23 @@ def join_factors(target: Target, factors: Mapping[str, Factors], modules: Mappin
     rank = max(len(a) for a, _ in rows)
     a = torch.stack([F.pad(a, (0, 0, 0, rank - len(a))) for a, _ in rows])
     b = torch.stack([target.b_to_theirs(F.pad(b, (0, rank - b.shape[1]))) for _, b in rows], 2)
-    magnitudes = [f.magnitude for f in adapted if f.magnitude is not None]
-    magnitude = target.b_to_theirs(torch.cat(magnitudes)[:, None])[:, 0] if magnitudes else None
-    return Factors(a.flatten(0, 1), b.flatten(1), scale, magnitude)
+    vectors = {name: torch.cat([f.others[name] for f in adapted]) for name in adapted[0].others}
+    others = {name: target.b_to_theirs(vector[:, None])[:, 0] for name, vector in vectors.items()}
+    return Factors(a.flatten(0, 1), b.flatten(1), scale, others)
 
 
-def _check_dora(target: Target, factors: Mapping[str, Factors]) -> None:
-    """Raise ValueError for DoRA on stacked experts or on part of a matrix, which PEFT does not support."""
-    if all(factors[m].magnitude is None for m in target.modules if m in factors):
-        return
-    if target.stacked:
+def _check_others(target: Target, factors: Mapping[str, Factors]) -> None:
+    """Raise ValueError for tensors beside the factors, unless they have an element for each output of the target.
+
+    PEFT supports neither stacked experts nor a part of a matrix.
+    """
+    adapted = [factors[m] for m in target.modules if m in factors]
+    by_output = all(t.shape == f.B.shape[:1] for f in adapted for t in f.others.values())
+    whole = len(adapted) == len(target.modules) and not target.stacked
+    if (names := ", ".join(adapted[0].others)) and not (whole and by_output):
         raise ValueError(
-            f"{target.path}: PEFT does not support DoRA on experts; use LoRA there, or merge the adapter"
-        )
-    if missing := [m for m in target.modules if m not in factors]:
-        raise ValueError(
-            f"{target.path}: DoRA covers only part of it, not {missing[0]}; adapt all parts, or merge the adapter"
+            f"{target.path}: PEFT supports {names} neither on experts nor on a part of a matrix; "
+            "adapt all parts, use LoRA there, or merge the adapter"
         )
 
 
@@ -137,7 +141,7 @@ def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
 def split_factors(target: Target, joined: Factors, modules: Mapping[str, nn.Module]) -> dict[str, Factors]:
     """Factors of each module of a target, of limited rank; zero columns of `B` and their rows of `A` are dropped.
 
-    `modules` are the base's, by name. Modules without a nonzero column and without a magnitude are omitted.
+    `modules` are the base's, by name. Modules without a nonzero column and without other tensors are omitted.
     """
     if len(target.modules) == 1:
         return {target.modules[0]: _limit_rank(joined)}
@@ -145,15 +149,18 @@ def split_factors(target: Target, joined: Factors, modules: Mapping[str, nn.Modu
     b = joined.B.view(len(joined.B), -1, len(target.rows))
     factors = {}
     for e, row in enumerate(target.rows):
-        ends, m = [*accumulate(sides(modules[name])[1] for name in row[:-1])], joined.magnitude
-        m = None if m is None else target.b_to_ours(m[:, None])[:, 0]
+        ends = [*accumulate(sides(modules[name])[1] for name in row[:-1])]
         parts = target.b_to_ours(b[..., e]).tensor_split(ends)
-        magnitudes = [None] * len(row) if m is None else m.tensor_split(ends)
-        for module, part, magnitude in zip(row, parts, magnitudes, strict=True):
+        others = {
+            name: target.b_to_ours(vector[:, None])[:, 0].tensor_split(ends)
+            for name, vector in joined.others.items()
+        }
+        for i, (module, part) in enumerate(zip(row, parts, strict=True)):
             used = (part != 0).any(0)
-            if used.any() or magnitude is not None:
+            if used.any() or others:
                 used[0] |= ~used.any()
-                factors[module] = _limit_rank(Factors(a[e][used], part[:, used], joined.scale, magnitude))
+                own = {name: vectors[i] for name, vectors in others.items()}
+                factors[module] = _limit_rank(Factors(a[e][used], part[:, used], joined.scale, own))
     return factors
 
 

@@ -127,7 +127,7 @@ def _pack(layer: Quantized, place: str) -> tuple[dict[str, Tensor], dict[str, An
 def _values(layer: Quantized) -> tuple[Tensor, Tensor, Tensor]:
     """A layer's unsigned codes (O, I), its scales (O, G) and its zero points (O, G)."""
     if isinstance(layer, GroupInt):
-        return unpack(layer.codes, layer.grid.bits, layer.in_features), *layer.steps()
+        return unpack(layer.codes, layer.grid.bits, layer.in_features), *layer.qparams()
     assert isinstance(layer, Int8)
     return layer.codes.int() + 128, layer.scale, torch.full_like(layer.scale, 128)
 

@@ -7,7 +7,7 @@ from conftest import refuses
 from dunes import checkpoint, tree
 from dunes.augment import CHANGES, Change, apply_change, repeat_structure
 from dunes.augment.changes import decide_change
-from dunes.augment.narrow import block_influence, importances
+from dunes.augment.prune_units import block_influence, importances
 from dunes.parts import MoE
 from own_parts import alibi, scored
 from small_models import assert_refused_unchanged, random_model
