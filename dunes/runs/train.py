@@ -93,16 +93,10 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
     if resumed and isinstance(config.chosen_parts, str) and not (config.parts == parts or cards_trusted()):
         raise ValueError(f"{folder}: built by {config.chosen_parts}; if you trust it, pass --trust-code")
     with timings("reading data"):
-        (base, place), reasons = find_base(config, start), list[str]()
-        if base and not config.trains:
-            packages = trained_packages(read_card(folder))
-            if Reference(config, start, base, place, packages).is_finished():
-                return None
-        corpus = gather(config)
-        if not resumed:  # resumed runs have chosen; older ones have None
-            config, reasons, base = _choose_base(config, corpus, base, display)
-        corpus = with_test_files(config, corpus)
-        config = replace(config, split=corpus.split)
+        text = _read_text(config, start)
+    if text is None:
+        return None
+    config, corpus, reasons, base, place = text
     for line in (corpus.report(), *corpus.notes, *reasons):
         display.detail(line)
     if base and not config.trains:
@@ -134,6 +128,25 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
         return run
 
     return build
+
+
+def _read_text(
+    config: TrainConfig, start: Start
+) -> tuple[TrainConfig, Corpus, list[str], LoadedModel | None, Path] | None:
+    """The config that says whether and how the base trains, the text, the reasons, and the base with its place.
+
+    None if nothing is trained, and the gate of the base is fitted.
+    """
+    (base, place), reasons = find_base(config, start), list[str]()
+    if base and not config.trains:
+        packages = trained_packages(read_card(start.folder))
+        if Reference(config, start, base, place, packages).is_finished():
+            return None
+    corpus = gather(config)
+    if not start.options.resume:  # resumed runs have chosen; older ones have None
+        config, reasons, base = _choose_base(config, corpus, base, start.display)
+    corpus = with_test_files(config, corpus)
+    return replace(config, split=corpus.split), corpus, reasons, base, place
 
 
 def _index(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: Display) -> CompletionFiles:
