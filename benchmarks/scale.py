@@ -33,7 +33,7 @@ def received(build, count: int) -> float:
 
     with torch.device("meta"):
         model = build()
-    with ranks.imagined(count):
+    with ranks.fake_ranks(count):
         blocks = 0 if ranks.keeps_gathered(model) else tree.count(model.blocks)
     named = dict(model.named_parameters())
     hidden = sum(named[name].numel() for name in muon_split(model)["muon"])

@@ -36,7 +36,7 @@ PARTS = {
     "logits": ("plain", "capped"),
     "ahead": ("none", "one", "two"),
 }
-"""Names of the parts of `models.of_parts`, and the choices for each; the first is the default."""
+"""Names of the parts of `models.named_parts`, and the choices for each; the first is the default."""
 
 REQUIRED = "required"
 

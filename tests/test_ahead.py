@@ -14,7 +14,7 @@ from dunes.augment import apply_change, attach
 from dunes.data.batches import collate
 from dunes.generate import generate
 from dunes.models.initialise import initialise
-from dunes.models.of_parts import build
+from dunes.models.named_parts import build
 from dunes.ops import cross_entropy
 from dunes.ops.cross_entropy import IGNORE
 from dunes.parts import Block, Checkpointed, Decoder, Embedding, ForwardContext, RollingCache, cache_for, decoder

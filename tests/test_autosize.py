@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from conftest import refuses
 from dunes import measure
 from dunes.augment import adapted, apply_change, attach, quantize, set_adapter
-from dunes.models import arcee, llama, mixtral, of_parts
+from dunes.models import arcee, llama, mixtral, named_parts
 from dunes.ops import scaled_dot_product as attention
 from dunes.parts import Checkpointed
 from dunes.runs import autosize
@@ -118,8 +118,8 @@ def lora_experts(**options):
 COUNTED = {
     "tied": lambda: toy_arcee(tied=True),
     "untied": lambda: toy_arcee(tied=False),
-    "delta": lambda: of_parts.build(300, 64, 3, 64, attention="delta"),
-    "mamba": lambda: of_parts.build(300, 64, 3, 64, attention="mamba"),
+    "delta": lambda: named_parts.build(300, 64, 3, 64, attention="delta"),
+    "mamba": lambda: named_parts.build(300, 64, 3, 64, attention="mamba"),
     **{f"{r} {k}": partial(lora_experts, router=r, top_k=k) for r in ("linear", "shared", "mlp") for k in (1, 3)},
 }
 

@@ -196,11 +196,11 @@ def test_the_worse_half_leaves(trained, tmp_path):
 
 
 OWN = """
-from dunes.models import of_parts
+from dunes.models import named_parts
 
 
 def build(vocab, dim, depth, context_length):
-    return of_parts.build(vocab, dim, depth, context_length, mlp="gelu")
+    return named_parts.build(vocab, dim, depth, context_length, mlp="gelu")
 
 
 def late(vocab, dim, depth, context_length):

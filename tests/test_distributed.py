@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from conftest import refuses
-from dunes.models import mixtral, of_parts
+from dunes.models import mixtral, named_parts
 from dunes.models.initialise import initialise
 from dunes.train import Trainer, adamw
 from dunes.train.loss import next_token_loss
@@ -21,7 +21,7 @@ STEPS, RANKS, ROWS = 5, 2, 4
 
 def model(balance):
     if balance == "ahead":
-        return initialise(of_parts.build(50, 32, 2, 16, ahead="two"), seed=3)
+        return initialise(named_parts.build(50, 32, 2, 16, ahead="two"), seed=3)
     config = replace(mixtral.Config.from_size(50, 32, 2, 16), experts=4, balance=balance)
     return initialise(mixtral.build(config), seed=3)
 

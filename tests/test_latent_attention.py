@@ -8,7 +8,7 @@ from torch.func import functional_call
 
 from conftest import refuses
 from dunes.augment import apply_change, attach, quantize
-from dunes.models.of_parts import build
+from dunes.models.named_parts import build
 from dunes.parts import Cache, CacheFormat, ForwardContext, Rotary, cache_for
 from dunes.parts.context import document_starts
 from dunes.parts.latent_attention import LatentAttention

@@ -15,7 +15,7 @@ from dunes.flags import PARTS
 from dunes.generate import generate
 from dunes.measure import ranks
 from dunes.models.initialise import initialise
-from dunes.models.of_parts import build
+from dunes.models.named_parts import build
 from dunes.parts import Checkpointed
 from dunes.runs.autosize import architecture_for
 from dunes.runs.train_config import TrainConfig
@@ -163,7 +163,7 @@ import sys
 
 import torch
 
-from dunes.models.of_parts import build
+from dunes.models.named_parts import build
 
 
 def raises(**size):

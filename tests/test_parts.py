@@ -10,7 +10,7 @@ from conftest import refuses
 from dunes import tree
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
-from dunes.models.of_parts import build
+from dunes.models.named_parts import build
 from dunes.parts import (
     MLP,
     Attention,

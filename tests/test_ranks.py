@@ -58,7 +58,7 @@ def one_rank(variables, verb, config, folder, options):
     show, out = display()
     show.silent = variables["RANK"] != "0"
     try:
-        with ranks.joined("cpu", by_node="LOCAL_WORLD_SIZE" in os.environ):
+        with ranks.process_group("cpu", by_node="LOCAL_WORLD_SIZE" in os.environ):
             status = verb(config, folder, show, **options)
     except (ValueError, OSError) as error:
         out.write(f"error: {error}")
@@ -408,8 +408,8 @@ def save_sharded(config, folder, display):
         checkpoint.save_state(folder, step, {"weights": model.state_dict(), "step": step})
     state = checkpoint.load_state(checkpoint.latest_state(folder))
     for (name, p), shape in zip(model.named_parameters(), STATE_SHAPES, strict=True):
-        stored = ranks.part(state["weights"][name], p)
-        assert torch.equal(ranks.full(stored), values(shape))
+        stored = ranks.shard_like(state["weights"][name], p)
+        assert torch.equal(ranks.full_tensor(stored), values(shape))
         assert ranks.count() == 1 or stored.to_local().shape == p.to_local().shape
     return 0
 
@@ -437,7 +437,9 @@ def change_weights(config, folder, display):
         load_trainable_state(models[0], trainable_state(models[1]))
         assert torch.equal(models[0](ids), models[1](ids))
     stored = models[0].state_dict()  # frees what was gathered
-    assert all(torch.equal(ranks.full(stored[name]), tensor) for name, tensor in models[1].state_dict().items())
+    assert all(
+        torch.equal(ranks.full_tensor(stored[name]), tensor) for name, tensor in models[1].state_dict().items()
+    )
     return 0
 
 

@@ -11,7 +11,7 @@ from dunes.generate import Request, generate, generate_all
 from dunes.generate.decode_packages import check_step
 from dunes.generate.prefix_cache import PrefixCache
 from dunes.generate.speculate import look_up
-from dunes.models.of_parts import build
+from dunes.models.named_parts import build
 from dunes.ops.linear_recurrence import CHUNK, chunked, plain, recurrence
 from dunes.parts import Cache, CacheFormat, ForwardContext, RMSNorm, cache_for
 from dunes.parts.layers import GroupedRMSNorm

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from conftest import refuses
 from dunes import checkpoint, tree
 from dunes.flags import PARTS
-from dunes.models import FAMILIES, build_on_meta, of_parts
+from dunes.models import FAMILIES, build_on_meta, named_parts
 from dunes.text import Tokenizer
 from own_networks import NETWORKS, ConvNet, Rows, Tied
 from small_models import random_model, small_config
@@ -316,7 +316,7 @@ def test_every_model_runs_on_the_meta_device_and_has_a_table(part):
         model = build_on_meta(part, small_config(part))
     else:
         with torch.device("meta"):
-            model = of_parts.build(50, 32, 4, 32, **dict([part]))
+            model = named_parts.build(50, 32, 4, 32, **dict([part]))
     ids = torch.zeros(2, 9, dtype=torch.long, device="meta")
     for dtype in (torch.bfloat16, torch.float32):
         with torch.no_grad():

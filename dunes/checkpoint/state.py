@@ -57,12 +57,12 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
     folder = run / "state" / f"step-{step:06d}"
     copied = state if isinstance(state, Snapshot) else snapshot(state)
     with atomic.add_path_to_errors(folder), ExitStack() as stack:
-        size = sum(ranks.together(lambda: _finite_size(folder, copied)))
-        (staged, *_) = ranks.together(lambda: _stage(folder, size, stack) if ranks.is_first() else None)
+        size = sum(ranks.all_gather(lambda: _finite_size(folder, copied)))
+        (staged, *_) = ranks.all_gather(lambda: _stage(folder, size, stack) if ranks.is_first() else None)
         if staged is None:
             return folder
-        digests = ranks.together(lambda: _write_part(staged, copied, _state_folders(run)))
-        ranks.together(lambda: _publish(staged, folder, digests) if ranks.is_first() else None)
+        digests = ranks.all_gather(lambda: _write_part(staged, copied, _state_folders(run)))
+        ranks.all_gather(lambda: _publish(staged, folder, digests) if ranks.is_first() else None)
     return folder
 
 
@@ -171,13 +171,13 @@ def _is_finite(tensor: Tensor) -> bool:
 
 def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
     """The folder of the newest intact state, or None; `report` gets a line for each newer, damaged state."""
-    if not (states := ranks.decide(_state_folders(run))):
+    if not (states := ranks.broadcast(_state_folders(run))):
         return None
     # Without the lock, another writer might delete the state that is being verified.
     with folder_lock(run / "state") if ranks.is_first() else nullcontext():
         for folder in states:
             try:
-                ranks.together(partial(_verify, folder))
+                ranks.all_gather(partial(_verify, folder))
                 return folder
             except ValueError as error:
                 report(f"{error}; going back to an older state")
@@ -237,7 +237,7 @@ def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snap
 def _plain(value: Any, path: str, tensors: dict[str, Tensor], unchanging: Collection[str]) -> Any:
     """The JSON form of a value of a state; its tensors are added to `tensors`, by dotted path."""
     if isinstance(value, Tensor):
-        if (own := ranks.own(value.detach())) is not None:
+        if (own := ranks.local_shard(value.detach())) is not None:
             own = own.cpu().contiguous()
             tensors[path] = own if path.partition(".")[0] in unchanging else own.clone()
         return {"tensor": path}
@@ -276,13 +276,13 @@ def gathered(model: M, outline: M | None, folder: Path) -> M:
         return model
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     names = [name for name, tensor in weights.items() if ranks.is_sharded(tensor)]
-    own = {name: part.cpu() for name in names if (part := ranks.own(weights[name])) is not None}
+    own = {name: part.cpu() for name in names if (part := ranks.local_shard(weights[name])) is not None}
     with ExitStack() as stack:
         stage = lambda: stack.enter_context(atomic.staging_folder(folder)) if ranks.is_first() else None
-        (staged, *_) = ranks.together(stage)
+        (staged, *_) = ranks.all_gather(stage)
         assert staged is not None, "the first rank's"
         path = staged / PART.format("tensors", ranks.rank() + 1, ranks.count())
-        ranks.together(lambda: safetensors_file.write_file(path, in_memory(own)))
+        ranks.all_gather(lambda: safetensors_file.write_file(path, in_memory(own)))
         if ranks.is_first():
             files = [safetensors_file.tensors(file) for file in sorted(staged.iterdir())]
             parts = {name: [file[name] for file in files if name in file] for name in names}

@@ -58,14 +58,14 @@ def _begin_rank(verb: str) -> None:
     """Prepare a process of torchrun. Raises ValueError for verbs that run in a single process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, for a rank that may wait for another
     if os.environ.get("RANK") not in (None, "0"):  # errors of the command line are reported by the first rank
-        sys.stderr = errors = StringIO()  # until `ranks.joined`
+        sys.stderr = errors = StringIO()  # until `ranks.process_group`
         atexit.register(_report_late, errors)
     if verb not in ("train", "finetune"):
         raise ValueError("several processes of torchrun train and finetune; start other commands without it")
 
 
 def _report_late(errors: StringIO) -> None:
-    """Report errors before `ranks.joined`, unless torchrun ends this process since the first rank failed, too."""
+    """Report errors before `ranks.process_group`, unless torchrun ends this process since rank 0 failed, too."""
     if sys.stderr is errors and errors.getvalue():
         sleep(20)
         print(errors.getvalue(), file=sys.__stderr__, end="")

@@ -103,7 +103,7 @@ def _run(
     if not 0 < options.rank_timeout < 1e6:
         raise ValueError(f"--rank-timeout is {options.rank_timeout} minutes; expected more than 0")
     limit, by_node = 60 * options.rank_timeout, options.shard == "node"
-    with ranks.joined(config.device, limit, folder / "state", by_node):
-        if ranks.decide(was_started_by_job(folder)):
+    with ranks.process_group(config.device, limit, folder / "state", by_node):
+        if ranks.broadcast(was_started_by_job(folder)):
             options = replace(options, resume=True)
         return work(config, folder, display, **vars(options) | {"asked": set_options} | more)

@@ -27,7 +27,7 @@ from dunes.generate import Sampler, sampler
 from dunes.generate.sampling import RULES
 from dunes.inference.text_generator import TextGenerator, cut_at_stop
 from dunes.progress import report
-from dunes.text import library
+from dunes.text import hf_tokenizers
 from dunes.text.special_tokens import token_text
 from dunes.units import plural
 
@@ -61,7 +61,7 @@ class Harness(TemplateLM):
         self.generator = TextGenerator(loaded)
         tokenizer = self.generator.tokenizer
         # Parses special tokens in a task's text, as the `hf` backend does; `loaded.tokenizer` does not.
-        self.inner = library.parse(tokenizer.json())
+        self.inner = hf_tokenizers.parse(tokenizer.json())
         self.inner.no_truncation()
         self.inner.no_padding()
         self._end = tokenizer.eos

@@ -89,7 +89,9 @@ def score_pairs(
             rows = [(total, pairs), *(metrics[name] for name in ("margin", "accuracy", "chosen_loss"))]
             sums += [[float(value) for value in row] for row in rows]
             targets += int((batch[1] != IGNORE).sum())
-    loss_sum, number, margins, _, correct, _, chosen, tokens, total = ranks.total(*sums.flatten(), targets)
+    loss_sum, number, margins, _, correct, _, chosen, tokens, total = ranks.all_reduce_sum(
+        *sums.flatten(), targets
+    )
     return PreferenceScore(loss_sum, int(total), 0, int(number), margins, correct, chosen, int(tokens))
 
 
@@ -111,6 +113,6 @@ def reference_logprobs(
             ids, targets, positions, index = (part.to(device) for part in own)
             losses, counts, *_ = model(ids, positions, targets=targets, by_row=True)
             result.index_add_(0, index[::2], -losses.float().where(counts > 0, 0.0).view(-1, 2))
-        ranks.add(result)
+        ranks.all_reduce(result)
     array: NDArray[np.float32] = result.cpu().numpy()
     return array

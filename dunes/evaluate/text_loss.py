@@ -125,7 +125,7 @@ def score_batches(loaded: LoadedModel, batches: Iterable[tuple[Tensor, ...]], dt
             loss_sum, count = loss_sum + float(total), count + int(batch_count)
             targets = batch[1].numpy()
             size += int(width[targets[targets != IGNORE]].sum())
-    loss_sum, *counts = ranks.total(loss_sum, count, size)
+    loss_sum, *counts = ranks.all_reduce_sum(loss_sum, count, size)
     return Score(loss_sum, *map(int, counts))
 
 

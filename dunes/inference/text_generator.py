@@ -95,7 +95,7 @@ class TextGenerator:
         """A request that generates ids of the tokenizer; by default greedily, and up to the tokenizer's stops."""
         sample = (sample or Sampler()).after(partial(limit_vocab, self.tokenizer.vocab))
         if ranks.count() > 1:
-            sample = sample.after(lambda logits, ids: ranks.from_first(logits))
+            sample = sample.after(lambda logits, ids: ranks.broadcast_tensor(logits))
         stop = self.tokenizer.stops if stop is None else stop
         return Request(self._ids(prompt), max_tokens, sample, stop, alternatives, proposer=proposer)
 

@@ -65,13 +65,13 @@ def job() -> str:
     return f"{parent} {started}"
 
 
-def asked() -> bool:
+def under_torchrun() -> bool:
     """True if torchrun started this process together with others."""
     return int(os.environ.get("WORLD_SIZE") or "1") > 1
 
 
 @contextmanager
-def joined(
+def process_group(
     device: str | None = None, limit: float = LIMIT, folder: Path = Path(), by_node: bool = False
 ) -> Iterator[None]:
     """Join the other processes started by torchrun, if any, to train on a device of this type.
@@ -81,7 +81,7 @@ def joined(
     first rank raises its error, and the others exit with status 2. Raises ValueError if a machine has more ranks
     than GPUs, and if another rank ends.
     """
-    if not asked():
+    if not under_torchrun():
         yield
         return
     sys.stderr = sys.__stderr__  # the command line reports its errors on the first rank
@@ -221,7 +221,7 @@ def alone() -> Iterator[None]:
 
 
 @contextmanager
-def imagined(number: int) -> Iterator[None]:
+def fake_ranks(number: int) -> Iterator[None]:
     """Inside the `with` block, this process is the first of `number` ranks, for example to make an estimate.
 
     The ranks exchange nothing: tensors from other ranks are uninitialized.
@@ -255,7 +255,7 @@ def rank() -> int:
     """The number of this rank; also available before it has joined the others."""
     if count() > 1:
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0")) if asked() and not _alone.get() else 0
+    return int(os.environ.get("RANK", "0")) if under_torchrun() and not _alone.get() else 0
 
 
 def is_first() -> bool:
@@ -263,7 +263,7 @@ def is_first() -> bool:
     return rank() == 0
 
 
-def decide(value: T) -> T:
+def broadcast(value: T) -> T:
     """Return the value of rank 0 on all ranks."""
     values = [value]
     if count() > 1 and dist.get_backend() != "fake":
@@ -272,7 +272,7 @@ def decide(value: T) -> T:
     return values[0]
 
 
-def largest(*values: float) -> list[float]:
+def all_reduce_max(*values: float) -> list[float]:
     """For each value, its largest value over all ranks."""
     return _reduced(values, dist.ReduceOp.MAX)
 
@@ -284,7 +284,7 @@ def expect(seconds: float) -> None:
     _limit = max(60.0, SLOW_STEP * seconds) if seconds else math.inf
 
 
-def total(*values: float) -> list[float]:
+def all_reduce_sum(*values: float) -> list[float]:
     """For each value, its sum over all ranks."""
     return _reduced(values, dist.ReduceOp.SUM)
 
@@ -298,13 +298,13 @@ def _reduced(values: Iterable[float], operation: Any) -> list[float]:
     return cast(list[float], tensor.tolist())
 
 
-def add(tensor: Tensor) -> None:
+def all_reduce(tensor: Tensor) -> None:
     """Replace a tensor in place by the sum of all ranks' tensors."""
     if count() > 1:
         dist.all_reduce(tensor)
 
 
-def from_first(tensor: Tensor) -> Tensor:
+def broadcast_tensor(tensor: Tensor) -> Tensor:
     """The first rank's tensor, since machines round differently and their own tensors could differ."""
     tensor = tensor.contiguous()
     if count() > 1:
@@ -318,13 +318,13 @@ def summed(x: Tensor) -> Tensor:
     if count() == 1:
         return x
     sums = x.detach().clone()
-    add(sums)
+    all_reduce(sums)
     return sums + count() * (x - x.detach())
 
 
 def agree(facts: Mapping[str, Any]) -> None:
     """Wait for all ranks. Raises ValueError, naming the fact, if a rank's fact differs from rank 0's."""
-    first, *everyone = together(lambda: dict(facts))
+    first, *everyone = all_gather(lambda: dict(facts))
     _alive()
     for number, others in enumerate(everyone, 1):
         for name, value in first.items():
@@ -332,7 +332,7 @@ def agree(facts: Mapping[str, Any]) -> None:
                 raise ValueError(f"rank {number}: {name} is {others.get(name)!r:.80}, on rank 0 {value!r:.80}")
 
 
-def together(work: Callable[[], T]) -> list[T]:
+def all_gather(work: Callable[[], T]) -> list[T]:
     """The results of `work()` on all ranks. If a rank raises OSError or ValueError, all ranks raise it.
 
     A thread that saves in the background may call it while the main thread calls the other functions.
@@ -355,7 +355,7 @@ def together(work: Callable[[], T]) -> list[T]:
 
 
 def is_shared(error: OSError) -> bool:
-    """True if all ranks raised this error (in `together`)."""
+    """True if all ranks raised this error (in `all_gather`)."""
     return count() == 1 or str(error.strerror or error).startswith("rank ")
 
 
@@ -409,7 +409,7 @@ def keeps_gathered(model: nn.Module) -> bool:
     """True if the trained parameters take so little memory that they stay gathered until backward."""
     size = 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     sharing = 1 if machine.device().type == "cuda" else _local_count()
-    return bool(decide(size * sharing < GATHERED * machine.total_memory(machine.device())))
+    return bool(broadcast(size * sharing < GATHERED * machine.total_memory(machine.device())))
 
 
 def describe(model: nn.Module) -> str:
@@ -424,7 +424,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def own(tensor: Tensor) -> Tensor | None:
+def local_shard(tensor: Tensor) -> Tensor | None:
     """The values that this rank saves: its part of a sharded tensor, or on rank 0, a complete tensor; else None.
 
     If every machine has a replica, the ranks of the first machine save the parts.
@@ -435,7 +435,7 @@ def own(tensor: Tensor) -> Tensor | None:
     return None if any(sharded.device_mesh.get_coordinate()[:-1]) else sharded.to_local()
 
 
-def full(value: Any) -> Any:
+def full_tensor(value: Any) -> Any:
     """The value itself; for a sharded tensor, the complete tensor gathered from all ranks."""
     return value.full_tensor() if is_sharded(value) else value
 
@@ -458,7 +458,7 @@ def merged(parts: list[Tensor]) -> Tensor:
     return DTensor.from_local(values, _mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def part(value: Tensor, like: Tensor) -> Tensor:
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """This rank's part of a tensor, sharded like the tensor `like`; the tensor itself if `like` is not sharded."""
     if not is_sharded(like) or is_sharded(value):
         return value
@@ -468,7 +468,7 @@ def part(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(value.to(like.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
-def interleaved(own: Tensor, size: int) -> Tensor:
+def gather_rows(own: Tensor, size: int) -> Tensor:
     """Gather the items of all ranks into (size, ...). `own` (N, ...) has this rank's items: every `count()`-th."""
     if count() == 1:
         return own

@@ -22,7 +22,7 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
     generator = torch.Generator().manual_seed(seed % 2**64)
 
     def normal(weight: Tensor, std: float) -> None:
-        weight.copy_(ranks.part(torch.randn(weight.shape, generator=generator) * std, weight))
+        weight.copy_(ranks.shard_like(torch.randn(weight.shape, generator=generator) * std, weight))
 
     blocks = ((name, m, part) for name, m in model.named_modules() for part in ("attn", "mlp"))
     normed = tuple(f"{name}.{part}." for name, m, part in blocks if getattr(m, f"{part}_post_norm", None))
@@ -33,7 +33,7 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
         for name, module in model.named_modules():
             for key, value in getattr(module, "initial_values", {}).items() if empty else ():
                 if (own := getattr(module, key)) is not None:
-                    own.copy_(ranks.part(torch.as_tensor(value, dtype=own.dtype).expand(own.shape), own))
+                    own.copy_(ranks.shard_like(torch.as_tensor(value, dtype=own.dtype).expand(own.shape), own))
             if isinstance(module, nn.Embedding):
                 normal(module.weight, 0.02)
             elif isinstance(module, nn.Linear):

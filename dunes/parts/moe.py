@@ -165,7 +165,7 @@ class MoE(nn.Module):
         """Adjust the selection bias by the loads since the last step, if the router is trainable."""
         if self.selection_bias is None or not self.bias_rate:
             return
-        ranks.add(self.load)
+        ranks.all_reduce(self.load)
         if any(p.requires_grad for p in tree.innermost(self.router).parameters()):
             below_mean = self.load.sum() - len(self.experts) * self.load
             self.selection_bias += self.bias_rate * below_mean.sign()
@@ -262,7 +262,7 @@ def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
         load, probs = ((x * real[:, None]).sum(0) / tokens for x in (load, probs))
     if ranks.count() > 1:  # the rows of all ranks are balanced together, as in one process
         tokens = torch.cat([load, load.new_ones(1)]) * tokens
-        ranks.add(tokens)
+        ranks.all_reduce(tokens)
         load = tokens[:-1] / tokens[-1]
     return len(probs) * (load * probs).sum()
 

@@ -28,7 +28,7 @@ from dunes.completion.fit import FitSize
 from dunes.completion.index import MOST as INDEXED
 from dunes.flags import Dtype
 from dunes.measure import ranks
-from dunes.models import FAMILIES, of_parts
+from dunes.models import FAMILIES, named_parts
 from dunes.models.mixtral import expert_width
 from dunes.ops.float32_products import float32_is_faster, repeat_choice
 from dunes.parts import Attention, Decoder, MoE
@@ -252,7 +252,7 @@ def _of_parts(config: TrainConfig, vocab: int) -> Architecture:
     size, chosen = config_for(config, vocab), config.chosen_parts
     shape = {"vocab": vocab, "dim": size.dim, "depth": size.depth, "context_length": config.context_length}
     if not isinstance(chosen, str):
-        return Architecture.of_function(of_parts.build, **shape, **chosen)
+        return Architecture.of_function(named_parts.build, **shape, **chosen)
     if ranks.count() > 1:
         raise ValueError(f"--parts {chosen}: functions build models in one process; torchrun needs named parts")
     described = replace(Architecture.of_function(import_build(chosen, Path("--parts")), **shape), family=chosen)

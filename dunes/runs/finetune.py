@@ -106,8 +106,8 @@ def plan_finetuning(config: FinetuneConfig, start: Start, examples: int) -> Call
             display.print_highlighted(f"--- {side.place}", trained_spans(side, data.tokenizer))
     with start.timings("preparing"):
         data, text = choose_options(data, display), forgetting_text(data, display)
-        data = replace(data, config=ranks.decide(data.config))
-        same = len({*ranks.together(lambda: _digest(text))}) == 1  # each machine remembers its own sources
+        data = replace(data, config=ranks.broadcast(data.config))
+        same = len({*ranks.all_gather(lambda: _digest(text))}) == 1  # each machine remembers its own sources
         batch = data.config.goal.full_batch(data.config, micro_batch(data.config))
     report = partial(report_step, data.config, batch=batch, display=display)
     if start.options.dry_run:
@@ -338,7 +338,7 @@ def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
 
 def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
     """The base model's scores and answers; read from `path` if the run has saved states, otherwise measured."""
-    before = ranks.decide(_stored(path, Baseline.read, display))
+    before = ranks.broadcast(_stored(path, Baseline.read, display))
     if before is None:
         display.detail("evaluating the base model")
         with shown_by(display.state):
@@ -468,7 +468,7 @@ class FinetuneTask:
         answered = ANSWERED if self.before is UNMEASURED else len(self.before.answers)
         for record in each(self.data.val_records[:answered]):
             answers.append(self._answer(record))
-            if ranks.decide(monotonic() > end):
+            if ranks.broadcast(monotonic() > end):
                 break
         return answers
 

@@ -401,7 +401,7 @@ def score_within(
     start = monotonic()
     if seconds == inf or min(most, available) <= PROBED or (first := score(PROBED)) is None:
         return score(most), most
-    limit = ranks.decide(min(most, int(PROBED * (seconds / max(1e-9, monotonic() - start) - 1))))
+    limit = ranks.broadcast(min(most, int(PROBED * (seconds / max(1e-9, monotonic() - start) - 1))))
     return (score(limit), limit) if limit > 2 * PROBED else (first, PROBED)
 
 

@@ -64,7 +64,7 @@ def train_allocations(
     If `estimated` is true, fake tensors give the same result in a fraction of a second without using memory. They
     also give the allocations of the first of `number` ranks, by default of this run's; `shape` has a rank's rows.
     """
-    with ranks.imagined(number or ranks.count()), _tensors(estimated):
+    with ranks.fake_ranks(number or ranks.count()), _tensors(estimated):
         model = build()
         if shape.checkpointing:
             tree.replace(model, ("blocks.*", "ahead.*"), Checkpointed)

@@ -335,7 +335,7 @@ def train_loop(session: Session) -> None:
     and OSError if a strict save fails.
     """
     run, display = session.run, session.display
-    (run.elapsed,) = ranks.largest(run.elapsed)
+    (run.elapsed,) = ranks.all_reduce_max(run.elapsed)
     run.start_time, session.saved = monotonic() - run.elapsed, run.elapsed
     run.begin, run.waited = run.begin or run.elapsed, run.timings.seconds["data"]
     clock = None if run.config.steps else Clock(run.schedule, run.config.seconds, FALL, run.begin)
@@ -367,7 +367,7 @@ def _measure_time(session: Session, step: Step, clock: Clock | None) -> None:
     """Add the time of a step to the run's; a clock then decides when the run ends."""
     run, before = session.run, session.run.elapsed
     # Ranks that followed their own clocks and signals would soon wait for each other in different places.
-    run.elapsed, closing = ranks.largest(monotonic() - run.start_time, run.closing_seconds)
+    run.elapsed, closing = ranks.all_reduce_max(monotonic() - run.start_time, run.closing_seconds)
     if run.warm:
         run.pace.append(run.elapsed - before)
         session.durations.append(step.seconds)
@@ -402,7 +402,7 @@ def _stops_or_saves(session: Session) -> bool:
     """Save if it is time to, or return True if a stop is requested."""
     run, saver, request = session.run, session.saver, session.request
     run.save_seconds = saver.seconds
-    stop, save, busy, interval = ranks.largest(request.signal, request.save, saver.busy, saver.interval)
+    stop, save, busy, interval = ranks.all_reduce_max(request.signal, request.save, saver.busy, saver.interval)
     if stop:
         session.display.line(f"stopping after step {run.trainer.number} and saving")
         return True
@@ -474,7 +474,7 @@ def early_end(run: Run, loss: float) -> str:
 def _finish(session: Session) -> int:
     """Save the state and the results, plot the loss, and print the final report; returns the exit status."""
     run, request, display = session.run, session.request, session.display
-    number, request.closing = int(ranks.largest(request.signal)[0]), True
+    number, request.closing = int(ranks.all_reduce_max(request.signal)[0]), True
     try:
         with run.timings("saves"):
             saved = session.saver.last(run)

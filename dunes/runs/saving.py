@@ -81,15 +81,15 @@ def check_shared(folder: Path) -> None:
 
     with ExitStack() as stack:
         stage = lambda: stack.enter_context(staging_folder(folder / "state" / "new")) if ranks.is_first() else None
-        (staged, *_) = ranks.together(stage)
+        (staged, *_) = ranks.all_gather(stage)
         assert staged is not None, "the first rank's"
-        ranks.together(lambda: write(staged / str(ranks.rank())))
+        ranks.all_gather(lambda: write(staged / str(ranks.rank())))
 
 
 def was_started_by_job(folder: Path) -> bool:
     """True if the last run in the folder was started by the same torchrun command as this process."""
     lock = folder / "state" / "lock"
-    started = ranks.asked() and lock.is_file() and (folder / "state" / "plan.json").exists()
+    started = ranks.under_torchrun() and lock.is_file() and (folder / "state" / "plan.json").exists()
     return started and lock.read_text() == ranks.job()
 
 
@@ -220,7 +220,7 @@ def shard_optimizer(optimizer: Optimizer) -> None:
     """Shard the tensors of a loaded optimizer state in the same way as the parameters."""
     for each in getattr(optimizer, "optimizers", [optimizer]):
         for p, entry in each.state.items():
-            entry.update({name: ranks.part(t, p) for name, t in entry.items() if t.shape == p.shape})
+            entry.update({name: ranks.shard_like(t, p) for name, t in entry.items() if t.shape == p.shape})
 
 
 @dataclass
@@ -255,7 +255,7 @@ class Saver:
         start = perf_counter()
         try:
             with_metrics = ranks.is_first() and (folder / METRICS).exists()  # resuming needs them up to the state
-            ranks.together(lambda: fsync_path(folder / METRICS) if with_metrics else None)
+            ranks.all_gather(lambda: fsync_path(folder / METRICS) if with_metrics else None)
             return checkpoint.save_state(folder, step, snapshot)
         finally:
             self.seconds = perf_counter() - start

@@ -221,7 +221,7 @@ class Run:
         """Validate the model, and copy its weights if they are the best so far."""
         start = perf_counter()
         self.last = score = self.task.score(check_tokens(self.config))
-        (self.seconds_per_token,) = ranks.largest((perf_counter() - start) / score.tokens)
+        (self.seconds_per_token,) = ranks.all_reduce_max((perf_counter() - start) / score.tokens)
         self.checks_since_best += 1
         # NaN compares as not smaller, so a best score of NaN is replaced explicitly.
         if self.best is None or score.criterion < self.best.criterion or isnan(self.best.criterion):
@@ -256,7 +256,7 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
     check_tensors(state, weights)
     with torch.no_grad():
         for name, tensor in state.items():
-            tensor.copy_(ranks.part(weights[name], tensor))
+            tensor.copy_(ranks.shard_like(weights[name], tensor))
 
 
 def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:

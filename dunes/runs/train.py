@@ -103,7 +103,7 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
         Reference(config, start, base, place, corpus.packages).run(corpus)
         return None
     with timings("choosing the size"):
-        config = ranks.decide(_choose_options(config, corpus, base, start))
+        config = ranks.broadcast(_choose_options(config, corpus, base, start))
     if start.options.dry_run:
         if base is not None:
             _report(config, _dry_trainer(config, base), base, display)

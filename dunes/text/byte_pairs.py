@@ -10,7 +10,7 @@ from itertools import pairwise
 import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers, processors
 
-from dunes.text import library
+from dunes.text import hf_tokenizers
 
 SPACE = "▁"
 FIRST_TOKEN = -1
@@ -72,7 +72,9 @@ def surround(inner: Tokenizer, *begin: str, end: Sequence[str] = ()) -> None:
     special = [(token, inner.token_to_id(token)) for token in {*begin, *end}]
     single, second = [*begin, "$A", *end], [*(f"{t}:1" for t in begin), "$B:1", *(f"{t}:1" for t in end)]
     make = partial(processors.TemplateProcessing, single=single, pair=[*single, *second], special_tokens=special)
-    inner.post_processor = library.call(f"the tokens around each text, {library.abbreviate([*begin, *end])}", make)
+    inner.post_processor = hf_tokenizers.call(
+        f"the tokens around each text, {hf_tokenizers.abbreviate([*begin, *end])}", make
+    )
 
 
 # sentencepiece writes U+FFFD for each invalid byte, Python one U+FFFD for several bytes.
@@ -118,7 +120,7 @@ class ByteDecoder:
 
 def byte_decoder(inner: tokenizers.Tokenizer) -> ByteDecoder:
     """The `ByteDecoder` equivalent to the tokenizer's decoder."""
-    steps = list(library.steps(library.pipeline(inner), "decoder"))
+    steps = list(hf_tokenizers.steps(hf_tokenizers.pipeline(inner), "decoder"))
     types = {step["type"] for step in steps}
     if "ByteLevel" in types:
         return ByteDecoder(byte_level=True)

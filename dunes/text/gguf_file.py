@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
 from dunes.files.model_file import find_file, open_file, require_content
-from dunes.text import library, sentencepiece
+from dunes.text import hf_tokenizers, sentencepiece
 from dunes.text.byte_pairs import SPACE, add_special, surround
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER, Piece
 from dunes.text.special_tokens import SpecialTokens
@@ -187,7 +187,7 @@ def build_tokenizer(
     For damaged fields and unsupported kinds, raises ValueError that names the key and index, but not the file.
     """
     if f"tokenizer.{JSON}" in fields:
-        inner = library.call(f"tokenizer.{JSON}", lambda: parse(value(fields, JSON, str).encode()))
+        inner = hf_tokenizers.call(f"tokenizer.{JSON}", lambda: parse(value(fields, JSON, str).encode()))
         check_same_tokens(inner, fields, f"tokenizer.{JSON}")
         return inner
     model, tokens, types = value(fields, "ggml.model", str), *vocabulary(fields)
@@ -195,7 +195,7 @@ def build_tokenizer(
         name = key.removeprefix("tokenizer.ggml.")
         known = name in (key, *KNOWN) or name.endswith("_token_id")
         if not known and (name not in OFF or (len(given) if isinstance(given, np.ndarray) else given)):
-            raise ValueError(f"{key[:80]} is {library.abbreviate(given)}, which is not supported")
+            raise ValueError(f"{key[:80]} is {hf_tokenizers.abbreviate(given)}, which is not supported")
     if model == "llama":
         return _surrounded(_sentencepiece(fields, tokens, types), fields, tokens)
     if model not in BYTE_PAIRS:
@@ -248,7 +248,7 @@ def byte_pairs(
     pairs = [tuple(merge.split(" ", 1)) for merge in dict.fromkeys(merges)]
     patterns, whole_words, metaspace, _ = split_rule(rule)
     settings = {"ignore_merges": whole_words, "byte_fallback": metaspace}
-    inner = tokenizers.Tokenizer(library.bpe(vocab, pairs, MERGES, **settings))
+    inner = tokenizers.Tokenizer(hf_tokenizers.bpe(vocab, pairs, MERGES, **settings))
     words = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
     if metaspace:
         inner.normalizer, inner.pre_tokenizer = normalizers.Replace(" ", SPACE), pre_tokenizers.Sequence(words)
@@ -287,7 +287,9 @@ def vocabulary(fields: Mapping[str, Any]) -> tuple[list[str], list[int]]:
         if not NORMAL <= types[i] <= BYTE:
             raise ValueError(f"tokenizer.ggml.token_type[{i}] is {types[i]}; expected {NORMAL} to {BYTE}")
         if ids.setdefault(token, i) != i:
-            raise ValueError(f"tokenizer.ggml.tokens[{ids[token]}] and [{i}] are both {library.abbreviate(token)}")
+            raise ValueError(
+                f"tokenizer.ggml.tokens[{ids[token]}] and [{i}] are both {hf_tokenizers.abbreviate(token)}"
+            )
     return tokens, types.tolist()
 
 
@@ -299,7 +301,7 @@ def value(fields: Mapping[str, Any], name: str, value_type: type[_T], default: _
     """The value of `tokenizer.NAME`, or the default. Raises ValueError if it is missing or of another type."""
     key = f"tokenizer.{name}"
     if type(given := fields.get(key, default)) is not value_type:
-        raise ValueError(f"{key} is {library.abbreviate(given)}; expected {value_type.__name__}")
+        raise ValueError(f"{key} is {hf_tokenizers.abbreviate(given)}; expected {value_type.__name__}")
     return given
 
 
@@ -317,7 +319,9 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
     key = f"tokenizer.ggml.{name}_token_id"
     i = fields.get(key, default)
     if i is not None and not (type(i) is int and 0 <= i < count):
-        raise ValueError(f"{key} is {library.abbreviate(i)}; expected an id below {count}, the number of tokens")
+        raise ValueError(
+            f"{key} is {hf_tokenizers.abbreviate(i)}; expected an id below {count}, the number of tokens"
+        )
     return i
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import normalizers
 
-from dunes.text import chat_template, library
+from dunes.text import chat_template, hf_tokenizers
 from dunes.text.byte_pairs import SPACE, merge_pairs
 from dunes.text.gguf_file import BYTE_PAIRS, JSON, byte_pairs
 from dunes.text.sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER
@@ -80,14 +80,16 @@ SPECIAL = 40
 
 def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
     """Raise ValueError unless llama.cpp's algorithm produces the tokenizer's ids from these values alone."""
-    encode, inner = encoder(fields), library.parse(tokenizer.json())
+    encode, inner = encoder(fields), hf_tokenizers.parse(tokenizer.json())
     begin, (_, end) = tokenizer.bos, tokenizer.added_ids
     tokens = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
     special = [token.decode() for token, type in tokens if type in (USER, CONTROL, UNKNOWN)]
     special += _joined_bytes(fields) if tokenizer.line_separable else []
     texts: list[str] = []
     for text in _texts(tokenizer, inner, special):
-        text_ids = library.call("the tokenizer fails", partial(inner.encode, text, add_special_tokens=False)).ids
+        text_ids = hf_tokenizers.call(
+            "the tokenizer fails", partial(inner.encode, text, add_special_tokens=False)
+        ).ids
         for parse, expected in ((False, tokenizer.encode(text)), (True, [*begin, *text_ids, *end])):
             actual = encode(text, parse)
             if actual == expected or _same_text(tokenizer, text, actual, expected):
@@ -134,7 +136,7 @@ def _texts(tokenizer: Tokenizer, inner: tokenizers.Tokenizer, special: list[str]
     joined = ["".join(samples[i : i + 9]) for i in range(0, len(samples), 9)]
     in_context = [text for t in special[:SPECIAL] for text in (t, f"a{t}b", f" {t} \n{t}{t} b")]
     texts = [*TEXTS, *samples, *joined, *in_context]
-    steps = library.steps(library.pipeline(inner), "normalizer")
+    steps = hf_tokenizers.steps(hf_tokenizers.pipeline(inner), "normalizer")
     if not any(step["type"] == "NFC" for step in steps):
         return texts
     warnings.warn("llama.cpp does not change text to NFC: decomposed accents have other ids there", stacklevel=5)
@@ -142,7 +144,7 @@ def _texts(tokenizer: Tokenizer, inner: tokenizers.Tokenizer, special: list[str]
 
 
 def _rule_name(tokenizer: Tokenizer, whole_words: bool) -> str:
-    steps = list(library.steps(library.pipeline(tokenizer.inner), "pre_tokenizer"))
+    steps = list(hf_tokenizers.steps(hf_tokenizers.pipeline(tokenizer.inner), "pre_tokenizer"))
     names = rule_names(steps, whole_words)
     if not names:
         raise ValueError(

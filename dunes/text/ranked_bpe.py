@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers import Regex, decoders, pre_tokenizers
 
 from dunes.files import json_file
-from dunes.text import library, split_rules
+from dunes.text import hf_tokenizers, split_rules
 from dunes.text.byte_pairs import BYTE_TO_CHAR, CHAR_TO_BYTE, add_special, merge_pairs, split_lookalikes
 
 TEKKEN_SPECIAL = [
@@ -104,7 +104,7 @@ def _build(
     if len(vocab) != len(special) + len(tokens) or len({*vocab.values()}) != len(vocab):
         raise ValueError("not a list of tokens: a token occurs twice, or is spelled like a special token")
     merges, parts = _merges(tokens)
-    inner = tokenizers.Tokenizer(library.bpe(vocab, merges, ignore_merges=True))
+    inner = tokenizers.Tokenizer(hf_tokenizers.bpe(vocab, merges, ignore_merges=True))
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), "removed", invert=True),

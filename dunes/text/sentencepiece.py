@@ -18,7 +18,7 @@ from typing import Any
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from dunes.text import library
+from dunes.text import hf_tokenizers
 from dunes.text.byte_pairs import SPACE, add_special, merge_pairs, split_lookalikes
 from dunes.units import plural
 
@@ -180,7 +180,7 @@ def _bpe(model: Model) -> models.BPE:
             merges.append(last)
     # Pieces of equal score (Mistral's runs of spaces) are merged from the left, longer pieces first.
     merges.sort(key=lambda pair: (-scores[pair[0] + pair[1]], -len(pair[0] + pair[1])))
-    return library.bpe(
+    return hf_tokenizers.bpe(
         {p.text: i for i, p in enumerate(model.pieces)},
         merges,
         unk_token=model.texts(UNKNOWN)[0],

@@ -20,7 +20,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from dunes.files import json_file
 from dunes.files.model_file import find_file, read_file, unfinished_downloads
-from dunes.text import gguf_file, library, ranked_bpe, sentencepiece
+from dunes.text import gguf_file, hf_tokenizers, ranked_bpe, sentencepiece
 from dunes.text.byte_pairs import ByteDecoder, add_special, byte_decoder
 from dunes.text.special_tokens import SpecialTokens, read_special_tokens
 from dunes.units import plural
@@ -90,7 +90,7 @@ class Tokenizer:
         Raises ValueError for an unknown kind, or if the vocabulary is too small for all bytes.
         """
         if kind == "bytes":
-            return cls(_byte_level(library.bpe({char: i for i, char in enumerate(_ALPHABET)}, [])))
+            return cls(_byte_level(hf_tokenizers.bpe({char: i for i, char in enumerate(_ALPHABET)}, [])))
         if kind == "chars":
             return cls(_char_level(sorted(set().union(*map(set, texts)))))
         if kind != "bpe":
@@ -124,7 +124,7 @@ class Tokenizer:
                 f"put the tokenizer that the model was trained with there{unfinished_downloads(folder)}"
             )
         data = read_file(path, MAX_BYTES)
-        inner = library.call(f"{path}: not a tokenizer", lambda: _parse(path, data))
+        inner = hf_tokenizers.call(f"{path}: not a tokenizer", lambda: _parse(path, data))
         tokenizer = cls(inner, read_special_tokens(folder, inner.token_to_id))
         tokenizer.config_path = folder / tokenizer.config_path.name
         files = {name: file for name in EXTRA_FILES if (file := find_file(folder, name))}
@@ -139,13 +139,13 @@ class Tokenizer:
     def _load_gguf(cls, path: Path) -> "Tokenizer":
         fields = gguf_file.read_header(path).fields
         message = f"{path}: not a tokenizer"
-        inner = library.call(message, lambda: gguf_file.build_tokenizer(fields, _parse_json))
-        tokenizer = cls(inner, library.call(message, lambda: gguf_file.special_tokens(fields)))
+        inner = hf_tokenizers.call(message, lambda: gguf_file.build_tokenizer(fields, _parse_json))
+        tokenizer = cls(inner, hf_tokenizers.call(message, lambda: gguf_file.special_tokens(fields)))
         tokenizer.config_path = path / tokenizer.config_path.name
         tokenizer.split_rule = gguf_file.rule_name(fields)
         for stop in tokenizer._special.stops - {tokenizer._special.eos}:
             tokenizer = tokenizer.with_stop(stop)
-        if template := library.call(message, lambda: gguf_file.value(fields, "chat_template", str, "")):
+        if template := hf_tokenizers.call(message, lambda: gguf_file.value(fields, "chat_template", str, "")):
             tokenizer.extra_files["chat_template.jinja"] = template.encode()
         return tokenizer
 
@@ -295,7 +295,7 @@ class Tokenizer:
 
     def _ids(self, inner: tokenizers.Tokenizer, text: str, special: bool = False) -> list[int]:
         encode = partial(inner.encode, text, add_special_tokens=special)
-        return list(library.call(self._failure, encode).ids)
+        return list(hf_tokenizers.call(self._failure, encode).ids)
 
     @property
     def _failure(self) -> str:
@@ -313,7 +313,7 @@ class Tokenizer:
         content = json.loads(self.inner.to_str())
         for part in ("normalizer", "pre_tokenizer"):
             content[part] = _drop_prefix(content[part])
-        inner = library.parse(json.dumps(content))
+        inner = hf_tokenizers.parse(json.dumps(content))
         inner.encode_special_tokens = True
         return inner
 
@@ -324,7 +324,7 @@ class Tokenizer:
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Yield the ids of each text; the texts are encoded on all cores."""
         encode = partial(self.inner.encode_batch_fast, list(texts), add_special_tokens=False)
-        for encoding in library.call(self._failure, encode):
+        for encoding in hf_tokenizers.call(self._failure, encode):
             yield encoding.ids
 
     def decode(self, ids: Sequence[int]) -> str:

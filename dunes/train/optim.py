@@ -198,19 +198,19 @@ class Muon(Optimizer):
             self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
         averages = [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(averages, grads, 1 - group["momentum"])
-        ahead = map(ranks.full, torch._foreach_lerp(grads, averages, group["momentum"]))
+        ahead = map(ranks.full_tensor, torch._foreach_lerp(grads, averages, group["momentum"]))
         wide = torch.stack([a if a.shape[0] <= a.shape[1] else a.T for a in ahead])
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         products = self.products or measure.choose_dtype(wide.device)
         for p, update in zip(params, _shared(wide, products), strict=True):
-            update = ranks.part(update if p.shape[0] <= p.shape[1] else update.T, p)
+            update = ranks.shard_like(update if p.shape[0] <= p.shape[1] else update.T, p)
             p.add_(update, alpha=-group["lr"] * max(1, p.shape[0] / p.shape[1]) ** 0.5)
 
 
 def _shared(wide: Tensor, dtype: torch.dtype) -> Tensor:
     """Orthogonalised wide matrices (N, rows, columns); each rank computes some of the N matrices."""
     own = orthogonalise(wide[ranks.rank() :: ranks.count()], dtype=dtype)
-    return ranks.interleaved(own, len(wide))
+    return ranks.gather_rows(own, len(wide))
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:

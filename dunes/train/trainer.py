@@ -246,7 +246,7 @@ class Trainer:
                 earlier = sums.get(name, (0.0, 0.0))
                 sums[name] = earlier[0] + total, earlier[1] + count
         for t in chain.from_iterable(sums.values()):
-            ranks.add(t)
+            ranks.all_reduce(t)
         return sums
 
     @property
