@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dunes.cores import OWN_CHOICE, reports_waits
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 _ROOMS = {
     "files": "bytes on disk: atomic writes, staging folders, locks, JSON and JSON lines, and trust in cards",
     "text": "text to ids and back: tokenizers, chat templates, lines, incremental decoding",
