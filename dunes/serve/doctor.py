@@ -84,7 +84,7 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
 
 
 def _recent(address: str, key: str) -> dict[str, Any]:
-    """What the server remembers of editors' requests; empty if it tells this user nothing."""
+    """The last requests of editors that the server remembers; empty if the server refuses to tell this user."""
     with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         if key:
             status, data = ask(address, RECENT, key=key)
@@ -96,7 +96,7 @@ def _recent(address: str, key: str) -> dict[str, Any]:
 
 
 def _replayed(place: Mapping[str, Any]) -> Line:
-    """The line on a place where an editor asked."""
+    """The report on a place where an editor requested a suggestion."""
     shown, now = (repr(place[name]) if place[name] else "nothing" for name in ("shown", "now"))
     text = f"shows {now}" if shown == now else f"showed {shown}, and would show {now} now; "
     if shown != now:
