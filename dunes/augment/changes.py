@@ -62,7 +62,7 @@ def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **r
             raise
         raise ValueError(
             f"{place or 'the model'} is {type(error.obj).__name__}, which has no {error.name}: the change {name} "
-            "is not made to such a part"
+            "does not support this part"
         ) from None
 
 
@@ -122,7 +122,7 @@ def undo_change(model: nn.Module, change: Change) -> None:
     Raises ValueError for a change that cannot be undone, and for a damaged record.
     """
     if not hasattr(entry := _entry(change), "undo"):
-        raise ValueError(f"the change {change.name} cannot be taken back; load the model as it was before")
+        raise ValueError(f"the change {change.name} cannot be undone; load the model from before the change")
     with _undamaged(change):
         entry.undo(model, change)
 

@@ -50,7 +50,7 @@ def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
     cannot be inverted with a damping up to MOST_DAMPING.
     """
     if not gram.matrix.isfinite().all():
-        raise ValueError(f"{place}: the inputs of the calibration text are not finite; are the model's weights?")
+        raise ValueError(f"{place}: the inputs of the calibration text are not finite; check the model's weights")
     h = gram.matrix * (2 / max(1, gram.tokens))
     dead = h.diagonal() == 0
     mean = h.new_ones(()) if dead.all() else h.diagonal().mean()

@@ -87,8 +87,8 @@ class PiSSA(Adapter):
     """LoRA initialised from the base weight; the update is scale * (B A - B0 A0). https://arxiv.org/abs/2404.02948
 
     `A0` and `B0` are the initial values of `A` and `B`. (The paper subtracts B0 A0 from the base instead. Here
-    adapters share the base, so it never changes, and an untrained adapter changes no bit of the output.) PEFT gets
-    a plain LoRA of rank 2 R.
+    adapters share the base, so it never changes, and an untrained adapter changes no bit of the output.) Its file
+    for PEFT is a plain LoRA of rank 2 R.
     """
 
     A0: Tensor

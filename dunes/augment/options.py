@@ -195,7 +195,7 @@ class Quantize(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycle(Options):
-    """Copy each MLP of a dense model into the experts of a mixture, which computes the same.
+    """Copy each MLP of a dense model into the experts of a mixture; the outputs stay the same.
 
     Continue training with dunes train --from: the experts diverge. A LLaMA or Mistral becomes a Mixtral.
 

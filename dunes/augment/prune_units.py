@@ -45,7 +45,7 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
     """
     request, experts, blocks = options.request(), options.experts, options.blocks
     if all(count is None for count in (options.heads, options.neurons, experts, blocks)):
-        raise ValueError("nothing to take out; pass how many to keep: --heads, --neurons, --experts or --blocks")
+        raise ValueError("nothing to remove; pass the numbers to keep: --heads, --neurons, --experts or --blocks")
     if ids is None or ids.shape[-1] < 2:
         raise ValueError("narrow needs calibration text, in sequences of 2 or more tokens")
     require_ids(model, ids)
@@ -53,7 +53,7 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
     if blocks is not None and not 0 < blocks < len(model.blocks):
         raise ValueError(f"blocks is {blocks}; expected 1 to {len(model.blocks) - 1}, fewer than the model has")
     if blocks is not None and (name := order_matters(model)):
-        raise ValueError(f"{name} computes with what an earlier block did; remove heads or neurons instead")
+        raise ValueError(f"{name} uses results of an earlier block; remove heads or neurons instead")
     numbers = dict(_units(model.trunk, request))
     scores = importances(model, ids, {name: count for name, (_, count, _) in numbers.items()})
     places = _kept_units(numbers, scores, options.uneven)
@@ -71,7 +71,7 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
         places["blocks"] = {"blocks": chosen, "of": len(model.blocks)}
     if not places:
         raise ValueError(
-            "nothing to take out: the model has no more heads, neurons and experts than are to be kept"
+            "nothing to remove: the numbers to keep are the model's own numbers of heads, neurons and experts"
         )
     return Change("narrow", VERSION, request, places)
 

@@ -39,7 +39,7 @@ def dequantize(model: nn.Module) -> list[str]:
 Solver = Callable[..., Iterator[tuple[dict[str, QuantParams], list[str]]]]
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 SOLVERS: dict[str, Solver] = {"gptq": gptq.solve}
-"""The methods other than rounding to nearest: functions like `gptq.solve`; `ids` is None if they read no text."""
+"""Methods other than rounding to nearest: functions like `gptq.solve`, with `ids` None if they read no text."""
 METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
 GROUP = 64

@@ -1,4 +1,4 @@
-"""Sparse upcycling: replace each dense MLP by a mixture of copies, which computes the same until it is trained.
+"""Sparse upcycling: replace each dense MLP by a mixture of copies, whose outputs are equal until it is trained.
 
 Sparse upcycling https://arxiv.org/abs/2212.05055, fine-grained with virtual groups
 https://arxiv.org/abs/2410.07524, Drop-Upcycling https://arxiv.org/abs/2502.19261. Unlike in the second paper, only

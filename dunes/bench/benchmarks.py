@@ -42,7 +42,7 @@ Make = Callable[[Subject, Setting], Work]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: the function that makes its workload, default batch size, memory estimate, settings it reads.
+    """A benchmark: the function that makes its workload, its default batch size, memory estimate, and settings.
 
     `memory` is None if the memory is not estimated.
     """

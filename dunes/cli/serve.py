@@ -38,8 +38,8 @@ def serve(
 ) -> int:
     """Serve a model to editors and programs: completion of lines, texts and chats, over HTTP.
 
-    It speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and its address shows a page to try it.
-    After a file of the training sources is saved, completion copies from its new text within two seconds.
+    It speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and shows a web page for trying it. After
+    a file of the training sources is saved, completion copies from its new text within two seconds.
 
     Example: dunes serve runs/project
 
@@ -69,7 +69,7 @@ def serve(
     key = os.environ.get(KEY) or None
     if not is_loopback(host) and key is None:
         raise ValueError(
-            f"--host {host} is reached from other machines; put a key into {KEY}, which clients then send"
+            f"--host {host} is reachable from other machines; put a key into {KEY}, which clients then send"
         )
     sockets = open_sockets(host, [port, ollama_protocol.PORT] if ollama else [port])
     from dunes import checkpoint
@@ -111,7 +111,7 @@ def lsp(
 ) -> int:
     """Serve a model to an editor as a language server, on standard input and output.
 
-    It has inline completion (Neovim 0.12) and plain completion (Helix and others).
+    It offers inline completion (Neovim 0.12) and plain completion (Helix and others).
 
     Example: dunes lsp runs/project
 
@@ -138,7 +138,7 @@ def lsp(
 
         return Worker([folder], acceptance, (), partial(print, file=sys.stderr), not no_follow)
 
-    die_by_signals()  # cleanup would wait for the thread that reads
+    die_by_signals()  # cleanup would wait for the thread that reads standard input
     # The loading thread inherits the trust settings.
     start(partial(copy_context().run, load), stdin, stdout, *first)
     return 0

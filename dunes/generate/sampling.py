@@ -164,23 +164,23 @@ ABOVE_0, FINITE, COUNT = math.ulp(0.0), sys.float_info.max, (-1, 2**31)
 
 @dataclass(frozen=True)
 class Rule:
-    """A setting of sampling: how it changes the logits, its values, and how servers' requests name it."""
+    """A sampling setting: its function on logits, its range, and its names in requests to servers."""
 
     process: Callable[..., Tensor] | None
-    """Its last two arguments are those of a processor; None for a setting that another rule takes."""
+    """Function whose last two arguments are a processor's; None for an argument of another rule's function."""
     neutral: float
-    """The value with which nothing is processed."""
+    """The value that leaves the logits unchanged."""
     bounds: tuple[float, float]
     """Minimum and maximum."""
     expected: str
     requests: tuple[float, float] = COUNT
-    """Minimum and maximum in requests; a value below `bounds` means the minimum there."""
+    """Minimum and maximum in requests; a value below `bounds` is raised to their minimum."""
     names: tuple[str, ...] = ()
-    """Names in requests besides the setting's own; replies have the first one."""
+    """Further names in requests; replies use the first of them."""
     further: tuple[str, ...] = ()
     """Other settings that `process` takes."""
     raw: bool = False
-    """True for a rule that changes a model's own logits: greedy decoding has it, too, and others come after it."""
+    """True for a rule that is applied before all others, and also in greedy decoding."""
 
 
 P = flag("P", "off")
@@ -232,12 +232,11 @@ RULES = {
     for rule in getattr(hint, "__metadata__", ())
     if isinstance(rule, Rule)
 }
-"""The rules by their settings. They apply in this order, the raw ones first."""
+"""The rules by setting. They are applied in this order, but raw rules first."""
 
 
 def sampler(temperature: float = 1.0, *, seed: int = 0, **settings: float | None) -> Sampler:
-    """A sampler with the settings of `SamplingOptions` by their names, such as top_k; one that is missing or None
-    has no effect.
+    """A sampler with these settings, named as in `SamplingOptions`. Missing settings and None have no effect.
 
     Temperature 0 means greedy decoding. Raises KeyError for an unknown setting, ValueError for one out of range.
     """

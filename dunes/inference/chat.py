@@ -256,7 +256,7 @@ class Chat:
         self.switch_to(self.name)
 
     def switch_to(self, name: str | None) -> None:
-        """Switch to an adapter by name or folder. Raises ValueError for an unknown one, or without a template."""
+        """Switch to an adapter by name or folder. Raises ValueError if it is unknown or has no template."""
         name = self.engine.resolve_name(name)
         self.engine.chat_model(name).check_system(self.system)
         _ = self.engine.chat_model(name).template

@@ -93,8 +93,7 @@ def client_error(error: Exception) -> Refused:
 
 class Gate:
     """Middleware that refuses requests to foreign host names (DNS rebinding), requests from web pages of other
-    origins, and, if a key is set, requests without the key. It also ends a request if its client takes too
-    long."""
+    origins, and, if a key is set, requests without the key. It also ends the requests of slow clients."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
@@ -120,12 +119,12 @@ class Gate:
     def _check(self, headers: Headers) -> None:
         hosts = headers.getlist("host")
         if len(hosts) != 1 or _host_name(hosts[0]) not in self.hosts:
-            raise Refused(403, f"Host {hosts[:2]} is not this server's; name it by --host")
+            raise Refused(403, f"Host {hosts[:2]} is not this server's; allow it by --allow-host")
         for origin in headers.getlist("origin"):
             scheme, _, host = origin.partition("://")
             is_own = scheme in ("http", "https") and _host_name(host) in self.hosts
             if not is_own and scheme not in ("vscode-webview", "vscode-file"):
-                raise Refused(403, "requests of pages from elsewhere are not answered")
+                raise Refused(403, "requests from web pages of other origins are refused")
         if self.key is not None:
             client_key = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
             if not hmac.compare_digest(client_key.encode("latin-1"), self.key.encode()):
@@ -189,8 +188,7 @@ class Server:
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Yield pairs (index of a choice, its answer or a part of its answer); cancel the tasks if the client
-        disconnects.
+        """Yield (index of a choice, its answer or a part of it). Cancel the tasks if the client disconnects.
 
         Raises Refused.
         """
@@ -322,8 +320,7 @@ def _piece_of(data: bytes) -> Any:
 
 
 async def _fields(request: Request) -> Fields:
-    """Receive a request's body and parse its fields. Raises Refused, also for a body that is too long or too
-    late."""
+    """Receive a request's body and parse its fields. Raises Refused, also if the body is too long or too late."""
     body = bytearray()
     try:
         async with asyncio.timeout(RECEIPT):

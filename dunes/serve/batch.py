@@ -88,8 +88,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
-    """Wrap a sampler: if it fails, add the error to `errors` and return the most probable id; other texts
-    continue."""
+    """Wrap a sampler: if it fails, add the error to `errors` and return the most probable id for this text."""
     if choose.choose is greedy:
         return choose  # greedy cannot fail, and compiled decoding recognises it
 
@@ -181,8 +180,7 @@ class Batch:
         self.rows[self.rows.index(None)] = row
 
     def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
-        """Emit the prompt, with its tokens if log-probabilities were requested; the first token has no
-        log-probability."""
+        """Emit the prompt, with its tokens if log-probabilities were requested (the first token has none)."""
         tokens: list[TokenText] = []
         prompt, stream, length = row.text_request.prompt, DecodeStream(self.tokenizer), 0
         if row.text_request.logprobs is not None:

@@ -18,8 +18,8 @@ AFTER = "\n\n\nprint(volume(1, 2, 3))\n"
 
 
 KEPT = (
-    "llama.vim keeps what it got here, until `:let g:cache_data = {} | let g:cache_lru_order = []` or the end of "
-    "Vim, and llama-vscode until its window is loaded again"
+    "llama.vim keeps the old reply until `:let g:cache_data = {} | let g:cache_lru_order = []` or the end of Vim, "
+    "and llama-vscode until its window is loaded again"
 )
 
 
@@ -63,7 +63,7 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
     try:
         names = [model["id"] for model in json.loads(data)["data"]]
     except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{address}: /v1/models is not a model server's answer") from None
+        raise ValueError(f"{address}: the reply to /v1/models is not from a model server") from None
     recent = _recent(address, key)
     notes = "".join(f"; {name}: {note}" for name, note in recent.get("notes", {}).items() if note)
     yield Line("server", f"serves {', '.join(names)}{notes}", "" if names else "it has no model")
@@ -100,7 +100,7 @@ def _replayed(place: Mapping[str, Any]) -> Line:
     shown, now = (repr(place[name]) if place[name] else "nothing" for name in ("shown", "now"))
     text = f"shows {now}" if shown == now else f"showed {shown}, and would show {now} now; "
     if shown != now:
-        text += KEPT if place["shown"] else "it asks again when you type there"
+        text += KEPT if place["shown"] else "the editor asks again when you type there"
     elif not place["now"]:
         needed = min(1.0, place["threshold"])
         text += f": its best suggestion is {place['word']:.0%} sure, and {needed:.0%} are needed"

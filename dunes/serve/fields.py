@@ -119,7 +119,7 @@ class Fields:
         name = self.first(*names)
         path = self.text(name)
         if len(path) > PATH or "\0" in path:
-            raise self.refusal(name, f"no path: at most {PATH} characters, none of them NUL")
+            raise self.refusal(name, f"not a path; expected at most {PATH} characters without NUL")
         return path
 
     def flag(self, name: str, default: bool = False) -> bool:

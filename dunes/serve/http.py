@@ -52,8 +52,7 @@ class DeadlineProtocol(H11Protocol):
 
 
 def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
-    """Sockets that listen on these ports at all addresses of the host; addresses that this machine lacks are
-    skipped.
+    """Sockets that listen on these ports at all addresses of the host that this machine has.
 
     Raises ValueError if a port is in use, or if the host is unknown.
     """
@@ -73,8 +72,7 @@ def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
 
 
 def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socket.socket]) -> None:
-    """Add a socket that listens on this port for each address; for port 0, all use one free port. Raises
-    OSError."""
+    """Add a listening socket for each address; for port 0, all use the same free port. Raises OSError."""
     count, missing = len(sockets), OSError("the host has no address")
     for family, (name, _, *scope) in addresses:
         dual = family == socket.AF_INET6 and len(addresses) == 1  # a single `::` accepts IPv4, too

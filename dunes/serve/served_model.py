@@ -296,7 +296,7 @@ class ServedModel:
         """The request with its messages encoded as a prompt for the model's next turn; thread-safe.
 
         A model without a chat template reads the request's `prompt`. Raises Refused if that is empty or comes with
-        a system message or `enable_thinking`, and if the template refuses the messages.
+        a system message or thinking, and if the template refuses the messages.
         """
         batch, chats = self.require_batch(), self.current.chats
         chat, variables = chats.get(request.model, chats[self.name]), dict(request.variables)
@@ -362,8 +362,7 @@ class FileFinder:
     def __init__(self, files: Iterable[tuple[str, str]]) -> None:
         self._lines: dict[str, frozenset[int]] = {}
         self._numbers: dict[str, int] = {}
-        # By line: the number of files that contain it, and the sum of their numbers (for a single file, its
-        # number).
+        # By line: the number of files that contain it, and the sum of the files' numbers.
         self._owners: dict[int, tuple[int, int]] = {}
         self.update(dict(files))
 

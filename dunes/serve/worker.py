@@ -44,8 +44,7 @@ class Task:
 
 
 class Worker:
-    """Runs the models in a thread that completes lines and generates texts, and follows their files in other
-    threads.
+    """Runs the models in one thread, which completes lines and generates texts; other threads follow their files.
 
     Raises ValueError for a model folder that cannot be used for completion.
     """

@@ -36,8 +36,7 @@ SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 
 def read_infill(fields: Fields) -> Asked:
-    """Read a request for the rest of a line; clients send `n_predict` 0 to warm up the server, which requests no
-    line."""
+    """Read a request for the rest of a line; `n_predict` 0, which clients send to warm up, requests no line."""
     before = fields.text("input_prefix", None) + fields.text("prompt")
     after, limit = fields.text("input_suffix", None), fields.limit("n_predict")
     count, stop = fields.integer(fields.first("n_cmpl", "n"), 1, 1, CHOICES), fields.stops()
