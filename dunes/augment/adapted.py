@@ -138,7 +138,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = base
         self.adapters = nn.ModuleDict()
-        self._active: str | None = None  # not part of the structure
+        self._active: str | None = None  # not part of the structure digest
         self._row_adapters: Sequence[str | None] = ()  # set by `lora.row_adapters` for a forward
 
     @property

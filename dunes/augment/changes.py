@@ -56,7 +56,7 @@ def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **r
     """
     try:
         return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)
-    except AttributeError as error:  # in a module, such as a user's own
+    except AttributeError as error:  # a module of the model lacks an attribute
         place = next((place for place, module in model.named_modules() if module is error.obj), None)
         if place is None:
             raise

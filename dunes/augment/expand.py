@@ -126,5 +126,5 @@ def _logits(model: Decoder) -> list[Tensor]:
 
 
 def undo(model: nn.Module, change: Change) -> None:
-    """Remove the new blocks. This restores the model bit for bit, unless the original blocks were trained."""
+    """Remove the new blocks. The model is restored bit for bit, unless the original blocks were trained."""
     tree.remove(model, {*change.places})

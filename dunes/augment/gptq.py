@@ -3,8 +3,8 @@
 https://arxiv.org/abs/2210.17323. SparseGPT (`prune.py`) uses the same Hessian and sweep.
 
 Let W be the weight, Q the rounded weight, and G the Gram matrix of the inputs X. When column j is rounded, the
-later columns change in proportion to row j of the upper Cholesky factor of G's inverse. This minimises the error
-of the outputs, |(W - Q) X|^2.
+later columns change in proportion to row j of the upper Cholesky factor of G's inverse. These changes minimise the
+error of the outputs, |(W - Q) X|^2.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, which makes columns contiguous.

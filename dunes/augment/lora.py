@@ -67,7 +67,7 @@ class DoRA(Adapter):
     def norms(self, base: nn.Module) -> Tensor:
         """The norm of each row of the updated matrix (O,), without gradient (section 4.3 of the paper).
 
-        It is computed from the factors; the updated matrix is not materialised.
+        The norms are computed from the factors; the updated matrix is not materialised.
         """
         a, b = self.factors()
         s = self.config.scale
@@ -362,7 +362,7 @@ def merge(model: nn.Module, adapter: str | None = None, dtype: torch.dtype | Non
                 "equals it; use the model as it is"
             )
         if len(outer.adapters) > 1:
-            raise ValueError(f"{place}: adapters {', '.join(outer.adapters)}; detach all but the one to merge")
+            raise ValueError(f"{place}: adapters {', '.join(outer.adapters)}; detach the others before the merge")
     if adapter is None and len(names := {n for m in selected.values() for n in m.adapters}) > 1:
         raise ValueError(f"adapters {', '.join(sorted(names))} are at different places; name the one to merge")
     merged = {place: _merge_place(outer, dtype) for place, outer in selected.items()}
@@ -385,7 +385,7 @@ def _merge_place(outer: Adapted, dtype: torch.dtype | None) -> tuple[float, tupl
     rounding, update = weight.double() - exact, exact - base.double()
     square = update.square().sum().item()
     error = rounding.norm().item() / square**0.5 if square else 0.0
-    change = weight.double() - base.to(weight.dtype).double()  # excludes the rounding of the base itself
+    change = weight.double() - base.to(weight.dtype).double()  # the rounding of the base itself is no change
     return error, ((change * update).sum().item(), square), _plain(outer.base, weight).train(outer.training)
 
 

@@ -20,7 +20,7 @@ Where = tuple[str, ...]
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
 """Methods of quantization; `quantization.SOLVERS` has their functions."""
-RTN, CALIBRATED = "rtn", ("gptq",)  # rounds to nearest; need calibration text, the first is the default with it
+RTN, CALIBRATED = "rtn", ("gptq",)  # CALIBRATED methods need text; the first is the default if there is text
 Variant = Literal["lora", "rslora", "dora", "pissa"]
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
 Split = Literal["random", "cluster", "importance"]

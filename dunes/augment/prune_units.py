@@ -186,7 +186,7 @@ def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) ->
     for name, moe in mixtures.items():
         if not moe.top_k <= experts <= len(moe.experts) or not tree.is_dense(moe.router):
             raise ValueError(
-                f"{name}: experts is {experts}; expected {moe.top_k}, as many as each token gets, to "
+                f"{name}: experts is {experts}; expected {moe.top_k}, the experts per token, to "
                 f"{len(moe.experts)}, and a linear router"
             )
         if moe.groups > 1:

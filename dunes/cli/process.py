@@ -28,7 +28,7 @@ class Output(FileIO):
         except OSError as error:
             if not self.is_result:
                 return len(data)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # takes the data that is still buffered
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # drops the data that is still buffered
             if error.errno == errno.EPIPE:
                 raise SystemExit(128 + signal.SIGPIPE) from None
             raise OSError(error.errno, error.strerror, "standard output") from None

@@ -48,7 +48,7 @@ def serve(
         port: Port to listen on; llama.vim connects to 8012.
         allow_host: Another host name of this server; may be repeated.
         adapter: Adapter folder to load on the model, named by its folder's name in requests; may be repeated.
-        acceptance: Share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
+        acceptance: Desired share of accepted suggestions, reached by thresholds fitted in training; 0 shows all.
         ollama: Also listen on Ollama's own port, 11434.
         no_follow: Do not watch the files of the training sources.
         config: Print the settings for this editor, and exit.
@@ -116,7 +116,7 @@ def lsp(
     Example: dunes lsp runs/project
 
     Args:
-        acceptance: Share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
+        acceptance: Desired share of accepted suggestions, reached by thresholds fitted in training; 0 shows all.
         no_follow: Do not watch the files of the training sources.
     """
     if not 0 <= acceptance <= 1:
@@ -151,7 +151,7 @@ def doctor(
     *,
     file: Annotated[str | None, flag("FILE:LINE:COLUMN", "an example")] = None,
 ) -> int:
-    """Send a running server the requests of each editor, and report what the editor would show, or what is wrong.
+    """Send a running server the requests of each editor, and report the text that it would show, or the problem.
 
     Example: dunes doctor
 

@@ -107,8 +107,8 @@ class HeadGraph(DecodeGraph):
 
 
 class TextGraph(DecodeGraph):
-    """A step for the first tokens of a text, computed like the model's own forward. It returns only the last
-    token's logits and summary.
+    """A step for the first tokens of a text, computed like the model's own forward. The graph returns only the
+    last token's logits and summary.
 
     Raises ValueError for a model with windows, since the size of their mask would have to be constant.
     """

@@ -1,7 +1,7 @@
 """Compiled decode steps in the user's cache: one package per model architecture, dtype, torch version and CPU.
 
 A package contains native code, so it is read only from a folder that no other user can write to, never from a
-model folder. It contains no weights. It is compiled by AOTInductor:
+model folder. It contains no weights. AOTInductor compiles the code:
 https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
 """
 
@@ -222,7 +222,7 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole
     """
     by_layer = not whole and tokens in HEADS and bool(layer_forms(model))
     name, digests = HEADS[tokens] if by_layer else FILES[tokens], dict[str, str]()
-    with folder_lock(package):  # another process may be compiling it
+    with folder_lock(package):  # another process may be compiling the package
         # A damaged package is compiled again, from its first file on.
         with suppress(ValueError) if tokens == 1 else nullcontext():
             digests |= native_files(package)
@@ -231,7 +231,7 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole
         if reason := why_not_compiled():
             raise ValueError(f"decoding cannot be compiled: {reason}. The modules decode, several times slower")
         with warnings.catch_warnings(), staging_folder(package / name) as staged:
-            warnings.simplefilter("ignore")  # torch's own deprecations
+            warnings.simplefilter("ignore")  # torch warns of its own deprecations
             options = {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS}.get(tokens, OPTIONS)
             computed = _dtype(model) if tokens == TEXT else dtype
             parts = _export_parts(model, dtype, tokens) if by_layer else [(name, _export(model, computed, tokens))]
@@ -505,7 +505,7 @@ def compile_graph(
         archive = f"{folder}/archive.pt2"
         make = partial(aoti_compile_and_package, package_path=archive, inductor_configs=dict(options))
         attempt("torch cannot compile this model", partial(make, graph))
-        with ZipFile(archive) as members:  # code, and operators without a C interface
+        with ZipFile(archive) as members:  # code, and calls without a C interface
             for name in (n for n in members.namelist() if n.endswith((".wrapper.so", ".wrapper.json"))):
                 path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
 

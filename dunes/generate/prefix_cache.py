@@ -26,8 +26,8 @@ from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 CHUNK = 2048
 """Maximum tokens of a prompt per forward: shorter chunks are no faster, longer ones take more memory."""
 MAX_STEPPED = 16
-"""Maximum number of new ids that compiled code for FEW tokens computes instead of a forward. Both take equally
-long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
+"""Maximum number of new ids that compiled code for FEW tokens computes instead of a forward. Code and forward take
+equally long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
 IN_FLOAT32 = 8
 """`MAX_STEPPED` for float32 matrices: with models of these sizes, both take equally long at 16, 9 and 10 ids."""
 PADDED = 8

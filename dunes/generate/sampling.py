@@ -48,7 +48,7 @@ def greedy(logits: Tensor) -> Tensor:
 def draw(seed: int) -> Choice:
     """A choice that samples from the probabilities with its own random generator. Seeds are taken modulo 2^64.
 
-    It looks up one random number in the cumulative probabilities, which takes a quarter of the time of
+    The choice looks up one random number in the cumulative probabilities, which takes a quarter of the time of
     `torch.multinomial` for 4,096 ids. The choice raises ValueError if logits are NaN or all ids are excluded.
     """
     import torch
@@ -190,7 +190,7 @@ Hidden = Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:  # temperature, filters and penalty of sampling, and the most tokens
+class SamplingOptions:  # temperature, filters and penalty of sampling, and the token limit
     max_tokens: int = 200
     """Maximum number of new tokens."""
     temperature: Annotated[
@@ -232,7 +232,7 @@ RULES = {
     for rule in getattr(hint, "__metadata__", ())
     if isinstance(rule, Rule)
 }
-"""The rules by setting. They are applied in this order, but raw rules first."""
+"""The rules by setting. Raw rules are applied first, then the others in this order."""
 
 
 def sampler(temperature: float = 1.0, *, seed: int = 0, **settings: float | None) -> Sampler:

@@ -263,7 +263,7 @@ class Chat:
         self.name = name
 
     def say(self, text: str) -> Generator[str, None, None]:
-        """Stream the answer to `text`. Both become part of the conversation, even if the caller stops early."""
+        """Stream the answer to `text`. Both texts join the conversation, even if the caller stops early."""
         before = [] if self.engine.chat_model(self.name).single_turn else self.talk
         system, self.pending = self._system(), text
         talk = (*system, *before, Turn("user", text))

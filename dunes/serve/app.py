@@ -254,8 +254,8 @@ class Server:
         return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
-        """The reply with the last places where an editor asked. They contain the user's text, so only that user
-        gets it."""
+        """The reply with the last places where an editor asked, only for the server's user, since it contains
+        typed text."""
         if key is None and request.client is not None:  # the socket in the user's folder has no client address
             raise Refused(403, "only the user who runs the server may see this")
         notes = {name: model.current.note for name, model in self.worker.models.items()}

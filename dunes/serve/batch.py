@@ -157,7 +157,7 @@ class Batch:
         if not ids:
             raise Refused(400, "Field 'prompt': no tokens; expected at least one")
         if len(ids) > room:
-            raise Refused(400, f"{EXCEEDS}: {plural(len(ids), 'token')} of a prompt; at most {room}", TOO_LONG)
+            raise Refused(400, f"{EXCEEDS}: {plural(len(ids), 'token')} in a prompt; at most {room}", TOO_LONG)
         return ids
 
     def add(self, text: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:

@@ -86,7 +86,7 @@ class LoadedFolder:
                 lora.set_adapter(chat.loaded.model, chat.adapter)
             context = chat.loaded.context_length
             if longer := [key for key, chat in self.chats.items() if chat.loaded.context_length > context]:
-                say(f"{', '.join(longer)}: served with the {plural(context, 'token')} of context that {name} has")
+                say(f"{', '.join(longer)}: served with the context length of {name}, {plural(context, 'token')}")
             self.batch = Batch(chat.loaded, step_source(chat.loaded.model), names, names.get(name))
         self.loaded = chat.loaded if chat else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
