@@ -74,7 +74,7 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """Add the update: input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
-        if keeps_zeros(base) and not self.depends_on_input:  # the base's mask applies to the matrix
+        if keeps_zeros(base) and not self.depends_on_input:  # a pruned base also masks the update
             x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
             change = self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype)
             return (y + F.linear(x, change)).to(y.dtype)

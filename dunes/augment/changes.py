@@ -49,10 +49,10 @@ Spill: TypeAlias = Callable[[Tensors], Tensors]
 def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **request: Any) -> Change:
     """Change the model in place, and return the record of the change.
 
-    `request` are the options of the change; calibration text, if it reads any, is `ids` (S, T) int64. In a change
-    that is made block by block, `spill` is called with the tensors of each finished block. Raises ValueError for
-    invalid options, before anything is changed. If a change fails midway (for example at inputs that are not
-    finite), earlier blocks stay changed: load the model again.
+    `request` are the options of the change; `ids` (S, T) int64 is the calibration text, if the change reads any.
+    In a change that is made block by block, `spill` is called with the tensors of each finished block. Raises
+    ValueError for invalid options, before anything is changed. If a change fails midway (for example at inputs
+    that are not finite), earlier blocks stay changed: load the model again.
     """
     try:
         return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)

@@ -288,8 +288,8 @@ def adapter_active(model: nn.Module, adapter: str | None) -> Iterator[None]:
 def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
     """A context in which row i of the batch uses the adapter `names[i]`; None selects the base model.
 
-    Raises ValueError for an unknown name. Unless all names are equal, it also raises ValueError for adapters in
-    experts, adapters that are MLPs, and parts that may mix tokens: their input rows may not be batch rows.
+    Raises ValueError for an unknown name. Different names also raise ValueError if adapters are in experts or are
+    MLPs, or if a part may mix tokens: the rows of an adapter's input may then differ from the batch's.
     """
     if len(set(names)) == 1:
         with adapter_active(model, names[0]):

@@ -93,7 +93,7 @@ def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tu
             groups = _sides(name, module.k)[0] // module.head_dim
             size = _sides(name, module.q)[0] // module.head_dim // groups
             if heads % size or not 0 < heads // size <= groups:
-                raise ValueError(f"{name}: heads is {heads}; expected {size} to {groups * size} by {size}")
+                raise ValueError(f"{name}: heads is {heads}; expected a multiple of {size} up to {groups * size}")
             yield f"{name}.out", ("groups", groups, heads // size)
         elif isinstance(module, MLP | GatedMLP) and (neurons is not None or experts is not None):
             hidden = _sides(name, module.down)[1]

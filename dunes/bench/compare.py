@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares A and B: differences of their common cases, names of cases in only one, and differing columns."""
+    """Compares A and B: differences of common cases, names of cases that only one has, and differing columns."""
 
     differences: list[Difference]
     unmatched: list[str]

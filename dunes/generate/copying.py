@@ -74,14 +74,14 @@ class Candidates(NamedTuple):
 
 
 class TextSource(NamedTuple):
-    """A text with indexes of its bytes (`contexts`) and `ids`; without `contexts`, it is searched from its end."""
+    """A text with indexes of its bytes (`contexts`) and `ids`; without `contexts`, the search starts at its end."""
 
     text: bytes
     contexts: ContextIndex | None = None
     ids: ContextIndex | None = None
 
     def longest(self, context: bytes) -> tuple[int, list[int]]:
-        """Length of the longest suffix of `context` that occurs, and positions after it, the last one first."""
+        """Length of the longest suffix of `context` that occurs, and the positions after it, last one first."""
         if self.contexts is None:
             length, position = last_match(self.text, context)
             return length, [position] if length else []

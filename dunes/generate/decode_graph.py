@@ -217,7 +217,7 @@ class _StepContext(ForwardContext):
 def export_decode_graph(
     graph: DecodeGraph | LayerGraph, cache: Cache, tokens: int = 1, x: Tensor | None = None
 ) -> torch.export.ExportedProgram:
-    """The exported graph, for caches of any capacity with the dtypes of `cache`, which has tokens and 8 slots.
+    """Export the graph, for caches of any capacity with the dtypes of `cache` (8 slots, some of them filled).
 
     A graph of a part of the model needs an example `x` of its inputs (1, tokens, dim).
 
@@ -271,7 +271,7 @@ class Scores(NamedTuple):
 
 class _Numbers(threading.local):
     """Tensors for the ids and slots of 1 and of FEW tokens. Writing into their NumPy views takes a tenth of the
-    time for new tensors.
+    time of making new tensors.
 
     Each thread has its own tensors, since native code reads them while other threads run Python.
     """
@@ -480,7 +480,7 @@ def _float(function: Function) -> Function:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # Sums of several rows at once keep more reads in flight: four where a matrix comes from memory, not a cache.
+    # Summing several rows at once keeps more reads in flight: four rows if a matrix is not in the CPU's cache.
     # Several tokens share one loop, which reads the weights once; slices are faster here than `unbind`.
     tokens = [x] if x.shape[-2] == 1 else [x[..., i : i + 1, :] for i in range(x.shape[-2])]
     rows = (4 if weight.numel() >= LARGE else 2) // min(len(tokens), 2)

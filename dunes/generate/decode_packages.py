@@ -260,7 +260,7 @@ def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         raise ValueError("compiled decoding has no hooks and is in float32, float16 or bfloat16; change the model")
     if dtype is not None and dtype not in choices:
         names = ", ".join(str(choice).removeprefix("torch.") for choice in choices)
-        raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: a step of this model can have {names}")
+        raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: this model can be compiled in {names}")
 
 
 def has_hooks(model: nn.Module) -> bool:

@@ -60,7 +60,7 @@ class PrefixCache:
         self.adapters: list[str | None] = [None] * rows
         self.step, self.format = step, format
         self._adapter_modules: list[Any] = []
-        self._fitting_state: object = None  # the `_state` in which the step fitted the model
+        self._fitting_state: object = None  # `_state()` when the step last fitted the model
         self.vocab: int | None = None
         """The number of logits per token; None before the first forward."""
         self.forwards = 0
@@ -97,7 +97,7 @@ class PrefixCache:
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
                 logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
         else:
-            # Many tokens in one row would be padding in all others; a few cost less than a forward for each row.
+            # Many new tokens in one row pad all other rows; a little padding is cheaper than a forward for each row.
             missing = {i: len(ids) - common_length(self.ids[i], ids, last[i]) for i, ids in texts.items()}
             prefill = [i for i in sorted(texts) if missing[i] > last[i] + PADDED] if any(self.ids) else []
             rows = list(range(len(self.ids)))

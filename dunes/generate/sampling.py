@@ -103,7 +103,7 @@ def limit_vocab(count: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def _preserves(processor: Processor, id: int) -> bool:
-    """True if the processor preserves the order of the ids, and keeps this one."""
+    """True if the processor preserves the order of the ids and does not exclude `id`."""
     return isinstance(processor, partial) and processor.func is limit_vocab and id < processor.args[0]
 
 

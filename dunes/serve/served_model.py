@@ -263,7 +263,7 @@ class ServedModel:
             self.current.completer.index_files(files)
 
     def name_of(self, path: str) -> str:
-        """The name of a file in training; `path` is its path, or already that name."""
+        """The name of a file in training; `path` may already be that name."""
         return path if path in self.current.files.names else self.current.name_in_sources(path)
 
     def add(self, request: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:

@@ -66,7 +66,7 @@ def write(request: Asked, answers: Answers, streams: bool) -> Any:
     replies = [(_reply if answer.reason else _part)(request, i, answer) for i, answer in answers.items()]
     if streams:
         reply, is_last = replies[0], any(answer.reason for answer in answers.values())
-        cleared = ("content", "tokens", PROBS) if is_last else ()  # the parts have already sent these
+        cleared = ("content", "tokens", PROBS) if is_last else ()  # earlier parts had these
         return reply | {name: type(reply[name])() for name in cleared if name in reply}
     several = request.count > 1 or isinstance(request.fields.body.get("prompt"), list)
     return replies if several or len(replies) > 1 else replies[0]
