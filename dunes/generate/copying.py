@@ -74,7 +74,7 @@ class Candidates(NamedTuple):
 
 
 class TextSource(NamedTuple):
-    """A text with indexes of its bytes (`contexts`) and `ids`; without `contexts`, the search starts at its end."""
+    """A text with indexes of bytes (`contexts`) and `ids`; without `contexts`, the search begins at the end."""
 
     text: bytes
     contexts: ContextIndex | None = None

@@ -97,7 +97,7 @@ class PrefixCache:
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
                 logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
         else:
-            # Many new tokens in one row pad all other rows; a little padding is cheaper than a forward for each row.
+            # Many new tokens in one row pad all other rows; little padding is cheaper than a forward for each row.
             missing = {i: len(ids) - common_length(self.ids[i], ids, last[i]) for i, ids in texts.items()}
             prefill = [i for i in sorted(texts) if missing[i] > last[i] + PADDED] if any(self.ids) else []
             rows = list(range(len(self.ids)))
