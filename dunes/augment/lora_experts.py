@@ -194,7 +194,7 @@ def check(model: nn.Module, change: Change) -> None:
             raise ValueError(f"{place}: a router cannot read the ids of an embedding; exclude it")
         if balance and place.startswith(mixtures):
             raise ValueError(
-                f"{place}: an expert in a mixture does not know its padding; set balance=0, or exclude it"
+                f"{place}: an expert cannot know which of its tokens are padding; set balance=0, or exclude it"
             )
     if change.request["router"] == "mlp":
         _check_mlps(router_groups(model, change))

@@ -29,8 +29,8 @@ Scale = Literal["unbiased", "official"]
 Router = Literal["linear", "shared", "mlp"]
 
 LINEARS = ("blocks.**", "!**.router", "!**.router.**", "!**.rates")
-"""Globs of all linear layers of the blocks, except routers, since the choice of experts should not change, and
-except the small layers `rates` of recurrent states."""
+"""Globs of all linear layers of the blocks, except routers (the choice of experts should not change) and the small
+layers `rates` of recurrent states."""
 LINEARS_BUT_EXPERTS = (*LINEARS, "!**.experts.**")
 MLPS = ("blocks.*.mlp",)
 NAME = "default"

@@ -214,8 +214,8 @@ def complete(
     Args:
         place: Cursor position as FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one);
             without it the text before the cursor is read from standard input.
-        json: Print a JSON object: the text, the probabilities that its first word and all of it are right, and its
-            source (model or copies).
+        json: Print a JSON object: the text, the probabilities that its first word and the whole text are right,
+        and its source (model or copies).
     """
     from dataclasses import asdict
     from json import dumps

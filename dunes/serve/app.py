@@ -180,7 +180,7 @@ class Server:
             by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
             return json_response(endpoint.write(asked, by_place, False), headers=headers)
         try:
-            first = await anext(events)  # raises before the stream starts if the request is refused
+            first = await anext(events)  # a refused request raises here, before the stream starts
         except StopAsyncIteration:
             first = 0, Answer(reason="length")
         chunks = _chunks(endpoint, asked, first, events)
@@ -320,7 +320,8 @@ def _piece_of(data: bytes) -> Any:
 
 
 async def _fields(request: Request) -> Fields:
-    """Receive a request's body and parse its fields. Raises Refused, also if the body is too long or too late."""
+    """Receive a request's body and parse its fields. Raises Refused for a body that is invalid, too long or too
+    late."""
     body = bytearray()
     try:
         async with asyncio.timeout(RECEIPT):
