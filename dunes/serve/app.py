@@ -41,8 +41,7 @@ EMPTY = Answer(reason="length")
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """Read a request for suggestions from the page or `dunes complete`; `tokens` asks for the first one's tokens,
-    too."""
+    """Read a request for suggestions from the page or `dunes complete`; with `tokens`, the first is explained."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
     line = LineRequest(
@@ -82,8 +81,7 @@ def refusal(request: Request, error: Exception) -> Response:
 
 
 def client_error(error: Exception) -> Refused:
-    """Convert an exception to the error that a client receives; Starlette's own errors (unknown path or method)
-    become 404."""
+    """The error that a client receives; Starlette's errors (unknown path or method) become status 404."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):
@@ -243,8 +241,7 @@ class Server:
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
 
     def _places(self) -> list[dict[str, Any]]:
-        """The last places where an editor asked, newest first, with the text shown then and the text suggested
-        now."""
+        """The last places where an editor asked, newest first, with the texts shown then and suggested now."""
         places = []
         for time, request, shown in [*self._recent][::-1]:
             model = self.worker.find(request.model)
@@ -254,8 +251,8 @@ class Server:
         return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
-        """The reply with the last places where an editor asked, only for the server's user, since it contains
-        typed text."""
+        """The reply with these places, only for the server's user, since it contains the text that an editor
+        sent."""
         if key is None and request.client is not None:  # the socket in the user's folder has no client address
             raise Refused(403, "only the user who runs the server may see this")
         notes = {name: model.current.note for name, model in self.worker.models.items()}
@@ -320,8 +317,7 @@ def _piece_of(data: bytes) -> Any:
 
 
 async def _fields(request: Request) -> Fields:
-    """Receive a request's body and parse its fields. Raises Refused for a body that is invalid, too long or too
-    late."""
+    """Receive a request's body and parse its fields. Raises Refused for an invalid, too long or too late body."""
     body = bytearray()
     try:
         async with asyncio.timeout(RECEIPT):

@@ -103,8 +103,7 @@ def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
 
 
 def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
-    """A token at a character offset, with its bytes and alternatives; the bytes of a special token are its
-    name."""
+    """A token at a character offset, with its bytes and alternatives; a special token's bytes are its name."""
 
     def data(id: int) -> bytes:
         piece = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""

@@ -84,8 +84,7 @@ def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socke
             missing = error
             continue
         sockets[-1].setblocking(False)
-        # Connections inherit this option. Without it, a reply's body waits 40 ms until the client acknowledges the
-        # head.
+        # Connections inherit this option. Without it, a reply's body waits 40 ms until the head is acknowledged.
         sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = sockets[-1].getsockname()[1]
     if len(sockets) == count:

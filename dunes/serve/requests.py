@@ -80,8 +80,7 @@ Request = LineRequest | TextRequest
 
 
 class TokenText(NamedTuple):
-    """A token with its bytes, its log-probability (nats; None for a prompt's first token), and the most probable
-    tokens."""
+    """A token, its bytes, its log-probability (nats; None for a prompt's first token), and the top tokens."""
 
     id: int
     data: bytes

@@ -187,8 +187,7 @@ class ServedModel:
 
     @property
     def is_outdated(self) -> bool:
-        """True if the folder has changed since loading, or if its base could not be loaded and has changed
-        since."""
+        """True if the folder has changed since loading, or its base, if that could not be loaded."""
         current = self.current
         is_missing = isinstance(current.completer, CopyCompleter)
         has_base_changed = is_missing and base_stamp(self.folder) != current.base_stamp
@@ -330,8 +329,7 @@ def model_stamp(folder: Path) -> tuple[int, ...]:
 
 
 def base_stamp(folder: Path) -> Sequence[Sequence[int]]:
-    """Sizes and times of the base's files, for a run that refers to its base; empty if this machine has no such
-    base."""
+    """Sizes and times of the base's files if the run refers to a base on this machine, otherwise empty."""
     with suppress(ValueError, OSError):
         if is_reference(read_card(folder)):
             return [*file_stamps(base_folder(folder, fetch=False)).values()]

@@ -37,8 +37,7 @@ def read_generate(fields: Fields) -> Asked:
 
 
 def read_chat(fields: Fields) -> Asked:
-    """A request for the model's next turn in a chat. Clients send no messages to load a model; nothing is
-    requested."""
+    """A request for the model's next turn in a chat. Without messages, a client only loads the model."""
     text = _text_request(fields, messages=fields.messages())
     return Asked(fields, [text] if text.messages else [], streams=True)
 
