@@ -27,7 +27,7 @@ Model = Annotated[
 ]
 Out = Annotated[Path, tyro.conf.Positional, flag("OUT", about="Output folder.")]
 Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dtype of the written weights.")]
-AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that cannot be verified as its own.")]
+AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter even if its base cannot be verified.")]
 CacheBits = Annotated[Literal["int8", "int4", "int2"] | None, flag("int8|int4|int2", "full")]
 CHAT = SamplingOptions(temperature=0.7, max_tokens=400)
 

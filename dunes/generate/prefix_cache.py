@@ -29,7 +29,7 @@ MAX_STEPPED = 16
 """Maximum number of new ids that compiled code for FEW tokens computes instead of a forward. Code and forward take
 equally long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
 IN_FLOAT32 = 8
-"""`MAX_STEPPED` for float32 matrices: with models of these sizes, both take equally long at 16, 9 and 10 ids."""
+"""`MAX_STEPPED` for float32 matrices: code and forward take equally long at 16 (10M), 9 (124M), 10 ids (1B)."""
 PADDED = 8
 """Up to this many tokens of padding per row, batching rows is cheaper than copying a row's KV cache."""
 
