@@ -99,7 +99,7 @@ def test_what_cannot_be_taken_back_exactly_is_refused():
     refuses("some neurons are in several experts or none", undo_change, model, change)
     model = dense(hidden=96)
     change = apply_change(model, "experts", experts=6, top_k=2)
-    refuses("multiplied by 6 and rounded, and only a power of two", undo_change, model, change)
+    refuses("multiplying by 6 rounded .*only a power of two", undo_change, model, change)
 
 
 def test_the_noise_is_there_in_training_alone_and_the_gate_learns():

@@ -157,7 +157,7 @@ def test_several_adapters_share_one_wrapper_and_take_turns():
     trained(alone, "one")
     assert torch.equal(alone(IDS), one)
     refuses("no adapter 'three'; its adapters are: one, two", set_adapter, model, "three")
-    refuses("detach all but", merge, model, "one")
+    refuses("detach the others", merge, model, "one")
     detach(model, "two")
     assert torch.equal(model(IDS), base), "what was active is gone"
     assert model.blocks[0].attn.q.active is None

@@ -148,7 +148,7 @@ def test_unknown_parts_are_refused_in_one_line():
 @pytest.mark.parametrize("parts", [{"skip": "unet"}, {"skip": "embedding"}, {"attention": "values"}])
 def test_blocks_whose_order_matters_stay(parts):
     for change, request in (("narrow", {"blocks": 3, "ids": IDS}), ("expand", {})):
-        refuses("computes with what an earlier block did", apply_change, made(parts).eval(), change, **request)
+        refuses("uses results of an earlier block", apply_change, made(parts).eval(), change, **request)
 
 
 @pytest.mark.parametrize("kv", PARTS["kv"])

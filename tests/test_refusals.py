@@ -99,7 +99,11 @@ def test_a_change_is_made_or_refused_in_one_line_and_the_form_has_a_reason(model
     [
         ("experts", "narrow", r"^blocks\.0\.mlp: its experts are OwnMLP; expected MLP or GatedMLP"),
         ("nested", "routing", r"^blocks\.0\.mlp: its experts"),
-        ("embedding", "expand", r"^embed is OwnTable, which has no place: the change expand is not made to such"),
+        (
+            "embedding",
+            "expand",
+            r"^embed is OwnTable, which has no place: the change expand does not support this",
+        ),
         ("embedding", "narrow", r"^embed is OwnTable, which has no token: the change narrow"),
     ],
 )

@@ -801,7 +801,7 @@ def test_several_models_and_adapters_are_named_and_share_a_batch(three, run):  #
             names = ["one", "two", "base"] * 3
             assert list(pool.map(answer, names)) == [expected[name] for name in names]
     finally:
-        said = "one, two: served with the 200 tokens of context that base has\n"
+        said = "one, two: served with the context length of base, 200 tokens\n"
         assert ended(process) == (0, said)
     process, port = started(run, three / "base", "--no-follow")
     try:

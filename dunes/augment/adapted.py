@@ -27,7 +27,7 @@ class LoraConfig:
     dropout: float = 0.0
 
     def __repr__(self) -> str:
-        """The text from which the digests of structures in saved folders were computed."""
+        """The text that structure digests in saved folders contain; it must not change."""
         settings = f"rank={self.rank}, alpha={self.alpha}, rslora={self.rslora}, dora=False, pissa=False"
         return f"LoraConfig({settings}, dropout={self.dropout})"
 
@@ -45,7 +45,7 @@ class Adapter(nn.Module):
     }
     """The trained tensors: attribute, dimensions, and name in PEFT's files. A subclass adds its own to these."""
     PEFT_SETTING: ClassVar[str] = ""
-    """The setting in PEFT's adapter_config.json that is true for this variant; "" if its file is plain LoRA's."""
+    """The setting in PEFT's adapter_config.json that is true for this variant; "" if the file is plain LoRA's."""
     A: nn.Parameter
     B: nn.Parameter
     supports_packing = True
@@ -59,7 +59,7 @@ class Adapter(nn.Module):
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        vars(self)["magnitude"] = None  # of plain LoRA, in the digests of structures in saved folders
+        vars(self)["magnitude"] = None  # structure digests in saved folders contain it for plain LoRA
         device = next(t.device for t in (*base.parameters(), *base.buffers()))
         size = {"R": config.rank, **dict(zip("IO", sides(base), strict=True))}
         for name, (dims, _) in self.PARAMETERS.items():
@@ -74,7 +74,7 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """Add the update: input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
-        if keeps_zeros(base) and not self.depends_on_input:  # the base's mask applies to the matrix
+        if keeps_zeros(base) and not self.depends_on_input:  # a pruned base also masks the update
             x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
             change = self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype)
             return (y + F.linear(x, change)).to(y.dtype)
@@ -138,7 +138,7 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = base
         self.adapters = nn.ModuleDict()
-        self._active: str | None = None  # not part of the structure
+        self._active: str | None = None  # not part of the structure digest
         self._row_adapters: Sequence[str | None] = ()  # set by `lora.row_adapters` for a forward
 
     @property

@@ -216,7 +216,7 @@ def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Lin
 
 def _decoder(model: nn.Module) -> Decoder:
     if not isinstance(model, Decoder):
-        raise ValueError(f"{type(model).__name__} is no Decoder, whose blocks calibration runs one after another")
+        raise ValueError(f"{type(model).__name__} is no Decoder; calibration runs the blocks of a decoder in turn")
     return model
 
 

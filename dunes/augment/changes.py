@@ -49,20 +49,20 @@ Spill: TypeAlias = Callable[[Tensors], Tensors]
 def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **request: Any) -> Change:
     """Change the model in place, and return the record of the change.
 
-    `request` are the options of the change; calibration text, if it reads any, is `ids` (S, T) int64. In a change
-    that is made block by block, `spill` is called with the tensors of each finished block. Raises ValueError for
-    invalid options, before anything is changed. If a change fails midway (for example at inputs that are not
-    finite), earlier blocks stay changed: load the model again.
+    `request` are the options of the change; `ids` (S, T) int64 is the calibration text, if the change reads any.
+    In a change that is made block by block, `spill` is called with the tensors of each finished block. Raises
+    ValueError for invalid options, before anything is changed. If a change fails midway (for example at inputs
+    that are not finite), earlier blocks stay changed: load the model again.
     """
     try:
         return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)
-    except AttributeError as error:  # in a module, such as a user's own
+    except AttributeError as error:  # a module of the model lacks an attribute
         place = next((place for place, module in model.named_modules() if module is error.obj), None)
         if place is None:
             raise
         raise ValueError(
             f"{place or 'the model'} is {type(error.obj).__name__}, which has no {error.name}: the change {name} "
-            "is not made to such a part"
+            "does not support this part"
         ) from None
 
 
@@ -122,7 +122,7 @@ def undo_change(model: nn.Module, change: Change) -> None:
     Raises ValueError for a change that cannot be undone, and for a damaged record.
     """
     if not hasattr(entry := _entry(change), "undo"):
-        raise ValueError(f"the change {change.name} cannot be taken back; load the model as it was before")
+        raise ValueError(f"the change {change.name} cannot be undone; load the model from before the change")
     with _undamaged(change):
         entry.undo(model, change)
 

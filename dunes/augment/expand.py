@@ -40,7 +40,7 @@ def decide(model: nn.Module, options: Expand) -> Change:
     """
     depth, blocks, after = len(_decoder(model).blocks), options.blocks, options.after
     if name := order_matters(model):
-        raise ValueError(f"{name} computes with what an earlier block did; new blocks would come between them")
+        raise ValueError(f"{name} uses results of an earlier block; new blocks would separate the two")
     for place in [p for p in tree.places(model) if re.match(r"blocks\.\d+\.", p.name)]:
         base = tree.innermost(place.module)
         if isinstance(base, Quantized) or base is not place.module:
@@ -126,5 +126,5 @@ def _logits(model: Decoder) -> list[Tensor]:
 
 
 def undo(model: nn.Module, change: Change) -> None:
-    """Remove the new blocks. This restores the model bit for bit, unless the original blocks were trained."""
+    """Remove the new blocks. The model is restored bit for bit, unless the original blocks were trained."""
     tree.remove(model, {*change.places})

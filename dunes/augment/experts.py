@@ -123,7 +123,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
             upcycle.copy_neurons(expert, mlps[place], rows, scale)
         for expert in moe.shared or ():
             if expert.down.bias is not None:
-                expert.down.bias.zero_()  # routed experts add it once, since their weights sum to one
+                expert.down.bias.zero_()  # routed experts add the bias once, since their weights sum to one
         draw = generator(change.request["seed"], "experts router", place)
         for name, matrix in moe.router.named_parameters():
             std = stds.get(name, matrix.shape[1] ** -0.5)
@@ -161,8 +161,8 @@ def undo(model: nn.Module, change: Change) -> None:
         raise ValueError("split by importance without shared experts: some neurons are in several experts or none")
     if math.frexp(_factor(change))[0] != 0.5:
         raise ValueError(
-            f"what the experts add was multiplied by {_factor(change):g} and rounded, and only a power of two can "
-            "be taken back; load the model as it was before"
+            f"multiplying by {_factor(change):g} rounded the experts' weights; only a power of two can be "
+            "undone; load the model from before the change"
         )
     for place in tree.find(model, {*change.places}):
         moe: Any = place.module

@@ -3,8 +3,8 @@
 https://arxiv.org/abs/2210.17323. SparseGPT (`prune.py`) uses the same Hessian and sweep.
 
 Let W be the weight, Q the rounded weight, and G the Gram matrix of the inputs X. When column j is rounded, the
-later columns change in proportion to row j of the upper Cholesky factor of G's inverse. This minimises the error
-of the outputs, |(W - Q) X|^2.
+later columns change in proportion to row j of the upper Cholesky factor of G's inverse. These changes minimise the
+error of the outputs, |(W - Q) X|^2.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, which makes columns contiguous.
@@ -50,7 +50,7 @@ def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
     cannot be inverted with a damping up to MOST_DAMPING.
     """
     if not gram.matrix.isfinite().all():
-        raise ValueError(f"{place}: the inputs of the calibration text are not finite; are the model's weights?")
+        raise ValueError(f"{place}: the inputs of the calibration text are not finite; check the model's weights")
     h = gram.matrix * (2 / max(1, gram.tokens))
     dead = h.diagonal() == 0
     mean = h.new_ones(()) if dead.all() else h.diagonal().mean()

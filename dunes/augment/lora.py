@@ -67,7 +67,7 @@ class DoRA(Adapter):
     def norms(self, base: nn.Module) -> Tensor:
         """The norm of each row of the updated matrix (O,), without gradient (section 4.3 of the paper).
 
-        It is computed from the factors; the updated matrix is not materialised.
+        The norms are computed from the factors; the updated matrix is not materialised.
         """
         a, b = self.factors()
         s = self.config.scale
@@ -87,8 +87,8 @@ class PiSSA(Adapter):
     """LoRA initialised from the base weight; the update is scale * (B A - B0 A0). https://arxiv.org/abs/2404.02948
 
     `A0` and `B0` are the initial values of `A` and `B`. (The paper subtracts B0 A0 from the base instead. Here
-    adapters share the base, so it never changes, and an untrained adapter changes no bit of the output.) PEFT gets
-    a plain LoRA of rank 2 R.
+    adapters share the base, so it never changes, and an untrained adapter changes no bit of the output.) Its file
+    for PEFT is a plain LoRA of rank 2 R.
     """
 
     A0: Tensor
@@ -288,8 +288,8 @@ def adapter_active(model: nn.Module, adapter: str | None) -> Iterator[None]:
 def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
     """A context in which row i of the batch uses the adapter `names[i]`; None selects the base model.
 
-    Raises ValueError for an unknown name. Unless all names are equal, it also raises ValueError for adapters in
-    experts, adapters that are MLPs, and parts that may mix tokens: their input rows may not be batch rows.
+    Raises ValueError for an unknown name. Different names also raise ValueError if adapters are in experts or are
+    MLPs, or if a part may mix tokens: the rows of an adapter's input may then differ from the batch's.
     """
     if len(set(names)) == 1:
         with adapter_active(model, names[0]):
@@ -362,7 +362,7 @@ def merge(model: nn.Module, adapter: str | None = None, dtype: torch.dtype | Non
                 "equals it; use the model as it is"
             )
         if len(outer.adapters) > 1:
-            raise ValueError(f"{place}: adapters {', '.join(outer.adapters)}; detach all but the one to merge")
+            raise ValueError(f"{place}: adapters {', '.join(outer.adapters)}; detach the others before the merge")
     if adapter is None and len(names := {n for m in selected.values() for n in m.adapters}) > 1:
         raise ValueError(f"adapters {', '.join(sorted(names))} are at different places; name the one to merge")
     merged = {place: _merge_place(outer, dtype) for place, outer in selected.items()}
@@ -385,7 +385,7 @@ def _merge_place(outer: Adapted, dtype: torch.dtype | None) -> tuple[float, tupl
     rounding, update = weight.double() - exact, exact - base.double()
     square = update.square().sum().item()
     error = rounding.norm().item() / square**0.5 if square else 0.0
-    change = weight.double() - base.to(weight.dtype).double()  # excludes the rounding of the base itself
+    change = weight.double() - base.to(weight.dtype).double()  # the rounding of the base itself is no change
     return error, ((change * update).sum().item(), square), _plain(outer.base, weight).train(outer.training)
 
 

@@ -191,10 +191,10 @@ def check(model: nn.Module, change: Change) -> None:
     mixtures = tuple(f"{p.name}.experts." for p in tree.places(model) if isinstance(p.module, MoE))
     for place, module in lora.check_places(model, change):
         if is_embedding(module):
-            raise ValueError(f"{place}: an embedding, whose ids a router cannot read; exclude it")
+            raise ValueError(f"{place}: a router cannot read the ids of an embedding; exclude it")
         if balance and place.startswith(mixtures):
             raise ValueError(
-                f"{place}: an expert of a mixture, whose padding is not known; set balance=0, or exclude it"
+                f"{place}: an expert cannot know which of its tokens are padding; set balance=0, or exclude it"
             )
     if change.request["router"] == "mlp":
         _check_mlps(router_groups(model, change))

@@ -20,7 +20,7 @@ Where = tuple[str, ...]
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
 """Methods of quantization; `quantization.SOLVERS` has their functions."""
-RTN, CALIBRATED = "rtn", ("gptq",)  # rounds to nearest; need calibration text, the first is the default with it
+RTN, CALIBRATED = "rtn", ("gptq",)  # CALIBRATED methods need text; the first is the default if there is text
 Variant = Literal["lora", "rslora", "dora", "pissa"]
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
 Split = Literal["random", "cluster", "importance"]
@@ -29,8 +29,8 @@ Scale = Literal["unbiased", "official"]
 Router = Literal["linear", "shared", "mlp"]
 
 LINEARS = ("blocks.**", "!**.router", "!**.router.**", "!**.rates")
-"""Globs of all linear layers of the blocks, except routers, since the choice of experts should not change, and
-except the small layers `rates` of recurrent states."""
+"""Globs of all linear layers of the blocks, except routers (the choice of experts should not change) and the small
+layers `rates` of recurrent states."""
 LINEARS_BUT_EXPERTS = (*LINEARS, "!**.experts.**")
 MLPS = ("blocks.*.mlp",)
 NAME = "default"
@@ -195,7 +195,7 @@ class Quantize(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycle(Options):
-    """Copy each MLP of a dense model into the experts of a mixture, which computes the same.
+    """Copy each MLP of a dense model into the experts of a mixture; the outputs stay the same.
 
     Continue training with dunes train --from: the experts diverge. A LLaMA or Mistral becomes a Mixtral.
 

@@ -146,7 +146,7 @@ class MaskedLinear(nn.Linear):
     """
 
     structure_name = "Linear"  # the mask is no part of the structure
-    keeps_zeros = True  # also with adapters on top
+    keeps_zeros = True  # adapters on this layer keep them, too
     _zeros: Tensor | None = None
 
     @torch.no_grad()
@@ -280,10 +280,10 @@ def _spans(columns: int, size: int) -> dict[int, int]:
 def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
     """Refit the nonzero values of a pruned weight (O, I), by least squares, to the outputs of `weight`.
 
-    The sweep does not change earlier columns to compensate for later zeros; this function does. Conjugate
-    gradients, preconditioned by the diagonal, solve the least-squares problems of all rows at once. A row is
-    returned unchanged if refitting does not reduce its error (measured with the Hessian without damping), or if
-    the change of the error is not finite.
+    SparseGPT's sweep compensates a zero only in later columns; this function changes earlier columns, too.
+    Conjugate gradients, preconditioned by the diagonal, solve the least-squares problems of all rows at once. A
+    row is returned unchanged if refitting does not reduce its error (measured with the Hessian without damping),
+    or if the change of the error is not finite.
     """
     fitted, nonzero, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     missing = weight.float() - pruned

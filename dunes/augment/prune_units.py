@@ -45,7 +45,7 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
     """
     request, experts, blocks = options.request(), options.experts, options.blocks
     if all(count is None for count in (options.heads, options.neurons, experts, blocks)):
-        raise ValueError("nothing to take out; pass how many to keep: --heads, --neurons, --experts or --blocks")
+        raise ValueError("nothing to remove; pass the numbers to keep: --heads, --neurons, --experts or --blocks")
     if ids is None or ids.shape[-1] < 2:
         raise ValueError("narrow needs calibration text, in sequences of 2 or more tokens")
     require_ids(model, ids)
@@ -53,7 +53,7 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
     if blocks is not None and not 0 < blocks < len(model.blocks):
         raise ValueError(f"blocks is {blocks}; expected 1 to {len(model.blocks) - 1}, fewer than the model has")
     if blocks is not None and (name := order_matters(model)):
-        raise ValueError(f"{name} computes with what an earlier block did; remove heads or neurons instead")
+        raise ValueError(f"{name} uses results of an earlier block; remove heads or neurons instead")
     numbers = dict(_units(model.trunk, request))
     scores = importances(model, ids, {name: count for name, (_, count, _) in numbers.items()})
     places = _kept_units(numbers, scores, options.uneven)
@@ -71,7 +71,7 @@ def decide(model: nn.Module, options: Narrow, ids: Tensor | None = None) -> Chan
         places["blocks"] = {"blocks": chosen, "of": len(model.blocks)}
     if not places:
         raise ValueError(
-            "nothing to take out: the model has no more heads, neurons and experts than are to be kept"
+            "nothing to remove: the numbers to keep are the model's own numbers of heads, neurons and experts"
         )
     return Change("narrow", VERSION, request, places)
 
@@ -93,7 +93,7 @@ def _units(model: Decoder, request: Mapping[str, Any]) -> Iterator[tuple[str, tu
             groups = _sides(name, module.k)[0] // module.head_dim
             size = _sides(name, module.q)[0] // module.head_dim // groups
             if heads % size or not 0 < heads // size <= groups:
-                raise ValueError(f"{name}: heads is {heads}; expected {size} to {groups * size} by {size}")
+                raise ValueError(f"{name}: heads is {heads}; expected a multiple of {size} up to {groups * size}")
             yield f"{name}.out", ("groups", groups, heads // size)
         elif isinstance(module, MLP | GatedMLP) and (neurons is not None or experts is not None):
             hidden = _sides(name, module.down)[1]
@@ -186,7 +186,7 @@ def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) ->
     for name, moe in mixtures.items():
         if not moe.top_k <= experts <= len(moe.experts) or not tree.is_dense(moe.router):
             raise ValueError(
-                f"{name}: experts is {experts}; expected {moe.top_k}, as many as each token gets, to "
+                f"{name}: experts is {experts}; expected {moe.top_k}, the experts per token, to "
                 f"{len(moe.experts)}, and a linear router"
             )
         if moe.groups > 1:

@@ -39,7 +39,7 @@ def dequantize(model: nn.Module) -> list[str]:
 Solver = Callable[..., Iterator[tuple[dict[str, QuantParams], list[str]]]]
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 SOLVERS: dict[str, Solver] = {"gptq": gptq.solve}
-"""The methods other than rounding to nearest: functions like `gptq.solve`; `ids` is None if they read no text."""
+"""Methods other than rounding to nearest: functions like `gptq.solve`, with `ids` None if they read no text."""
 METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
 GROUP = 64
@@ -219,7 +219,7 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
         part = parts.pop(part_name(next(iter(qparams))))
         to_nearest = {name: {**part.places[name], "method": "rtn"} for name in short}
         yield Part(replace(part, places={**part.places, **to_nearest}), qparams)
-    yield from map(Part, parts.values())  # kinds without the method
+    yield from map(Part, parts.values())  # kinds that the method does not support
 
 
 def _require_finite(model: nn.Module, change: Change) -> None:

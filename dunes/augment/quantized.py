@@ -352,7 +352,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a weight to NF4: codes (I * O,) uint8 and scales (N,) float32, equal to bitsandbytes' bit for bit.
 
     As in bitsandbytes, complete blocks are multiplied by the reciprocal of the scale, and an incomplete last block
-    is divided by the scale. This matters for values halfway between two levels.
+    is divided by the scale. The results differ for values halfway between two levels.
     """
     rows = _rows(weight.float().flatten(), BLOCK)
     scale = rows.abs().amax(1)
@@ -482,7 +482,7 @@ class GroupInt(Quantized):
         scale, bits = self.scale.float(), self.grid.bits
         if self.zero is None:
             return QuantParams(scale, torch.full_like(scale, 2 ** (bits - 1)))
-        packed = self.zero.shape != scale.shape  # unpacked in layers from `for_step`
+        packed = self.zero.shape != scale.shape  # layers from `for_step` have it unpacked
         return QuantParams(scale, (unpack(self.zero, bits, scale.shape[1]) if packed else self.zero).float())
 
     def dense(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sparse upcycling: replace each dense MLP by a mixture of copies, which computes the same until it is trained.
+"""Sparse upcycling: replace each dense MLP by a mixture of copies, whose outputs are equal until it is trained.
 
 Sparse upcycling https://arxiv.org/abs/2212.05055, fine-grained with virtual groups
 https://arxiv.org/abs/2410.07524, Drop-Upcycling https://arxiv.org/abs/2502.19261. Unlike in the second paper, only
@@ -98,7 +98,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 def redraw_neurons(expert: Any, share: float, draw: torch.Generator) -> None:
     """Reinitialise a fraction `share` of an expert's neurons.
 
-    Their new weights are normally distributed, with the mean and standard deviation of their old weights.
+    The new weights are drawn from a normal distribution with the old weights' mean and standard deviation.
     """
     hidden = expert.down.in_features
     neurons = torch.randperm(hidden, generator=draw)[: round(share * hidden)]
@@ -131,7 +131,7 @@ def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
 def require_experts(experts: int, top_k: int) -> None:
     """Raise ValueError unless 2 <= `top_k` <= `experts`, as a router learns nothing from a single expert."""
     if not 2 <= top_k <= experts:
-        raise ValueError(f"top_k is {top_k} of {experts} experts to choose from; expected 2 to that number")
+        raise ValueError(f"top_k is {top_k}; expected 2 to {experts}, the number of experts to choose from")
 
 
 def require_division(place: str, hidden: int, pieces: int, name: str) -> int:
@@ -198,8 +198,8 @@ def copy_neurons(expert: Any, mlp: Any, neurons: Any, scale: float = 1.0) -> Non
 def require_equality(model: nn.Module, mlps: Mapping[str, Any], read: Any = lambda place, moe: moe) -> None:
     """Compare the outputs of `read(place, mixture)` and of the MLP that the mixture replaced.
 
-    Both run in float32 on random hidden states. If the outputs differ by more than the rounding of scaled weights
-    in the model's dtype, the MLPs are restored and ValueError is raised.
+    Mixture and MLP run in float32 on random hidden states. If the outputs differ by more than the rounding of
+    scaled weights in the model's dtype, the MLPs are restored and ValueError is raised.
     """
     for place, moe in each(modules_at(model, mlps).items(), FILLED):
         weight = mlps[place].down.weight

@@ -42,7 +42,7 @@ Make = Callable[[Subject, Setting], Work]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: the function that makes its workload, default batch size, memory estimate, settings it reads.
+    """A benchmark: the function that makes its workload, its default batch size, memory estimate, and settings.
 
     `memory` is None if the memory is not estimated.
     """
@@ -107,7 +107,7 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 
 @benchmark(memory=inference_allocations, reads=("batch", "context-length", "dtype", "compile"))
 def decode(subject: Subject, setting: Setting) -> Work:
-    """Decoding token by token: the second half of a context whose first half is the prompt.
+    """Decoding token by token: the first half of a context is the prompt, the second half is generated.
 
     A single row on a CPU is decoded as by `dunes generate`: by native code if `dunes compile` or --compile made it
     (one to five minutes per shape), otherwise by the modules.

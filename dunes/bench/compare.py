@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares A and B: differences of their common cases, names of cases in only one, and differing columns."""
+    """Compares A and B: differences of common cases, names of cases that only one has, and differing columns."""
 
     differences: list[Difference]
     unmatched: list[str]
@@ -129,7 +129,7 @@ def hodges_lehmann(
 def _critical(n: int, tail: float) -> int | None:
     """Number of sorted means to cut at either end, for Wilcoxon's signed ranks of n values; None for too small n.
 
-    This number is the largest s with P(sum of positive ranks <= s) <= `tail`.
+    The number is the largest s with P(sum of positive ranks <= s) <= `tail`.
     """
     counts = [1]
     for rank in range(1, n + 1):  # counts[s]: the number of the 2^n sign patterns whose positive ranks sum to s

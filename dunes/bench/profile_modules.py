@@ -34,7 +34,7 @@ KINDS: Mapping[str, str] = {
     "views": r"view|reshape|transpose|permute|expand|^t$|empty|squeeze|flatten|detach|strided|select|slice|split",
     "autograd": r"Backward|AccumulateGrad|evaluate_function",
 }
-"""Regular expressions for operation names, by kind. The first match counts; other operations are elementwise."""
+"""Regular expressions for operation names, by kind. The first match counts; unmatched ones are elementwise."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def merge(
     ] = None,
     any_base: AnyBase = False,
 ) -> None:
-    """Merge an adapter into its base model, and verify the result; template and tokenizer are included.
+    """Merge an adapter into its base model, and verify the result; tokenizer and chat template are copied.
 
     Example: dunes augment merge runs/chat ~/models/chat
 
@@ -103,12 +103,12 @@ def _augment(name: str, model: str, out: Path, options: Options, settings: dict[
 
 
 def _undo(name: str, model: str, out: Path, options: Options, settings: dict[str, Any]) -> None:
-    """Undo the last change, write the result to `out`, and print a report. Raises ValueError for other options."""
+    """Undo the last change, write `out`, and print a report. Raises ValueError if other options are set."""
     from dunes import checkpoint
     from dunes.runs.augment import undo_folder
 
     if unsupported := [*options.changed(), *(flag for flag, value in settings.items() if value)]:
-        raise ValueError(f"--undo takes back all of the change; omit --{' and --'.join(unsupported)}")
+        raise ValueError(f"--undo undoes the complete change; omit --{' and --'.join(unsupported)}")
     with _shown():
         print(undo_folder(checkpoint.locate_model(model).folder, out, name))
 

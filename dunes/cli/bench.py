@@ -116,9 +116,7 @@ def _by_module(name: str, request: Any, picture: Path | None, as_json: bool) -> 
 
     cases = runner.cases(name, request)
     if len(cases) > 1:
-        raise ValueError(
-            f"--by-module profiles one setting, and these are {len(cases)}; give each option one value"
-        )
+        raise ValueError(f"--by-module profiles one setting, not {len(cases)}; give each option one value")
     torch.set_num_threads(cases[0].setting.threads)
     work = BENCHMARKS[name].make(cases[0].subject, cases[0].setting)
     if work.model is None:
@@ -137,13 +135,13 @@ def compare(
     confidence: float = 0.99,
     as_json: Json = False,
 ) -> int:
-    """Show which differences between two files of measurements are significant.
+    """Compare two files of measurements, and mark significant differences.
 
     Example: dunes bench compare before.jsonl after.jsonl
 
     Args:
         a: A file written by `dunes bench`.
-        b: Another such file: after a change, or from another machine.
+        b: A second such file: after a change, or from another machine.
         confidence: Confidence level of the intervals.
     """
     from dunes.bench import rows, table
@@ -197,7 +195,7 @@ def memory(
 ) -> int:
     """Estimate the memory of a training step, by kind of tensor, module and phase.
 
-    The step runs on fake tensors and allocates nothing. Options with several values are compared.
+    The step runs on fake tensors and allocates nothing. All combinations of several values are compared.
 
     Example: dunes bench memory --size 40m --batch 8 16 --check
 

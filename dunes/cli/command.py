@@ -11,12 +11,12 @@ from typing import Annotated, Any, cast
 from dunes.files.model_file import trust_cards
 
 TRUST = {
-    "trust_code": "Import functions that models' cards name, which runs code outside of this package.",
-    "trust_sources": "Read training text that models' cards name, though this user did not train on it here.",
+    "trust_code": "Import the functions that a model's card names; this runs code from outside this package.",
+    "trust_sources": "Read the training text that a model's card names, even if this user did not train on it.",
 }
 """Options of every command that opens a model folder."""
 GIVEN: ContextVar[Collection[str]] = ContextVar("GIVEN", default=())
-"""Names of the options that the command line sets, also to their defaults."""
+"""Names of the options on the command line, including those set to their defaults."""
 
 
 class LateCommand:
@@ -41,7 +41,7 @@ def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], ar
     verb = arguments[0] if arguments and arguments[0] in commands else None
     choices = []
     for name, command in commands.items():
-        summary = None if verb in (None, name) else "-"  # its docstring would import the command
+        summary = None if verb in (None, name) else "-"  # reading its docstring would import the command
         choices.append(Annotated[Any, tyro.conf.subcommand(name, description=summary, constructor=command)])
     config, form = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes), cast(Any, reduce(or_, choices))
     status = tyro.cli(form, args=arguments, prog=program, description=about, config=config)
@@ -64,7 +64,7 @@ def with_trust(command: Callable[..., Any]) -> Callable[..., Any]:
                 trusted.enter_context(trained_text.trust_sources())
             return command(*args, **options)
 
-    del run.__wrapped__  # tyro would follow it to the inner function
+    del run.__wrapped__  # tyro would follow this link to the function without TRUST
     return with_parameters(run, [*signature(command).parameters.values(), *trust])
 
 

@@ -26,7 +26,7 @@ VERBS = {
 }  # fmt: skip
 """The verbs, and their functions in the modules of this room."""
 GROUPS = {"augment": "augment_verb:run_augment", "bench": "bench:run_bench"}
-"""Verbs with commands of their own, and the functions that run those."""
+"""Verbs with subcommands, and the functions that run these."""
 ABOUT = "Build, train, change and use small transformers on your own machine. --version prints the versions."
 
 
@@ -56,16 +56,16 @@ def _load(verb: str) -> Callable[..., Any]:
 
 def _begin_rank(verb: str) -> None:
     """Prepare a process of torchrun. Raises ValueError for verbs that run in a single process."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's, for a rank that may wait for another
-    if os.environ.get("RANK") not in (None, "0"):  # errors of the command line are reported by the first rank
-        sys.stderr = errors = StringIO()  # until `ranks.process_group`
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # lets torchrun end a rank that waits
+    if os.environ.get("RANK") not in (None, "0"):  # the first rank reports errors of the command line
+        sys.stderr = errors = StringIO()  # `ranks.process_group` restores it
         atexit.register(_report_late, errors)
     if verb not in ("train", "finetune"):
-        raise ValueError("several processes of torchrun train and finetune; start other commands without it")
+        raise ValueError("several processes of torchrun can train or finetune; start other commands without it")
 
 
 def _report_late(errors: StringIO) -> None:
-    """Report errors before `ranks.process_group`, unless torchrun ends this process since rank 0 failed, too."""
+    """At exit, print the errors of this rank late: if rank 0 failed, too, torchrun ends this process before."""
     if sys.stderr is errors and errors.getvalue():
         sleep(20)
         print(errors.getvalue(), file=sys.__stderr__, end="")

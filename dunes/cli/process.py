@@ -15,38 +15,38 @@ from dunes.cores import share_cores
 
 
 class Output(FileIO):
-    """A standard stream: what cannot be written ends the command if it `is_result`, and is dropped otherwise."""
+    """A standard stream: a failed write ends the command if `is_result`, and otherwise drops the data."""
 
     is_result = False
 
     def write(self, data: Any) -> int:
         """Write the bytes and return their number. Raises SystemExit if the reader has closed the pipe."""
         try:
-            while (written := super().write(data)) is None:  # another process has made it non-blocking
+            while (written := super().write(data)) is None:  # None if a non-blocking stream is full
                 select([], [self], [])
             return written
         except OSError as error:
             if not self.is_result:
                 return len(data)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # for what is still buffered
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # drops the data that is still buffered
             if error.errno == errno.EPIPE:
                 raise SystemExit(128 + signal.SIGPIPE) from None
             raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def drop_lost_output() -> None:
-    """From now on, drop what cannot be written to standard output: the result of the command is something else."""
+    """Ignore later failures to write to standard output, for commands whose result is not their output."""
     output = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(output, Output):
         output.is_result = False
 
 
 def _open_streams() -> None:
-    """Open the standard streams. Those that were closed become /dev/null, for other files would get their numbers.
+    """Open the standard streams. Closed ones become /dev/null, so that no other file gets their numbers.
 
-    Characters that the locale's encoding lacks are escaped. Streams that a caller has replaced stay.
+    Characters that the locale's encoding lacks are escaped. Streams that a caller has replaced are kept.
     """
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # the lowest that is free
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # `os.open` returns the lowest free number
         pass
     os.close(number)
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
@@ -58,10 +58,10 @@ def _open_streams() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """End by a signal: with cleanup, after which a second SIGTERM or SIGHUP ends the process at once.
+    """Handle a signal: end the process with cleanup; a second SIGTERM or SIGHUP ends it at once.
 
-    While a module is imported, end at once: torch and numpy catch what is raised in their imports, and the process
-    would go on with half of a module.
+    During an import, end the process at once: torch and numpy catch exceptions in their imports, and the process
+    would continue with a half-imported module.
     """
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
@@ -83,8 +83,8 @@ def die_by_signals() -> None:
 def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
     """Call `work`, and exit with the status that it returns (0 for None).
 
-    For a user error, print one line and exit with 2; after Ctrl-C, exit with 130. Output that cannot be written is
-    such an error, unless `work` calls `drop_lost_output`.
+    For a user error, print one line and exit with 2; after Ctrl-C, exit with 130. A failed write to standard
+    output is a user error, too, unless `work` calls `drop_lost_output`.
     """
     _open_streams()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -93,7 +93,7 @@ def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
     share_cores()
     try:
         status = work() or 0
-        if not sys.stdout.closed:  # a language server has closed it
+        if not sys.stdout.closed:  # the language server closes it
             sys.stdout.flush()
     except (ValueError, OSError) as error:
         if os.environ.get("DUNES_TRACEBACK"):

@@ -38,8 +38,8 @@ def serve(
 ) -> int:
     """Serve a model to editors and programs: completion of lines, texts and chats, over HTTP.
 
-    It speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and its address shows a page to try it.
-    After a file of the training sources is saved, completion copies from its new text within two seconds.
+    It speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and shows a web page for trying it. After
+    a file of the training sources is saved, completion copies from its new text within two seconds.
 
     Example: dunes serve runs/project
 
@@ -48,7 +48,7 @@ def serve(
         port: Port to listen on; llama.vim connects to 8012.
         allow_host: Another host name of this server; may be repeated.
         adapter: Adapter folder to load on the model, named by its folder's name in requests; may be repeated.
-        acceptance: Share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
+        acceptance: Desired share of accepted suggestions, reached by thresholds fitted in training; 0 shows all.
         ollama: Also listen on Ollama's own port, 11434.
         no_follow: Do not watch the files of the training sources.
         config: Print the settings for this editor, and exit.
@@ -69,7 +69,7 @@ def serve(
     key = os.environ.get(KEY) or None
     if not is_loopback(host) and key is None:
         raise ValueError(
-            f"--host {host} is reached from other machines; put a key into {KEY}, which clients then send"
+            f"--host {host} is reachable from other machines; put a key into {KEY}, which clients then send"
         )
     sockets = open_sockets(host, [port, ollama_protocol.PORT] if ollama else [port])
     from dunes import checkpoint
@@ -111,12 +111,12 @@ def lsp(
 ) -> int:
     """Serve a model to an editor as a language server, on standard input and output.
 
-    It has inline completion (Neovim 0.12) and plain completion (Helix and others).
+    It offers inline completion (Neovim 0.12) and plain completion (Helix and others).
 
     Example: dunes lsp runs/project
 
     Args:
-        acceptance: Share of shown suggestions to be accepted, by thresholds fitted in training; 0 shows all.
+        acceptance: Desired share of accepted suggestions, reached by thresholds fitted in training; 0 shows all.
         no_follow: Do not watch the files of the training sources.
     """
     if not 0 <= acceptance <= 1:
@@ -138,7 +138,7 @@ def lsp(
 
         return Worker([folder], acceptance, (), partial(print, file=sys.stderr), not no_follow)
 
-    die_by_signals()  # cleanup would wait for the thread that reads
+    die_by_signals()  # cleanup would wait for the thread that reads standard input
     # The loading thread inherits the trust settings.
     start(partial(copy_context().run, load), stdin, stdout, *first)
     return 0
@@ -151,7 +151,7 @@ def doctor(
     *,
     file: Annotated[str | None, flag("FILE:LINE:COLUMN", "an example")] = None,
 ) -> int:
-    """Send a running server the requests of each editor, and report what the editor would show, or what is wrong.
+    """Send a running server the requests of each editor, and report the text that it would show, or the problem.
 
     Example: dunes doctor
 

@@ -68,8 +68,8 @@ def finetune(
 ) -> int:
     """Finetune a model on instructions, chats, prompts and completions, plain text, or preferences.
 
-    Before the first step, prints a report on the data. At the end, prints the validation loss, the forgetting, and
-    answers before and after finetuning.
+    Before the first step, prints a report on the data. At the end, prints the validation loss, the forgetting
+    (loss on other text), and answers before and after finetuning.
 
     Example: dunes finetune runs/project --data alpaca.json --out runs/helper
 
@@ -88,7 +88,7 @@ def finetune(
 def _run(
     work: Callable[..., int], config: RunConfig, out: Path | None, quiet: bool, options: RunOptions, **more: int
 ) -> int:
-    """Start a run. It gets the names of all options set on the command line, even if set to their defaults."""
+    """Start a run. It also gets the names of the command line's options, even if set to their defaults."""
     if not options.dry_run:
         drop_lost_output()
     if out is None and not options.dry_run:

@@ -27,7 +27,7 @@ Model = Annotated[
 ]
 Out = Annotated[Path, tyro.conf.Positional, flag("OUT", about="Output folder.")]
 Round = Annotated[Dtype | None, flag("|".join(get_args(Dtype)), "as stored", "Dtype of the written weights.")]
-AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter on a base that cannot be verified as its own.")]
+AnyBase = Annotated[bool, tyro.conf.arg(help="Use an adapter even if its base cannot be verified.")]
 CacheBits = Annotated[Literal["int8", "int4", "int2"] | None, flag("int8|int4|int2", "full")]
 CHAT = SamplingOptions(temperature=0.7, max_tokens=400)
 
@@ -36,7 +36,7 @@ CHAT = SamplingOptions(temperature=0.7, max_tokens=400)
 def _quick_imports() -> Iterator[None]:
     """Inside the `with` block, turn off garbage collection, which takes a quarter of the start-up time.
 
-    Afterwards, the objects created are excluded from later collections.
+    Later collections skip the objects that were created inside.
     """
     gc.disable()
     try:
@@ -58,7 +58,7 @@ def generate(
 ) -> int:
     """Generate text, and print it while it is generated.
 
-    At the end, prints two rates to standard error: of prefill (up to the first token) and of decoding.
+    At the end, prints the rates of prefill (up to the first token) and decoding to standard error.
 
     Example: dunes generate runs/project "def main("
 
@@ -142,12 +142,12 @@ def chat(
 
 
 def _cache_format(bits: str | None) -> "CacheFormat | None":
-    """The format of a quantized KV cache, or None; prints that the compiled step is not used with it."""
+    """The format of a quantized KV cache, or None; says on standard error that compiled decoding is not used."""
     if bits is None:
         return None
     from dunes.parts import CacheFormat
 
-    print(f"--cache {bits}: the compiled step is not used, since it reads whole keys and values", file=sys.stderr)
+    print(f"--cache {bits}: compiled decoding is off, since it needs unquantized keys and values", file=sys.stderr)
     return CacheFormat(int(bits.removeprefix("int")))
 
 
@@ -181,8 +181,8 @@ def compile_(
     Example: dunes compile ~/models/mistral
 
     Args:
-        dtype: Dtype of the weights, computed in float32. By default bfloat16 or float16 if that generates the same
-            as float32, whichever is faster.
+        dtype: Dtype of the weights; computation is in float32. By default the faster of bfloat16 and
+            float16 that generates the same as float32.
     """
     import torch
 
@@ -214,8 +214,8 @@ def complete(
     Args:
         place: Cursor position as FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one);
             without it the text before the cursor is read from standard input.
-        json: Print a JSON object: the text, the probabilities that its first word and all of it are right, and its
-            source (model or copies).
+        json: Print a JSON object: the text, the probabilities that its first word and the whole text are right,
+        and its source (model or copies).
     """
     from dataclasses import asdict
     from json import dumps
@@ -240,7 +240,7 @@ def complete(
     completer = find_completer(folder, lambda line: print(line, file=sys.stderr), any_base)
     name = name_in_sources(path, folder) if path else ""
     suggestion = asdict(completer.complete(before, after, name))
-    del suggestion["ends_line"]  # a server's has it not
+    del suggestion["ends_line"]  # the server's suggestion lacks this field
     print(dumps(suggestion) if json else suggestion["text"])
 
 
@@ -273,13 +273,13 @@ def evaluate(
     Args:
         sources: Files and folders to evaluate on.
         text_field: Fields of each record to evaluate on; several are joined by a blank line.
-        fields: Names of the records' fields by the names in the formats of finetune, like prompt=question.
+        fields: The records' names for the fields of finetune's formats, like prompt=question.
         follow_links: Follow symbolic links that lead outside the sources.
         tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
         task_folder: Folder with YAML files of additional tasks.
         limit: Maximum number of documents per task, or of files with --completion.
-        completion: Evaluate completion of lines in unseen files, by the model and by copying alone: exact match,
-            keys saved, latency.
+        completion: Evaluate completion of lines in unseen files, by the model and by copying alone: exact matches,
+            saved keys, latency.
         lines: With --completion, number of lines per file that are typed key by key.
         all_lines: With --completion, keep lines similar to training lines, which are left out otherwise.
         out: JSON file for the full results of the tasks, including every sample.
@@ -340,7 +340,7 @@ def inspect(
     layers: bool = False,
     example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
 ) -> int:
-    """Show a model folder's contents, the memory it needs, and problems in loading it; the model is not loaded.
+    """Show a model folder's contents, the memory that it needs, and problems in loading it, without loading it.
 
     Its files are hashed and compared with the digests in its card, or on the Hub.
 
@@ -409,7 +409,7 @@ def convert(
     Example: dunes convert ~/llama-2-7b-native ~/models/llama-2-7b --dtype bfloat16
 
     Args:
-        names: JSON object that maps names in the source to Hugging Face's, with {i} for a number.
+        names: JSON file with an object that maps names in the source to Hugging Face's, with {i} for a number.
     """
     drop_lost_output()
     _convert(source, out, dtype, names)
@@ -439,7 +439,7 @@ def export(
 
     Args:
         dtype: Dtype of the written weights; q8_0 and q4_0 are for gguf.
-        example: Sizes of the input, batch included, of a network that is no language model, for cpp and onnx.
+        example: For cpp and onnx: the input sizes, batch included, of a network that is no language model.
     """
     drop_lost_output()
     check_choice(to, dtype)

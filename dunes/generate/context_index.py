@@ -85,7 +85,7 @@ class ContextIndex:
         return index
 
     def positions(self, match: Match, most: int | None = None) -> NDArray[np.int32]:
-        """The positions of a match: the indices in `items` of the items that followed it.
+        """The positions of a match: indices in `items` of the items after each occurrence.
 
         With `most`, only about this many positions are returned, spread evenly over their order.
         """

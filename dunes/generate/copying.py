@@ -74,14 +74,14 @@ class Candidates(NamedTuple):
 
 
 class TextSource(NamedTuple):
-    """A text with indexes of its bytes (`contexts`) and `ids`; without `contexts`, it is searched from its end."""
+    """A text with indexes of bytes (`contexts`) and `ids`; without `contexts`, the search begins at the end."""
 
     text: bytes
     contexts: ContextIndex | None = None
     ids: ContextIndex | None = None
 
     def longest(self, context: bytes) -> tuple[int, list[int]]:
-        """Length of the longest suffix of `context` that occurs, and positions after it, the last one first."""
+        """Length of the longest suffix of `context` that occurs, and the positions after it, last one first."""
         if self.contexts is None:
             length, position = last_match(self.text, context)
             return length, [position] if length else []
@@ -143,7 +143,7 @@ class Sources:
         """Features (V, 3) of each id's use in the file, each as `log2(1 + x)`; NAMES are their names.
 
         The three values x are the id's count, the distance in ids from its last occurrence above the cursor to the
-        cursor (without one, the length of the text above), and the length of the text above.
+        cursor (if there is none, the length of the text above), and the length of the text above.
         """
         size = len(self.vocabulary.pieces)
         uses = np.zeros((size, len(self.NAMES)), np.float32)
@@ -168,7 +168,7 @@ class Copies:
     typed: bytes = b""
     start: int = 0
 
-    # For lines, "share" marks the first id of the last line; the fraction "prob" of the lines was not tried.
+    # For lines, "share" marks the first id of the last line; "prob", the fraction of the lines, is left out.
     NAMES: ClassVar = (
         *(f"{part} {column}" for part in ("near ids", "far ids") for column in COLUMNS),
         *(f"{part} {column}" for part in ("near lines", "far lines") for column in COLUMNS[1:]),
@@ -193,8 +193,8 @@ class Copies:
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
     def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
-        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the first
-        source's is used, at its last occurrence."""
+        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the last one
+        in the first source is used."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         length, positions, text = longest_match((*sources.near, *sources.far), context)

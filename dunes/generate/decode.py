@@ -151,7 +151,7 @@ def _choose_token(request: Request, scores: Scores) -> Token:
 def _propose(request: Request, room: int, cache: PrefixCache) -> Proposal:
     """A proposal that fits into the `room` left in the context and into the request's `max_tokens`.
 
-    It is empty for a model without a KV cache, since the logits may depend on all ids of a forward. With a
+    The proposal is empty for a model without a KV cache, whose logits may depend on all ids of a forward. With a
     quantized cache, it has at most SLACK ids, since a rollback cannot drop more ids exactly.
     """
     room = min(room, request.end - len(request.ids) - 1, room if cache.format is None else SLACK)

@@ -36,7 +36,7 @@ LARGE = 1 << 20
 STACK = 1 << 20
 """Maximum bytes of the buffers that native code puts on the stack of its thread."""
 FEW = 4
-"""Tokens of the larger step, which takes 1.9 times as long as a step for one token (with 8 tokens, 3.5 times)."""
+"""Maximum tokens of the larger step; it takes 1.9 times as long as the step for one (for 8 tokens, 3.5 times)."""
 TEXT, ROWS = 0, -1
 """Keys of the steps for any number of tokens at the start of a text, and for one token in each of several rows."""
 
@@ -94,7 +94,7 @@ class LayerGraph(nn.Module):
         ctx = _StepContext(keys, values, slots, slot_positions)
         y: Tensor = self.block(x, ctx, 0)
         if ctx.carried or y.dtype != x.dtype:
-            raise ValueError("a block that hands tensors to later ones, or changes their dtype, is no part")
+            raise ValueError("expected a block that hands no tensors to later blocks and keeps the dtype")
         return y
 
 
@@ -107,8 +107,8 @@ class HeadGraph(DecodeGraph):
 
 
 class TextGraph(DecodeGraph):
-    """A step for the first tokens of a text, computed like the model's own forward. It returns only the last
-    token's logits and summary.
+    """A step for the first tokens of a text, computed like the model's own forward. The graph returns only the
+    last token's logits and summary.
 
     Raises ValueError for a model with windows, since the size of their mask would have to be constant.
     """
@@ -217,7 +217,7 @@ class _StepContext(ForwardContext):
 def export_decode_graph(
     graph: DecodeGraph | LayerGraph, cache: Cache, tokens: int = 1, x: Tensor | None = None
 ) -> torch.export.ExportedProgram:
-    """The exported graph, for caches of any capacity with the dtypes of `cache`, which has tokens and 8 slots.
+    """Export the graph, for caches of any capacity with the dtypes of `cache` (8 slots, some of them filled).
 
     A graph of a part of the model needs an example `x` of its inputs (1, tokens, dim).
 
@@ -271,7 +271,7 @@ class Scores(NamedTuple):
 
 class _Numbers(threading.local):
     """Tensors for the ids and slots of 1 and of FEW tokens. Writing into their NumPy views takes a tenth of the
-    time for new tensors.
+    time of making new tensors.
 
     Each thread has its own tensors, since native code reads them while other threads run Python.
     """
@@ -353,7 +353,7 @@ def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
     Raises ValueError for code that torch cannot load, or that needs other weights, and if the stack of threads is
     too small.
     """
-    import resource  # Windows has neither this module nor such code
+    import resource  # Windows has no module `resource`, and no native code is made for it
 
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     if 0 <= stack < 2 * STACK:
@@ -435,7 +435,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _OneRow(TorchFunctionMode):
-    """A mode in which each operation that is a key of `forms` is replaced by its value in `forms`."""
+    """A torch function mode that replaces each operation in the keys of `forms` by its value."""
 
     def __init__(self, forms: Mapping[Function, Function]) -> None:
         super().__init__()
@@ -446,7 +446,7 @@ class _OneRow(TorchFunctionMode):
     ) -> Any:
         if func in self.forms or not hasattr(func, "__wrapped__"):
             return self.forms.get(func, func)(*args, **(kwargs or {}))
-        with self:  # operations called inside `func`
+        with self:  # also replaces the operations inside `func`
             return func.__wrapped__(*args, **(kwargs or {}))
 
 
@@ -454,7 +454,7 @@ class _OneRow(TorchFunctionMode):
 def in_float32(model: nn.Module) -> Iterator[None]:
     """Inside this context, the model's embeddings and linear layers return float32, as in a compiled step."""
     with ExitStack() as stack:
-        for layer in [m for m in model.modules() if hasattr(m, "for_step")]:  # would round dequantized weights
+        for layer in [m for m in model.modules() if hasattr(m, "for_step")]:  # else dequantization rounds
             stack.enter_context(replace_attribute(layer, "dtype", torch.float32))
         forms = {function: _float(function) for function in (F.linear, F.layer_norm, F.rms_norm)}
         stack.enter_context(_OneRow(forms | {F.embedding: _embedding}))
@@ -480,7 +480,7 @@ def _float(function: Function) -> Function:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    # Sums of several rows at once keep more reads in flight: four where a matrix comes from memory, not a cache.
+    # Summing several rows at once keeps more reads in flight: four rows if a matrix is not in the CPU's cache.
     # Several tokens share one loop, which reads the weights once; slices are faster here than `unbind`.
     tokens = [x] if x.shape[-2] == 1 else [x[..., i : i + 1, :] for i in range(x.shape[-2])]
     rows = (4 if weight.numel() >= LARGE else 2) // min(len(tokens), 2)

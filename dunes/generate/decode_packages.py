@@ -1,7 +1,7 @@
 """Compiled decode steps in the user's cache: one package per model architecture, dtype, torch version and CPU.
 
 A package contains native code, so it is read only from a folder that no other user can write to, never from a
-model folder. It contains no weights. It is compiled by AOTInductor:
+model folder. It contains no weights. AOTInductor compiles the code:
 https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
 """
 
@@ -70,7 +70,7 @@ LAYERS_OF_A_FORM = 8
 """Minimum mean number of blocks per form for compiling each form only once. Compiling one more form takes as long
 as compiling seven more blocks in one file."""
 LAYER_PARAMETERS = 2_000_000
-"""Minimum mean of linear parameters per block for this; with smaller blocks, calls would dominate the time."""
+"""Minimum mean number of linear parameters per block for this; for smaller blocks, calls dominate the time."""
 TEXT_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 ROW_OPTIONS = TEXT_OPTIONS | {"realize_reads_threshold": 1, "score_fusion_memory_threshold": 1}
 OPTIONS = ROW_OPTIONS | {
@@ -118,7 +118,7 @@ Start = Callable[[], "subprocess.Popen[bytes]"]
 
 
 def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], CompiledStep | None]:
-    """A function that returns the compiled step of the model as soon as its package exists, and None before.
+    """A function that returns the model's compiled step, or None as long as its package does not exist.
 
     If the package is missing and a compiler exists, `start` starts the process that compiles it.
     """
@@ -222,7 +222,7 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole
     """
     by_layer = not whole and tokens in HEADS and bool(layer_forms(model))
     name, digests = HEADS[tokens] if by_layer else FILES[tokens], dict[str, str]()
-    with folder_lock(package):  # another process may be compiling it
+    with folder_lock(package):  # another process may be compiling the package
         # A damaged package is compiled again, from its first file on.
         with suppress(ValueError) if tokens == 1 else nullcontext():
             digests |= native_files(package)
@@ -231,7 +231,7 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole
         if reason := why_not_compiled():
             raise ValueError(f"decoding cannot be compiled: {reason}. The modules decode, several times slower")
         with warnings.catch_warnings(), staging_folder(package / name) as staged:
-            warnings.simplefilter("ignore")  # torch's own deprecations
+            warnings.simplefilter("ignore")  # torch warns of its own deprecations
             options = {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS}.get(tokens, OPTIONS)
             computed = _dtype(model) if tokens == TEXT else dtype
             parts = _export_parts(model, dtype, tokens) if by_layer else [(name, _export(model, computed, tokens))]
@@ -249,18 +249,18 @@ def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     or needs its entire text for each token."""
     DecodeGraph(model)
     if cache_for(model, 1, 1) is None:
-        raise ValueError("the model may mix tokens, so that it needs its whole text for each token")
+        raise ValueError("the model may mix tokens, so each token needs a forward over the whole text")
     if name := recurrent_part(model):
         raise ValueError(
-            f"compiled code stores keys and values, and {name} has a recurrent state; use it as it is"
+            f"compiled decoding needs a KV cache, and {name} has a recurrent state; use it without compiling"
         )
     if next(model.parameters()).device.type != "cpu":
         raise ValueError("steps are compiled for the CPU, and this model is on another device")
     if not (choices := _dtypes(model)):
-        raise ValueError("a compiled step has no hooks and is in float32, float16 or bfloat16; change the model")
+        raise ValueError("compiled decoding has no hooks and is in float32, float16 or bfloat16; change the model")
     if dtype is not None and dtype not in choices:
         names = ", ".join(str(choice).removeprefix("torch.") for choice in choices)
-        raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: a step of this model can have {names}")
+        raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: this model can be compiled in {names}")
 
 
 def has_hooks(model: nn.Module) -> bool:
@@ -416,7 +416,7 @@ def bind_step(
         used.truncate(torch.tensor(lengths))
         for tensor in used.keys + used.values:
             for row, length in zip(tensor, lengths, strict=True):
-                row[:, length : length + len(ids) // len(lengths)] = torch.nan  # which the step has to replace
+                row[:, length : length + len(ids) // len(lengths)] = torch.nan  # the step must overwrite NaN
         with torch.autocast("cpu", enabled=False):
             scores = attempt("a compiled step cannot be run", partial(_run(step, n), ids, used))
         logits = torch.stack([s.logits for s in scores])
@@ -505,7 +505,7 @@ def compile_graph(
         archive = f"{folder}/archive.pt2"
         make = partial(aoti_compile_and_package, package_path=archive, inductor_configs=dict(options))
         attempt("torch cannot compile this model", partial(make, graph))
-        with ZipFile(archive) as members:  # the code, and calls of operators without a C interface
+        with ZipFile(archive) as members:  # code, and calls without a C interface
             for name in (n for n in members.namelist() if n.endswith((".wrapper.so", ".wrapper.json"))):
                 path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
 
@@ -515,7 +515,7 @@ def _export(model: nn.Module, dtype: torch.dtype, tokens: int) -> torch.export.E
         cache, _ = _check_tokens(model)
     with tree.mode(model, False):
         step = {TEXT: TextGraph, ROWS: RowGraph}.get(tokens, DecodeGraph)(outline(model, dtype)).eval()
-    with torch.autocast("cpu", enabled=False):  # whose casts would be part of the graph
+    with torch.autocast("cpu", enabled=False):  # autocast would add its casts to the graph
         return export_graph(lambda: export_decode_graph(step, cache, tokens))
 
 
@@ -545,7 +545,7 @@ def buffers_unchanged(model: nn.Module) -> Iterator[None]:
     yield
     for (name, before, version), after in zip(buffers, model.buffers(), strict=True):
         if after is not before or after._version != version:
-            raise ValueError(f"{name}: a buffer that forward changes, which compiled code cannot; remove it")
+            raise ValueError(f"{name}: a buffer that forward changes; compiled code has none; remove it")
 
 
 def export_graph(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:

@@ -26,10 +26,10 @@ from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 CHUNK = 2048
 """Maximum tokens of a prompt per forward: shorter chunks are no faster, longer ones take more memory."""
 MAX_STEPPED = 16
-"""Maximum number of new ids that compiled code for FEW tokens computes instead of a forward. Both take equally
-long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
+"""Maximum number of new ids that compiled code for FEW tokens computes instead of a forward. Code and forward take
+equally long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
 IN_FLOAT32 = 8
-"""`MAX_STEPPED` for float32 matrices: with these models, both take equally long at 16, 9 and 10 ids."""
+"""`MAX_STEPPED` for float32 matrices: code and forward take equally long at 16 (10M), 9 (124M), 10 ids (1B)."""
 PADDED = 8
 """Up to this many tokens of padding per row, batching rows is cheaper than copying a row's KV cache."""
 
@@ -60,7 +60,7 @@ class PrefixCache:
         self.adapters: list[str | None] = [None] * rows
         self.step, self.format = step, format
         self._adapter_modules: list[Any] = []
-        self._fitting_state: object = None  # the `_state` in which the step fitted the model
+        self._fitting_state: object = None  # `_state()` when the step last fitted the model
         self.vocab: int | None = None
         """The number of logits per token; None before the first forward."""
         self.forwards = 0
@@ -97,7 +97,7 @@ class PrefixCache:
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
                 logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
         else:
-            # Many tokens in one row would be padding in all others; a few cost less than a forward for each row.
+            # Many new tokens in one row pad all other rows; little padding is cheaper than a forward for each row.
             missing = {i: len(ids) - common_length(self.ids[i], ids, last[i]) for i, ids in texts.items()}
             prefill = [i for i in sorted(texts) if missing[i] > last[i] + PADDED] if any(self.ids) else []
             rows = list(range(len(self.ids)))
@@ -122,7 +122,7 @@ class PrefixCache:
         if common < len(cached) or not common:  # an interrupted forward leaves tokens in a row without ids
             del cached[common:]
             if cache.truncate(torch.tensor([common])) != common:
-                return None  # a rolling cache that had to drop everything
+                return None  # a rolling cache has dropped all its tokens
         scores: list[Scores] = []
         try:
             while len(cached) < len(text):

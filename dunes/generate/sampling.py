@@ -48,7 +48,7 @@ def greedy(logits: Tensor) -> Tensor:
 def draw(seed: int) -> Choice:
     """A choice that samples from the probabilities with its own random generator. Seeds are taken modulo 2^64.
 
-    It looks up one random number in the cumulative probabilities, which takes a quarter of the time of
+    The choice looks up one random number in the cumulative probabilities, which takes a quarter of the time of
     `torch.multinomial` for 4,096 ids. The choice raises ValueError if logits are NaN or all ids are excluded.
     """
     import torch
@@ -103,7 +103,7 @@ def limit_vocab(count: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def _preserves(processor: Processor, id: int) -> bool:
-    """True if the processor preserves the order of the ids, and keeps this one."""
+    """True if the processor preserves the order of the ids and does not exclude `id`."""
     return isinstance(processor, partial) and processor.func is limit_vocab and id < processor.args[0]
 
 
@@ -164,23 +164,23 @@ ABOVE_0, FINITE, COUNT = math.ulp(0.0), sys.float_info.max, (-1, 2**31)
 
 @dataclass(frozen=True)
 class Rule:
-    """A setting of sampling: how it changes the logits, its values, and how servers' requests name it."""
+    """A sampling setting: its function on logits, its range, and its names in requests to servers."""
 
     process: Callable[..., Tensor] | None
-    """Its last two arguments are those of a processor; None for a setting that another rule takes."""
+    """Function whose last two arguments are a processor's; None for an argument of another rule's function."""
     neutral: float
-    """The value with which nothing is processed."""
+    """The value that leaves the logits unchanged."""
     bounds: tuple[float, float]
     """Minimum and maximum."""
     expected: str
     requests: tuple[float, float] = COUNT
-    """Minimum and maximum in requests; a value below `bounds` means the minimum there."""
+    """Minimum and maximum in requests; a value below `bounds` is raised to their minimum."""
     names: tuple[str, ...] = ()
-    """Names in requests besides the setting's own; replies have the first one."""
+    """Further names in requests; replies use the first of them."""
     further: tuple[str, ...] = ()
     """Other settings that `process` takes."""
     raw: bool = False
-    """True for a rule that changes a model's own logits: greedy decoding has it, too, and others come after it."""
+    """True for a rule that is applied before all others, and also in greedy decoding."""
 
 
 P = flag("P", "off")
@@ -190,7 +190,7 @@ Hidden = Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:  # temperature, filters and penalty of sampling, and the most tokens
+class SamplingOptions:  # temperature, filters and penalty of sampling, and the token limit
     max_tokens: int = 200
     """Maximum number of new tokens."""
     temperature: Annotated[
@@ -232,12 +232,11 @@ RULES = {
     for rule in getattr(hint, "__metadata__", ())
     if isinstance(rule, Rule)
 }
-"""The rules by their settings. They apply in this order, the raw ones first."""
+"""The rules by setting. Raw rules are applied first, then the others in this order."""
 
 
 def sampler(temperature: float = 1.0, *, seed: int = 0, **settings: float | None) -> Sampler:
-    """A sampler with the settings of `SamplingOptions` by their names, such as top_k; one that is missing or None
-    has no effect.
+    """A sampler with these settings, named as in `SamplingOptions`. Missing settings and None have no effect.
 
     Temperature 0 means greedy decoding. Raises KeyError for an unknown setting, ValueError for one out of range.
     """

@@ -256,14 +256,14 @@ class Chat:
         self.switch_to(self.name)
 
     def switch_to(self, name: str | None) -> None:
-        """Switch to an adapter by name or folder. Raises ValueError for an unknown one, or without a template."""
+        """Switch to an adapter by name or folder. Raises ValueError if it is unknown or has no template."""
         name = self.engine.resolve_name(name)
         self.engine.chat_model(name).check_system(self.system)
         _ = self.engine.chat_model(name).template
         self.name = name
 
     def say(self, text: str) -> Generator[str, None, None]:
-        """Stream the answer to `text`. Both become part of the conversation, even if the caller stops early."""
+        """Stream the answer to `text`. Both texts join the conversation, even if the caller stops early."""
         before = [] if self.engine.chat_model(self.name).single_turn else self.talk
         system, self.pending = self._system(), text
         talk = (*system, *before, Turn("user", text))

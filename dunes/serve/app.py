@@ -28,20 +28,20 @@ from dunes.serve.requests import Answer, Answers, Asked, Event, LineRequest, Nam
 from dunes.serve.worker import Task, Worker
 
 RECEIPT = 10.0
-"""Seconds in which a request must arrive."""
+"""Maximum seconds for receiving a request."""
 SENDING = 30.0
-"""Seconds in which a client must receive what is sent."""
+"""Maximum seconds for a client to accept one piece of a reply."""
 LISTED = 64
-"""Maximum number of listed fields that were ignored, and of characters of each."""
+"""Maximum number of ignored fields that a reply lists, and of characters of each name."""
 REMEMBERED = 8
-"""Number of lines whose last request is kept in memory, for `dunes doctor`."""
+"""Number of lines for which the server remembers the last request, for `dunes doctor`."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EMPTY = Answer(reason="length")
-"""The answer to a request for no tokens, and in place of a missing choice."""
+"""Answer to a request for zero tokens; it also stands for a missing choice."""
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """A request of the page or `dunes complete` for suggestions with probabilities, and for tokens if wanted."""
+    """Read a request for suggestions from the page or `dunes complete`; with `tokens`, the first is explained."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
     line = LineRequest(
@@ -51,7 +51,7 @@ def read_suggest(fields: Fields) -> Asked:
 
 
 def write_suggest(request: Asked, answers: Answers, streams: bool) -> Any:
-    """The suggestions, best first, and the explanation of the first one."""
+    """The reply: the suggestions, best first, and the explanation of the first suggestion."""
     listed = [{"text": a.text, "word": a.word, "line": a.line, "source": a.source} for a in answers.values()]
     return {"suggestions": listed, "milliseconds": 1e3 * answers[0].seconds, **answers[0].explained}
 
@@ -68,7 +68,7 @@ def compact(content: Any) -> bytes:
 
 
 def json_response(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A reply in JSON on one line without spaces: llama.vim looks for `"content":"` in the bytes."""
+    """A JSON reply on one line without spaces, since llama.vim searches its bytes for `"content":"`."""
     return Response(compact(content), status, headers, "application/json")
 
 
@@ -81,7 +81,7 @@ def refusal(request: Request, error: Exception) -> Response:
 
 
 def client_error(error: Exception) -> Refused:
-    """The error that a client receives; Starlette's own errors mean an unknown path or method."""
+    """The error that a client receives; Starlette's errors (unknown path or method) become status 404."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):
@@ -90,8 +90,8 @@ def client_error(error: Exception) -> Refused:
 
 
 class Gate:
-    """Middleware that refuses requests to foreign host names (DNS rebinding), requests of web pages of other
-    origins, and, if a key is set, requests without the key. It also ends requests whose client takes too long."""
+    """Middleware that refuses requests to foreign host names (DNS rebinding), requests from web pages of other
+    origins, and, if a key is set, requests without the key. It also ends the requests of slow clients."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
@@ -117,12 +117,12 @@ class Gate:
     def _check(self, headers: Headers) -> None:
         hosts = headers.getlist("host")
         if len(hosts) != 1 or _host_name(hosts[0]) not in self.hosts:
-            raise Refused(403, f"Host {hosts[:2]} is not this server's; name it by --host")
+            raise Refused(403, f"Host {hosts[:2]} is not this server's; allow it by --allow-host")
         for origin in headers.getlist("origin"):
             scheme, _, host = origin.partition("://")
             is_own = scheme in ("http", "https") and _host_name(host) in self.hosts
             if not is_own and scheme not in ("vscode-webview", "vscode-file"):
-                raise Refused(403, "requests of pages from elsewhere are not answered")
+                raise Refused(403, "requests from web pages of other origins are refused")
         if self.key is not None:
             client_key = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
             if not hmac.compare_digest(client_key.encode("latin-1"), self.key.encode()):
@@ -130,7 +130,7 @@ class Gate:
 
 
 def _host_name(host: str) -> str:
-    """The name in a Host header in lower case, without its port, the brackets of IPv6, and a trailing dot."""
+    """The host name in a Host header, in lower case, without port, IPv6 brackets or trailing dot."""
     name, colon, port = host.rpartition(":")
     if colon and (port.isdigit() or not port) and not name.endswith(":"):
         host = name
@@ -138,7 +138,7 @@ def _host_name(host: str) -> str:
 
 
 class Server:
-    """The handlers of all paths, for the models of a worker."""
+    """HTTP handlers of all paths, which pass requests to a worker."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -174,11 +174,11 @@ class Server:
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
-            # A line may have fewer alternatives than places; only the last places can be missing.
+            # A line can have fewer alternatives than requested choices; only the last choices can be missing.
             by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
             return json_response(endpoint.write(asked, by_place, False), headers=headers)
         try:
-            first = await anext(events)  # a refused request has no stream
+            first = await anext(events)  # a refused request raises here, before the stream starts
         except StopAsyncIteration:
             first = 0, Answer(reason="length")
         chunks = _chunks(endpoint, asked, first, events)
@@ -186,14 +186,14 @@ class Server:
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Yield (index of a choice, its answer or a part of it); if the client disconnects, the rest is cancelled.
+        """Yield (index of a choice, its answer or a part of it). Cancel the tasks if the client disconnects.
 
         Raises Refused.
         """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
         def emit(index: int, event: Event) -> None:
-            with suppress(RuntimeError):  # the server has ended
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, (index, event))
 
         async def watch() -> None:
@@ -228,20 +228,20 @@ class Server:
                 task.cancel()
 
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
-        """The description of all models, or of the named one; a name in the path is an exact one."""
+        """The reply that describes all models or the named model; a name in the path must match exactly."""
         fields, path = await _fields(request), request.path_params.get("name")
         name = path or fields.text("model") or fields.text("name") or request.query_params.get("model", "")
         models = self.worker.facts_by_name(name.removesuffix(":latest"), path is not None)
         return json_response(write(models), headers=_headers(fields))
 
     def _remember(self, request: LineRequest, answer: Answer) -> None:
-        """Keep a request of an editor and what was shown, in place of an earlier one in the same line."""
+        """Remember an editor's request and the shown text; it replaces an earlier request in the same line."""
         above = request.before.rpartition("\n")[0]
         others = [past for past in self._recent if past[1].before.rpartition("\n")[0] != above]
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
 
     def _places(self) -> list[dict[str, Any]]:
-        """What was shown at the last places where an editor asked, newest first, and what would be shown now."""
+        """The last places where an editor asked, newest first, with the texts shown then and suggested now."""
         places = []
         for time, request, shown in [*self._recent][::-1]:
             model = self.worker.find(request.model)
@@ -251,7 +251,8 @@ class Server:
         return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
-        """The last places where an editor asked, for the user who runs the server: it is text being written."""
+        """The reply with these places, only for the server's user, since it contains the text that an editor
+        sent."""
         if key is None and request.client is not None:  # the socket in the user's folder has no client address
             raise Refused(403, "only the user who runs the server may see this")
         notes = {name: model.current.note for name, model in self.worker.models.items()}
@@ -303,7 +304,7 @@ async def _chunks(
 
 
 def _headers(fields: Fields) -> dict[str, str]:
-    """The header that lists ignored fields, if there are any. Raises Refused for a field that changes the text."""
+    """The header that lists ignored fields, if any. Raises Refused if an ignored field would change the text."""
     names = [re.sub(r"[^\w.\[\]-]", "?", name, flags=re.ASCII)[:LISTED] for name in fields.ignored()]
     return {"X-Ignored-Fields": ", ".join([*dict.fromkeys(names)][:LISTED])} if names else {}
 
@@ -316,7 +317,7 @@ def _piece_of(data: bytes) -> Any:
 
 
 async def _fields(request: Request) -> Fields:
-    """The fields of a request's body, received within its limits. Raises Refused."""
+    """Receive a request's body and parse its fields. Raises Refused for an invalid, too long or too late body."""
     body = bytearray()
     try:
         async with asyncio.timeout(RECEIPT):

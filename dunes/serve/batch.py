@@ -1,4 +1,4 @@
-"""Continuous batching: each step generates one token of every text, and prefills a piece of a long prompt."""
+"""Continuous batching: `Batch.advance` generates one token of every text and prefills a piece of one prompt."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ ROWS = 16
 
 @dataclass(eq=False)
 class Row:
-    """A text that is generated. `emit` is called with its parts, and finally with the answer."""
+    """A text in progress. `emit` receives the parts of the text, and finally the complete answer."""
 
     text_request: TextRequest
     request: Request
@@ -40,14 +40,14 @@ class Row:
     """Errors raised by the sampler of this text."""
     pieces: Iterator[None] | None = None
     ready: bool = False
-    """True once all of the prompt but its last piece is in the cache."""
+    """True once the cache contains the prompt except its last piece."""
 
     def __post_init__(self) -> None:
         self.start, self.answer = perf_counter(), Answer(prompt_tokens=len(self.request.prompt))
         self._decode, self._pending, self._length = DecodeStream(self.tokenizer), "", 0
 
     def push(self, token: Token) -> None:
-        """Emit the text that a token completes; a suffix that may become a stop string is withheld."""
+        """Add a token and emit its text, but withhold a suffix that may become a stop string."""
         if not self.answer.new_tokens:
             self.answer.prompt_seconds = perf_counter() - self.start
         self.answer.new_tokens += 1
@@ -68,7 +68,7 @@ class Row:
             self.emit_text(text[: len(text) - overlap], tokens, token.id)
 
     def finish(self) -> None:
-        """Emit the answer."""
+        """Emit the withheld text, then the complete answer."""
         self.emit_text(self._pending)
         answer, is_complete = self.answer, self.answer.new_tokens < self.text_request.max_tokens
         answer.reason = "word" if answer.stopped_at else "stop" if is_complete else "length"
@@ -76,7 +76,7 @@ class Row:
         self.emit(answer)
 
     def emit_text(self, text: str, tokens: Sequence[TokenText] = (), *ids: int) -> None:
-        """Emit a part, if it is not empty."""
+        """Append text to the answer, and emit a part unless it is empty."""
         self.answer.text += text
         if text or tokens or ids:
             self.emit(Answer(text, tokens=[*tokens], ids=[*ids]))
@@ -88,9 +88,9 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
-    """A sampler that adds an error to `errors` and returns the most probable id, so that other texts continue."""
+    """Wrap a sampler: if it fails, add the error to `errors` and return the most probable id for this text."""
     if choose.choose is greedy:
-        return choose  # it cannot fail, and compiled steps recognise it
+        return choose  # greedy cannot fail, and compiled decoding recognises it
 
     def pick(logits: Tensor) -> Tensor:
         try:
@@ -103,7 +103,7 @@ def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
 
 
 def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
-    """A token at a character, with its bytes and alternatives; the bytes of a special token are its name."""
+    """A token at a character offset, with its bytes and alternatives; a special token's bytes are its name."""
 
     def data(id: int) -> bytes:
         piece = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""
@@ -114,7 +114,7 @@ def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
 
 
 class Batch:
-    """Texts that a model generates in one batch. Each is the same as if it were alone.
+    """Texts that a model generates in one batch. Each text is the same as if it were generated alone.
 
     `adapters` maps names in requests to adapters; other names select the `default` one.
     """
@@ -156,7 +156,7 @@ class Batch:
         if not ids:
             raise Refused(400, "Field 'prompt': no tokens; expected at least one")
         if len(ids) > room:
-            raise Refused(400, f"{EXCEEDS}: {plural(len(ids), 'token')} of a prompt; at most {room}", TOO_LONG)
+            raise Refused(400, f"{EXCEEDS}: {plural(len(ids), 'token')} in a prompt; at most {room}", TOO_LONG)
         return ids
 
     def add(self, text: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
@@ -179,7 +179,7 @@ class Batch:
         self.rows[self.rows.index(None)] = row
 
     def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
-        """Emit the prompt; if log-probabilities are wanted, also its tokens. The first has no logprob."""
+        """Emit the prompt, with its tokens if log-probabilities were requested (the first token has none)."""
         tokens: list[TokenText] = []
         prompt, stream, length = row.text_request.prompt, DecodeStream(self.tokenizer), 0
         if row.text_request.logprobs is not None:
@@ -197,7 +197,7 @@ class Batch:
         try:
             if waiting:
                 self._read_piece(waiting[0])
-            # The iterator of tokens reads this very list.
+            # The iterator of tokens holds this list, so it is changed in place.
             self._requests[:] = [row.request if row is not None and row.ready else None for row in self.rows]
             if any(self._requests):
                 self._next_tokens()

@@ -1,6 +1,6 @@
-"""Requests to a server that this user runs, so that this process needs no model.
+"""Send requests to a server of the same user, so that this process loads no model.
 
-Such a server also listens on a Unix socket in the user's own folder; no other user can reach or replace it.
+The server also listens on a Unix socket in the user's cache folder, which no other user can reach or replace.
 """
 
 import http.client
@@ -18,9 +18,9 @@ from dunes.files.atomic import cache_home
 TIMEOUT = 10.0
 """Timeout of a request in seconds."""
 AGENT = "dunes"
-"""Value of User-Agent in requests of this package, which are not those of an editor."""
+"""User-Agent of requests by this package, which distinguishes them from requests by editors."""
 RECENT = "/recent"
-"""Path of the last requests of editors, for `dunes doctor`."""
+"""Path that returns the editors' last requests, for `dunes doctor`."""
 
 
 class SocketConnection(http.client.HTTPConnection):
@@ -54,7 +54,7 @@ def exchange(
 
 
 def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> dict[str, Any] | None:
-    """The suggestion of a running server of this folder, with its `text`; None if no server answers."""
+    """The suggestion, with its `text`, of the server that runs for this folder; None if no server answers."""
     body = {"before": before, "after": after, "path": str(path.absolute()) if path else ""}
     with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         body["model"] = folder.resolve().name
@@ -66,8 +66,8 @@ def complete_by_server(folder: Path, before: str, after: str, path: Path | None)
 
 
 def listen(folder: Path) -> socket.socket | None:
-    """A listening socket for a folder's server; None if another server listens on it, or if it cannot be
-    created (as in another user's folder)."""
+    """A listening socket for a folder's server; None if another server already listens there, or if the socket
+    cannot be created (as in another user's folder)."""
     listener = socket.socket(socket.AF_UNIX)
     with suppress(OSError, ValueError):
         file = socket_file(folder)
@@ -85,7 +85,7 @@ def listen(folder: Path) -> socket.socket | None:
 
 @contextmanager
 def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
-    """A context with listening sockets for these folders, where possible; their files are removed at its end."""
+    """Inside the `with` block, listen on a socket for each folder if possible; then remove the sockets' files."""
     listeners = {socket_file(folder): listener for folder in folders if (listener := listen(folder)) is not None}
     try:
         yield [*listeners.values()]

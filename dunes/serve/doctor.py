@@ -18,8 +18,8 @@ AFTER = "\n\n\nprint(volume(1, 2, 3))\n"
 
 
 KEPT = (
-    "llama.vim keeps what it got here, until `:let g:cache_data = {} | let g:cache_lru_order = []` or the end of "
-    "Vim, and llama-vscode until its window is loaded again"
+    "llama.vim keeps the old reply until `:let g:cache_data = {} | let g:cache_lru_order = []` or the end of Vim, "
+    "and llama-vscode until its window is loaded again"
 )
 
 
@@ -63,7 +63,7 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
     try:
         names = [model["id"] for model in json.loads(data)["data"]]
     except (ValueError, LookupError, TypeError):
-        raise ValueError(f"{address}: /v1/models is not a model server's answer") from None
+        raise ValueError(f"{address}: the reply to /v1/models is not from a model server") from None
     recent = _recent(address, key)
     notes = "".join(f"; {name}: {note}" for name, note in recent.get("notes", {}).items() if note)
     yield Line("server", f"serves {', '.join(names)}{notes}", "" if names else "it has no model")
@@ -84,7 +84,7 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
 
 
 def _recent(address: str, key: str) -> dict[str, Any]:
-    """What the server remembers of editors' requests; empty if it tells this user nothing."""
+    """The last requests of editors that the server remembers; empty if the server refuses to tell this user."""
     with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         if key:
             status, data = ask(address, RECENT, key=key)
@@ -96,11 +96,11 @@ def _recent(address: str, key: str) -> dict[str, Any]:
 
 
 def _replayed(place: Mapping[str, Any]) -> Line:
-    """The line on a place where an editor asked."""
+    """The report on a place where an editor requested a suggestion."""
     shown, now = (repr(place[name]) if place[name] else "nothing" for name in ("shown", "now"))
     text = f"shows {now}" if shown == now else f"showed {shown}, and would show {now} now; "
     if shown != now:
-        text += KEPT if place["shown"] else "it asks again when you type there"
+        text += KEPT if place["shown"] else "the editor asks again when you type there"
     elif not place["now"]:
         needed = min(1.0, place["threshold"])
         text += f": its best suggestion is {place['word']:.0%} sure, and {needed:.0%} are needed"

@@ -4,7 +4,7 @@ import json
 
 
 def url(host: str, port: int) -> str:
-    """The URL of a server that listens on `host`; a wildcard address becomes this machine's own."""
+    """The URL of a server that listens on `host`; a wildcard address becomes the loopback address."""
     name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host.strip("[]"), host)
     return f"http://[{name}]:{port}" if ":" in name and not name.startswith("[") else f"http://{name}:{port}"
 

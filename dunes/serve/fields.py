@@ -34,8 +34,8 @@ SEEDS = 2**64 - 1
 REFERENCE: dict[str, dict[str, Any]] = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
 """Properties and settings that llama-server reports and this server lacks."""
 NEUTRAL: Mapping[str, Sequence[Any]] = REFERENCE["unsupported"] | REFERENCE["neutral"]
-"""Fields of all protocols that change a text, with the values that do not. A path that does not read such a field
-refuses any other value; it ignores and lists other fields that it does not read."""
+"""Fields that change the generated text, with their neutral values. A path that does not read such a field refuses
+all other values. Fields outside this table that a path does not read are ignored and listed in its reply."""
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
     503: "unavailable_error",
@@ -87,16 +87,16 @@ class Fields:
         return self.body.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """The value of a field of any type, which thereby is not ignored."""
+        """The value of a field of any type; the field then counts as read."""
         self._read.add(name)
         return self.body.get(name)
 
     def first(self, *names: str) -> str:
-        """The first of these names of a field that is present, otherwise the first one."""
+        """The first of these names whose field is present; the first name if none is present."""
         return next(filter(self.has, names), names[0])
 
     def ignored(self) -> list[str]:
-        """Places of the fields that no method has read. Raises Refused if one of them would change the text."""
+        """Places of the fields that were not read. Raises Refused if an unread field would change the text."""
         names = [name for name in self.body if self.has(name) and name not in self._read]
         for name in names:
             if name in NEUTRAL and self.body[name] not in NEUTRAL[name]:
@@ -105,13 +105,13 @@ class Fields:
         return [*own, *(name for part in self._parts.values() for name in part.ignored())]
 
     def disregard(self, *names: str) -> None:
-        """Count fields as ignored that were read for nothing."""
+        """Count these fields as ignored, although they were read."""
         self._read.difference_update(names)
         for part in self._parts.values():
             part.disregard(*names)
 
     def text(self, name: str, default: str | None = "") -> str:
-        """The string in a field, with U+FFFD for lone surrogates; the field is required if the default is None."""
+        """The string in a field, with U+FFFD for lone surrogates; a default of None makes the field required."""
         return valid_text(self._value(name, str, "a string", default))
 
     def path(self, *names: str) -> str:
@@ -119,7 +119,7 @@ class Fields:
         name = self.first(*names)
         path = self.text(name)
         if len(path) > PATH or "\0" in path:
-            raise self.refusal(name, f"no path: at most {PATH} characters, none of them NUL")
+            raise self.refusal(name, f"not a path; expected at most {PATH} characters without NUL")
         return path
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -149,7 +149,7 @@ class Fields:
         return seed if seed >= 0 else uuid.uuid4().int % 2**63
 
     def stops(self, name: str = "stop") -> tuple[str, ...]:
-        """The stop strings in a field with a string or a list, without empty strings."""
+        """The stop strings of a field that contains a string or a list; empty strings are dropped."""
         value, expected = self.get(name), f"a string, or a list of at most {STOPS}"
         values = [value] if isinstance(value, str) else self._value(name, list, expected, [])
         if len(values) > STOPS:
@@ -186,7 +186,7 @@ class Fields:
         return tuple(self._message(f"{name}[{i}]", m) for i, m in enumerate(self.objects(name, 4096)))
 
     def _message(self, place: str, message: "Fields") -> Turn:
-        # Imported late, for it imports torch, which `dunes doctor` does without.
+        # A late import: `data.examples` imports torch, which `dunes doctor` does not need.
         from dunes.data.examples import CALL_KEYS, RESULT_KEYS, ROLES, read_message
 
         role = message.text("role", None)

@@ -1,7 +1,7 @@
 """Follow the user's work: index saved files, and load a run's model once it is written.
 
 Editors need not send anything. Every second, the times and sizes of the training source files are checked. The
-times of their folders are checked, too, since they change when a file is added or deleted.
+times of their folders are checked, too: a folder's time changes when a file is added or deleted.
 """
 
 import os
@@ -24,7 +24,7 @@ PERIOD = 1.0
 PATIENCE = 60.0
 """Maximum seconds between two attempts to load a model."""
 LARGE = 400_000
-"""Changes to a file of more than this many bytes are not followed."""
+"""Maximum bytes of a file whose changes are followed."""
 Stamp = tuple[int, int]
 
 
@@ -66,13 +66,13 @@ class Follower(threading.Thread):
             work()
             self._last_message = ""
         except Exception as error:
-            self._folders = {}  # everything is checked again
+            self._folders = {}  # the next check lists all files again
             self._last_message = self._say_once(error, self._last_message)
 
     def _say_once(self, error: Exception, last_message: str) -> str:
         message = f"{self.model.name}: {' '.join(str(error).split())}"
         if message != last_message:
-            with suppress(OSError, ValueError):  # nobody may read it
+            with suppress(OSError, ValueError):  # standard error may be closed
                 self._say(message)
         return message
 
@@ -131,9 +131,9 @@ class Follower(threading.Thread):
         for path in paths:
             stamp, name = self._stamp(path), self._files[path]
             if stamp is None or LARGE >= stamp[1] > room:
-                continue  # the next walk finds that it is gone, or the next check has room
+                continue  # the next walk removes a deleted file, and the next check may have room for the file
             stamps[path] = stamp
-            if stamp[1] <= LARGE:  # a larger file keeps its text in the index
+            if stamp[1] <= LARGE:  # the index keeps the old text of a larger file
                 text = _read(path, name)
                 if text is not None or name in self.model.current.files.names:
                     texts[name] = text
@@ -150,5 +150,5 @@ def _read(path: Path, name: str) -> str | None:
         return None
     try:
         return named_texts([document])[0][1]
-    except ValueError:  # written meanwhile; the next check reads it
+    except ValueError:  # the file is being written; the next check reads it
         return None

@@ -1,6 +1,6 @@
-"""Answer `initialize` in the language server before the protocol's library is imported, which takes a second.
+"""Answer the `initialize` request of an editor before importing pygls, which takes a second.
 
-The library then reads the same message, and its answer is dropped. A test compares the `capabilities` in both.
+pygls then reads the same message, and its answer is dropped. A test compares the `capabilities` of both answers.
 """
 
 import json
@@ -8,9 +8,9 @@ import re
 from typing import Any, BinaryIO
 
 TRIGGERS = " .(,=:<\"'"
-"""Characters after which editors without inline completion request one."""
+"""Characters after which an editor without inline completion requests plain completion."""
 ACCEPTED = "dunes.accepted"
-"""Command that an editor executes when a suggestion was accepted."""
+"""Command that an editor executes when the user accepts a suggestion."""
 
 
 def capabilities(encoding: str) -> dict[str, Any]:
@@ -27,14 +27,14 @@ def capabilities(encoding: str) -> dict[str, Any]:
 
 
 def message(content: dict[str, Any]) -> bytes:
-    """The bytes of a message."""
+    """A message with its header, as bytes."""
     data = json.dumps(content, separators=(",", ":")).encode()
     return b"Content-Length: %d\r\n\r\n" % len(data) + data
 
 
 def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes, bool]:
-    """Read the first message, and answer it if it is `initialize`: returns its JSON and True. For another message,
-    returns its bytes and False."""
+    """Read the first message. If it is `initialize`, answer it and return (its JSON, True); otherwise return (its
+    bytes, False)."""
     head = b""
     while (line := stdin.readline()).strip():
         head += line

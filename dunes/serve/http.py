@@ -19,11 +19,11 @@ from dunes.serve.app import RECEIPT
 CONNECTIONS = 512
 """Maximum concurrent connections."""
 ENDING = 30
-"""Seconds that streams get to end when the server stops."""
+"""Maximum seconds for open streams to end when the server stops."""
 
 
 class DeadlineProtocol(H11Protocol):
-    """HTTP/1.1 with a deadline for requests. In uvicorn alone, a client could send single bytes forever."""
+    """HTTP/1.1 with a deadline for requests. Without it, a client could send single bytes forever."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -33,7 +33,7 @@ class DeadlineProtocol(H11Protocol):
         self._expect(True)
 
     def data_received(self, data: bytes) -> None:
-        """Process a part of a request."""
+        """Process received bytes; the deadline applies until the request is complete."""
         super().data_received(data)
         state = self.conn.their_state
         self._expect(state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0])))
@@ -52,7 +52,7 @@ class DeadlineProtocol(H11Protocol):
 
 
 def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
-    """Sockets that listen on these ports of all addresses of the host, except those that this machine lacks.
+    """Sockets that listen on these ports at all addresses of the host that this machine has.
 
     Raises ValueError if a port is in use, or if the host is unknown.
     """
@@ -72,10 +72,10 @@ def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
 
 
 def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socket.socket]) -> None:
-    """Add sockets that listen on this port, or for 0 on the same free one, of each address. Raises OSError."""
+    """Add a listening socket for each address; for port 0, all use the same free port. Raises OSError."""
     count, missing = len(sockets), OSError("the host has no address")
     for family, (name, _, *scope) in addresses:
-        dual = family == socket.AF_INET6 and len(addresses) == 1  # for IPv4 at `::`
+        dual = family == socket.AF_INET6 and len(addresses) == 1  # a single `::` accepts IPv4, too
         try:
             sockets.append(socket.create_server((name, port, *scope), family=family, dualstack_ipv6=dual))
         except OSError as error:
@@ -84,7 +84,7 @@ def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socke
             missing = error
             continue
         sockets[-1].setblocking(False)
-        # Connections inherit it. Without it, a reply's body waits 40 ms until the client acknowledges its head.
+        # Connections inherit this option. Without it, a reply's body waits 40 ms until the head is acknowledged.
         sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = sockets[-1].getsockname()[1]
     if len(sockets) == count:
@@ -99,7 +99,7 @@ def is_loopback(host: str) -> bool:
 
 
 def run(app: ASGIApp, sockets: Sequence[socket.socket], ready: Callable[[], object]) -> None:
-    """Serve the application until SIGINT, SIGTERM or SIGHUP; `ready` is called once it serves."""
+    """Serve the application until SIGINT, SIGTERM or SIGHUP; calls `ready` once clients can connect."""
     options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
     options |= {"lifespan": "off", "ws": "none", "http": DeadlineProtocol, "timeout_keep_alive": 75}
     options |= {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": ENDING}
@@ -108,13 +108,13 @@ def run(app: ASGIApp, sockets: Sequence[socket.socket], ready: Callable[[], obje
 
 async def _serve(server: uvicorn.Server, sockets: list[socket.socket], ready: Callable[[], object]) -> None:
     def stop() -> None:
-        server.force_exit = server.should_exit  # the second signal ends it at once
+        server.force_exit = server.should_exit  # a second signal ends the server at once
         server.should_exit = True
 
-    hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)  # nohup ignores it
+    hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)  # nohup ignores SIGHUP
     for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     # uvicorn would end the process by the signal instead of with a status.
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-    ready()  # the sockets listen
+    ready()  # clients can connect: the sockets listen
     await server.serve(sockets)

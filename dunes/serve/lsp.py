@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ITEMS = 3
 """Maximum number of suggestions."""
 IDLE = 0.5
-"""An open file is indexed, for the completion of other files, after this many seconds without a change."""
+"""Seconds without a change after which an open file is indexed, so that other files can copy from it."""
 
 
 def start(
@@ -43,12 +43,12 @@ def start(
 ) -> None:
     """Serve on these streams until the editor ends the server; another thread calls `load` to load the model.
 
-    `first` has the first message, which was answered already if `is_answered`.
+    `first` contains the first message; `is_answered` is True if `handshake.py` has answered it.
     """
     server = Server(load)
     if is_answered:
         server.protocol.set_writer(StdoutWriter(io.BytesIO()))
-        with suppress(Exception):  # the editor has its answer
+        with suppress(Exception):  # the editor already has its answer
             server.protocol.handle_message(json.loads(first, object_hook=server.protocol.structure_message))
     server.start_io(stdin if is_answered else cast(BinaryIO, Replayed(first, stdin)), stdout)
 
@@ -68,7 +68,7 @@ class Replayed:
 
 
 class Document(TextDocument):
-    """An open file. Its lines end as the protocol says; the library's end where `str.splitlines` splits."""
+    """An open file whose lines end as the protocol says; pygls splits lines by `str.splitlines`."""
 
     def apply_change(self, change: types.TextDocumentContentChangeEvent) -> None:
         """Replace a range of the text, or all of it."""
@@ -78,7 +78,7 @@ class Document(TextDocument):
         self._source = text[:start] + change.text + text[max(start, end) :]
 
     def offset_at_position(self, position: types.Position) -> int:
-        """The offset in characters; positions behind a line or the text are its end."""
+        """The offset in characters; a position beyond the end of its line or of the text becomes that end."""
         lines = split_lines(self.source)
         if position.line >= len(lines):
             return len(self.source)
@@ -89,7 +89,7 @@ class Document(TextDocument):
 
 
 class Server(LanguageServer):
-    """The language server, which has the models once they are loaded, and the newest request."""
+    """The language server: it loads the model in a thread, and answers only the newest request."""
 
     def __init__(self, load: Callable[[], "Worker"]) -> None:
         super().__init__("dunes", __version__)
@@ -98,7 +98,7 @@ class Server(LanguageServer):
         self._newest: asyncio.Future[Event] | None = None
         self._load_error, self._accepted, self._is_closed = "", 0, False
         self._timers = dict[str, asyncio.TimerHandle]()
-        # The library sets an attribute on the function, which a method does not allow.
+        # pygls sets an attribute on the function; a bound method refuses that, a partial accepts it.
         self.feature(types.INITIALIZED)(partial(self._begin))
         self.feature(types.TEXT_DOCUMENT_DID_OPEN)(partial(self._open))
         self.feature(types.TEXT_DOCUMENT_DID_CHANGE)(partial(self._change))
@@ -124,7 +124,7 @@ class Server(LanguageServer):
     def _open(self, params: types.DidOpenTextDocumentParams) -> None:
         opened, codec = params.text_document, self.workspace.position_codec
         document = Document(opened.uri, opened.text, opened.version, opened.language_id, position_codec=codec)
-        self.workspace.text_documents[unquote(opened.uri)] = document  # replaces the library's
+        self.workspace.text_documents[unquote(opened.uri)] = document  # replaces the document of pygls
         self._index_later(opened.uri)
 
     def _change(self, params: types.DidChangeTextDocumentParams) -> None:
@@ -184,7 +184,7 @@ class Server(LanguageServer):
         return document.source[:offset], document.source[offset:]
 
     async def _answers(self, uri: str, position: types.Position) -> list[Answer]:
-        """The suggestions at a position. A newer request ends an older request, even one still waiting."""
+        """The suggestions at a position. A newer request ends an older one, even one that waits for the model."""
         if self._newest is not None and not self._newest.done():
             self._newest.set_result([])
         loop = asyncio.get_running_loop()
@@ -202,7 +202,7 @@ class Server(LanguageServer):
                 result.set_result(event)
 
         def emit(event: Event) -> None:
-            with suppress(RuntimeError):  # the editor has gone
+            with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(take, event)
 
         request = LineRequest(*texts, _path(uri), alternatives=ITEMS)
@@ -227,7 +227,7 @@ class Server(LanguageServer):
         answers = await self._answers(params.text_document.uri, params.position)
         cursor = types.Range(params.position, params.position)
         before, _ = self._split_at(params.text_document.uri, params.position) or ("", "")
-        word = re.split(r"\W", before.rpartition("\n")[2])[-1]  # editors filter by it
+        word = re.split(r"\W", before.rpartition("\n")[2])[-1]  # editors filter items by this word
         items = [
             types.CompletionItem(
                 label=(word + a.text).strip(),
@@ -250,5 +250,5 @@ def _command(answer: Answer) -> types.Command:
 
 
 def _path(uri: str) -> str:
-    """The path of a file URI; for other URIs, their path component."""
+    """The decoded path component of a URI."""
     return unquote(urlparse(uri).path)

@@ -34,8 +34,8 @@ UNNAMED = "filename"
 
 @dataclass(frozen=True)
 class LineRequest:
-    """A request for the rest of a line between two texts; `name` is the file's path, if known. `files` are (name,
-    text) pairs to copy from."""
+    """A request for the rest of a line between two texts. `name` is the file's path, if known; completion also
+    copies from `files`, pairs (name, text)."""
 
     before: str
     after: str = ""
@@ -47,12 +47,12 @@ class LineRequest:
     model: str = ""
     shows_all: bool = False
     explains: bool = False
-    """True to get the tokens of the first suggestion. `shows_all` keeps improbable and short suggestions."""
+    """True to explain the tokens of the first suggestion. With `shows_all`, improbable and short ones are kept."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request for the text after a prompt, which is a text or ids, or after a chat.
+    """A request to continue a prompt (text or ids) or a chat.
 
     `sampling` has the settings of a sampler that differ from their neutral values.
     `logprobs` is the number of alternatives per token; None means no log-probabilities. With `echo`, the answer
@@ -70,7 +70,7 @@ class TextRequest:
     continues: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
     batch: object = None
-    """The batch of the model for which the server encoded `messages`; None without messages."""
+    """The batch whose tokenizer encoded `messages`; None without messages."""
     logprobs: int | None = None
     echo: bool = False
     model: str = ""
@@ -80,7 +80,7 @@ Request = LineRequest | TextRequest
 
 
 class TokenText(NamedTuple):
-    """A token, its bytes, log-probability (nats; None for the first one), the likeliest tokens, and its offset."""
+    """A token, its bytes, its log-probability (nats; None for a prompt's first token), and the top tokens."""
 
     id: int
     data: bytes
@@ -107,8 +107,8 @@ class TokenText(NamedTuple):
 
 @dataclass
 class Answer:
-    """An answer; if `reason` is empty, a part of one, perhaps the `first` one in a stream. Reasons: stop, length,
-    word (stop string `stopped_at`)."""
+    """A complete answer, or a part of an answer if `reason` is empty. `first` marks the first part of a choice in
+    a stream. Reasons: stop (end token), length (limit), word (stop string `stopped_at`)."""
 
     text: str = ""
     reason: str = ""
@@ -140,9 +140,9 @@ Answers = Mapping[int, Answer]
 
 
 class Asked:
-    """The requests in a body: lines with alternatives, or texts, each for one choice of the reply. Each prompt has
-    `count` choices. The reply's id starts with `prefix`, and `streams` is the default of `stream`. `files` are
-    indexed before the requests. Raises Refused for too many requests."""
+    """The requests in a body: a text request for each choice of the reply, or a line request for several choices.
+    Each prompt has `count` choices. The reply's id starts with `prefix`, and `streams` is the default of `stream`.
+    `files` are indexed before the requests. Raises Refused for too many requests."""
 
     def __init__(
         self, fields: Fields, requests: Sequence[Request], prefix: str = "", count: int = 1, streams: bool = False
@@ -150,7 +150,7 @@ class Asked:
         self.fields, self.requests, self.model = fields, [*requests], fields.text("model")
         self.files = [request.files for request in requests if isinstance(request, LineRequest)]
         self.count, self.stream = count, fields.flag("stream", streams)
-        if all(isinstance(request, LineRequest) for request in requests):  # the most probable line
+        if all(isinstance(request, LineRequest) for request in requests):  # lines are not sampled
             fields.disregard("seed", "random_seed", *chain(*(rule.names for rule in RULES.values())))
         self.id, self.created = prefix + uuid.uuid4().hex, int(time.time())
         if len(requests) > PROMPTS:
@@ -160,9 +160,9 @@ class Asked:
 def read_text(
     fields: Fields, defaults: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """Read a TextRequest from the fields; its settings are read from `options`, if given, and the sampler's are by
-    default those in `defaults`, or neutral. `more` are additional attributes. The field named `limit` has the
-    maximum number of tokens, by default `tokens`."""
+    """Read a TextRequest from the fields; its settings are read from `options` if given. A missing sampler setting
+    is taken from `defaults`, or is neutral. The field named `limit` has the maximum number of tokens, by default
+    `tokens`. `more` are additional attributes of the request."""
     options, sampling = options or fields, dict[str, float]()
     for name, rule in RULES.items():
         read: Any = options.integer if isinstance(rule.neutral, int) else options.number
@@ -182,7 +182,7 @@ def line_or_texts(
 ) -> list[Request]:
     """A line request if `after` is given, or if the prompt contains a suffix (`MARKS`); otherwise text requests.
 
-    The list is empty for a line of at most 0 tokens.
+    The list is empty if a line of 0 tokens is requested.
     """
     line, has_tokens = None, text.echo or text.logprobs is not None
     if isinstance(prompt, str) and after is not None:
@@ -200,7 +200,7 @@ def line_or_texts(
 
 
 def prompts(fields: Fields) -> list[str | list[int]]:
-    """The prompts of a body: a text, ids, or several of either."""
+    """The prompts of a body: one text, one list of ids, or a list of these."""
     value = fields.get("prompt")
     if not isinstance(value, list):
         return [fields.text("prompt", None)]

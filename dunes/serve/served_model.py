@@ -48,7 +48,7 @@ from dunes.text.lines import split_lines
 from dunes.units import plural
 
 Call = Callable[[Callable[[], Any]], Future[Any]]
-"""A function that calls another one in the thread that owns the models."""
+"""A function that runs another function in the worker's thread, and returns the future result."""
 SHORT = 3
 """Minimum characters of a suggestion that does not end its line."""
 PATHS = 64
@@ -63,7 +63,7 @@ FILES = (
 
 
 class LoadedFolder:
-    """The state of a model folder when it was loaded.
+    """A loaded model folder: its batch, completer and facts, and the times of its files.
 
     Raises ValueError for a model folder that cannot be used for completion.
     """
@@ -86,7 +86,7 @@ class LoadedFolder:
                 lora.set_adapter(chat.loaded.model, chat.adapter)
             context = chat.loaded.context_length
             if longer := [key for key, chat in self.chats.items() if chat.loaded.context_length > context]:
-                say(f"{', '.join(longer)}: served with the {plural(context, 'token')} of context that {name} has")
+                say(f"{', '.join(longer)}: served with the context length of {name}, {plural(context, 'token')}")
             self.batch = Batch(chat.loaded, step_source(chat.loaded.model), names, names.get(name))
         self.loaded = chat.loaded if chat else None
         self.facts = describe_model(folder, self.stamp, self.loaded)
@@ -120,7 +120,7 @@ def take_out_of_file(model: nn.Module) -> None:
 
 
 def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | None) -> Facts:
-    """The facts of a model, with the time of its last modification in seconds; most are 0 during training."""
+    """Facts about a model, such as its size and the time of its last change (s); most are 0 during training."""
     facts: dict[str, Any] = {
         "modified": max(stamp) / 1e9,
         "digest": sha256(repr((str(folder), stamp)).encode()).hexdigest(),
@@ -183,18 +183,18 @@ class ServedModel:
         self.current = new
         if was_copying and not new.copies:
             self._say(f"{self.name}: its model completes lines from now on")
-        gc.collect()  # engines are cycles, and the old one has a model
+        gc.collect()  # the old engine is a reference cycle that keeps the old model
 
     @property
     def is_outdated(self) -> bool:
-        """True if the folder has changed since it was loaded, or a base that could not be loaded."""
+        """True if the folder has changed since loading, or its base, if that could not be loaded."""
         current = self.current
         is_missing = isinstance(current.completer, CopyCompleter)
         has_base_changed = is_missing and base_stamp(self.folder) != current.base_stamp
         return has_base_changed or model_stamp(self.folder) != current.stamp
 
     def take_in(self, call: Call, texts: Mapping[str, str | None]) -> None:
-        """From now on, complete lines with these texts of files, by name; None for a deleted file. Thread-safe.
+        """Use these texts of files, by name, in later completions; None means a deleted file. Thread-safe.
 
         The texts are indexed in the calling thread, unless a concurrent call in another thread has already picked
         them up.
@@ -262,7 +262,7 @@ class ServedModel:
             self.current.completer.index_files(files)
 
     def name_of(self, path: str) -> str:
-        """The name that a file has in training, given its path or this name."""
+        """The name of a file in training; `path` may already be that name."""
         return path if path in self.current.files.names else self.current.name_in_sources(path)
 
     def add(self, request: TextRequest, emit: Callable[[Event], None], is_cancelled: Callable[[], bool]) -> None:
@@ -294,14 +294,14 @@ class ServedModel:
     def with_prompt(self, request: TextRequest) -> TextRequest:
         """The request with its messages encoded as a prompt for the model's next turn; thread-safe.
 
-        A model without a chat template reads the request's `prompt`. Raises Refused if there is none or a system
-        message beside it, and if the template refuses the messages.
+        A model without a chat template reads the request's `prompt`. Raises Refused if that is empty or comes with
+        a system message or thinking, and if the template refuses the messages.
         """
         batch, chats = self.require_batch(), self.current.chats
         chat, variables = chats.get(request.model, chats[self.name]), dict(request.variables)
         try:
             if not variables.get("enable_thinking") and not chat.template.reads("enable_thinking"):
-                variables.pop("enable_thinking", None)  # it has no thoughts to be disabled
+                variables.pop("enable_thinking", None)  # the template has no thinking to disable
             ids = chat.encode(tuple(request.messages), variables, request.continues)
             stop = chat.template.stop_id(chat.loaded.require_tokenizer())
             return replace(request, prompt=ids, stop_ids=(stop,), batch=batch)
@@ -314,7 +314,7 @@ class ServedModel:
 
 
 def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> Answer:
-    """The answer with a suggestion; its text is empty if it is below the threshold or too short."""
+    """The answer with a suggestion; its text is empty if the suggestion is too improbable or too short."""
     text = suggestion.text
     if threshold is not None and (suggestion.word < threshold or (len(text) < SHORT and not suggestion.ends_line)):
         text = ""
@@ -329,7 +329,7 @@ def model_stamp(folder: Path) -> tuple[int, ...]:
 
 
 def base_stamp(folder: Path) -> Sequence[Sequence[int]]:
-    """Sizes and times of the files of the base that a run only refers to; empty if it has none on this machine."""
+    """Sizes and times of the base's files if the run refers to a base on this machine, otherwise empty."""
     with suppress(ValueError, OSError):
         if is_reference(read_card(folder)):
             return [*file_stamps(base_folder(folder, fetch=False)).values()]
@@ -351,16 +351,16 @@ LENGTH = 8
 FEWEST = 3
 """Minimum number of lines that must occur in the selected file and in no other file."""
 SHARE = 0.5
-"""Minimum number of these lines, as a fraction of all looked-up lines that occur in exactly one file."""
+"""Minimum share of the selected file among the looked-up lines that occur in exactly one file."""
 
 
 class FileFinder:
-    """An index of the lines of files, to identify a text's file by lines that occur in only one file."""
+    """Identifies the file of a text by lines that occur in only one of the indexed files."""
 
     def __init__(self, files: Iterable[tuple[str, str]]) -> None:
         self._lines: dict[str, frozenset[int]] = {}
         self._numbers: dict[str, int] = {}
-        # Number of files with a line, and the sum of their file numbers: for a single file, its number.
+        # By line: the number of files that contain it, and the sum of the files' numbers.
         self._owners: dict[int, tuple[int, int]] = {}
         self.update(dict(files))
 

@@ -26,7 +26,7 @@ from dunes.serve.served_model import ServedModel
 QUEUE = 64
 """Maximum number of waiting requests."""
 STACK = 16 << 20
-"""Bytes of the thread's stack, of which compiled steps need 2 MiB."""
+"""Stack size of the worker's thread in bytes; compiled decoding needs 2 MiB."""
 T = TypeVar("T")
 
 
@@ -44,7 +44,7 @@ class Task:
 
 
 class Worker:
-    """Models by name in a thread of their own that completes lines and generates texts; followers of their files.
+    """Runs the models in one thread, which completes lines and generates texts; other threads follow their files.
 
     Raises ValueError for a model folder that cannot be used for completion.
     """
@@ -81,7 +81,7 @@ class Worker:
             self.close()
             raise
         for model in self.models.values():
-            # The first line takes longer.
+            # A first line is completed here, since it takes longer than later lines.
             self.call(partial(model.lines, request, lambda: False)).exception()
             if follows:
                 self._followers.append(Follower(model, self.call, say))
@@ -96,7 +96,7 @@ class Worker:
     def find(self, name: str, is_exact: bool = False) -> ServedModel:
         """The model with this name, or with an adapter of this name. Raises Refused for an unknown name.
 
-        Unless the name must be exact, an empty one selects the first model, and every name the only model.
+        Unless `is_exact`, an empty name selects the first model; if there is only one model, any name selects it.
         """
         for model in self.models.values():
             if name in model.names or (not is_exact and (not name or len(self.models) == 1)):
@@ -133,7 +133,7 @@ class Worker:
             model.take_in(self.call, {model.name_of(path): text})
 
     def close(self) -> None:
-        """End the threads; the worker's after the current call, line or token."""
+        """End the threads; the worker's thread completes the current call, line or token first."""
         for follower in self._followers:
             follower.close()
         with self._wake:
@@ -173,7 +173,7 @@ class Worker:
 
     def _must_wait(self, task: Task) -> bool:
         """True if a text has to wait until its model has room for it."""
-        with suppress(Refused):  # an unknown model, refused when the text starts
+        with suppress(Refused):  # an unknown model is refused when its text starts
             return self.find(task.request.model).is_full
         return False
 
@@ -192,6 +192,6 @@ class Worker:
             pass
         except Exception as error:
             if not isinstance(error, Refused):
-                with suppress(OSError, ValueError):  # nobody may read it
+                with suppress(OSError, ValueError):  # standard error may be closed
                     traceback.print_exception(error)
             task.emit(error)

@@ -11,9 +11,9 @@ PROTOCOLS: tuple[Protocol, ...] = (
 )
 ENDPOINTS = {path: endpoint for protocol in PROTOCOLS for path, endpoint in protocol.endpoints.items()}
 DESCRIPTIONS = {path: write for protocol in PROTOCOLS for path, write in protocol.descriptions.items()}
-"""The paths of all protocols."""
+"""Paths that describe the models, with functions that write the descriptions."""
 
 
 def protocol_of(path: str) -> Protocol:
-    """The protocol whose prefix is the longest one that the path starts with."""
+    """The protocol with the longest prefix that the path starts with."""
     return max(PROTOCOLS, key=lambda protocol: len(protocol.prefix) if path.startswith(protocol.prefix) else -1)

@@ -36,7 +36,7 @@ SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 
 def read_infill(fields: Fields) -> Asked:
-    """A request for the rest of a line; no request if `n_predict` is 0, with which clients warm up a server."""
+    """Read a request for the rest of a line; `n_predict` 0, which clients send to warm up, requests no line."""
     before = fields.text("input_prefix", None) + fields.text("prompt")
     after, limit = fields.text("input_suffix", None), fields.limit("n_predict")
     count, stop = fields.integer(fields.first("n_cmpl", "n"), 1, 1, CHOICES), fields.stops()
@@ -66,7 +66,7 @@ def write(request: Asked, answers: Answers, streams: bool) -> Any:
     replies = [(_reply if answer.reason else _part)(request, i, answer) for i, answer in answers.items()]
     if streams:
         reply, is_last = replies[0], any(answer.reason for answer in answers.values())
-        cleared = ("content", "tokens", PROBS) if is_last else ()  # the parts had them
+        cleared = ("content", "tokens", PROBS) if is_last else ()  # earlier parts had these
         return reply | {name: type(reply[name])() for name in cleared if name in reply}
     several = request.count > 1 or isinstance(request.fields.body.get("prompt"), list)
     return replies if several or len(replies) > 1 else replies[0]
@@ -97,7 +97,7 @@ def _reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
         reply[PROBS] = [token.entry(True) for token in answer.tokens]
     if not (names := request.fields.items("response_fields", 256)):
         return reply
-    # llama.vim would keep an empty answer, also when the model has come or a file has changed.
+    # llama.vim would cache an empty `content`, and show it even after the model is loaded or a file has changed.
     if answer.line is not None and not answer.text:
         del reply["content"]
     values = {name: _field(reply, name) for name in names if isinstance(name, str)}
@@ -194,8 +194,8 @@ def slots(models: Named) -> list[dict[str, Any]]:
 
 
 def _vim(data: bytes) -> str:
-    # llama.vim looks for this in the bytes before it parses them, and wants one line. It keeps what has it, also
-    # an empty text; so a reply without a suggestion lacks it.
+    # llama.vim caches a reply if its bytes contain `"content":"` on one line, even if the text is empty; so a
+    # reply without a suggestion has no `content`.
     if b"content" not in data and isinstance(json.loads(data), dict):
         return ""
     if not re.search(rb'"content"\s*:"', data) or b"\n" in data.strip():

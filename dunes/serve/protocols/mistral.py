@@ -1,4 +1,4 @@
-"""The path of Mistral's fill-in-the-middle API, whose replies are those of OpenAI's chats.
+"""The path of Mistral's fill-in-the-middle API, which replies like OpenAI's chats.
 
 https://docs.mistral.ai/api/#tag/fim
 """

@@ -18,12 +18,12 @@ REASONS = {"stop": "stop", "length": "length", "word": "stop"}
 PORT = 11434
 """Default port of Ollama."""
 VERSION = "0.12.0"
-"""Version of Ollama's API that is reported; clients check it for supported features."""
+"""Reported version of Ollama's API; clients derive the supported features from it."""
 
 
 def read_generate(fields: Fields) -> Asked:
-    """A request for a text after a prompt, or for the rest of a line if a suffix is given. No request for an empty
-    prompt, which clients send to load a model."""
+    """A request for a text after a prompt, or for the rest of a line if a suffix is given. Clients send an empty
+    prompt to load a model; it requests no text."""
     prompt, after = fields.text("prompt"), fields.text("suffix") or None
     system, is_raw = fields.text("system"), fields.flag("raw")
     requests = line_or_texts(_text_request(fields), prompt, after) if prompt or after else []
@@ -37,7 +37,7 @@ def read_generate(fields: Fields) -> Asked:
 
 
 def read_chat(fields: Fields) -> Asked:
-    """A request for the model's next turn in a chat. No request without messages, as clients load a model."""
+    """A request for the model's next turn in a chat. Without messages, a client only loads the model."""
     text = _text_request(fields, messages=fields.messages())
     return Asked(fields, [text] if text.messages else [], streams=True)
 
@@ -52,7 +52,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _endpoint(read: Callable[[Fields], Asked], content: Callable[[str], dict[str, Any]]) -> Endpoint:
-    """A path whose replies have their text in the fields that `content` returns."""
+    """An endpoint of Ollama; `content` returns the fields of a reply that contain its text."""
 
     def write(request: Asked, answers: Answers, streams: bool) -> dict[str, Any]:
         answer = answers[0]

@@ -31,7 +31,7 @@ LOGPROBS = 20
 def read_completions(fields: Fields) -> Asked:
     """Requests for texts after prompts, or for the rest of a line if the body or a prompt has a suffix."""
     count, after = fields.integer("n", 1, 1, CHOICES), fields.text("suffix") if fields.has("suffix") else None
-    fields.integer("best_of", count, 1, count)  # all of them are returned
+    fields.integer("best_of", count, 1, count)  # at most `n`, since all choices are returned
     logprobs = fields.integer("logprobs", 0, 0, LOGPROBS) if fields.has("logprobs") else None
     limit, echo = fields.first("max_tokens", "max_completion_tokens", "n_predict"), fields.flag("echo")
     text = read_text(fields, {}, limit, DEFAULT_TOKENS, logprobs=logprobs, echo=echo)
@@ -41,7 +41,7 @@ def read_completions(fields: Fields) -> Asked:
 
 
 def read_chat(fields: Fields) -> Asked:
-    """Requests for the model's next turn in a chat, or for the rest of its last one."""
+    """Requests for the model's next turn in a chat, or for the rest of its last turn."""
     limit = fields.first("max_completion_tokens", "max_tokens", "n_predict")
     _wants_usage(fields)
     logprobs = fields.integer("top_logprobs", 0, 0, LOGPROBS) if fields.flag("logprobs") else None
@@ -65,7 +65,7 @@ def _wants_usage(fields: Fields) -> bool:
 def endpoint(
     read: Callable[[Fields], Asked], full: str, chunk: str, choice: Callable[[Asked, Answer, bool], dict[str, Any]]
 ) -> Endpoint:
-    """A path whose replies are objects with choices. A stream has chunks; the last chunk has no text."""
+    """An endpoint of OpenAI, which replies with choices; in a stream, the last chunk of a choice has no text."""
 
     def reply(request: Asked, name: str, choices: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
         head = {"id": request.id, "object": name, "created": request.created, "model": request.model}
@@ -87,7 +87,7 @@ def endpoint(
 
 def usage(request: Asked, answers: Answers) -> dict[str, dict[str, int]]:
     """The numbers of tokens of a request; a prompt counts once, whatever the number of its choices."""
-    longest_last = sorted(answers.items(), key=lambda item: item[1].prompt_tokens)  # a missing choice has none
+    longest_last = sorted(answers.items(), key=lambda item: item[1].prompt_tokens)  # a missing choice has 0
     prompt = sum({i // request.count: answer.prompt_tokens for i, answer in longest_last}.values())
     new = sum(answer.new_tokens for answer in answers.values())
     return {"usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}}
