@@ -109,9 +109,7 @@ def locate_model(model: str | Path, revision: str | None = None) -> ModelLocatio
 
 def is_model_folder(folder: Path) -> bool:
     """True if a folder has files with the names of a model's files, or an unfinished save. No file is read."""
-    if any(
-        (folder / name).exists() for name in (READY, CARD, ADAPTER, native.PARAMS)
-    ):  # a save moves CARD before it removes READY
+    if any((folder / name).exists() for name in (READY, CARD, ADAPTER, native.PARAMS)):  # READY is removed last
         return True
     weights = [name for single in UNSHARDED for name in (single, f"{single}.index.json")]
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in weights)

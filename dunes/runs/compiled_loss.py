@@ -18,6 +18,7 @@ from dunes.runs.autosize import flops
 from dunes.runs.saving import append_metrics
 from dunes.runs.task import Run
 from dunes.train.loss import Loss
+from dunes.units import plural
 
 GAIN, COMPILING = 0.12, 45.0  # fraction of a step that a compiled loss saves; seconds of compiling
 WORTH = 2.0
@@ -74,7 +75,7 @@ def why_eager(run: Run) -> str:
     if counted != "tokens":
         return f"the loss of {counted}, whose rows differ in length, is not compiled"
     if trainer.device.type != "cpu" or trainer.ranks > 1:
-        return f"compiling it was not built for {trainer.device.type}, {trainer.ranks} ranks"
+        return f"compiling is not supported on {trainer.device.type} with {plural(trainer.ranks, 'rank')}"
     if reason := why_not_compiled():
         return reason
     samples = islice(run.task.batches(trainer.consumed), SAMPLES)
@@ -114,7 +115,7 @@ def _compiled_or_eager(run: Run, line: Line) -> Loss:
         try:
             compiled = compiled or compiled_loss(eager)
             return compiled(model, batch)
-        except Exception as error:  # whatever the compiler meets; an error of the loss comes again
+        except Exception as error:  # of many types; an error of the loss itself is raised again below
             line(f"the loss is eager again: {one_line(error)}")
             run.trainer.loss, run.trainer.deterministic = eager, False
             _record(run, False)

@@ -18,7 +18,8 @@ TrainOn = Literal["answers", "all"]
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
 """Maps each option of --method lora-experts to the name of an option of the change lora-experts."""
 
-TOKENS, STEPS = 4096, 32  # per step; least per epoch, as LoRA learns less well with large batches
+TOKENS, STEPS = 4096, 32
+"""Tokens per step, and minimum steps per epoch by default, since LoRA learns less well with large batches."""
 
 MAX_ADAPTER_LR = 0.005
 """Largest default learning rate of adapters."""
@@ -120,7 +121,7 @@ class FinetuneOptimization(Optimization):
     steps: Annotated[int | None, flag("STEPS", "by --epochs")] = None
     """Stop after this many optimizer steps instead of --epochs."""
     batch: Annotated[int, flag("ROWS", "chosen from the data")] = 0
-    """Rows per optimizer step; of preferences, pairs of rows."""
+    """Rows per optimizer step; for preferences, pairs of rows."""
     context_length: Annotated[
         int, flag("TOKENS", "a power of two from 128 to 2048 that fits the longest example")
     ] = 0
@@ -194,7 +195,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> dict[str, str]:
-    """Options set by the user (`asked`) that belong to another method or objective, with the flag of this one."""
+    """Options in `asked` without effect, each with the flag of the method or objective that does not use it."""
     others = () if config.spec.adapter is not None else ("rank", "alpha", "ranks", "dropout")
     others = (*others, *(EXPERTS if config.spec.change != "lora-experts" else ()))
     unused = dict.fromkeys(others, f"--method {config.method}")
@@ -209,8 +210,8 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
     https://thinkingmachines.ai/blog/lora/, at most MAX_ADAPTER_LR; at higher rates, the validation loss rises
     during training. The result is divided by the adapter's scale relative to LoRA with alpha 32, since the scale
     multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md has results for 100 to
-    5,000 steps, and the limits of these defaults. The objective's `lr_scale` multiplies both: for
-    dpo, it makes 1e-6 for all weights at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
+    5,000 steps, and the limits of these defaults. The objective's `lr_scale` multiplies both defaults: full
+    finetuning with dpo has 1e-6 at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
     """
     if config.lr is not None:
         return config.lr

@@ -41,7 +41,7 @@ from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Conversation, Template, Turn
 from dunes.units import plural
 
-MAX_CONTEXT, MIN_CONTEXT = 2048, 128  # of the default context length
+MAX_CONTEXT, MIN_CONTEXT = 2048, 128  # bounds of the default context length
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
 """Default template by format. For conversations, it is chatml if the tokenizer has chatml's special tokens, and
@@ -59,7 +59,7 @@ FORGETTING_TOKENS = 65_536
 PROBED = 2_048
 """Number of tokens to score first, to estimate how many tokens fit into the time budget."""
 
-LINES, LINE = 5, 200  # of an answer in the report; characters of a line
+LINES, LINE = 5, 200  # shown lines of an answer; shown characters of a line
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class FinetuneData:
             display.detail(line)
         check_formats(config, [*files, *val_files])
         tokenizer = base.require_tokenizer()
-        # Conversations if any, else single-turn Alpaca records, whose template could not express those, else text.
+        # Conversations decide if there are any, else single-turn Alpaca records, else plain text: Alpaca's template
+        # cannot express conversations.
         records = min([*files, *val_files], key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
@@ -133,7 +134,7 @@ class FinetuneData:
 
     @property
     def template_name(self) -> str | None:
-        """Name of the finetuned model's chat template, or None; with an unchanged tokenizer, the base model's."""
+        """Name of the finetuned model's chat template, or None; the base model's if the tokenizer is unchanged."""
         if self.tokenizer is self.base.tokenizer:
             return self.base.card.get("template")
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
@@ -180,7 +181,7 @@ def choose_template(
 def _tokenize(
     config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> tuple[list[Record], list[Example]]:
-    """The rows with their `seen`, and their examples.
+    """The rows, with `seen` set from their examples, and the examples.
 
     If `conversations` is true, the template is not applied to plain text among the rows.
     """
@@ -224,7 +225,7 @@ def _split_examples(
 
 
 def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Record]:
-    """The rows without near-duplicates of large texts: with them, validation tails would also be trained on."""
+    """The rows without near-duplicates of large texts: training on them would include validation tails."""
     hashes = dict(zip(map(id, rows), record_hashes(rows), strict=True))
     firsts = {hashes[id(row)]: row for row in reversed(large)}
     return [row for row in rows if firsts.get(hashes[id(row)], row) is row]

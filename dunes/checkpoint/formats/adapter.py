@@ -83,9 +83,7 @@ def adapter_base_of(model: nn.Module, family: str | None = None) -> AdapterBase:
             f"the base of these adapters has no Hugging Face config: {config}; save the whole model, "
             "as dunes finetune --method full and lora-experts do"
         )
-    settings = json.loads(
-        json.dumps(FAMILIES[config.family].to_hf(config.config))
-    )  # with JSON's types, as in a card
+    settings = json.loads(json.dumps(FAMILIES[config.family].to_hf(config.config)))  # types of JSON
     family = family or config.family
     names = for_heads(weight_names(family), config.config.heads)
     return AdapterBase(family, modules, peft_targets(names, modules), settings)
@@ -130,9 +128,7 @@ def save_adapter(
     read_consistently(folder, _refuse_foreign_model)
     config = _peft_config(factors, adapter_base, adapters)
     config["base_model_name_or_path"], recorded_base = _locate_base(base, folder)
-    dropouts = (
-        [] if config["target_parameters"] else [a.config.dropout for a in adapters]
-    )  # PEFT has no dropout on experts
+    dropouts = [] if config["target_parameters"] else [a.config.dropout for a in adapters]  # PEFT: not on experts
     config["lora_dropout"] = max(dropouts, default=0.0)
     weights = in_memory({PREFIX + k: w for k, w in _peft_keys(factors, adapter_base)})
     card = {
@@ -239,7 +235,7 @@ def _peft_config(
     if (misread := MISREAD & {*map(_leaf, paths)}) and any(t.stacked for t in adaptable):
         warnings.warn(
             f"PEFT with transformers 5 takes every {', '.join(sorted(misread))} of this mixture for an expert's, "
-            "and does not load adapters of other MLPs; for PEFT, leave out dense and shared MLPs, or merge the adapter",
+            "and loads no adapter of another MLP; for PEFT, leave out dense and shared MLPs, or merge the adapter",
             stacklevel=2,
         )
     if any(path.endswith(".mixer.out_proj") for path in paths):

@@ -232,8 +232,8 @@ def _known(settings: Mapping[str, Any], config: Path, known: tuple[int, ...], *f
     form = next((settings[key] for key in keys if settings.get(key)), forms[0])
     if bits not in known or not isinstance(form, str) or form.lower() not in forms:
         raise ValueError(
-            f"{config}: quantized to {quote(bits)} bits in the format {quote(form)}; expected {' or '.join(forms)} "
-            f"in {' or '.join(map(str, known))} bits; download such weights"
+            f"{config}: quantized to {quote(bits)} bits in format {quote(form)}; expected "
+            f"{' or '.join(forms)} in {' or '.join(map(str, known))} bits; download such weights"
         )
     return int(bits), form.lower()
 
