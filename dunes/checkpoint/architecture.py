@@ -76,7 +76,7 @@ class Architecture:
             if function is not None:
                 return cls(function_name(function), {}, changes, function)
             raise ValueError(
-                f"{path.parent}: the weights of {quote(entries['class'])} without a function that builds it; "
+                f"{path.parent}: has weights of {quote(entries['class'])}, but no function that builds it; "
                 f"build it and load them in Python: checkpoint.load_weights(network, {str(path.parent)!r})"
             )
         if not isinstance(name, str) or not name.isprintable() or not isinstance(arguments, dict):

@@ -43,9 +43,7 @@ def read_card(folder: Path) -> dict[str, Any]:
         if not isinstance(changes := card.get(key, []), list) or not all(isinstance(c, dict) for c in changes):
             raise ValueError(f"{folder / CARD}: {key!r} must be a list of objects; download the file again")
     if type(number := card.get("format", FORMAT)) is not int or number > FORMAT:
-        raise ValueError(
-            f"{folder / CARD}: its format is {quote(number)}, this version reads {FORMAT}; update dunes"
-        )
+        raise ValueError(f"{folder / CARD}: format {quote(number)}, but this version reads {FORMAT}; update dunes")
     return card
 
 

@@ -225,7 +225,7 @@ def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, ...
     difference, limit = distance(trained_logits, original_logits), MAX_RATIO * distance(*bases)
     if not difference <= limit:
         raise ValueError(
-            f"the adapter's logits on the original base differ by {difference:.1e} from its logits on the base of "
-            f"its training; {limit:.1e} is allowed; use --into dequantized; nothing was written"
+            f"with this adapter, the logits of the original base and of the quantized base differ by "
+            f"{difference:.1e}; {limit:.1e} is allowed; use --into dequantized; nothing was written"
         )
     return difference, limit

@@ -89,8 +89,7 @@ def download(name: str, revision: str) -> tuple[Path, str]:
 def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:
     """The commit of a revision, and the number of bytes to download for each of its files.
 
-    A commit whose list of files is cached needs no request. (`HfApi.resolve_revision` is not used, since it has no
-    timeout.)
+    A commit whose list of files is cached needs no request. (`HfApi.resolve_revision` lacks a timeout.)
     """
     from huggingface_hub import HfApi
 

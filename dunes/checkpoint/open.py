@@ -129,7 +129,7 @@ def explain(path: Path) -> str:
             f"with --resume --out {path}"
         )
     if (path / UNFINISHED).is_dir():
-        return f"{path}: an unfinished model; remove it, or run the dunes augment command that began it again"
+        return f"{path}: an unfinished model; remove it, or repeat the dunes augment command that began it"
     inside = sorted(
         f for f in (*path.glob("*"), *path.glob("snapshots/*")) if f.suffix == SUFFIX or is_model_folder(f)
     )

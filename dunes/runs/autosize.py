@@ -82,8 +82,7 @@ FEW_EPOCHS = 3.0
 class Machine:
     """Rates of a machine: of matrix products in `dtype` (FLOP/s), and of memory reads (bytes/s).
 
-    `planned` are the rates to plan with (`measure.Rate`), by default the same. A rate is typical of such
-    processors, not measured, if its entry in `guessed` is True.
+    `planned` are the rates to plan with (`measure.Rate`), by default the same. `guessed` marks unmeasured rates.
     """
 
     threads: int

@@ -18,7 +18,6 @@ from dunes.runs.autosize import flops
 from dunes.runs.saving import append_metrics
 from dunes.runs.task import Run
 from dunes.train.loss import Loss
-from dunes.units import plural
 
 GAIN, COMPILING = 0.12, 45.0  # fraction of a step that a compiled loss saves; seconds of compiling
 WORTH = 2.0
@@ -75,7 +74,7 @@ def why_eager(run: Run) -> str:
     if counted != "tokens":
         return f"the loss of {counted}, whose rows differ in length, is not compiled"
     if trainer.device.type != "cpu" or trainer.ranks > 1:
-        return f"compiling is not supported on {trainer.device.type} with {plural(trainer.ranks, 'rank')}"
+        return f"compiling needs a single process on a CPU; this run has {trainer.ranks} on {trainer.device.type}"
     if reason := why_not_compiled():
         return reason
     samples = islice(run.task.batches(trainer.consumed), SAMPLES)

@@ -133,7 +133,7 @@ def load_base(config: FinetuneConfig) -> LoadedModel:
     if config.spec.adapter is not None and (active := active_adapter(base.model)) is not None:
         raise ValueError(
             f"{folder}: has the adapter {active!r}, which a new one would replace; merge it first: "
-            f"dunes augment merge {folder} OUT, or train a mixture on with --method full --target-modules new"
+            f"dunes augment merge {folder} OUT, or train a mixture further with --method full --target-modules new"
         )
     if not config.spec.saves_model:
         with torch.device("meta"):

@@ -18,8 +18,7 @@ TrainOn = Literal["answers", "all"]
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
 """Maps each option of --method lora-experts to the name of an option of the change lora-experts."""
 
-TOKENS, STEPS = 4096, 32
-"""Tokens per step, and minimum steps per epoch by default, since LoRA learns less well with large batches."""
+TOKENS, STEPS = 4096, 32  # tokens per step; minimum steps per epoch: LoRA learns less with large batches
 
 MAX_ADAPTER_LR = 0.005
 """Largest default learning rate of adapters."""
@@ -151,7 +150,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def field_names(self) -> dict[str, str]:
-        """`fields` as the data's names by ours. Raises ValueError if an entry is not OURS=THEIRS."""
+        """`fields` as a dict from our names to the data's. Raises ValueError if an entry is not OURS=THEIRS."""
         return parse_fields(self.fields)
 
     @property

@@ -99,8 +99,7 @@ class FinetuneData:
             display.detail(line)
         check_formats(config, [*files, *val_files])
         tokenizer = base.require_tokenizer()
-        # Conversations decide if there are any, else single-turn Alpaca records, else plain text: Alpaca's template
-        # cannot express conversations.
+        # Conversations decide if there are any, else Alpaca records without history, else plain text.
         records = min([*files, *val_files], key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
@@ -120,10 +119,10 @@ class FinetuneData:
             config, train, valid, val_records = _split_examples(rows, train, config, base)
             if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
                 display.detail(
-                    f"{plural(copies, 'pair has', 'pairs have')} the prompt of another, each on one side with it"
+                    f"{plural(copies, 'pair has', 'pairs have')} the prompt of another, on the same side of the split"
                     if rows[0].rejected
                     else f"near-duplicates: {plural(copies, 'record is a copy', 'records are copies')} of others "
-                    "but for white space or a few lines, each on one side with its like"
+                    "but for white space or a few lines, and on the same side of the split"
                 )
         if not val_records:
             raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")

@@ -20,8 +20,7 @@ from dunes.runs.task import Run, check_tokens
 from dunes.train import Step, Trainer
 from dunes.units import format_bytes, format_count, format_seconds, plural
 
-PATIENCE, WORSE = 3, 1.01
-"""Minimum validations without improvement, and minimum ratio to the best loss, for a warning."""
+PATIENCE, WORSE = 3, 1.01  # for a warning: validations without improvement; ratio to the best loss
 SLOW = 0.5
 """A run is slow if its rate is below this fraction of the estimate, or its processor time is below this fraction
 of its threads' maximum."""

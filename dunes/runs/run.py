@@ -321,7 +321,7 @@ def _train(session: Session) -> int:
                 raise
             display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
             return NOT_SAVED
-        except ValueError:  # from the data, so that the weights are worth saving
+        except ValueError:  # an error of the data, so that the weights are worth saving
             if ranks.count() == 1:  # otherwise, the other ranks do not know of it
                 saver.last(run)
             raise

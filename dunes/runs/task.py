@@ -137,9 +137,8 @@ class Run:
     `timings` include them too. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first
     step. `warm` is True after the first step of this process. `compiled` is True if the loss is compiled, None if
     undecided. `checks_since_best` counts the validations since the best score. `pace` has the seconds of recent
-    steps, except the first step of a process, which loads or compiles code. `save_seconds` and `sample_seconds`
-    are the durations of the last save and the last sample. `waited` is the number of seconds spent on batches up
-    to the last step.
+    steps, but not of a process's first step, which loads or compiles code. `save_seconds` and `sample_seconds` are
+    the durations of the last save and sample. `waited` is the seconds spent on batches so far.
     """
 
     folder: Path
@@ -234,8 +233,7 @@ class Run:
 def check_tokens(config: RunConfig) -> int:
     """Approximate number of validation tokens to score during a run, the same in all of its validations.
 
-    Without fixed steps, the number follows from the estimated rate of training: validating a token takes a third
-    of the time of training on it.
+    In time-limited runs, it follows from the estimated rate: validation takes a third of the time of training.
     """
     if config.steps or not config.rate:
         return CHECK_TOKENS

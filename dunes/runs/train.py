@@ -252,7 +252,7 @@ def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
 
 
 def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> str:
-    """The `memory_advice` for a run; with --from, it trains `base`. `text` is passed to `estimate_memory`."""
+    """The `memory_advice` for a run; with --from, the run trains `base`. `text` is passed to `estimate_memory`."""
     if not config.base:
         return autosize.memory_advice(config, text=text)
     build = partial(outline_with_base, config, base)

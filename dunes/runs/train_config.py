@@ -63,7 +63,7 @@ class ModelShape:
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
-    """Replace parts of the default model (an unknown one lists them), or call a Python function that builds it."""
+    """Replace parts of the default model (an unknown name lists all), or call a Python function that builds it."""
     experts: Annotated[int, flag("EXPERTS", "8 with a family of mixtures, else none")] = 0
     """Train a mixture of this many experts; the family is then mixtral unless --family has experts."""
     experts_per_token: Annotated[int, flag("EXPERTS", "2")] = 0
@@ -93,7 +93,7 @@ class TrainOptimization(Optimization):
     optimizer: Annotated[
         str | None, flag("NAME", "muon; with --from adamw, if 30M parameters or more are trained")
     ] = None
-    """Optimizer (an unknown one lists them); muon trains embeddings, head and norms with AdamW."""
+    """Optimizer (an unknown name lists all); muon trains embeddings, head and norms with AdamW."""
     lr: Annotated[float | None, flag("RATE", "muon 0.02, with --from 0.006; adamw by the model's width")] = None
     """Peak learning rate; embeddings, head and norms have half of Muon's."""
     lr_factors: Annotated[tuple[str, ...], flag("GLOB=FACTOR", "none")] = ()

@@ -1,8 +1,7 @@
 """Formats on disk other than Hugging Face's, one file each, and the table of formats that `dunes export` writes.
 
 `checkpoint.open` imports the files that only read or write tensors (`adapter`, `gguf`, `native`,
-`quantized_weights`). The other files import `checkpoint.open`, since they open the model that they write. This
-file does not import torch.
+`quantized_weights`). The others import `checkpoint.open` to open a written model. This file does not import torch.
 """
 
 from typing import Literal, NamedTuple, get_args

@@ -52,7 +52,7 @@ from dunes.units import plural
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
-"""Dimensions and name in PEFT's files of the tensors of all variants of LoRA."""
+"""Tensors of all LoRA variants by name, each with its dimensions and its name in PEFT's files."""
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,7 @@ UNSUPPORTED = (
     *("byte_fallback", "ignore_merges"),
 )
 """Settings of byte-pair tokenizers that the program does not support."""
-NO_TOKENIZER = (
-    "the program supports tokenizers of bytes, characters and byte pairs that dunes trained, not this model's"
-)
+NO_TOKENIZER = "the program reads tokenizers of bytes, characters and byte pairs by dunes, and not this model's"
 
 
 def write(folder: Path, out: Path, dtype: str | None = None) -> str:

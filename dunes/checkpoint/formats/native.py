@@ -40,8 +40,7 @@ def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dic
     """The config.json equivalent to a params.json, and a note for each assumed value.
 
     `vocab` is the number of embedding rows in the files, since params.json may have -1. Raises ValueError for
-    unknown keys and invalid values, KeyError for missing keys. Values that are only copied are checked by the
-    family.
+    unknown keys and invalid values, KeyError for missing keys. The family checks values that are only copied.
     """
     p, notes = check_supported({k: v for k, v in params.items() if v is not None}, DEFAULTS), list[str]()
     _refuse_unknown(p, {*KNOWN, *DEFAULTS}, "")

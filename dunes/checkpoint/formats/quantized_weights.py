@@ -17,8 +17,7 @@ https://arxiv.org/abs/2310.10537
 
 GPTQ: `X.qweight` (I * bits / 32, O) int32 has the codes of each column, lowest bits first. `X.scales` (G, O) and
 `X.qzeros` (G, O * bits / 32), int32 packed along the rows, have a row for each group of inputs. `X.g_idx` (I),
-int32, has the group of each input, since act-order sorts the inputs. Zero points are stored minus 1, in `gptq_v2`
-unchanged.
+int32, has the group of each input, since act-order sorts inputs. Zero points are stored minus 1, not in `gptq_v2`.
 https://github.com/AutoGPTQ/AutoGPTQ/blob/main/auto_gptq/nn_modules/qlinear/qlinear_cuda.py
 https://github.com/ModelCloud/GPTQModel/blob/main/gptqmodel/utils/model.py
 
@@ -327,6 +326,6 @@ def _awq(parts: Weights, origin: str) -> LazyTensor:
 
 
 def _awq_codes(packed: Tensor) -> Tensor:
-    """The codes of words (N, W), in the order of the outputs, as float32 (N, 8 * W)."""
+    """Unpack words (N, W) into codes in the order of the outputs, as float32 (N, 8 * W)."""
     codes = _unpack(packed, 4, packed.shape[1] * 8)
     return codes.view(len(packed), -1, 8)[..., AWQ_PLACES].flatten(1)

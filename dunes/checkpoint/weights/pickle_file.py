@@ -38,7 +38,7 @@ _REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
 _ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93suaeQR"
 _LOCAL = Struct("<4s5H3I2H")
 _END = b"PK\5\6"
-_FLAGS = 0x0808  # sizes after the data, UTF-8 names; any other flag changes the format
+_FLAGS = 0x0808  # supported flags: sizes after the data, UTF-8 names
 _DIRECTORY = 32 << 20
 
 
