@@ -191,7 +191,7 @@ def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
     if weights.kind != record.kind and not comparable:
         raise ValueError(
             f"{folder}: made for a base in {quote(record.kind)}, which cannot be compared with one in "
-            f"{weights.kind}; load the base as it was, neither cast nor quantized since, {ANY_BASE_HINT}"
+            f"{weights.kind}; load the original base, neither cast nor quantized, {ANY_BASE_HINT}"
         )
     raise ValueError(
         f"{folder}: made for a different base: one with SHA-256 {quote(record.sha256[:12])}, not "

@@ -61,7 +61,7 @@ class Report:
         lines = [self.verified.verdict + ("" if self.moved is None else ", to the adapter on the original base")]
         if errors := self.merged.errors:
             place, worst = max(errors.items(), key=lambda pair: pair[1])
-            share = min(self.merged.share, 1)  # rounding to another dtype may exceed 1
+            share = min(self.merged.share, 1)  # rounding to another dtype may increase it
             lines.append(
                 f"merged into {plural(len(errors), 'matrix', 'matrices')}, which keep {share:.1%} of the update; "
                 f"rounding error relative to it: {mean(errors.values()):.1e} on average, {worst:.1e} at most "

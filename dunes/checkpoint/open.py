@@ -613,7 +613,7 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
         remedy = f"; {OTHER_BASE.format(folder)}" if is_reference(card) else ""
         raise (error if is_same else ValueError(f"{error} (in {base}){remedy}")) from None
     if history := opened.card.get("changes" if not opened.is_own else "history"):
-        card["history"] = history  # changes that the base's weights include
+        card["history"] = history  # the base's weights include these changes
     architecture = replace(opened.architecture, changes=(*opened.architecture.changes, *changes))
     return LoadedModel(model.to(device).eval(), tokenizer, context_length, card, architecture)
 

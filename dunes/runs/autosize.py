@@ -401,7 +401,7 @@ def estimate_memory(
     shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
     setup = TrainSetup(partial(build_optimizer, config=config))
     parts = process_memory(build or architecture_for(config, vocabulary(config)).build, shape, setup, trainable)
-    if config.complete:  # on the saved model, which is loaded again, after the last step
+    if config.complete:  # the gate is fitted after the last step, on the saved model
         steps = sum(parts.get(purpose, 0) for purpose in ("gradients", "activations", "temporaries"))
         parts |= fit_memory(FitSize.of(config.seconds).places, text)
         parts[FIT] = max(0.0, parts[FIT] + parts.get("parameters", 0) - steps)

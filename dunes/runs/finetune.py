@@ -375,9 +375,9 @@ def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
 class FinetuneTask:
     """The task of a finetuning run. Forgetting is measured on `forgetting_ids`.
 
-    `stored` is the dtype of the base model, `base` is its `base_identity`, and `changes` are the changes made to
-    it. With several ranks, `outline` is the unsharded model without weight values. `reference` has the base's
-    log-probabilities of training and validation answers, for objectives that need them.
+    `stored` is the dtype of the base model, `base` is its `base_identity`, and `changes` are the method's changes
+    to the base model. With several ranks, `outline` is the unsharded model without weight values. `reference` has
+    the base's log-probabilities of training and validation answers, for objectives that need them.
     """
 
     data: FinetuneData

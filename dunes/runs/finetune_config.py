@@ -62,7 +62,8 @@ class ExampleData:
     text_field: Annotated[tuple[str, ...], flag("FIELD", "detected")] = ()
     """Fields of each record to train on as plain text; several are joined by a blank line."""
     fields: Annotated[tuple[str, ...], flag("OURS=THEIRS,...", "named as in the formats of --data")] = ()
-    """Names of the data's fields by the names in --data's formats, like prompt=question,completion=answer."""
+    """Field names of --data's formats and the data's own names for them, like
+    prompt=question,completion=answer."""
     follow_links: bool = False
     """Follow symbolic links that lead outside the data folder."""
     template: Annotated[

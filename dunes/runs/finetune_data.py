@@ -119,7 +119,7 @@ class FinetuneData:
             config, train, valid, val_records = _split_examples(rows, train, config, base)
             if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
                 display.detail(
-                    f"{plural(copies, 'pair has', 'pairs have')} the prompt of another, on the same side of the split"
+                    f"{plural(copies, 'pair has', 'pairs have')} another's prompt, on the same side of the split"
                     if rows[0].rejected
                     else f"near-duplicates: {plural(copies, 'record is a copy', 'records are copies')} of others "
                     "but for white space or a few lines, and on the same side of the split"

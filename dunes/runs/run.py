@@ -88,7 +88,7 @@ def begin_run(config: T, start: Start) -> T | None:
     try:
         config = stored_config(config, folder, options)
         if ranks.is_first() and (folder / "state" / "lock").exists():
-            with saving.run_lock(folder):  # fail before reading the data
+            with saving.run_lock(folder):  # fails before the data is read
                 pass
     except saving.FolderInUse as error:
         if not options.dry_run:

@@ -243,7 +243,7 @@ def _peft_config(
     ranks = {t.path: f.rank // len(t.rows) for t, f in factors}
     # Rounding restores the alpha that the scale was computed from.
     alphas = {t.path: round(f.scale * _divisor(ranks[t.path], rslora), 10) for t, f in factors}
-    pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # for a mere reference to a base
+    pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # a reference has no factors
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
     # In a model with such experts, PEFT takes modules with these names for an expert's, but no parameters.
