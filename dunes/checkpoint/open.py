@@ -148,7 +148,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def readable_folder(folder: Path) -> Path:
-    """The folder of a model, adapter or network, or the GGUF file, after `finish_save`.
+    """Finish a save with `finish_save`, and return the folder of the model, adapter or network, or the GGUF file.
 
     Raises ValueError like `require_model_folder`.
     """

@@ -225,7 +225,7 @@ def _state_folders(run: Path) -> list[Path]:
 def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snapshot:
     """A copy of a state on the CPU; of a sharded tensor, only this rank's shard is copied.
 
-    The tensors under the keys in `unchanging` are not copied: the caller never writes to them. They are written
+    The tensors under the keys in `unchanging` are not copied: the caller never writes to them. These are written
     once for all states in which they are equal. Raises TypeError for values that are neither tensors nor JSON.
     """
     tensors: dict[str, Tensor] = {}

@@ -63,8 +63,8 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
         if _record(trained["sources"], bool(trained.get("follow_links"))).exists():
             return
     raise ValueError(
-        f"the model's card names {', '.join(map(ascii, sources[:3]))} as its training text, on which this user "
-        "trained nothing here; to permit reading it, pass --trust-sources, or name the text"
+        f"the model's card names {', '.join(map(ascii, sources[:3]))} as its training text, but this user "
+        "trained nothing here on it; to permit reading it, pass --trust-sources, or name the text"
     )
 
 

@@ -233,7 +233,7 @@ class Run:
 def check_tokens(config: RunConfig) -> int:
     """Approximate number of validation tokens to score during a run, the same in all of its validations.
 
-    In time-limited runs, it follows from the estimated rate: validation takes a third of the time of training.
+    With a time limit, it follows from the estimated rate: validation takes a third of the time of training.
     """
     if config.steps or not config.rate:
         return CHECK_TOKENS
