@@ -116,7 +116,7 @@ EDITS += [
         (lambda c: c["config"].update(rms_norm_eps=0.1), "has another class or other settings"),
         (lambda c: c["config"].pop("hidden_size"), "hidden_size"),
         (lambda c: c.update(adapter=["a"]), "adapter is a list; expected one of its adapters, or null"),
-        (lambda c: c.update(format=99), "of format 99, this version reads 3; update dunes"),
+        (lambda c: c.update(format=99), "format 99, but this version reads 3; update dunes"),
     ]
 ]
 

@@ -205,7 +205,7 @@ def test_new_blocks_learn_alone_and_taken_out_give_back_the_original(folders, co
     assert changed
     assert all(n.startswith(("blocks.2.", "blocks.4.")) for n in changed)
     report = undo_folder(tmp_path / "run", tmp_path / "again", "expand")
-    assert "of tensors with the SHA-256 of before; the written folder is equal" in report
+    assert "of tensors with the original SHA-256; the written folder is equal" in report
     assert stored(tmp_path / "again") == stored(folders / "base")
     base, again = checkpoint.load(folders / "base"), checkpoint.load(tmp_path / "again")
     assert torch.equal(all_logits(base.model), all_logits(again.model))
@@ -241,9 +241,9 @@ def test_what_was_trained_in_its_old_blocks_or_changed_later_is_not_taken_back(f
     export(tmp_path / "int8", tmp_path / "plain")
     augment_folder(folders / "pro", tmp_path / "twice", "expand", blocks=1)
     for folder, words in (
-        ("other", r"blocks\.2 of the model from before it was trained or rounded since"),
-        ("int8", r"quantize came later and stands on it; its changes: expand, quantize"),
-        ("plain", r"merge came later and stands on it; its changes: expand, quantize, merge"),
+        ("other", r"blocks\.2 was trained or rounded after the change"),
+        ("int8", r"quantize came later and depends on it; its changes: expand, quantize"),
+        ("plain", r"merge came later and depends on it; its changes: expand, quantize, merge"),
     ):
         refuses(f"cannot undo expand: {words}", undo_folder, tmp_path / folder, tmp_path / "out", "expand")
         assert not (tmp_path / "out").exists()

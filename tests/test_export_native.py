@@ -133,8 +133,8 @@ class Pair(nn.Module):
     ("network", "example", "message"),
     [
         (Counting(), torch.rand(1), "count: a buffer that forward changes"),
-        (Pair(), torch.rand(1), "one tensor in float32"),
-        (nn.Embedding(3, 2), torch.tensor([1]), "one tensor in float32"),
+        (Pair(), torch.rand(1), "one float32 tensor to another"),
+        (nn.Embedding(3, 2), torch.tensor([1]), "one float32 tensor to another"),
         (hooked_network(before=True), torch.rand(1), "no hooks"),
         (hooked_network(before=False), torch.rand(1), "no hooks"),
     ],

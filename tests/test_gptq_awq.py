@@ -225,4 +225,4 @@ def test_folders_that_contradict_themselves_are_refused(copy, made):
 def test_a_gpt2_whose_matrices_lie_the_other_way_is_refused(copy):
     folder, _ = copy("gptq 4")
     change_json(folder / CONFIG, model_type="gpt2")
-    refuses("a gpt2 of GPTQ or AWQ is not read; get its plain weights", open_model, folder)
+    refuses("gpt2 with GPTQ or AWQ is not supported; download its plain weights", open_model, folder)

@@ -275,7 +275,7 @@ def test_a_layer_that_predicts_a_second_token_is_no_weight(made):
     change_weights(folder, rename("layers.2", "layers.3"))
     assert "model.layers.3.eh_proj.weight (3,) is not a weight of this model" in refusal(folder)
     change_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    assert "quantized with 'fp8'; only plain weights" in refusal(folder)
+    assert "quantized with 'fp8'; supported are plain weights" in refusal(folder)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
@@ -327,7 +327,7 @@ def test_an_adapter_is_no_model(tmp_path):
 def test_a_quantized_folder_is_refused(copy):
     folder = copy()
     change_config(folder, quantization_config={"quant_method": "hqq", "bits": 4})
-    assert "config.json: quantized with 'hqq'; only plain weights and bitsandbytes'" in refusal(folder)
+    assert "config.json: quantized with 'hqq'; supported are plain weights, bitsandbytes" in refusal(folder)
     change_config(folder, quantization_config=["x" * 1_000_000])
     assert "quantized with a list" in refusal(folder)
 

@@ -111,7 +111,7 @@ def test_a_killed_change_looks_unfinished_and_the_same_command_gives_the_same_by
     assert process.exitcode == -signal.SIGKILL
     assert len([*out.glob(".unfinished/*.safetensors")]) == min(files, DEPTH + 1)
     assert {path.name[0] for path in out.iterdir()} == {"."}
-    said = f"{out}: an unfinished model; remove it, or run the dunes augment command that began it again"
+    said = f"{out}: an unfinished model; remove it, or repeat the dunes augment command that began it"
     for read in (checkpoint.load, checkpoint.describe):
         refuses(re.escape(said), read, out)
     make(made, "gptq", out)

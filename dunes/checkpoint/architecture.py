@@ -52,7 +52,7 @@ class Architecture:
 
     @classmethod
     def of_function(cls, function: Build, **arguments: Any) -> Self:
-        """The architecture of `function(**arguments)`. Raises json's errors for other than JSON."""
+        """The architecture of `function(**arguments)`. Raises TypeError or ValueError unless they are JSON."""
         stored = json.loads(json.dumps(arguments, allow_nan=False))
         return cls(function_name(function), stored, function=function)
 
@@ -61,7 +61,7 @@ class Architecture:
         """The architecture in a card. `function` builds the model; by default, the card's function is imported.
 
         Outside of `trust_cards`, only functions of `dunes.models` are imported. Raises ValueError if the card is
-        damaged or has an unknown change, or if the function may not or cannot be imported.
+        damaged or has an unknown change, or if importing the function is not permitted or fails.
         """
         family, config = card.get("family"), card.get("config")
         try:
@@ -76,7 +76,7 @@ class Architecture:
             if function is not None:
                 return cls(function_name(function), {}, changes, function)
             raise ValueError(
-                f"{path.parent}: the weights of {quote(entries['class'])} without a function that builds it; "
+                f"{path.parent}: has weights of {quote(entries['class'])}, but no function that builds it; "
                 f"build it and load them in Python: checkpoint.load_weights(network, {str(path.parent)!r})"
             )
         if not isinstance(name, str) or not name.isprintable() or not isinstance(arguments, dict):
@@ -174,7 +174,7 @@ def compare_structure(
 
 
 def fill(model: nn.Module, files: Weights, card: Mapping[str, Any]) -> None:
-    """Load the files' values into the model; if any tensor is on the meta device, all get the stored dtypes."""
+    """Load the files' values into the model; if any tensor is on the meta device, all are replaced."""
     state = {key: stored.read() for key, stored in files.items()}
     state |= {key: state[first] for key, first in card["structure"]["tied"].items()}
     model.load_state_dict(state, assign=any(t.is_meta for t in model.state_dict().values()))
@@ -302,7 +302,7 @@ def import_build(name: str, folder: Path) -> Build:
             value = getattr(value, attribute)
         if not callable(value) or (OURS.fullmatch(name) and not _builds_network(value, module_name)):
             raise ValueError(f"{attributes} builds no network")
-    except Exception as error:  # whatever the module raises when it runs
+    except Exception as error:  # the imported module may raise any error
         reason = " ".join(f"{'' if type(error) is ValueError else type(error).__name__ + ': '}{error}".split())
         raise ValueError(
             f"{folder}: built by {quote(name)}, which cannot be imported: {reason[:300]}; run in the folder that "
@@ -335,13 +335,13 @@ def _import_module(name: str) -> ModuleType:
 
 
 def hf_config_of(model: nn.Module, context_length: int, loads: bool = True) -> Architecture | str:
-    """The family and config that build exactly this model, or text on a difference from the closest families.
+    """The family and config that build exactly this model, or text on a difference from the closest family.
 
     With `loads`, transformers must also load and run a folder with this config.
     """
     if getattr(model, "ahead", None) is not None:
         return "it has modules that predict further ahead in training; save `model.trunk`, which has none"
-    reasons: list[tuple[bool, int, str]] = []  # the family reads the model; equal modules; difference
+    reasons: list[tuple[bool, int, str]] = []  # (can read the model, number of equal modules, difference)
     for family, module in FAMILIES.items():
         try:
             hf = module.to_hf(module.read(model, context_length))
@@ -373,7 +373,7 @@ def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] |
 
 
 def _difference(a: ModuleRow, b: ModuleRow) -> str:
-    """Text on the first difference of two modules: the class, a setting or a tensor."""
+    """Text that names the first difference of two modules: the class, a setting or a tensor."""
     if a.class_name != b.class_name:
         return f"is {a.class_name}, not {b.class_name}"
     actual, expected = {**a.attributes, **a.tensors}, {**b.attributes, **b.tensors}
@@ -382,7 +382,7 @@ def _difference(a: ModuleRow, b: ModuleRow) -> str:
 
 
 def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[int, str]:
-    """The number of modules before the first one that a family cannot read, and text on that module.
+    """The number of modules before the first one that a family cannot read, and text that describes this module.
 
     If all modules have the family's classes, the text is the message of `error`.
     """
@@ -415,7 +415,7 @@ def naming_errors(path: Path) -> Iterator[None]:
 
 
 def require_depth(architecture: Architecture, tensors: int, folder: Path) -> None:
-    """Raise ValueError if the config has more blocks than the files have tensors, which take long to build."""
+    """Raise ValueError if the config has more blocks than the files have tensors, before the blocks are built."""
     if architecture.function is None and (depth := architecture.config.depth) > tensors:
         described = f"the config describes {depth:,} blocks, the files have {plural(tensors, 'tensor')}"
         raise ValueError(f"{folder}: {described}; one of them belongs to another model")

@@ -109,8 +109,8 @@ def base_identity(model: nn.Module, folder: Path | None = None) -> dict[str, Any
     """Digests of the base's weights, without adapters, as stored in an adapter's card.
 
     `kind` is the dtype or quantization, and `sha256` the digest of the weights. A dense base also has `digests`,
-    computed after casting to float32, bfloat16 and float16. `files` are the `file_stamps` of the folder that was
-    just loaded, if it is given: until one changes, loading need not compute the digests.
+    computed after casting to float32, bfloat16 and float16. `files` has the `file_stamps` of `folder`, from which
+    the model was just loaded: loading computes the digests again only after a stamp has changed.
     """
     files = {} if folder is None else {"files": file_stamps(folder)}
     weights = BaseWeights(model)
@@ -146,7 +146,7 @@ class BaseRecord:
 
     @classmethod
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
-        """The record in a card; None if it has no digests of the base. Raises ValueError for a damaged card."""
+        """The record in a card; None if the card has no digests of a base. Raises ValueError if it is damaged."""
         base = card.get("base") or {}
         try:
             if not base.keys() & {"kind", "sha256", "digests"}:
@@ -164,7 +164,7 @@ class BaseRecord:
         return weights.kind == self.kind and weights.sha256(None) == [self.sha256]
 
     def quantized_from(self, weights: BaseWeights) -> bool:
-        """True if the recorded weights were quantized from `weights`; quantizing these must reproduce them."""
+        """True if the recorded weights were quantized from `weights`, so that `weights` must reproduce them."""
         quantized, _, dtype = self.kind.rpartition(", ")
         if weights.dtype is None or dtype != str(weights.dtype) or not quantized or "torch." in quantized:
             return False
@@ -191,7 +191,7 @@ def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
     if weights.kind != record.kind and not comparable:
         raise ValueError(
             f"{folder}: made for a base in {quote(record.kind)}, which cannot be compared with one in "
-            f"{weights.kind}; load the base as it was, neither cast nor quantized since, {ANY_BASE_HINT}"
+            f"{weights.kind}; load the original base, neither cast nor quantized, {ANY_BASE_HINT}"
         )
     raise ValueError(
         f"{folder}: made for a different base: one with SHA-256 {quote(record.sha256[:12])}, not "

@@ -1,4 +1,4 @@
-"""The card of a model folder, `dunes.json`, with its files' digests; and saves, which are put in place whole."""
+"""The card of a model folder, `dunes.json`, which lists the files' digests; and atomic saves into a folder."""
 
 import json
 import os
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 def ready_folder(folder: Path) -> Path:
-    """The path of a folder's `.ready` subfolder. Raises ValueError if it is a link, which leads elsewhere."""
+    """The path of a folder's `.ready` subfolder. Raises ValueError if it is a symbolic link."""
     if (folder / READY).is_symlink():
-        raise ValueError(f"{folder / READY}: a link, not the folder of a save of ours; remove it")
+        raise ValueError(f"{folder / READY}: a link, not the folder of a save by dunes; remove it")
     return folder / READY
 
 
@@ -43,7 +43,7 @@ def read_card(folder: Path) -> dict[str, Any]:
         if not isinstance(changes := card.get(key, []), list) or not all(isinstance(c, dict) for c in changes):
             raise ValueError(f"{folder / CARD}: {key!r} must be a list of objects; download the file again")
     if type(number := card.get("format", FORMAT)) is not int or number > FORMAT:
-        raise ValueError(f"{folder / CARD}: of format {quote(number)}, this version reads {FORMAT}; update dunes")
+        raise ValueError(f"{folder / CARD}: format {quote(number)}, but this version reads {FORMAT}; update dunes")
     return card
 
 
@@ -96,12 +96,12 @@ def finish_save(folder: Path) -> Path:
 
 
 def place_files(folder: Path) -> None:
-    """Put the files of `.ready` into place, the card last, then remove it. The caller has locked the folder."""
+    """Move the files of `.ready` into the folder, the card last. The caller has locked the folder."""
     if not (ready := ready_folder(folder)).is_dir():
         return
     _remove_old(folder, ready)
     for file in sorted(ready.iterdir(), key=lambda file: file.name == CARD):
-        if file.name == CARD:  # must be on the disk after the files that it lists
+        if file.name == CARD:  # the card must reach the disk after the files that it lists
             atomic.fsync_path(folder)
         os.replace(file, folder / file.name)
     atomic.fsync_path(folder)
@@ -141,7 +141,7 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
     """A value that changes with each save into the folder."""
     stamps = []
     for path in (folder / CARD, folder / READY):
-        with suppress(OSError):  # renamed by a save, inside a GGUF file's path, or a loop of links
+        with suppress(OSError):  # a save renames the file, `folder` is a GGUF file, or links form a loop
             stat = path.stat()
             stamps.append((path.name, stat.st_ino, stat.st_mtime_ns))
     return stamps
@@ -216,7 +216,7 @@ def require_new_folder(source: Path, out: Path) -> None:
         raise ValueError(f"{links[0]}: a link, not a folder of ours; remove it, or choose another folder")
     if ready.is_dir():
         with folder_lock(out):  # another process may be renaming the files
-            # A complete save: remove it if no file was renamed into place yet, else finish it.
+            # Remove a complete save if none of its files was renamed into place yet; otherwise finish it.
             shutil.rmtree(ready) if _empty(out) and (ready / CARD).is_file() else finish_save(out)
     if out.exists() and (ready.exists() or not _empty(out)):
         raise ValueError(f"{out}: exists already; choose another name, or remove it")

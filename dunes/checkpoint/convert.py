@@ -52,7 +52,7 @@ def _converted(source: OpenedModel, dtype: torch.dtype | None, facts: Mapping[st
     earlier = {"before": card["converted"]} if "converted" in card else {}
 
     def compare(staged: Path) -> tuple[Verification, Mapping[str, Any]]:
-        for path in original_files(source.folder):  # tokenizers of other libraries
+        for path in original_files(source.folder):  # tokenizer files of other libraries
             (staged / path.name).write_bytes(read_file(path, MAX_BYTES))
         with phase("comparing", WRITTEN, 1.0):
             verified = verify(source, open_model(staged), rounded)
@@ -83,5 +83,5 @@ def read_name_table(path: Path) -> dict[str, str]:
     if wrong := [k for k, v in content.items() if not isinstance(v, str)]:
         raise ValueError(f"{path}: the value of {wrong[0]!r} must be a name in quotes")
     if wrong := [k for k, v in content.items() if fields(v) - fields(k)]:
-        raise ValueError(f"{path}: {content[wrong[0]]!r} has fields in braces that {wrong[0]!r} has not")
+        raise ValueError(f"{path}: {content[wrong[0]]!r} has a field in braces that {wrong[0]!r} lacks")
     return content

@@ -1,4 +1,4 @@
-"""Export a model as a plain Hugging Face folder, and verify the result; or in one of the other FORMATS."""
+"""Export a model as a plain Hugging Face folder or in one of FORMATS, and verify the result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from dunes.units import plural
 
 Into = Literal["dequantized", "original"]
 MOST_LOST = 0.5
-"""Share of the update below which a merge warns."""
+"""A merge that keeps a smaller share of the update than this warns the user."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Report:
         lines = [self.verified.verdict + ("" if self.moved is None else ", to the adapter on the original base")]
         if errors := self.merged.errors:
             place, worst = max(errors.items(), key=lambda pair: pair[1])
-            share = min(self.merged.share, 1)  # rounding of another dtype may add to it
+            share = min(self.merged.share, 1)  # rounding to another dtype may increase it
             lines.append(
                 f"merged into {plural(len(errors), 'matrix', 'matrices')}, which keep {share:.1%} of the update; "
                 f"rounding error relative to it: {mean(errors.values()):.1e} on average, {worst:.1e} at most "
@@ -69,7 +69,7 @@ class Report:
             )
         if self.merged.share < MOST_LOST:
             lines.append(
-                "warning: most of the update is smaller than the steps of this dtype, and lost; merge with "
+                "warning: most of the update is lost, since it is below the resolution of this dtype; merge with "
                 "--dtype float32, or use the adapter without merging"
             )
         lines.append(str(self.verified))
@@ -77,7 +77,7 @@ class Report:
             lines.append(f"the zeros of {plural(self.pruned, 'pruned matrix', 'pruned matrices')} stay")
         if self.moved is not None:
             lines.append(
-                "the adapter was trained on the quantized base; on this one its logits differ by "
+                "the adapter was trained on the quantized base; on the original base, its logits differ by "
                 f"{self.moved:.1e} (relative norm; allowed: {self.allowed:.1e}, twice the effect of quantization)"
             )
         return lines
@@ -94,8 +94,8 @@ def export(
 ) -> Report:
     """Write the model in `folder` with its tokenizer to `out`; the active adapter is merged, weights dequantized.
 
-    An adapter that was trained on a quantized base is merged `into` the dequantized weights (default), which it
-    was trained on, or into the original weights. `dtype` is the dtype of the result, by default the base's.
+    An adapter that was trained on a quantized base is merged `into` the dequantized weights, on which it was
+    trained (default), or into the original weights. `dtype` is the dtype of the result, by default the base's.
     `any_base` accepts an unverified base; the card then says so. Raises ValueError if `out` exists, if no Hugging
     Face config describes the result, or if the result's logits differ from the model's; then nothing is written.
     """
@@ -181,7 +181,7 @@ def check_example(folder: Path, to: str, dtype: str | None, example: Sequence[in
 def _open_dense(folder: Path, reader: str) -> tuple[Architecture, Weights, Tokenizer | None]:
     """The architecture, the dense weights (active adapter merged, in the base's dtype), and the tokenizer.
 
-    The weights of a plain folder stay in its files. `reader` names the program that will read them, for errors.
+    The weights of a plain folder stay in its files. Error messages call the program that will read them `reader`.
     """
     if is_plain(folder):
         opened = open_verified_model(folder)
@@ -195,7 +195,7 @@ def _open_dense(folder: Path, reader: str) -> tuple[Architecture, Weights, Token
 
 
 def _merge_active(model: Decoder, dtype: torch.dtype) -> Merged:
-    """Merge the active adapter and remove the others; `share` is 1 without one."""
+    """Merge the active adapter and remove the others; without an active adapter, `share` is 1."""
     active = active_adapter(model)
     adapters = {name for m in model.modules() if isinstance(m, Adapted) for name in m.adapters}
     for name in adapters - {active}:
@@ -225,7 +225,7 @@ def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, ...
     difference, limit = distance(trained_logits, original_logits), MAX_RATIO * distance(*bases)
     if not difference <= limit:
         raise ValueError(
-            f"the logits of the original base with this adapter differ by {difference:.1e} from those it was "
-            f"trained with, {limit:.1e} allowed; use --into dequantized; nothing was written"
+            f"with this adapter, the logits of the original base and of the quantized base differ by "
+            f"{difference:.1e}; {limit:.1e} is allowed; use --into dequantized; nothing was written"
         )
     return difference, limit

@@ -1,12 +1,12 @@
-"""Download a model from the Hugging Face Hub; it becomes a folder for one commit in the Hub's cache.
+"""Download a model from the Hugging Face Hub into the Hub's cache, which has a folder for each commit.
 
 A branch is resolved to its commit. huggingface_hub caches the list of files in that commit, downloads missing
 files and compares their sizes, and needs no network for cached files. This module selects the files to download:
-weights in one format only, and never code. Large files are compared with their SHA-256 when they have arrived;
-`hf cache verify` compares cached ones.
+weights in one format only, and never code. Downloaded large files are compared with their SHA-256; `hf cache
+verify` compares cached files.
 
-OpenedModel: https://huggingface.co/docs/huggingface_hub/guides/manage-cache (the layout: blobs named by digest,
-snapshots of links to them, refs)
+The cache's layout (blobs named by digest, snapshots of links to blobs, refs) is described at
+https://huggingface.co/docs/huggingface_hub/guides/manage-cache
 """
 
 import os
@@ -89,7 +89,7 @@ def download(name: str, revision: str) -> tuple[Path, str]:
 def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:
     """The commit of a revision, and the number of bytes to download for each of its files.
 
-    A commit whose list of files is cached needs no request. (`HfApi.resolve_revision` has no timeout.)
+    A commit whose list of files is cached needs no request. (`HfApi.resolve_revision` lacks a timeout.)
     """
     from huggingface_hub import HfApi
 
@@ -102,7 +102,7 @@ def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]
         if not COMMIT.fullmatch(commit) or not (listing := _cached_listing(name, commit, store)):
             raise _failure(error, name, revision) from None
         return commit, listing
-    if not COMMIT.fullmatch(str(info.sha)):  # it becomes part of a path
+    if not COMMIT.fullmatch(str(info.sha)):  # the commit becomes part of a path
         raise ValueError(f"{name}: the Hub returned {str(info.sha)!r:.60}, not a commit; check HF_ENDPOINT")
     blobs = ((s.rfilename, s.lfs.sha256 if s.lfs else s.blob_id, s.size or 0) for s in info.siblings or ())
     return str(info.sha), {
@@ -111,13 +111,13 @@ def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]
 
 
 def _cached_listing(name: str, commit: str, store: Path) -> dict[str, int]:
-    """Files of a commit and their sizes, from the cache alone; empty if nothing is cached."""
+    """Files of a commit and their sizes according to the cache; empty if nothing is cached."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     try:
         return {entry.path: entry.size for entry in get_cached_repo_tree(name, revision=commit)}
-    except CachedRepoTreeNotFoundError:  # older versions cache no listings
+    except CachedRepoTreeNotFoundError:  # older versions of huggingface_hub cache no listings
         return {path.name: 0 for path in (store / "snapshots" / commit).glob("*")}
 
 
@@ -139,7 +139,7 @@ def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 def _failure(error: Exception, name: str, revision: str) -> ValueError:
-    """ValueError on one line, with a remedy, for a Hub that refused the request or cannot be reached."""
+    """The ValueError, one line with a remedy, for a request that the Hub refused or did not receive."""
     from huggingface_hub import constants
 
     causes: list[BaseException] = [error]
@@ -148,14 +148,14 @@ def _failure(error: Exception, name: str, revision: str) -> ValueError:
     answered = next((cause for cause in causes if getattr(cause, "response", None) is not None), causes[-1])
     words = (" ".join(str(answered).split()) or type(answered).__name__)[:200].rstrip(".")
     return ValueError(
-        f"{name}: no such folder, {revision!r} is not complete in the Hub's cache, and the Hub does not give it "
-        f"({words}); check name and network, accept the conditions at {constants.ENDPOINT}/{name}, or {SIGN_IN}"
+        f"{name}: no such folder, {revision!r} is not complete in the Hub's cache, and the Hub does not provide "
+        f"it ({words}); check name and network, accept the conditions at {constants.ENDPOINT}/{name}, or {SIGN_IN}"
     )
 
 
 def _verify(files: Iterable[Path]) -> None:
     """Remove the first file whose SHA-256 is not its name in the cache, and raise ValueError."""
-    for path in files:  # large files have such names
+    for path in files:  # a large file is named by its SHA-256
         name = Path(os.readlink(path)).name if path.is_symlink() else ""
         if len(name) == 64 and atomic.digest(path) != name:
             path.resolve().unlink()

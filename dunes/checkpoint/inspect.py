@@ -152,7 +152,7 @@ def _parameters(opened: OpenedModel) -> Iterator[str]:
 
 
 def _format(value: Any) -> str:
-    if is_dataclass(value):  # a rotary scaling: its name, and fields without their defaults
+    if is_dataclass(value):  # a rotary scaling: its name, and the fields that differ from their defaults
         changed = [f"{f.name} {_format(x)}" for f in fields(value) if (x := getattr(value, f.name)) != f.default]
         return " ".join([type(value).__name__.lower(), *changed])
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
@@ -201,7 +201,7 @@ def describe_adapter(folder: Path, values: bool = False) -> tuple[list[str], str
         if is_unchanged(opened.folder, card):
             check = "its files have the recorded sizes and times"
         if values:
-            load(folder)  # hashes only what has another size or time than recorded
+            load(folder)  # hashes files only if their sizes or times differ from the record
             prepare_base(load_decoder(opened), [folder])
             check = "its weights match the adapter's digests"
         if BaseRecord.read(card, folder) is None:

@@ -72,9 +72,9 @@ OWN = "dunes"
 POSITIONS = "embed.place.weight"
 """Name of learned position embeddings."""
 OTHER_BASE = "put it back, or name one: dunes train --out {} --resume --from BASE --override base"
-"""The remedy for a run that only refers to a base, if that is gone or changed."""
+"""The remedy if the base to which a run refers is gone or changed."""
 ROUNDED_FROM = 30_000_000
-"""Number of parameters from which on the model of a run with a base is rounded to bfloat16."""
+"""Models of runs with a base are rounded to bfloat16 if they have at least this number of parameters."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,12 @@ class ModelLocation:
 
 
 def locate_model(model: str | Path, revision: str | None = None) -> ModelLocation:
-    """The folder of a model: a local one, or a cached copy of a packaged model (`smollm2`), or of `org/name` or
-    `org/name@revision` from the Hub, also written `hf:org/name`.
+    """Locate a model in a local folder, or in a cache to which it is downloaded first.
 
-    A local folder or GGUF file takes precedence. A revision is a branch, a tag or a commit, by default `main`.
-    Raises ValueError, on one line, if the model is not cached and no such folder or repository exists, access is
-    denied or the Hub cannot be reached; if the repository has no weights, or if a large file arrived with another
-    SHA-256; OSError if the disk is full.
+    `model` is a local folder or GGUF file, a packaged model (`smollm2`), or else `org/name` or `org/name@revision`
+    on the Hub, also written `hf:org/name`. A revision is a branch, a tag or a commit, by default `main`. Raises
+    ValueError, on one line, if the model is neither local nor cached and cannot be downloaded, if the repository
+    has no weights, or if a downloaded large file has another SHA-256. Raises OSError if the disk is full.
     """
     path = Path(model)
     if path.is_dir() and revision:
@@ -110,16 +109,14 @@ def locate_model(model: str | Path, revision: str | None = None) -> ModelLocatio
 
 def is_model_folder(folder: Path) -> bool:
     """True if a folder has files with the names of a model's files, or an unfinished save. No file is read."""
-    if any(
-        (folder / name).exists() for name in (READY, CARD, ADAPTER, native.PARAMS)
-    ):  # CARD comes before READY goes
+    if any((folder / name).exists() for name in (READY, CARD, ADAPTER, native.PARAMS)):  # READY is removed last
         return True
     weights = [name for single in UNSHARDED for name in (single, f"{single}.index.json")]
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in weights)
 
 
 def explain(path: Path) -> str:
-    """One sentence that says what a path is instead of a model folder, and the remedy."""
+    """One sentence that explains why a path is no model folder, with a remedy."""
     if not os.path.lexists(path):
         return f"{path}: no such folder"
     if not path.is_dir():
@@ -132,7 +129,7 @@ def explain(path: Path) -> str:
             f"with --resume --out {path}"
         )
     if (path / UNFINISHED).is_dir():
-        return f"{path}: an unfinished model; remove it, or run the dunes augment command that began it again"
+        return f"{path}: an unfinished model; remove it, or repeat the dunes augment command that began it"
     inside = sorted(
         f for f in (*path.glob("*"), *path.glob("snapshots/*")) if f.suffix == SUFFIX or is_model_folder(f)
     )
@@ -151,7 +148,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def readable_folder(folder: Path) -> Path:
-    """The folder of a model, adapter or network, or the GGUF file, after `finish_save`.
+    """Finish a save with `finish_save`, and return the folder of the model, adapter or network, or the GGUF file.
 
     Raises ValueError like `require_model_folder`.
     """
@@ -338,11 +335,11 @@ def _open_hugging_face(folder: Path, files: dict[str, LazyTensor], card: Mapping
         files, notes = dense_weights(files, quantized, path), ("quantized weights, dequantized",)
     method = quantized.get("quant_method") if isinstance(quantized, dict) else None
     if hf_config.get("model_type") == "gpt2" and method in ("gptq", "awq"):
-        raise ValueError(f"{path}: a gpt2 of GPTQ or AWQ is not read; get its plain weights")
+        raise ValueError(f"{path}: gpt2 with GPTQ or AWQ is not supported; download its plain weights")
     architecture = Architecture.of_hf_config(hf_config, path)
     family = architecture.family
     ignored = tuple(getattr(FAMILIES[family], "IGNORED_NAMES", ()))
-    if hf_config.get("num_nextn_predict_layers") == 1:  # one layer follows those of the model
+    if hf_config.get("num_nextn_predict_layers") == 1:  # the files have one more layer than the model
         ignored = tuple(pattern.replace("{depth}", str(hf_config.get("num_hidden_layers"))) for pattern in ignored)
     form = "Hugging Face", path, architecture, hf_config
     return OpenedModel(folder, *form, files, weight_names(family), ignored, notes, card)
@@ -381,14 +378,14 @@ def context_length_of(
 
 
 def check_memory(opened: OpenedModel) -> None:
-    """Raise ValueError if the weights take more memory than is free; blocks of a GGUF file become float32."""
+    """Raise ValueError if the weights do not fit into free memory; quantized GGUF tensors count as float32."""
     size, free = sum(w.nbytes for w in opened.files.values()), measure.free_memory(torch.device("cpu"))
     if size > free > 0:
         count = sum(prod(w.shape) for w in opened.files.values())
         fits = f"{format_count(free * count / size)} of {format_count(count)} parameters fit"
-        halved = "; to halve the bytes: dunes convert MODEL OUT --dtype bfloat16" * (size > 2 * count)
+        remedy = "; to halve the bytes: dunes convert MODEL OUT --dtype bfloat16" * (size > 2 * count)
         needed = f"the weights take {format_bytes(size)} of memory, and {format_bytes(free)} are free"
-        raise ValueError(f"{opened.folder}: {needed}; {fits}{halved}")
+        raise ValueError(f"{opened.folder}: {needed}; {fits}{remedy}")
 
 
 def load_decoder(opened: OpenedModel) -> Decoder:
@@ -412,7 +409,7 @@ def load_decoder(opened: OpenedModel) -> Decoder:
 
 
 def _to_one_dtype(opened: OpenedModel, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The weights in one dtype. If dtypes differ: the config's if a weight has it, or else the promoted dtype."""
+    """The weights in one dtype. If they have several: the config's if a weight has it, else the promoted dtype."""
     dtypes = {w.dtype for w in weights.values()}
     if len(dtypes) == 1:
         return weights
@@ -440,7 +437,7 @@ def check_vocabulary(opened: OpenedModel, tokenizer: Tokenizer | None) -> None:
     Warns about BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary.
     """
     rows, path, keys = opened.vocab, opened.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
-    # -1 means none in old files.
+    # In old files, an id of -1 means that there is none.
     special = {key: listed for key in keys if (listed := configured_ids(path, opened.hf_config, key, least=-1))}
     if rows is None:
         return
@@ -551,9 +548,9 @@ def describe(folder: Path | str) -> OpenedModel:
 
 
 def round_for_speed(loaded: LoadedModel) -> LoadedModel:
-    """Cast the model of a run with a base to bfloat16 if it is large, in float32, and products are clearly faster.
+    """Cast a large float32 model of a run with a base to bfloat16 if matrix products are then clearly faster.
 
-    It then completes lines and generates; what is saved, scored or exported has the weights of `load`.
+    The result is for completion and generation; saving, scoring and exporting use the weights of `load`.
     """
     parameters = [*loaded.model.parameters()] if loaded.card.keys() >= {"adapter", "trained"} else []
     is_plain = all(p.dtype == torch.float32 for p in parameters) and tree.count(loaded.model) >= ROUNDED_FROM
@@ -589,7 +586,7 @@ def base_folder(folder: Path, fetch: bool = True) -> Path:
 def open_base(
     folder: Path, card: Mapping[str, Any], max_bytes: float
 ) -> tuple[OpenedModel, Tokenizer | None, int]:
-    """The base of the adapter in a folder with this card, and the adapter's tokenizer and context length.
+    """Open an adapter's base; also returns the adapter's tokenizer and context length, from `folder` and `card`.
 
     Tokenizer and context length are the base's if the adapter has none. Raises ValueError like `load`; the base's
     files are hashed if they have at most `max_bytes` in total.
@@ -616,7 +613,7 @@ def _load_adapted(folder: Path, others: Sequence[Path], device: torch.device | s
         remedy = f"; {OTHER_BASE.format(folder)}" if is_reference(card) else ""
         raise (error if is_same else ValueError(f"{error} (in {base}){remedy}")) from None
     if history := opened.card.get("changes" if not opened.is_own else "history"):
-        card["history"] = history  # changes that the base's weights include
+        card["history"] = history  # the base's weights include these changes
     architecture = replace(opened.architecture, changes=(*opened.architecture.changes, *changes))
     return LoadedModel(model.to(device).eval(), tokenizer, context_length, card, architecture)
 
@@ -724,7 +721,7 @@ def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
 
 def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path) -> None:
     """Compare the files with the network, then load their values."""
-    exact, prefix = Architecture("", None, function=type(model)), Prefix()  # no other dtypes
+    exact, prefix = Architecture("", None, function=type(model)), Prefix()  # dtypes must match
     if card:
         differences = compare_structure(model, exact, card, files, path)
     else:

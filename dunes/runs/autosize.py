@@ -62,7 +62,7 @@ ARITHMETIC, PASSES = 0.79, 24.1
 """Factors of FLOPs and of activation bytes in the formula for a step's time, fitted to timings of 16 models."""
 
 INDEX, INDEXING = 18, 60
-"""Bytes of memory per byte of indexed text: of the index, and beside it while the text is indexed again."""
+"""Bytes of memory per byte of indexed text: for the index, and in addition while the text is indexed again."""
 
 FIT = "fitting the completion gate"
 WHY = "; a larger model would be undertrained, a smaller one has less capacity"
@@ -72,7 +72,7 @@ BATCH = 16
 BIAS_RATE = 1e-3
 """Update rate of the selection bias, as in https://arxiv.org/abs/2408.15664."""
 CONTEXT = 256
-COMPLETION_CONTEXT, COMPLETION_BATCH = 512, 8  # seeing more of the file improves completion enough for its time
+COMPLETION_CONTEXT, COMPLETION_BATCH = 512, 8  # a longer context improves completion enough to pay for its time
 DROPOUT, WEIGHT_DECAY = 0.2, 0.15  # repeated text needs far more decay: https://arxiv.org/abs/2509.14786
 FEW_EPOCHS = 3.0
 """A completion model that trains for more epochs than this gets DROPOUT and WEIGHT_DECAY."""
@@ -82,7 +82,7 @@ FEW_EPOCHS = 3.0
 class Machine:
     """Rates of a machine: of matrix products in `dtype` (FLOP/s), and of memory reads (bytes/s).
 
-    `planned` are the rates for plans (`measure.Rate`), by default the same. `guessed` rates are typical ones.
+    `planned` are the rates to plan with (`measure.Rate`), by default the same. `guessed` marks unmeasured rates.
     """
 
     threads: int
@@ -147,8 +147,8 @@ def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig,
 def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple[TrainConfig, list[str]]:
     """Choose all unset options for `size` bytes of training text; returns the config and lines with the reasons.
 
-    If the config is complete, the machine is not measured. In the config of a resumed run, options that are to be
-    measured again may be unset; dropout and weight decay are not changed, even if they are unset.
+    If the config is complete, the machine is not measured. In the config of a resumed run, unset options are
+    chosen again, except dropout and weight decay, which stay unset.
     """
     complete = config.dtype and config.threads and config.size and config.batch and config.context_length
     regularized = not config.complete or None not in (config.dropout, config.weight_decay)
@@ -268,7 +268,7 @@ def _of_parts(config: TrainConfig, vocab: int) -> Architecture:
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Number of parameters that compute a token: all except unselected experts and those of `Decoder.ahead`."""
+    """Number of parameters that compute a token: all except those of unselected experts and of `Decoder.ahead`."""
     model = model.trunk if isinstance(model, Decoder) else model
     idle = [(m.experts, 1 - m.top_k / len(m.experts)) for m in model.modules() if isinstance(m, MoE)]
     return tree.count(model) - sum(round(share * tree.count(experts)) for experts, share in idle)
@@ -384,7 +384,7 @@ def build_optimizer(model: Decoder, config: TrainConfig) -> Optimizer:
 def memory_advice(config: TrainConfig, build: Build | None = None, **trained: Any) -> str:
     """A sentence with the estimated memory of a run, its largest parts, and the options that reduce it.
 
-    For a run with --from, `build` builds its model; `trained` as in `estimate_memory`.
+    With --from, `build` builds the model. `trained` is passed to `estimate_memory`.
     """
     options = "--batch, --context-length or --size" if build is None else "--batch or --context-length"
     return f"{describe_memory(estimate_memory(config, build, **trained))}; reduce {options} to need less"
@@ -395,13 +395,13 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Bytes that each process of a run needs, by purpose, estimated on fake tensors.
 
-    The completion gate and its index, of `text` bytes, count by what they need beyond a step. `build` builds the
-    model of --from; `trainable` as in `process_memory`.
+    The completion gate and the index of `text` bytes add the memory that they need beyond a step's. `build` builds
+    the model of --from. `trainable` is passed to `process_memory`.
     """
     shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
     setup = TrainSetup(partial(build_optimizer, config=config))
     parts = process_memory(build or architecture_for(config, vocabulary(config)).build, shape, setup, trainable)
-    if config.complete:  # on the saved model, which is loaded again, after the last step
+    if config.complete:  # the gate is fitted after the last step, on the saved model
         steps = sum(parts.get(purpose, 0) for purpose in ("gradients", "activations", "temporaries"))
         parts |= fit_memory(FitSize.of(config.seconds).places, text)
         parts[FIT] = max(0.0, parts[FIT] + parts.get("parameters", 0) - steps)
@@ -430,7 +430,7 @@ def format_parameters(total: int, active: int) -> str:
 
 
 def describe_choice(config: TrainConfig, machine: Machine, expected: Estimate, size: int, why: str) -> list[str]:
-    """Lines that report the options chosen for `size` bytes of text; `why` is the reason for a size that was."""
+    """Lines that report the options chosen for `size` bytes of text; `why` is the reason for the size."""
     steps = round(expected.tokens / (config.batch * config.context_length))
     return [
         describe_machine(machine),

@@ -74,7 +74,7 @@ def why_eager(run: Run) -> str:
     if counted != "tokens":
         return f"the loss of {counted}, whose rows differ in length, is not compiled"
     if trainer.device.type != "cpu" or trainer.ranks > 1:
-        return f"compiling it was not built for {trainer.device.type}, {trainer.ranks} ranks"
+        return f"compiling needs a single process on a CPU; this run has {trainer.ranks} on {trainer.device.type}"
     if reason := why_not_compiled():
         return reason
     samples = islice(run.task.batches(trainer.consumed), SAMPLES)
@@ -114,7 +114,7 @@ def _compiled_or_eager(run: Run, line: Line) -> Loss:
         try:
             compiled = compiled or compiled_loss(eager)
             return compiled(model, batch)
-        except Exception as error:  # whatever the compiler meets; an error of the loss comes again
+        except Exception as error:  # of many types; an error of the loss itself is raised again below
             line(f"the loss is eager again: {one_line(error)}")
             run.trainer.loss, run.trainer.deterministic = eager, False
             _record(run, False)

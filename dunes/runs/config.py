@@ -66,7 +66,7 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
     resume: bool = False
     """Resume the run in --out from its last state, with the options it was started with."""
     override: Annotated[tuple[str, ...], flag("FIELD", "none")] = ()
-    """What else than length and hardware may differ from the original run's when resuming: corpus, sources, ..."""
+    """Fields other than length and hardware that may change on resuming: corpus, sources, ..."""
     dry_run: bool = False
     """Report what would be done and the memory it would take, then exit."""
     strict: bool = False
@@ -87,7 +87,7 @@ class RunConfig(Optimization, Hardware):
     """Options of a run, saved in its folder. The run ends after `steps`; if unset, after `minutes`."""
 
     split_version: Annotated[int, tyro.conf.Suppress] = 0
-    """Version of the train/validation split; 0 in runs that are older than these versions."""
+    """Version of the train/validation split; 0 in runs from before splits had versions."""
 
     MINIMUM: ClassVar[dict[str, float]] = {
         "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,

@@ -32,10 +32,11 @@ from dunes.units import format_bytes, plural
 SAMPLE = 2_000_000
 """Bytes of text to train a tokenizer on; more text hardly changes the tokenizer."""
 
-FEWEST, LONG = 5, 4_000  # with fewer validation files, tails of files of LONG bytes on average are for validation
+FEWEST, LONG = 5, 4_000
+"""With fewer validation files, tails of files are for validation, if files have LONG bytes or more on average."""
 ENOUGH_CODE, LEAST_CODE = 50_000, 0.05
-"""Runs complete lines if so many bytes, and so large a part of the text without documentation, are source code, as
-in a project with much documentation. Otherwise, more than half of all text must be code."""
+"""A run completes lines if more than half of its text is source code. In a project with much documentation,
+ENOUGH_CODE bytes of code are sufficient if they exceed LEAST_CODE times the text that is no documentation."""
 NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
 """With fewer bytes of validation text, the user is warned: the validation loss is uncertain by some percent."""
@@ -110,13 +111,13 @@ def choose_completion(
         config.refuse_unused(OF_COMPLETION, f"completion is off ({reason}); pass --complete, or omit it")
         return replace(config, complete=False), f"completion of lines: off, {reason}"
     windows = f"{config.fim_rate:.0%} of windows are cut into prefix, suffix and middle"
-    how = windows if trains else "from the text above and below"
+    context = windows if trains else "from the text above and below"
     if base is not None and (missing := missing_sentinels(base)):
         if config.fim_rate and "fim_rate" in config.changed():
             sentinels(base)  # raises
         config = replace(config, fim_rate=0.0, file_headers=False)
-        how = f"from the text above alone, as the model's tokenizer has no {missing[0]}"
-    return replace(config, complete=True), f"completion of lines: on, {reason}; {how}"
+        context = f"from the text above alone, as the model's tokenizer has no {missing[0]}"
+    return replace(config, complete=True), f"completion of lines: on, {reason}; {context}"
 
 
 def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[bool, str]:

@@ -87,7 +87,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     options or data.
     """
     start = Start(folder, display, RunOptions(**options))
-    # A resumed run compares what was asked with its own options.
+    # A resumed run compares the user's options with its own.
     if unused := unused_options(config, () if start.options.resume else start.options.asked or ()):
         name = next(iter(unused))
         raise ValueError(f"--{option(name)} has no effect with {unused[name]}; omit it")
@@ -107,7 +107,7 @@ def plan_finetuning(config: FinetuneConfig, start: Start, examples: int) -> Call
     with start.timings("preparing"):
         data, text = choose_options(data, display), forgetting_text(data, display)
         data = replace(data, config=ranks.broadcast(data.config))
-        same = len({*ranks.all_gather(lambda: _digest(text))}) == 1  # each machine remembers its own sources
+        same = len({*ranks.all_gather(lambda: _digest(text))}) == 1  # machines may permit other sources
         batch = data.config.goal.full_batch(data.config, micro_batch(data.config))
     report = partial(report_step, data.config, batch=batch, display=display)
     if start.options.dry_run:
@@ -133,13 +133,13 @@ def load_base(config: FinetuneConfig) -> LoadedModel:
     if config.spec.adapter is not None and (active := active_adapter(base.model)) is not None:
         raise ValueError(
             f"{folder}: has the adapter {active!r}, which a new one would replace; merge it first: "
-            f"dunes augment merge {folder} OUT, or train a mixture on with --method full --target-modules new"
+            f"dunes augment merge {folder} OUT, or train a mixture further with --method full --target-modules new"
         )
     if not config.spec.saves_model:
         with torch.device("meta"):
             model = base.architecture.build()
             apply_method(model, resolve_targets(config, base), fill=False)
-            peft_factors(model, family=described_family(base))  # raises for what PEFT's format cannot express
+            peft_factors(model, family=described_family(base))  # raises if PEFT's format cannot express it
     return base
 
 
@@ -202,7 +202,7 @@ def _dry_trainer(data: FinetuneData) -> Trainer:
 
 
 def micro_batch(config: FinetuneConfig) -> int:
-    """Rows of a micro-batch of each rank: those of the config, or a part that divides the rank's rows."""
+    """Rows of each rank's micro-batch: the configured number, or a divisor of it that divides the rank's rows."""
     return gcd(config.batch // ranks.count(), config.micro_batch)
 
 
@@ -248,12 +248,12 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
         if len(changes) != 1:
             base |= checkpoint.base_identity(model)
         if not changes:
-            base["sha256"] = base["digests"]["float32"]  # several ranks cast later
+            base["sha256"] = base["digests"]["float32"]  # with several ranks, sharding casts the weights later
         task = replace(task, before=before, base=base, changes=changes)
         cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
-    update = optimizer(config, model)  # before a forward pass, which leaves weights of several ranks gathered
+    update = optimizer(config, model)  # before a forward pass, after which sharded weights stay gathered
     if config.goal.has_reference:
         task = replace(task, reference=_reference(task, folder / REFERENCE, display))
     accumulate = config.batch // (micro_batch(config) * ranks.count())
@@ -261,9 +261,9 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
 
 
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
-    """The log-probabilities of training and validation answers by the model at step 0, which equals the base.
+    """Log-probabilities of training and validation answers by the model at step 0, which equals the base.
 
-    They are stored in `path`, and read from there if the run has saved states, so that a resumed run has the same.
+    They are stored in `path`. A resumed run reads them from there, so that they stay equal.
     """
     stored, fingerprints = _stored(path, json_file.read, display), dict(task.facts.fingerprints)
     if stored and stored.get("fingerprints") == fingerprints:
@@ -280,7 +280,7 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
 
 
 def _stored(path: Path, read: Callable[[Path], T], display: Display) -> T | None:
-    """The content of a file if the run has saved states; None without them, or for a damaged file."""
+    """The content of a file if the run has saved states; None if it has none, or if the file is damaged."""
     if path.is_file() and any(path.parent.glob("step-*")):
         try:
             return read(path)
@@ -298,7 +298,7 @@ def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> l
     """
     spec, changes = config.spec, list[Change]()
     if spec.adapter is None:
-        if fill and ranks.count() == 1:  # several cast when they shard
+        if fill and ranks.count() == 1:  # with several ranks, sharding casts the weights
             model.float()
         set_trainable(model, config.target_modules or ("**",))
         return changes
@@ -375,9 +375,9 @@ def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
 class FinetuneTask:
     """The task of a finetuning run. Forgetting is measured on `forgetting_ids`.
 
-    `stored` is the dtype of the base model, `base` is its `base_identity`, and `changes` are the changes made to
-    it. With several ranks, `outline` is the unsharded model without weight values. `reference` has the base's
-    log-probabilities of training and validation answers, for objectives that need them.
+    `stored` is the dtype of the base model, `base` is its `base_identity`, and `changes` are the method's changes
+    to the base model. With several ranks, `outline` is the unsharded model without weight values. `reference` has
+    the base's log-probabilities of training and validation answers, for objectives that need them.
     """
 
     data: FinetuneData
@@ -434,14 +434,14 @@ class FinetuneTask:
 
     @property
     def _rows(self) -> int:
-        """Examples or pairs of a batch: a micro-batch of each rank, whose memory is known to fit."""
+        """Number of examples or pairs in a batch: one micro-batch per rank, which is known to fit into memory."""
         return micro_batch(self.config) * ranks.count()
 
     def sample(self) -> str:
         return "\n".join(f"{question(r.turns)}\n>>> {self._answer(r)}" for r in self.data.val_records[:1])
 
     def measure_baseline(self, score: Score | None = None) -> Baseline:
-        """Score the model and generate its answers. If `score` is given, it is the validation score."""
+        """Score the model and generate its answers. A given `score` is used as the validation score."""
         limit, text_limit = self.before.limits
         start, available = monotonic(), 0 if self.forgetting_ids is None else len(self.forgetting_ids)
         with phase("measuring forgetting", end=0.5):
@@ -522,7 +522,7 @@ class FinetuneTask:
         try:
             if after is not None:
                 samples, table = run.folder / "samples.md", self.before.table(after, self.data.val_records)
-                if not (samples.is_file() and table in samples.read_text(errors="replace")):  # of a resumed run
+                if not (samples.is_file() and table in samples.read_text(errors="replace")):  # as before resuming
                     append_text(samples, table)
         except OSError as error:  # the weights are saved by now
             lines.insert(0, f"warning: writing samples.md failed: {error}")
@@ -560,7 +560,7 @@ def _digest(ids: TokenIds | None) -> str:
 
 
 def round_weights(model: Decoder, dtype: torch.dtype) -> None:
-    """Round the weights to a dtype. Sharded ones, of which fully_shard knows the dtype, stay in float32."""
+    """Round the weights to a dtype. Sharded weights are rounded but stay float32, which fully_shard requires."""
     if ranks.count() == 1:
         model.to(dtype)
         return

@@ -18,7 +18,7 @@ TrainOn = Literal["answers", "all"]
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
 """Maps each option of --method lora-experts to the name of an option of the change lora-experts."""
 
-TOKENS, STEPS = 4096, 32  # per step; least per epoch, as LoRA learns less well with large batches
+TOKENS, STEPS = 4096, 32  # tokens per step; minimum steps per epoch: LoRA learns less with large batches
 
 MAX_ADAPTER_LR = 0.005
 """Largest default learning rate of adapters."""
@@ -62,7 +62,8 @@ class ExampleData:
     text_field: Annotated[tuple[str, ...], flag("FIELD", "detected")] = ()
     """Fields of each record to train on as plain text; several are joined by a blank line."""
     fields: Annotated[tuple[str, ...], flag("OURS=THEIRS,...", "named as in the formats of --data")] = ()
-    """Names of the data's fields by the names in --data's formats, like prompt=question,completion=answer."""
+    """Field names of --data's formats and the data's own names for them, like
+    prompt=question,completion=answer."""
     follow_links: bool = False
     """Follow symbolic links that lead outside the data folder."""
     template: Annotated[
@@ -120,7 +121,7 @@ class FinetuneOptimization(Optimization):
     steps: Annotated[int | None, flag("STEPS", "by --epochs")] = None
     """Stop after this many optimizer steps instead of --epochs."""
     batch: Annotated[int, flag("ROWS", "chosen from the data")] = 0
-    """Rows per optimizer step; of preferences, pairs of rows."""
+    """Rows per optimizer step; for preferences, pairs of rows."""
     context_length: Annotated[
         int, flag("TOKENS", "a power of two from 128 to 2048 that fits the longest example")
     ] = 0
@@ -150,7 +151,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def field_names(self) -> dict[str, str]:
-        """`fields` as the data's names by ours. Raises ValueError if an entry is not OURS=THEIRS."""
+        """`fields` as a dict from our names to the data's. Raises ValueError if an entry is not OURS=THEIRS."""
         return parse_fields(self.fields)
 
     @property
@@ -194,7 +195,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> dict[str, str]:
-    """Options set by the user (`asked`) that belong to another method or objective, with the flag of this one."""
+    """Options in `asked` without effect, each with the flag of the method or objective that does not use it."""
     others = () if config.spec.adapter is not None else ("rank", "alpha", "ranks", "dropout")
     others = (*others, *(EXPERTS if config.spec.change != "lora-experts" else ()))
     unused = dict.fromkeys(others, f"--method {config.method}")
@@ -209,8 +210,8 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
     https://thinkingmachines.ai/blog/lora/, at most MAX_ADAPTER_LR; at higher rates, the validation loss rises
     during training. The result is divided by the adapter's scale relative to LoRA with alpha 32, since the scale
     multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md has results for 100 to
-    5,000 steps, and the limits of these defaults. The objective's `lr_scale` multiplies both: for
-    dpo, it makes 1e-6 for all weights at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
+    5,000 steps, and the limits of these defaults. The objective's `lr_scale` multiplies both defaults: full
+    finetuning with dpo has 1e-6 at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
     """
     if config.lr is not None:
         return config.lr

@@ -41,7 +41,7 @@ from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Conversation, Template, Turn
 from dunes.units import plural
 
-MAX_CONTEXT, MIN_CONTEXT = 2048, 128  # of the default context length
+MAX_CONTEXT, MIN_CONTEXT = 2048, 128  # bounds of the default context length
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
 """Default template by format. For conversations, it is chatml if the tokenizer has chatml's special tokens, and
@@ -59,7 +59,7 @@ FORGETTING_TOKENS = 65_536
 PROBED = 2_048
 """Number of tokens to score first, to estimate how many tokens fit into the time budget."""
 
-LINES, LINE = 5, 200  # of an answer in the report; characters of a line
+LINES, LINE = 5, 200  # shown lines of an answer; shown characters of a line
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class FinetuneData:
             display.detail(line)
         check_formats(config, [*files, *val_files])
         tokenizer = base.require_tokenizer()
-        # Conversations if any, else single-turn Alpaca records, whose template could not express those, else text.
+        # Conversations decide if there are any, else Alpaca records without history, else plain text.
         records = min([*files, *val_files], key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
@@ -119,10 +119,10 @@ class FinetuneData:
             config, train, valid, val_records = _split_examples(rows, train, config, base)
             if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
                 display.detail(
-                    f"{plural(copies, 'pair has', 'pairs have')} the prompt of another, each on one side with it"
+                    f"{plural(copies, 'pair has', 'pairs have')} another's prompt, on the same side of the split"
                     if rows[0].rejected
                     else f"near-duplicates: {plural(copies, 'record is a copy', 'records are copies')} of others "
-                    "but for white space or a few lines, each on one side with its like"
+                    "but for white space or a few lines, and on the same side of the split"
                 )
         if not val_records:
             raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")
@@ -133,7 +133,7 @@ class FinetuneData:
 
     @property
     def template_name(self) -> str | None:
-        """Name of the finetuned model's chat template, or None; with an unchanged tokenizer, the base model's."""
+        """Name of the finetuned model's chat template, or None; the base model's if the tokenizer is unchanged."""
         if self.tokenizer is self.base.tokenizer:
             return self.base.card.get("template")
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
@@ -180,7 +180,7 @@ def choose_template(
 def _tokenize(
     config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> tuple[list[Record], list[Example]]:
-    """The rows with their `seen`, and their examples.
+    """The rows, with `seen` set from their examples, and the examples.
 
     If `conversations` is true, the template is not applied to plain text among the rows.
     """
@@ -224,7 +224,7 @@ def _split_examples(
 
 
 def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Record]:
-    """The rows without near-duplicates of large texts: with them, validation tails would also be trained on."""
+    """The rows without near-duplicates of large texts: training on them would include validation tails."""
     hashes = dict(zip(map(id, rows), record_hashes(rows), strict=True))
     firsts = {hashes[id(row)]: row for row in reversed(large)}
     return [row for row in rows if firsts.get(hashes[id(row)], row) is row]

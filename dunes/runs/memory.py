@@ -25,13 +25,13 @@ PROCESS = measure.resident_memory() + 190e6
 
 FRAGMENTATION = 0.45
 """Memory lost to fragmentation of glibc's heap, as a fraction of the memory that training allocates in it, if all
-weights are trained. Beside an adapter, little but activations comes and goes, and hardly anything is lost."""
+weights are trained. Training an adapter loses hardly any, since it allocates and frees little but activations."""
 
 MOST_LOST = 0.3e9
 """Maximum memory lost to fragmentation: at 135M parameters, with 2 GB in the heap, hardly more is lost."""
 
 MEASURED_TOKENS = 1024
-"""Maximum number of tokens by which a step is measured, in at least two rows."""
+"""Maximum number of tokens in the micro-batch that is timed; it has at least two rows."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def train_allocations(
 ) -> Allocations:
     """Allocations of the second training step; the first step creates the optimizer state.
 
-    If `estimated` is true, fake tensors give the same result in a fraction of a second without using memory. They
-    also give the allocations of the first of `number` ranks, by default of this run's; `shape` has a rank's rows.
+    If `estimated` is true, fake tensors give the same result in a fraction of a second without using memory. The
+    allocations are of the first of `number` ranks, by default this run's number; `shape` has the rows of one rank.
     """
     with ranks.fake_ranks(number or ranks.count()), _tensors(estimated):
         model = build()
@@ -106,7 +106,7 @@ def process_memory(
     trainable: int | None = None,
     number: int | None = None,
 ) -> dict[str, float]:
-    """Bytes of each process of a training by `number` ranks, by purpose, estimated on fake tensors.
+    """Bytes that each process of a run with `number` ranks needs, by purpose, estimated on fake tensors.
 
     `number` is by default this run's number of ranks; `shape` has the rows of one rank. `trainable` is the number
     of bytes of the trainable weights of all ranks; by default, all weights are trainable.
@@ -121,7 +121,7 @@ def process_memory(
     in_heap = [a.size for a in log.live_at() if a.size <= measure.LARGE_BLOCK and a.kind != "parameters"]
     share = 1.0 if trainable is None else min(1.0, trainable / number / weights)
     parts["fragmentation"] = share * min(MOST_LOST, FRAGMENTATION * sum(in_heap))
-    # The best weights, and a copy of the current weights and the optimizer's state, which is written meanwhile.
+    # The best weights, and the copy of weights and optimizer state that a save writes while training continues.
     parts["copies for saving"] = 2 * (weights if trainable is None else trainable / number) + averages
     return parts
 
@@ -136,11 +136,11 @@ class StepCost(NamedTuple):
 
 
 def measure_step(trainer: Trainer, batch: tuple[Tensor, ...]) -> StepCost | None:
-    """Measure a step whose micro-batches are all like `batch`; weights and optimizer stay as they are.
+    """Time a step whose micro-batches are all like `batch`; weights and optimizer stay unchanged.
 
-    Gradients are those of two rows, after others that load the code, and of at most MEASURED_TOKENS tokens; more
-    rows take as much longer as these do. The second update counts. Returns None for several ranks, and if free
-    memory has no room for gradients and optimizer.
+    Gradients are timed for two rows, after a first call that loads the code, and for at most MEASURED_TOKENS
+    tokens; the time of all rows is extrapolated. The second of two updates is timed. Returns None for several
+    ranks, and if gradients and optimizer state do not fit into free memory.
     """
     trained = sum(p.nbytes for p in trainer.parameters() if p.requires_grad)
     if ranks.count() > 1 or 0 < measure.free_memory(trainer.device) < 3 * trained:

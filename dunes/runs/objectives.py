@@ -1,4 +1,4 @@
-"""The objectives of finetuning, and their options. Importing this module does not import torch; methods do."""
+"""The objectives of finetuning, and their options. Importing this module does not import torch; its methods do."""
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -23,8 +23,8 @@ class Preference:
     """Learn the examples (sft), prefer chosen to rejected answers relative to the base (dpo), or learn the chosen
     answers and prefer them (orpo)."""
     beta: Annotated[float, flag("BETA")] = 0.1
-    """With dpo: the reward of an answer is this times its log-probability relative to the base; with orpo: weight
-    of the odds ratio's loss."""
+    """With dpo: the reward of an answer is beta times its log-probability relative to the base; with orpo: weight
+    of the odds-ratio loss."""
     label_smoothing: Annotated[float, flag("P")] = 0.0
     """With dpo: probability that chosen and rejected are mixed up in a pair; below 0.5."""
     length_normalized: bool = False
@@ -37,8 +37,8 @@ class Objective:
 
     `lr_scale` multiplies the default learning rate. With `has_reference`, batches have log-probabilities of the
     base model. `row_format` is the format of all records, a key of RECORD_FORMATS; if empty, the objective reads
-    all formats that no other objective names. `ignored` are options of the run without effect. `counted` is the
-    unit of a step's count, and `noun` that of `--batch`.
+    all formats that no other objective names. `ignored` are options of the run that have no effect. `counted` is
+    the unit of a step's count, and `noun` the unit of `--batch`.
     """
 
     loss_name: str
@@ -52,7 +52,7 @@ class Objective:
 
     @property
     def unused(self) -> list[str]:
-        """Names of options without effect: `ignored`, and those of other objectives."""
+        """Names of options without effect: `ignored`, and options that only other objectives have."""
         used = {"objective", *self.options}
         return [*self.ignored, *(f.name for f in fields(Preference) if f.name not in used)]
 
@@ -62,7 +62,7 @@ class Objective:
         return partial(loss, **{name: getattr(config, name) for name in self.options}) if self.options else loss
 
     def full_batch(self, config: "FinetuneConfig", size: int) -> "Batch":
-        """A batch of `size` full rows with a loss on every token; with packing, of two examples each."""
+        """A batch of `size` full rows with a loss on every token; with packing, a row has two examples."""
         import numpy as np
 
         from dunes.data.batches import collate
@@ -81,7 +81,7 @@ class Objective:
 
 
 class PairObjective(Objective):
-    """An objective on pairs of a chosen and a rejected answer, each in two rows without packing."""
+    """An objective on pairs of a chosen and a rejected answer; a pair takes two rows, without packing."""
 
     row_format, counted, noun = "preference", "pairs", "pair"
     ignored = ("text_field", "train_on", "packing")
@@ -94,7 +94,7 @@ class PairObjective(Objective):
         return batch if self.has_reference else batch[:3]
 
     def score(self, config: "FinetuneConfig", loaded: "LoadedModel", batches: "Batches") -> "Score":
-        """The score of an epoch of pairs; of chosen answers alone, while the loss has no reference yet."""
+        """The score of an epoch of pairs, or of chosen answers alone until the reference is computed."""
         from dunes.evaluate.preferences import score_pairs
         from dunes.runs.autosize import autocast_dtype
 

@@ -20,13 +20,13 @@ from dunes.runs.task import Run, check_tokens
 from dunes.train import Step, Trainer
 from dunes.units import format_bytes, format_count, format_seconds, plural
 
-PATIENCE, WORSE = 3, 1.01  # validations without improvement, and ratio to the best loss, for a warning
+PATIENCE, WORSE = 3, 1.01  # for a warning: validations without improvement; ratio to the best loss
 SLOW = 0.5
 """A run is slow if its rate is below this fraction of the estimate, or its processor time is below this fraction
 of its threads' maximum."""
 WATCHED = 10
 """Number of steps that are timed before the user is warned of a slow run."""
-HOT = "not for other programs: the processor is slower than when it was measured (heat, power saving)"
+HOT = "other programs are not the cause: the processor is slower than when it was measured (heat, power saving)"
 SMALL_STEP = 1_000
 """In steps of fewer tokens, fixed costs may dominate; the estimate does not include fixed costs."""
 
@@ -95,7 +95,7 @@ class PaceCheck:
 
     def warning(self, step: Step) -> str:
         run, config = self.run, self.run.config
-        self._start = self._start or (perf_counter(), process_time())  # after a step that may have compiled
+        self._start = self._start or (perf_counter(), process_time())  # after the first step, which may compile
         self.tokens.append(step.count)
         if self.warned or len(run.pace) < WATCHED or run.trainer.device.type != "cpu":
             return ""

@@ -32,7 +32,7 @@ from dunes.train import Clock, Diverged, Record, Schedule, Step, Trainer
 from dunes.train.loss import Loss, next_token_loss
 from dunes.units import format_seconds, plural
 
-WARMUP, FALL = 20, 0.5  # steps in which the learning rate rises; part of the run in which it decays
+WARMUP, FALL = 20, 0.5  # steps of warmup; fraction of the run in which the learning rate decays
 LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 # A time-limited run that memorises a small text (docs/log/training.md, "A small text is learned by heart") ends
@@ -54,7 +54,7 @@ class Start:
 
 
 Plan = Callable[[T, Start], Callable[[], Run] | None]
-"""Resolves a config, with the data, to a function that builds the run at step 0; None if nothing is to be run."""
+"""Reads the data, resolves the config, and returns a function that builds the run at step 0, or None."""
 
 
 def execute_run(config: T, start: Start, plan: Plan[T]) -> int:
@@ -64,11 +64,11 @@ def execute_run(config: T, start: Start, plan: Plan[T]) -> int:
     saved, or 4 if training did not recover from NaN or infinity. Raises ValueError, before writing, for invalid
     options or data.
     """
-    begun = begin_run(config, start)
-    if begun is None:
+    resolved = begin_run(config, start)
+    if resolved is None:
         return 0
     with start.display:
-        build = plan(begun, start)
+        build = plan(resolved, start)
         if build is None:
             return 0
         with saving.run_lock(start.folder):
@@ -88,7 +88,7 @@ def begin_run(config: T, start: Start) -> T | None:
     try:
         config = stored_config(config, folder, options)
         if ranks.is_first() and (folder / "state" / "lock").exists():
-            with saving.run_lock(folder):  # fail before reading the data
+            with saving.run_lock(folder):  # fails before the data is read
                 pass
     except saving.FolderInUse as error:
         if not options.dry_run:
@@ -113,10 +113,10 @@ def begin_run(config: T, start: Start) -> T | None:
 
 
 def stored_config(config: T, folder: Path, options: RunOptions) -> T:
-    """The config itself in a new folder; with --resume, the stored config with the user's changes of free fields.
+    """In a new folder, the config itself; with --resume, the stored config with the fields that the user changed.
 
     Raises FolderInUse if the folder contains a run and is not resumed. Raises ValueError if the folder has no run
-    to resume, or for another change.
+    to resume, or if a changed field must not change.
     """
     asked = options.asked
     if asked and {"steps", "minutes"} <= {*asked}:
@@ -140,7 +140,7 @@ def stored_config(config: T, folder: Path, options: RunOptions) -> T:
 
 
 def _refuse(differences: Mapping[str, str], config: RunConfig, folder: Path, override: Collection[str]) -> None:
-    """Raise ValueError for a difference, by field, that is not free and not in `override`."""
+    """Raise ValueError if a differing field is neither in FREE nor overridden."""
     refused = {name: text for name, text in differences.items() if name not in config.FREE}
     if fixed := refused.keys() - ({*override} & {*config.OVERRIDABLE}):
         remedy = "" if fixed - {*config.OVERRIDABLE} else f", or pass --override {' '.join(refused)}"
@@ -184,8 +184,8 @@ def new_run(
 class Session:
     """A process that executes a run.
 
-    `saved` is the run's `elapsed` at the last save, `warned` the best step of the last warning of a rising loss.
-    `durations` are the seconds of recent steps.
+    `saved` is the run's `elapsed` at the last save, `warned` the run's `best_step` at the last warning of a rising
+    loss. `durations` are the seconds of recent steps.
     """
 
     run: Run
@@ -256,7 +256,7 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
         differences["model"] = "the model's config or changes differ"
     _refuse(differences, run.config, run.folder, override)
     saving.load_run_state(run, state, folder)
-    if not {"steps", "minutes"} & differences.keys():  # else the schedule starts again, towards the new end
+    if not {"steps", "minutes"} & differences.keys():  # otherwise, the new length has a new schedule
         run.schedule.records[:], run.schedule.warmup = state["schedule"], state["warmup"]
     saving.truncate_metrics(run.folder / saving.METRICS, run.trainer.number)
     line(f"resuming after step {run.trainer.number}")
@@ -274,7 +274,7 @@ def out_of_memory(folder: Path, describe: Callable[[], str]) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not measure.out_of_memory(error):
             raise
-        raise ValueError(f"{describe()}; {folder} has what was ready") from None
+        raise ValueError(f"{describe()}; {folder} has the files that were ready") from None
 
 
 @dataclass
@@ -305,7 +305,7 @@ class NonFatal:
 
 
 def _train(session: Session) -> int:
-    """Train and finish; returns the exit status. A failure leaves the state that is worth saving."""
+    """Train and finish; returns the exit status. After most failures, it saves the last state."""
     run, saver, display = session.run, session.saver, session.display
     compile_loss(run, display.line)
     with saving.stop_signals() as session.request:
@@ -321,8 +321,8 @@ def _train(session: Session) -> int:
                 raise
             display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
             return NOT_SAVED
-        except ValueError:  # from the data, so that the weights are worth saving
-            if ranks.count() == 1:  # else the others do not know
+        except ValueError:  # an error of the data, so that the weights are worth saving
+            if ranks.count() == 1:  # otherwise, the other ranks do not know of it
                 saver.last(run)
             raise
         return _finish(session)
@@ -418,7 +418,7 @@ def _check_due(step: int) -> bool:
 
 
 def _complete_validation(run: Run) -> None:
-    """Validate after the last step of a resumed run, unless its state has that score: a signal interrupted it."""
+    """Repeat the validation after the last step of a resumed run, if a signal interrupted it."""
     number = run.trainer.number
     losses = [
         r["validation_loss"]
@@ -467,7 +467,7 @@ def early_end(run: Run, loss: float) -> str:
     return (
         f"ending early, with {format_seconds(round(run.seconds_left))} left: validation loss was best after "
         f"{plural(run.best_step, 'step')} ({run.best.criterion:.3f}{run.best.unit}) and is "
-        f"{run.last.criterion:.3f} now; more steps would memorise so small a text. --steps has no early end"
+        f"{run.last.criterion:.3f} now; more steps would memorise the text. A run with --steps does not end early"
     )
 
 
@@ -519,7 +519,7 @@ def _close(session: Session, interrupted: bool) -> tuple[Score, int, list[str]]:
 
 
 def _plot(session: Session, score: Score, saved_step: int) -> str:
-    """Plot the losses, and the loads of experts if there are any; returns a line that says where."""
+    """Plot the losses, and the loads of experts if there are any; returns a line with the paths."""
     run, loads, folder = session.run, "", shlex.quote(str(session.run.folder))
     with run.timings("plot"), session.board.non_fatal("plotting"):
         records = saving.read_metrics(run.folder / saving.METRICS, session.display.line)

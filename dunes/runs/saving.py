@@ -37,7 +37,7 @@ STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_b
 SAVE_SECONDS = 60.0
 """Seconds between saves, if a save takes at most CHEAP seconds. https://doi.org/10.1145/361147.361115"""
 CHEAP = SAVE_SECONDS**2 / (2 * 8 * 3600)
-"""Seconds of a save that is worth SAVE_SECONDS of lost work, with a failure in eight hours."""
+"""Seconds that a save may take for SAVE_SECONDS to be the best interval, with one failure in eight hours."""
 STOPPING = b"\nstopping after this step and saving; interrupt again to exit at once\n"
 CLOSING = b"\nall steps are done; saving; interrupt again to exit at once\n"
 ANOTHER_RUN = "already contains a run; continue it with --resume, or choose another --out"
@@ -70,7 +70,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def check_shared(folder: Path) -> None:
-    """Raise ValueError, on all ranks, if a rank cannot write where the first does. The folder `state` exists."""
+    """Raise ValueError, on all ranks, if a rank cannot write where the first does. Needs the folder `state`."""
 
     def write(path: Path) -> None:
         try:
@@ -168,9 +168,9 @@ def run_state(run: Run) -> dict[str, Any]:
 
 
 def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
-    """Read the state in a folder `step-000123`; config (of class `config_class`), scores and schedule are objects.
+    """Read the state in a folder `step-000123`, and construct its config, scores and schedule.
 
-    Raises ValueError with the folder if they cannot be made. The state's digests detect damage, but not edits.
+    Raises ValueError, naming the folder, if one is invalid. The state's digests detect damage, but not edits.
     """
     state = checkpoint.load_state(folder)
     with invalid_state(folder):
@@ -210,7 +210,7 @@ def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_score(values: Any) -> Score | None:
-    """The `Score` stored as a list of three values, or `PreferenceScore` as one of eight; None for None."""
+    """The `Score` in a stored list of three values, or `PreferenceScore` in a list of eight; None for None."""
     if values is None:
         return None
     return PreferenceScore(*values) if len(values) == len(fields(PreferenceScore)) else Score(*values)
@@ -246,7 +246,7 @@ class Saver:
         """Start to save the current state. Returns False, without saving, if the previous save is in progress."""
         if not self.ready():
             return False
-        measure.return_freed_memory()  # else the copy's blocks would split what the next step needs
+        measure.return_freed_memory()  # otherwise, the copy would fragment memory that the next step needs
         snapshot = checkpoint.snapshot(run_state(run), unchanging=["best_weights"])
         self._pending = self.pool.submit(self._write, run.folder, run.trainer.number, snapshot)
         return True
@@ -254,7 +254,7 @@ class Saver:
     def _write(self, folder: Path, step: int, snapshot: checkpoint.Snapshot) -> Path:
         start = perf_counter()
         try:
-            with_metrics = ranks.is_first() and (folder / METRICS).exists()  # resuming needs them up to the state
+            with_metrics = ranks.is_first() and (folder / METRICS).exists()  # resuming needs earlier metrics
             ranks.all_gather(lambda: fsync_path(folder / METRICS) if with_metrics else None)
             return checkpoint.save_state(folder, step, snapshot)
         finally:
@@ -296,7 +296,7 @@ class Saver:
 class StopRequest:
     """Requests by signals: `signal` is the number of the signal that requested a stop, or 0.
 
-    `save` is True if a signal requested a save, `closing` after the last step.
+    `save` is True if a signal requested a save; `closing` is True after the last step.
     """
 
     signal: int = 0
@@ -304,7 +304,7 @@ class StopRequest:
     closing: bool = False
 
     def asked(self) -> bool:
-        """True if validation and the like are to be left; several ranks would leave them in different places."""
+        """True if long work, such as validation, should stop; never with several ranks, which would diverge."""
         return bool(self.signal) and ranks.count() == 1
 
 
@@ -319,8 +319,8 @@ def stop_signals() -> Iterator[StopRequest]:
             os._exit(128 + number)
         request.signal = number
         if ranks.is_first():
-            # Not through the display, in which the handler may have interrupted a line.
-            with suppress(OSError):  # a terminal that was closed
+            # Not through the display, since the handler may have interrupted it within a line.
+            with suppress(OSError):  # the terminal may be closed
                 os.write(2, CLOSING if request.closing else STOPPING)
 
     def save(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""The task of a run, its parameters that are trained, and the run in progress."""
+"""The task of a run, the run in progress, and the parameters that it trains."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from dunes.units import plural
 CHECK_TOKENS, FINAL_TOKENS, FEWEST_TOKENS = 16_384, 262_144, 2_048
 """Maximum numbers of validation tokens to score during a run, and at its end, and the minimum of both."""
 CHECK_SHARE, FINAL_SHARE, SAMPLE_SHARE = 0.03, 0.06, 0.03
-"""Maximum parts of a time limit for a validation during the run, the validation at its end, and a sample."""
+"""Maximum fractions of the time limit for a validation during the run, the final validation, and a sample."""
 CLOSING = 3.0
 """Seconds at the end of a run to save the model and plot, in addition to those of the task."""
 Item = TypeVar("Item")
@@ -117,7 +117,7 @@ class Task(Protocol):
     def begin(self, run: "Run") -> Iterable[str]:
         """Write files that are useful during the run; called after the run is started or restored.
 
-        Lines for the user come as they are true; the first line describes the run.
+        Yields lines for the user while it works; the first line describes the run.
         """
         ...
 
@@ -137,8 +137,8 @@ class Run:
     `timings` include them too. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first
     step. `warm` is True after the first step of this process. `compiled` is True if the loss is compiled, None if
     undecided. `checks_since_best` counts the validations since the best score. `pace` has the seconds of recent
-    steps, except of those that loaded or compiled code. `save_seconds` and `sample_seconds` are those of the
-    last save and sample. `waited` is the time spent on batches at the end of the last step, in seconds.
+    steps, but not of a process's first step, which loads or compiles code. `save_seconds` and `sample_seconds` are
+    the durations of the last save and sample. `waited` is the seconds spent on batches so far.
     """
 
     folder: Path
@@ -203,7 +203,7 @@ class Run:
 
     @property
     def final_seconds(self) -> float:
-        """Estimated seconds of the final validation, if it is as fast as the last one was."""
+        """Estimated seconds of the final validation at the speed of the last one; 0 if `has_final_score`."""
         return (
             0.0
             if self.has_final_score
@@ -233,7 +233,7 @@ class Run:
 def check_tokens(config: RunConfig) -> int:
     """Approximate number of validation tokens to score during a run, the same in all of its validations.
 
-    It follows from the estimated rate: a token is validated in a third of the time that training on it takes.
+    With a time limit, it follows from the estimated rate: validation takes a third of the time of training.
     """
     if config.steps or not config.rate:
         return CHECK_TOKENS
@@ -274,7 +274,7 @@ def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
 
 
 def selects(globs: Iterable[str], name: str) -> bool:
-    """True if some glob matches the parameter's name or its module's name, and the last such glob has no `!`."""
+    """True if a glob matches the parameter's name or its module's name, and the last matching glob has no `!`."""
     names, selected = (name, name.rpartition(".")[0]), False
     for glob in globs:
         if any(tree.matches(glob.removeprefix("!"), n) for n in names):
@@ -283,7 +283,7 @@ def selects(globs: Iterable[str], name: str) -> bool:
 
 
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless stored tensors have these names, shapes and dtypes: a copy would broadcast."""
+    """Raise ValueError unless the stored tensors have the expected names, shapes and dtypes."""
     if unmatched := sorted(expected.keys() ^ stored.keys()):
         difference = f"{unmatched[0]} is in only one of them ({len(unmatched)} such names)"
         raise ValueError(f"the state belongs to another model: {difference}")

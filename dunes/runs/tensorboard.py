@@ -24,7 +24,7 @@ SAMPLES = "samples.md"
 class TensorBoard:
     """Writes metrics and samples: `with TensorBoard(run, non_fatal) as board: board.step(...)`.
 
-    At the start, the old event files are emptied and all earlier metrics and samples are written to a new one, so
+    At the start, the old event files are emptied and all earlier metrics and samples are written to a new file, so
     that a resumed run has no gaps or duplicates. After an OSError, which `non_fatal` reports, nothing more is
     written, but the run continues. If `run` is None, nothing is written. Raises ValueError if tensorboard is
     needed but not installed.

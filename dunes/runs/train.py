@@ -65,11 +65,11 @@ TYPICAL_RATE = 10_000
 """Assumed tokens/s of a run with fixed steps, as the estimate of its duration must not depend on the machine."""
 
 SCORED, SCORED_BLOCKS, CHANCE = 4_000, 64, 8.5
-"""Characters, and blocks of text at most, on which a base is scored before a run, and the bits per byte from which
-on the run begins without it. Random bytes have 8, a random model a little more (docs/log/completion.md)."""
+"""A base is scored before a run on SCORED characters of at most SCORED_BLOCKS blocks of text. At CHANCE bits/byte
+or more, the run begins without it. Random bytes have 8, a random model a little more (docs/log/completion.md)."""
 ADAMW_FROM = 30_000_000
-"""Number of trained parameters from which on AdamW is the default with --from: better with published weights of
-135M, worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
+"""With --from, AdamW is the default if at least this number of parameters is trained: it is better with published
+weights of 135M, worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
@@ -86,8 +86,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Callable[[], Run] | None:
     """Read the text, choose all unset options, and return a function that builds the run.
 
-    `parts` are those of this command. Returns None in a dry run, and if nothing is trained: lines are then
-    completed with the base, which is done here.
+    `parts` are the --parts of this command. Returns None in a dry run, and if nothing is trained: this function
+    then fits the completion gate of the base itself.
     """
     folder, display, resumed, timings = start.folder, start.display, start.options.resume, start.timings
     if resumed and isinstance(config.chosen_parts, str) and not (config.parts == parts or cards_trusted()):
@@ -133,9 +133,9 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
 def _read_text(
     config: TrainConfig, start: Start
 ) -> tuple[TrainConfig, Corpus, list[str], LoadedModel | None, Path] | None:
-    """The config that says whether and how the base trains, the text, the reasons, and the base with its place.
+    """The config with the use of the base chosen, the text, the reasons, the base, and the base's path.
 
-    None if nothing is trained, and the gate of the base is fitted.
+    None if nothing is trained and the gate of the base is fitted already.
     """
     (base, place), reasons = find_base(config, start), list[str]()
     if base and not config.trains:
@@ -143,7 +143,7 @@ def _read_text(
         if Reference(config, start, base, place, packages).is_finished():
             return None
     corpus = gather(config)
-    if not start.options.resume:  # resumed runs have chosen; older ones have None
+    if not start.options.resume:  # a resumed run has chosen already
         config, reasons, base = _choose_base(config, corpus, base, start.display)
     corpus = with_test_files(config, corpus)
     return replace(config, split=corpus.split), corpus, reasons, base, place
@@ -187,9 +187,9 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
         checkpoint.hf_config_of(autosize.meta_model(chosen), chosen.context_length), checkpoint.Architecture
     )
     if chosen.has_own_form and not parts_of_family:
-        what = "parts" if chosen.parts else "shared experts or a selection bias"
+        unnamed = "parts" if chosen.parts else "shared experts or a selection bias"
         display.line(
-            f"note: no Hugging Face config names {what}; the model will be a folder that dunes reads, and "
+            f"note: no Hugging Face config names {unnamed}; the model will be a folder that dunes reads, and "
             "transformers does not"
         )
     if chosen.family in MIXTURES and chosen.top_k == 1 < chosen.expert_count and not resumed:
@@ -201,7 +201,7 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
 
 
 def find_base(config: TrainConfig, start: Start) -> tuple[LoadedModel | None, Path]:
-    """The model of --from, if there is one, and its place: that to which a resumed run refers may have moved too.
+    """The model of --from, if any, and its path. A base to which a resumed run refers may have moved with the run.
 
     Raises ValueError for an adapter, and for a folder that cannot be loaded.
     """
@@ -252,8 +252,7 @@ def outline_with_base(config: TrainConfig, base: LoadedModel) -> Decoder:
 
 
 def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> str:
-    """A sentence with the estimated memory of a run, with --from that of `base`, and the options that reduce it;
-    `text` as in `estimate_memory`."""
+    """The `memory_advice` for a run; with --from, the run trains `base`. `text` is passed to `estimate_memory`."""
     if not config.base:
         return autosize.memory_advice(config, text=text)
     build = partial(outline_with_base, config, base)
@@ -263,9 +262,11 @@ def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> st
 
 
 def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
-    """True if a run that completes lines trains nothing, but refers to the base: by default, if dunes neither
-    trained the base for that nor changed it, and a folder can refer to it. Raises ValueError if it is to, but
-    cannot."""
+    """True if a run that completes lines trains nothing and only refers to the base.
+
+    By default, it does so if a folder can refer to the base, and dunes neither changed it nor trained it to
+    complete lines. Raises ValueError if the config asks for a reference that is impossible.
+    """
     if config.trainable and config.trains:
         return False
     try:
@@ -280,9 +281,9 @@ def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
 
 
 def tells_nothing(base: LoadedModel, corpus: Corpus) -> str:
-    """A sentence for a base that dunes trained on other text, and that predicts this no better than chance; or "".
+    """A sentence for the user if a base that dunes trained predicts the text no better than chance; else "".
 
-    A base that was changed, or that a function of the user's builds, is wanted for more than what it knows.
+    It is empty for a base that was changed or that a function builds: the user wants its structure, too.
     """
     if not trained_text(base.card) or records(base) or base.architecture.function:
         return ""
@@ -299,7 +300,7 @@ def tells_nothing(base: LoadedModel, corpus: Corpus) -> str:
 def choose_trainable(
     config: TrainConfig, corpus: Corpus, base: LoadedModel | None
 ) -> tuple[TrainConfig, list[str]]:
-    """The config with `complete` and `trainable` chosen, and lines with the reasons; `base` is that of --from.
+    """The config with `complete` and `trainable` chosen, and lines with the reasons. `base` is --from's model.
 
     Raises ValueError like `choose_completion` and `only_completes`, and for a base without a tokenizer.
     """
@@ -314,14 +315,14 @@ def choose_trainable(
         lines.append("a chat model: its template is not used for lines")
     if not alone or not chosen.complete:
         return chosen, lines
-    how = "trains nothing: lines are completed with this model, copies and a gate (--trainable all trains it)"
-    return replace(config, complete=True, trainable=NONE), [*lines, how]
+    effect = "trains nothing: lines are completed with this model, copies and a gate (--trainable all trains it)"
+    return replace(config, complete=True, trainable=NONE), [*lines, effect]
 
 
 def _choose_base(
     config: TrainConfig, corpus: Corpus, base: LoadedModel | None, display: Display
 ) -> tuple[TrainConfig, list[str], LoadedModel | None]:
-    """As `choose_trainable`, and the base: None if it would be trained by default and knows nothing."""
+    """The result of `choose_trainable`, and the base; None if the base predicts no better than chance."""
     chosen, reasons = choose_trainable(config, corpus, base)
     if base is None or config.trainable or not (chosen.complete and chosen.trains):
         return chosen, reasons, base
@@ -409,7 +410,7 @@ def prepare(
 
 
 def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
-    """How much the completion gate is fitted on; in a run with fixed steps, it depends only on the config."""
+    """The amount of text that fits the completion gate; with fixed steps, it depends only on the config."""
     if config.steps:
         return FitSize.of(config.steps * config.batch * config.context_length / TYPICAL_RATE)
     return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
@@ -417,10 +418,10 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that trains nothing: its folder refers to `base`, which is in `place`, and has copies and a gate.
+    """A run that trains nothing: its folder refers to `base` at `place`, and has an index for copies, and a gate.
 
-    `packages` are those whose code is in the text. Raises ValueError for a base that cannot be referred to or that
-    cannot write lines, and with several ranks.
+    `packages` are the installed packages whose code is in the text. Raises ValueError if no folder can refer to
+    the base, if its tokenizer cannot write lines, and with several ranks.
     """
 
     config: TrainConfig
@@ -445,7 +446,7 @@ class Reference:
 
     @property
     def card(self) -> dict[str, Any]:
-        """The card's entries on the text; prompts have no headers, as the base has not seen them."""
+        """The card's entries on the text; prompts have no headers, since the base was trained without headers."""
         return {"trained": asdict(self.config) | {"file_headers": False, "packages": sorted(self.packages)}}
 
     @property
@@ -455,7 +456,7 @@ class Reference:
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
     def is_finished(self) -> bool:
-        """True if this base was fitted, and no other option changes. If it has moved, the run follows."""
+        """True if the base's gate is fitted and no option changes; also records the path of a moved base."""
         fitted, changed = self.fitted, {*self.start.options.override}
         if changed - {"base"} or not fitted or not self._has_fitted(fitted):
             return False
@@ -465,7 +466,7 @@ class Reference:
         return True
 
     def _has_fitted(self, fitted: Mapping[str, Any]) -> bool:
-        """True if the base has the weights and settings of this record, and the tokenizer of the index's ids."""
+        """True if the base has the weights and settings of this record, and its tokenizer made the index."""
         settings = adapter_base_of(self.base.architecture.outline(), described_family(self.base)).settings
         same = fitted.get("sha256") == self.identity["sha256"] and fitted.get("config") == settings
         return same and Tokenizer.load(self.folder).json() == self.base.require_tokenizer().json()
@@ -478,14 +479,14 @@ class Reference:
         write_config(self.config, self.folder)
 
     def fit(self, corpus: Corpus) -> str:
-        """Index the text, fit the gate, and save; returns a line for the user. A dry run says what this takes."""
+        """Index the text, fit the gate, and save; returns a line for the user. A dry run only reports the cost."""
         config, folder, size = self.config, self.folder, corpus.size
         display, options = self.start.display, self.start.options
         assert self.identity, "taken before the weights are rounded"
         stored = size_of(self.base)
         loaded = round_for_speed(replace(self.base, card={"adapter": None, **self.card}))
         loaded.model.to(measure.device())
-        amount = FitSize.of(config.seconds, 1.0, ALONE)  # as much as the limits allow, as its speed is not known
+        amount = FitSize.of(config.seconds, 1.0, ALONE)  # the maximum, since the model's speed is unknown
         parts = {"parameters": float(sum({stored, size_of(loaded)})), "Python and torch": PROCESS}
         memory = describe_memory(parts | autosize.fit_memory(amount.places, size))
         seconds = format_seconds(round(sum(amount.seconds) + 2 * BYTE_SECONDS * size))
@@ -502,18 +503,18 @@ class Reference:
                 return finish_completion(folder, files, amount, loaded, config.copies, self.save)
 
     def run(self, corpus: Corpus) -> None:
-        """`fit`, and print the outcome, also when a signal ends the process."""
+        """Call `fit`, and print the outcome, even if a signal ends the process."""
         folder, display = shlex.quote(str(self.folder)), self.start.display
         try:
-            said = self.fit(corpus)
+            outcome = self.fit(corpus)
         except (KeyboardInterrupt, SystemExit):
             is_run = read_config(self.folder, TrainConfig) is not None
             left = f"resume with: dunes train --out {folder} --resume" if is_run else "nothing was written"
             display.line(f"stopped: {f'{folder} has what it had' if self.fitted else left}")
             raise
-        if said:
+        if outcome:
             took = format_seconds(round(self.start.timings.elapsed))
-            display.line(f"{said}\ndone after {took}: {folder} refers to {self.place}, which must stay")
+            display.line(f"{outcome}\ndone after {took}: {folder} refers to {self.place}, which must stay")
             display.line(f"try: dunes complete {folder} FILE:LINE:COLUMN   in your editor: dunes serve {folder}")
 
 

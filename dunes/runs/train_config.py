@@ -32,7 +32,7 @@ OF_TRAINING = (
     *("separate_documents", "fim_rate", "dropout", "weight_decay", "steps", "batch", "context_length", "lr"),
     *("lr_factors", "optimizer", "compile", "dtype", "seed"),
 )
-"""Options that a run that trains nothing leaves unused."""
+"""Options that have no effect in a run that trains nothing."""
 Balancing = Literal["loss", "bias"]
 
 
@@ -63,7 +63,7 @@ class ModelShape:
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
-    """Replace parts of the default model (an unknown one lists them), or call a Python function that builds it."""
+    """Replace parts of the default model (an unknown name lists all), or call a Python function that builds it."""
     experts: Annotated[int, flag("EXPERTS", "8 with a family of mixtures, else none")] = 0
     """Train a mixture of this many experts; the family is then mixtral unless --family has experts."""
     experts_per_token: Annotated[int, flag("EXPERTS", "2")] = 0
@@ -93,7 +93,7 @@ class TrainOptimization(Optimization):
     optimizer: Annotated[
         str | None, flag("NAME", "muon; with --from adamw, if 30M parameters or more are trained")
     ] = None
-    """Optimizer (an unknown one lists them); muon trains embeddings, head and norms with AdamW."""
+    """Optimizer (an unknown name lists all); muon trains embeddings, head and norms with AdamW."""
     lr: Annotated[float | None, flag("RATE", "muon 0.02, with --from 0.006; adamw by the model's width")] = None
     """Peak learning rate; embeddings, head and norms have half of Muon's."""
     lr_factors: Annotated[tuple[str, ...], flag("GLOB=FACTOR", "none")] = ()
@@ -101,7 +101,7 @@ class TrainOptimization(Optimization):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:  # `file_headers` False: files do not begin with their paths, for ablations
+class Completion:  # if `file_headers` is False, files do not begin with their paths
     complete: tyro.conf.DisallowNone[
         Annotated[bool | None, flag("", "where most of the text is source code; --no-complete: off")]
     ] = None
@@ -109,8 +109,8 @@ class Completion:  # `file_headers` False: files do not begin with their paths, 
     fim_rate: Annotated[float, flag("RATE")] = 0.25
     """With --complete, the fraction of windows that are cut into prefix, suffix and middle."""
     copies: Annotated[Copies, flag("auto|never|only")] = "auto"
-    """When lines are completed by copying alone: if it has more line ends right than the model, by a margin beyond
-    the spread of held-out files (auto), never, or always (only: the model is not used for lines)."""
+    """When to complete lines by copying alone: if copies get more line ends right than the model, by a margin
+    beyond the spread of held-out files (auto); never; or always, without the model (only)."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
     dropout: Annotated[
         float | None, flag("P", "0.2 with --complete, if text is repeated often; with --from its own; else 0")

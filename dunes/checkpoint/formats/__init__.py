@@ -1,7 +1,7 @@
-"""Formats on disk other than Hugging Face's, one file for each, and the table of those that `dunes export` writes.
+"""Formats on disk other than Hugging Face's, one file each, and the table of formats that `dunes export` writes.
 
-Files that only read or write tensors (`adapter`, `gguf`, `native`, `quantized_weights`) are imported by
-`checkpoint.open`; files that open the model which they write stand above it. This file does not import torch.
+`checkpoint.open` imports the files that only read or write tensors (`adapter`, `gguf`, `native`,
+`quantized_weights`). The others import `checkpoint.open` to open a written model. This file does not import torch.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -37,11 +37,11 @@ FORMATS = {
     "cpp": Format("a folder for C and C++ without Python", network=True),
     "onnx": Format("without a cache", suffix=".onnx", network=True, no_dtype="weights are written in float32"),
 }
-"""Formats by name. hf has no entry: `dunes export --to hf` is `dunes convert`, or merges and dequantizes."""
+"""Formats by name. hf has no entry: `dunes export --to hf` converts a plain folder, or merges and dequantizes."""
 
 
 def check_choice(to: str, dtype: str | None) -> None:
-    """Raise ValueError unless `to` is hf or a format in FORMATS, and may have this dtype."""
+    """Raise ValueError unless `to` is hf or a format in FORMATS that supports this dtype."""
     form = Format("Hugging Face") if to == "hf" else FORMATS.get(to)
     if form is None:
         listed = ", ".join(FORMATS)

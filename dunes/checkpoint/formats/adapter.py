@@ -52,7 +52,7 @@ from dunes.units import plural
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
-"""Dimensions and name in PEFT's files of the tensors of all variants of LoRA."""
+"""Tensors of all LoRA variants by name, each with its dimensions and its name in PEFT's files."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class AdapterBase:
 
 
 def adapter_base_of(model: nn.Module, family: str | None = None) -> AdapterBase:
-    """The base of a model's adapters; `family` names its matrices, by default the one that its modules are of.
+    """The base of a model's adapters. `family` names its matrices; by default, it follows from the modules.
 
     Raises ValueError if no Hugging Face config describes the base.
     """
@@ -83,7 +83,7 @@ def adapter_base_of(model: nn.Module, family: str | None = None) -> AdapterBase:
             f"the base of these adapters has no Hugging Face config: {config}; save the whole model, "
             "as dunes finetune --method full and lora-experts do"
         )
-    settings = json.loads(json.dumps(FAMILIES[config.family].to_hf(config.config)))  # as a card has them
+    settings = json.loads(json.dumps(FAMILIES[config.family].to_hf(config.config)))  # types of JSON
     family = family or config.family
     names = for_heads(weight_names(family), config.config.heads)
     return AdapterBase(family, modules, peft_targets(names, modules), settings)
@@ -113,12 +113,12 @@ def save_adapter(
 
     `identity` is the model's `base_identity` from before its weights were rounded. For quantized weights, it is
     `before | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length
-    are saved for use with the adapter. `family` is that of the base's files, if it has modules of another: "phi3",
-    whose modules are a LLaMA's. `facts` go into the card; their "changes" are records of earlier changes to
-    the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. With
-    None as `name`, only a reference to the base is written, which loading returns. The save is atomic, as in
-    `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot express, and for a
-    folder with a model that dunes did not save, which would hide the adapter.
+    are saved for use with the adapter. `family` is the family of the base's files if its modules are of another
+    family: "phi3" has LLaMA's modules. `facts` go into the card; their "changes" are records of earlier changes to
+    the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. If
+    `name` is None, only a reference to the base is written, and loading the folder loads the base. The save is
+    atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot express,
+    and for a folder with a model that dunes did not save, which would hide the adapter.
     """
     folder, adapter_base = Path(folder), adapter_base_of(model, family)
     factors, adapters = list[tuple[Target, Factors]](), list[Adapter]()
@@ -128,7 +128,7 @@ def save_adapter(
     read_consistently(folder, _refuse_foreign_model)
     config = _peft_config(factors, adapter_base, adapters)
     config["base_model_name_or_path"], recorded_base = _locate_base(base, folder)
-    dropouts = [] if config["target_parameters"] else [a.config.dropout for a in adapters]  # PEFT: none on experts
+    dropouts = [] if config["target_parameters"] else [a.config.dropout for a in adapters]  # PEFT: not on experts
     config["lora_dropout"] = max(dropouts, default=0.0)
     weights = in_memory({PREFIX + k: w for k, w in _peft_keys(factors, adapter_base)})
     card = {
@@ -223,7 +223,7 @@ MISREAD = {"gate_proj", "up_proj", "down_proj"}
 def _peft_config(
     factors: Sequence[tuple[Target, Factors]], base: AdapterBase, adapters: Sequence[Adapter]
 ) -> dict[str, Any]:
-    """The adapter_config.json. It lists the last part of modules' names if all modules with that part are adapted.
+    """The adapter_config.json; `target_modules` has the last part of a name if all modules with it are adapted.
 
     `r` and `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
     `alpha_pattern`.
@@ -234,8 +234,8 @@ def _peft_config(
     left_out = {_leaf(t.path) for t in adaptable if not t.stacked and t.path not in paths}
     if (misread := MISREAD & {*map(_leaf, paths)}) and any(t.stacked for t in adaptable):
         warnings.warn(
-            f"PEFT with transformers 5 takes each {', '.join(sorted(misread))} of this mixture for experts, and "
-            "does not load those outside of them; for PEFT, leave out dense and shared MLPs, or merge the adapter",
+            f"PEFT with transformers 5 takes every {', '.join(sorted(misread))} of this mixture for an expert's, "
+            "and loads no adapter of another MLP; for PEFT, leave out dense and shared MLPs, or merge the adapter",
             stacklevel=2,
         )
     if any(path.endswith(".mixer.out_proj") for path in paths):
@@ -243,15 +243,15 @@ def _peft_config(
     ranks = {t.path: f.rank // len(t.rows) for t, f in factors}
     # Rounding restores the alpha that the scale was computed from.
     alphas = {t.path: round(f.scale * _divisor(ranks[t.path], rslora), 10) for t, f in factors}
-    pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # of a mere reference to a base
+    pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # a reference has no factors
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
-    # In a model with such experts, PEFT takes every module of these names for theirs; a parameter it does not.
+    # In a model with such experts, PEFT takes modules with these names for an expert's, but no parameters.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
     if shared and any(f.others for _, f in factors):
         raise ValueError(
-            f"{min(shared)}: PEFT takes it for an expert's, which gets plain LoRA only; use that there"
+            f"{min(shared)}: PEFT takes it for an expert's, for which it supports only plain LoRA; use plain LoRA"
         )
     names = {path: f"{path}.weight" if path in shared else path for path in others}
     # Older versions match a pattern only after a dot.
@@ -317,7 +317,7 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
 
 
 def is_reference(card: Mapping[str, Any]) -> bool:
-    """True for the card of a mere reference to a base, which `save_adapter` writes without a name."""
+    """True if a card describes a mere reference to a base, which `save_adapter` writes if `name` is None."""
     return "adapter" in card and card["adapter"] is None
 
 
@@ -441,7 +441,7 @@ def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> 
 
 _NAMES = [(key, name) for table in (PARAMETERS, EmbeddingAdapter.PARAMETERS) for name, (_, key) in table.items()]
 PARTS = {"base_layer.weight": "base", **dict(_NAMES), **{f"{key}.weight": name for key, name in _NAMES}}
-"""The tensors of an adapter by the end of their names, which some versions of PEFT end with `.weight`."""
+"""An adapter's tensors by the end of their names; some versions of PEFT append `.weight`."""
 
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:

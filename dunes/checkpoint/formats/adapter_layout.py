@@ -54,7 +54,7 @@ class Target:
         return self.load(torch.empty(0, 1, device="meta")).shape == (1, 0)
 
     def b_to_theirs(self, b: Tensor) -> Tensor:
-        """The factor `B` (O, R) of one row of modules with its outputs in the order of the base weight's."""
+        """Reorder the outputs of `B` (O, R) of one row of modules like the outputs of Hugging Face's weight."""
         saved = self.save(b)
         return saved.mT if self.transposed else saved
 
@@ -64,7 +64,7 @@ class Target:
 
     @property
     def path(self) -> str:
-        """The target's name in PEFT: the module's name, or for stacked experts the parameter's."""
+        """The target's name in PEFT: the module's name, or for stacked experts the parameter's name."""
         return self.weight.removesuffix(".weight")
 
     @property
@@ -91,7 +91,7 @@ def peft_targets(names: Names, modules: Iterable[str]) -> dict[str, Target]:
 def join_factors(target: Target, factors: Mapping[str, Factors], modules: Mapping[str, nn.Module]) -> Factors:
     """Factors of a target, joined from its modules' factors; modules without an adapter get rank 0.
 
-    Raises ValueError for tensors beside the factors that PEFT does not support there.
+    Raises ValueError for `others` that PEFT does not support on this target.
     """
     adapted = [factors[m] for m in target.modules if m in factors]
     if len(target.modules) == 1:
@@ -112,9 +112,9 @@ def join_factors(target: Target, factors: Mapping[str, Factors], modules: Mappin
 
 
 def _check_others(target: Target, factors: Mapping[str, Factors]) -> None:
-    """Raise ValueError for tensors beside the factors, unless they have an element for each output of the target.
+    """Raise ValueError for `others`, unless each has one element for each output of the complete target.
 
-    PEFT supports neither stacked experts nor a part of a matrix.
+    PEFT supports `others` neither on stacked experts nor on a part of a matrix.
     """
     adapted = [factors[m] for m in target.modules if m in factors]
     by_output = all(t.shape == f.B.shape[:1] for f in adapted for t in f.others.values())
@@ -129,8 +129,8 @@ def _check_others(target: Target, factors: Mapping[str, Factors]) -> None:
 def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
     """`A` and `B` for modules joined along their outputs.
 
-    If all have the same `A`, it is kept once and their `B`s are concatenated; otherwise the `A`s are concatenated
-    and `B` is block-diagonal.
+    If all modules have the same `A`, it is kept once and their `B`s are concatenated; otherwise the `A`s are
+    concatenated and `B` is block-diagonal.
     """
     b = [p.B if p.scale == scale else p.B * (p.scale / scale) for p in parts]
     if not parts[0].A.is_meta and all(torch.equal(p.A, parts[0].A) for p in parts):
@@ -141,7 +141,7 @@ def _stack_row(parts: Sequence[Factors], scale: float) -> tuple[Tensor, Tensor]:
 def split_factors(target: Target, joined: Factors, modules: Mapping[str, nn.Module]) -> dict[str, Factors]:
     """Factors of each module of a target, of limited rank; zero columns of `B` and their rows of `A` are dropped.
 
-    `modules` are the base's, by name. Modules without a nonzero column and without other tensors are omitted.
+    `modules` has the base's modules by name. A module whose `B` is zero is omitted, unless it has `others`.
     """
     if len(target.modules) == 1:
         return {target.modules[0]: _limit_rank(joined)}

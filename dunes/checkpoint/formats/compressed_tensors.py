@@ -31,8 +31,8 @@ from dunes.parts import Decoder
 from dunes.units import format_bytes, plural
 
 ZERO_POINTS = (
-    "; it has zero points, with which transformers 5.23 and compressed-tensors 0.20 do not open a folder: "
-    "quantize with --symmetric for these"
+    "; it has zero points, which transformers 5.23 and compressed-tensors 0.20 do not read in a folder: "
+    "quantize with --symmetric for them"
 )
 """https://github.com/vllm-project/llm-compressor/issues/1618"""
 
@@ -70,7 +70,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
 
     def compare(staged: Path) -> tuple[str, Mapping[str, Any]]:
         limit = EXACT if dtype == "float32" else TOLERANCE
-        difference = check_written(staged, out, expected, length, "that in the folder", limit)
+        difference = check_written(staged, out, expected, length, "the model in the folder", limit)
         asymmetric = any("weight_zero_point" in tensors for tensors, _ in packed.values())
         report = (
             f"{plural(len(layers), 'layer')} packed, {format_bytes(sum(t.nbytes for t in files.values()))} of "
@@ -83,7 +83,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
 
 
 def _their_names(model: Decoder, described: Architecture, places: Iterable[str]) -> dict[str, str]:
-    """The modules' names in Hugging Face's files. Raises ValueError if these store a weight in another layout."""
+    """The modules' names in Hugging Face's files. Raises ValueError if a weight has another layout there."""
     weights, names = dict(model.named_parameters()), {}
     conversions, _ = to_theirs(written_names(described.family, described.config), weights)
     alone = {c.sources[0]: c for c in conversions if len(c.sources) == 1}
@@ -98,7 +98,7 @@ def _their_names(model: Decoder, described: Architecture, places: Iterable[str])
 
 
 def _pack(layer: Quantized, place: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors of a layer by the last part of their names, and its scheme in the `quantization_config`.
+    """Tensors of a layer by the last part of their names, and the layer's scheme in the `quantization_config`.
 
     Raises ValueError for a layer that the format cannot express.
     """
@@ -110,7 +110,7 @@ def _pack(layer: Quantized, place: str) -> tuple[dict[str, Tensor], dict[str, An
         )
     inputs, group = layer.in_features, grid.width(layer.in_features)
     if inputs % group:
-        raise ValueError(f"{place}: its {inputs} inputs are no multiple of {grid.group}, as {NAME} needs them")
+        raise ValueError(f"{place}: has {inputs} inputs; {NAME} needs a multiple of {grid.group}")
     codes, scale, zero = _values(layer)
     tensors = {
         PACKED: _int32(pack(codes, grid.bits)),

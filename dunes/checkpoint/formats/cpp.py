@@ -49,13 +49,13 @@ INSTRUCTIONS = re.compile(
     "(sse|ssse|avx|amx|fma|f16c|bmi|adx|aes|pclmul|vaes|vpclmul|gfni|sha|rdrand|rdseed|rdpid|movbe|movdir|popcnt|abm|"
     "cx16|clflush|clwb|cldemote|xsave|fsgsbase|lahf|3dnowprefetch|serialize|waitpkg|ptwrite|enqcmd|cmpccxadd).*"
 )
-"""Those flags of an x86 processor, as Linux lists them, that name instructions which compilers may emit."""
+"""Pattern of Linux's flags of x86 processors that name instructions which compilers may emit."""
 UNSUPPORTED = (
     *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("byte_fallback", "ignore_merges"),
 )
 """Settings of byte-pair tokenizers that the program does not support."""
-NO_TOKENIZER = "the program has tokenizers of bytes, characters and byte pairs trained here, and not this model's"
+NO_TOKENIZER = "the program reads tokenizers of bytes, characters and byte pairs by dunes, and not this model's"
 
 
 def write(folder: Path, out: Path, dtype: str | None = None) -> str:
@@ -103,7 +103,7 @@ def export_native(
         raise ValueError("--to cpp: a mixture of experts, whose operation needs Python, cannot be exported")
     if (length := loaded.context_length) < MIN_CONTEXT:
         raise ValueError(f"--to cpp: the model attends to {length} tokens; expected at least {MIN_CONTEXT}")
-    show("compiling the steps unless they are kept already: two to five minutes")
+    show("compiling the decoding code: two to five minutes, unless it is cached")
     package, chosen = decode_packages.compile_step(model, loaded.context_length, dtype, whole=True)
     step = decode_packages.load_step(model, chosen)
     stems = {Path(name).stem for n, name in decode_packages.FILES.items() if n != ROWS}
@@ -139,9 +139,9 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
     """Write the folder `out` with a network's compiled forward, in evaluation mode; returns a line on the folder.
 
     The code maps a float32 tensor to a float32 tensor on the CPU, with the shapes of this example. Raises
-    ValueError, before any work, if `out` exists, without a C++ compiler, and if the network does not map one
-    float32 tensor to another, or changes its buffers. Later, raises ValueError if torch cannot export or compile
-    the network, or if the code computes something else.
+    ValueError, before any work, if `out` exists, if no C++ compiler is installed, and if the network does not map
+    one float32 tensor to another, or changes its buffers. Later, raises ValueError if torch cannot export or
+    compile the network, or if the code computes something else.
     """
     check_target(out)
     expected = _check_network(model, example)
@@ -162,7 +162,7 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
 
 
 def check_target(out: Path) -> None:
-    """Raise ValueError if `out` exists, and without a C++ compiler."""
+    """Raise ValueError if `out` exists, or if no C++ compiler is installed."""
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
     if reason := why_not_compiled():
@@ -176,7 +176,7 @@ def _check_network(model: nn.Module, example: Tensor) -> Tensor:
     with torch.no_grad(), tree.mode(model, False), decode_packages.buffers_unchanged(model):
         expected = model(example)
     if not isinstance(expected, Tensor) or {example.dtype, expected.dtype} != {torch.float32}:
-        raise ValueError("--to cpp: expected a network of one tensor in float32 that gives one in float32")
+        raise ValueError("--to cpp: expected a network that maps one float32 tensor to another")
     return expected
 
 
@@ -192,7 +192,7 @@ def _differing(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> d
 def _decoder_card(loaded: LoadedModel, step: CompiledStep) -> dict[str, Any]:
     tokenizer, ids = loaded.tokenizer, vocabulary_size(loaded.model)
     assert ids is not None, "a decoder embeds ids"
-    largest = cache_for(loaded.model, 1, 1 << 40)  # which allocates when it is written to
+    largest = cache_for(loaded.model, 1, 1 << 40)  # memory is allocated only when it is written to
     rolling = largest if isinstance(largest, RollingCache) else None
     parts = [("key", step.example.keys), ("value", step.example.values)]
     return {
@@ -298,7 +298,7 @@ def encoding_tables(tokenizer: Tokenizer) -> dict[str, NDArray[Any]] | None:
     if plain and tokenizer.splits == "characters" and model["type"] == "WordLevel":
         vocab = model["vocab"]
         ids = {int.from_bytes(token.encode(), "big"): i for token, i in vocab.items() if len(token) == 1}
-        ids[-1] = vocab[UNKNOWN]  # of all characters without an id
+        ids[-1] = vocab[UNKNOWN]  # the id of all other characters
         return _tables(tokenizer, ids, []) | {"characters": np.ones(1, np.uint8)}
     if not (plain and tokenizer.splits == "lines" and model["type"] == "BPE"):
         return None

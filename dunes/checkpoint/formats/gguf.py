@@ -57,7 +57,7 @@ DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK = 32
 """Number of elements in a block of the quantized types."""
 FREQUENCIES = "rope_freqs.weight"
-"""Name of the tensor of divisors of the rotary frequencies, for LLaMA 3's scaling."""
+"""Name of the tensor by which rotary frequencies are divided in LLaMA 3's scaling."""
 
 KEYS = {
     "num_hidden_layers": "block_count",
@@ -101,13 +101,13 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("expert_shared_count", "expert_shared_feed_forward_length"), (0,)),
     **dict.fromkeys(("use_parallel_residual", "swin_norm", "rope.scaling.yarn_log_multiplier"), (0,)),
 }
-"""Values of further keys with which a file is read; 0 turns off what they set."""
+"""The values that further keys may have; 0 turns a feature off."""
 
 
 def write(
     out: Path, architecture: Architecture, weights: Weights, tokenizer: Tokenizer | None, dtype: str | None
 ) -> str:
-    """Write a GGUF file; returns a line on the file. `dtype` is one of TYPES, by default the most common one.
+    """Write a GGUF file; returns a line on the file. `dtype` is one of TYPES, by default the most common dtype.
 
     Raises ValueError like `write_file`; then nothing is written.
     """
@@ -267,7 +267,7 @@ def _rope_fields(scaling: Scaling) -> dict[str, Any]:
             return {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
         case Yarn():
             if (scaling.beta_fast, scaling.beta_slow, scaling.truncate) != (32.0, 1.0, True):
-                raise ValueError("llama.cpp's YaRN has beta_fast 32, beta_slow 1 and truncate, this model has not")
+                raise ValueError("llama.cpp's YaRN has beta_fast 32, beta_slow 1 and truncate, this model differs")
             return {
                 "rope.scaling.type": "yarn",
                 "rope.scaling.factor": float(scaling.factor),
@@ -358,7 +358,7 @@ def hf_config(path: Path, files: Weights) -> dict[str, Any]:
 
 
 def _refuse_other_keys(architecture: str, known: Mapping[str, Any]) -> None:
-    """Raise ValueError for a key that is neither read, nor without effect, nor neutral."""
+    """Raise ValueError for a key that is not read and may affect the logits."""
     read = {*UNUSED, *(GPT2_KEYS.values() if architecture == "gpt2" else (*KEYS.values(), *ROPE_KEYS))}
     read -= set() if architecture == "llama" else {"attention.sliding_window"}
     width = config_values.size(known, "attention.key_length", 0) if "attention.key_length" in read else 0
@@ -396,7 +396,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
     if FREQUENCIES in files:
         if kind not in ("none", "linear") or (kind == "linear" and factor != 1.0):
             raise ValueError(
-                f"rope.scaling is {kind} by {factor:g} and {FREQUENCIES} exists; expected one of both"
+                f"rope.scaling is {kind} by {factor:g} and {FREQUENCIES} exists; expected only one of them"
             )
         return rotated | {"rope_scaling": _llama3(hf, width, length or 8192, files[FREQUENCIES].read())}
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -410,7 +410,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
 
 
 def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) -> dict[str, Any]:
-    """LLaMA 3's scaling with its usual bounds 1 and 4. Raises ValueError unless it results in these divisors."""
+    """LLaMA 3's scaling with its usual bounds 1 and 4. Raises ValueError unless it gives these divisors."""
     scaling, base = Llama3(float(divisors.max()), 1.0, 4.0, length), hf.get("rope_theta", 10_000.0)
     cpu = torch.device("cpu")
     expected = base_frequencies(width, base, cpu) / scaling.inverse_frequencies(width, base, cpu)

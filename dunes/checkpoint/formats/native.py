@@ -109,7 +109,7 @@ def _window(p: Mapping[str, Any]) -> int | None:
     window = p.get("sliding_window", p.get("_sliding_window"))
     if isinstance(window, list):
         if len(set(map(str, window))) != 1:
-            raise ValueError(f"layers have different sliding windows {str(window)[:60]}, which no family here has")
+            raise ValueError(f"layers have different sliding windows {str(window)[:60]}, which no family supports")
         window = window[0]
     known = {"sliding_window": int(window) if isinstance(window, str) else window}
     return None if window is None else size(known, "sliding_window")
@@ -217,7 +217,7 @@ def _join(parts: Sequence[LazyTensor], expected: tuple[int, ...] | None) -> Lazy
 def open_folder(
     folder: Path,
 ) -> tuple[Architecture, dict[str, Any], Weights, Names, tuple[str, ...], tuple[str, ...]]:
-    """The architecture in a folder, its config.json, tensors and their names, ignored names, and assumptions.
+    """Architecture, config.json, tensors, table of names, ignored names and assumptions of a native folder.
 
     Raises ValueError for an unsupported params.json, and for files that are missing or do not fit it.
     """

@@ -37,7 +37,7 @@ def write_network(folder: Path, out: Path, sizes: Sequence[int]) -> str:
 
 
 def export_onnx(loaded: LoadedModel, out: Path) -> str:
-    """Write `out`, which maps `ids` (B, T) to `logits` (B, T, V) in float32; returns a line on the file.
+    """Write an ONNX file that maps `ids` (B, T) to `logits` (B, T, V) in float32; returns a line on the file.
 
     The model itself is converted to float32, and its quantized layers become dense. Raises ValueError if `out`
     exists, if the extra packages are missing, for sliding windows and models of more than 2 GB, if torch cannot
@@ -56,7 +56,7 @@ def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> 
     """Write the forward pass of any network as the ONNX file `out`; returns the file's size as text.
 
     Shapes are fixed to the example's, unless `options` for `torch.onnx.export` make some of them dynamic. Raises
-    ValueError like `export_onnx`, which here compares the outputs for the example.
+    ValueError like `export_onnx`; outputs are compared for the example.
     """
     options = {"input_names": ["input"], "output_names": ["output"]} | options
     runtime, _, checker = [extra(module, "onnx") for module in ("onnxruntime", "onnxscript", "onnx.checker")]
@@ -67,11 +67,11 @@ def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> 
     try:
         with torch.no_grad(), tree.mode(model, False), warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")  # torch's own deprecations
-            logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # torchvision, which is not needed
+            logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # no warning that torchvision is missing
             expected = tree_leaves(model(example))
             program: Any = torch.onnx.export(model, (example,), dynamo=True, **options)
             checker.check_model(program.model_proto, full_check=True)
-    except Exception as error:  # torch raises whatever it meets
+    except Exception as error:  # torch raises errors of many types
         reason = one_line(error.__cause__ or error)
         raise ValueError(f"--to onnx: torch cannot export this model: {reason}") from None
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -16,13 +16,13 @@ lower bits first. `X.P_scales` (E, O, G) has the exponent of a power of two, plu
 https://arxiv.org/abs/2310.10537
 
 GPTQ: `X.qweight` (I * bits / 32, O) int32 has the codes of each column, lowest bits first. `X.scales` (G, O) and
-`X.qzeros` (G, O * bits / 32) int32, packed along the rows, are those of groups of inputs. `X.g_idx` (I) int32 has
-the group of each input, since act-order sorts the inputs. Zero points are stored less 1, in `gptq_v2` as they are.
+`X.qzeros` (G, O * bits / 32), int32 packed along the rows, have a row for each group of inputs. `X.g_idx` (I),
+int32, has the group of each input, since act-order sorts inputs. Zero points are stored minus 1, not in `gptq_v2`.
 https://github.com/AutoGPTQ/AutoGPTQ/blob/main/auto_gptq/nn_modules/qlinear/qlinear_cuda.py
 https://github.com/ModelCloud/GPTQModel/blob/main/gptqmodel/utils/model.py
 
 AWQ (`gemm`): `X.qweight` (I, O / 8) and `X.qzeros` (G, O / 8) are int32, with the codes of 8 outputs in a word, in
-the order 0 2 4 6 1 3 5 7 from the lowest bits. `X.scales` (G, O) are those of groups of successive inputs.
+the order 0 2 4 6 1 3 5 7 from the lowest bits. `X.scales` (G, O) has a row for each group of successive inputs.
 https://github.com/casper-hansen/AutoAWQ/blob/main/awq/modules/linear/gemm.py
 """
 
@@ -55,15 +55,15 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = (*_MAGNITUDES, *(-x for x in _MAGNITUDES))
 """Floats of four bits (E2M1) by their codes."""
 GPTQ_BITS = (2, 4, 8)
-"""Bits per code for which a word of 32 bits has complete codes; for 3 bits, GPTQModel has two layouts."""
+"""Supported bits per code, which divide 32; for 3 bits, GPTQModel has two layouts."""
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the codes of 8 successive outputs are."""
+"""Positions of the codes of 8 successive outputs in a word."""
 
 
 def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, LazyTensor]:
     """The tensors; the parts of each quantized weight become one dense tensor, which is dequantized when read.
 
-    Of stacked experts, each becomes a tensor of its own, `X.{e}.P`, so that no read dequantizes all of them.
+    Each stacked expert becomes a tensor of its own, `X.{e}.P`, so that a read dequantizes only one expert.
     `quantization` is the `quantization_config` of the config.json at `config`. Quantization of activations is
     ignored. Raises ValueError for an unknown quantization, and for parts that are missing or do not fit together.
     """
@@ -82,8 +82,8 @@ def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, 
         _known(settings, config, (4,), "gemm")
         return _words(files, _awq, config)
     raise ValueError(
-        f"{config}: quantized with {quote(method)}; only plain weights and bitsandbytes' of four bits, "
-        "compressed-tensors' packed ones, MXFP4, GPTQ and AWQ are read, get those"
+        f"{config}: quantized with {quote(method)}; supported are plain weights, bitsandbytes with four "
+        "bits, packed compressed-tensors, MXFP4, GPTQ and AWQ; download one of these"
     )
 
 
@@ -226,19 +226,19 @@ def _expert(codes: LazyTensor, scale: LazyTensor, expert: int) -> Tensor:
 
 
 def _known(settings: Mapping[str, Any], config: Path, known: tuple[int, ...], *forms: str) -> tuple[int, str]:
-    """The bits per code and the format in the settings. Raises ValueError for those that are not read."""
+    """The bits per code and the format in the settings. Raises ValueError if they are not supported."""
     bits, keys = settings.get("bits"), ("checkpoint_format", "version", "format")
     form = next((settings[key] for key in keys if settings.get(key)), forms[0])
     if bits not in known or not isinstance(form, str) or form.lower() not in forms:
         raise ValueError(
-            f"{config}: quantized to {quote(bits)} bits in the format {quote(form)}; only {' or '.join(forms)} "
-            f"with {', '.join(map(str, known))} bits is read, get that"
+            f"{config}: quantized to {quote(bits)} bits in format {quote(form)}; expected "
+            f"{' or '.join(forms)} in {' or '.join(map(str, known))} bits; download such weights"
         )
     return int(bits), form.lower()
 
 
 def _words(files: Weights, dense: Callable[[Weights, str], LazyTensor], config: Path) -> dict[str, LazyTensor]:
-    """The tensors; `dense` makes one of the parts of each quantized weight."""
+    """The tensors; `dense` combines the parts of each quantized weight into one tensor."""
     tensors = dict(files)
     if not (keys := [key for key in files if key.endswith(".qweight")]):
         raise ValueError(f"{config}: quantized, but no tensor is called qweight; get weights that fit the config")
@@ -252,20 +252,20 @@ def _words(files: Weights, dense: Callable[[Weights, str], LazyTensor], config: 
 
 
 def _part(parts: Weights, name: str, origin: str, *shape: int | None) -> LazyTensor:
-    """The part of this name, and of this shape, where None is any size; `scales` are floats, all others int32."""
+    """The part `name`, which must have this shape (None: any size); `scales` must be floats, other parts int32."""
     dtypes, part = FLOATS if name == "scales" else (torch.int32,), parts.get(name)
     if part is not None and part.dtype in dtypes and len(part.shape) == len(shape):
-        wrong = [size for size, found in zip(shape, part.shape, strict=True) if size not in (None, found)]
+        wrong = [size for size, actual in zip(shape, part.shape, strict=True) if size not in (None, actual)]
         if not wrong:
             return part
-    found = "missing" if part is None else f"{part.shape} {part.dtype}".replace("torch.", "")
+    actual = "missing" if part is None else f"{part.shape} {part.dtype}".replace("torch.", "")
     sizes = ", ".join("any" if size is None else str(size) for size in shape)
     kind = "floating point" if name == "scales" else "int32"
-    raise ValueError(f"{origin}: its {name} is {found}; expected ({sizes}) {kind}; download the file again")
+    raise ValueError(f"{origin}: its {name} is {actual}; expected ({sizes}) {kind}; download the file again")
 
 
 def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin: str) -> LazyTensor:
-    """A weight (O, I) of `bits` bits, or of those that its shapes say, since `dynamic` gives layers their own."""
+    """A weight (O, I) of `bits` bits, or of the bits that its shapes imply: `dynamic` may give a layer its own."""
     packed = _part(parts, "qweight", origin, None, None)
     scale = _part(parts, "scales", origin, None, packed.shape[1])
     groups, rows = scale.shape
@@ -275,7 +275,7 @@ def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin
     columns = packed.shape[0] * 32 // bits
     index = _part(parts, "g_idx", origin, columns) if "g_idx" in parts or sorted_inputs else None
     if index is not None and not sorted_inputs and not index.read().any():
-        index = None  # some files have zeros if no inputs were sorted; exllamav2 and vLLM ignore them
+        index = None  # some files have zeros here if no inputs were sorted; exllamav2 and vLLM ignore them
     if index is None:
         _check_even(groups, columns, origin)
     else:
@@ -283,7 +283,7 @@ def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin
 
     def read() -> Tensor:
         group = torch.arange(columns) // (columns // groups) if index is None else index.read()
-        # Codes were stored less 1 by a subtraction from whole words, in which a zero borrows from the next code.
+        # The 1 was subtracted from whole words, so that a zero borrowed from the next code; adding reverts both.
         words = zero.read() + (sum(1 << bit for bit in range(0, 32, bits)) if less_one else 0)
         offset = _unpack(words, bits, rows).T[:, group]
         codes = _unpack(packed.read().T, bits, columns)
@@ -326,6 +326,6 @@ def _awq(parts: Weights, origin: str) -> LazyTensor:
 
 
 def _awq_codes(packed: Tensor) -> Tensor:
-    """The codes of words (N, W), in the order of the outputs, as float32 (N, 8 * W)."""
+    """Unpack words (N, W) into codes in the order of the outputs, as float32 (N, 8 * W)."""
     codes = _unpack(packed, 4, packed.shape[1] * 8)
     return codes.view(len(packed), -1, 8)[..., AWQ_PLACES].flatten(1)

@@ -14,7 +14,7 @@ UNSHARDED = (safetensors_file.SINGLE, "pytorch_model.bin")
 
 
 def find_weights(folder: Path, *names: str) -> dict[str, LazyTensor] | None:
-    """Tensors of the first of these files that exists, as one file or as shards with an index; otherwise None."""
+    """Tensors of the first named file that exists, complete or as shards with an index; None if none exists."""
     for name in names:
         path, index = find_file(folder, name), find_file(folder, f"{name}.index.json")
         if path or index:
@@ -47,5 +47,5 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
 
 
 def tensors(path: Path) -> dict[str, LazyTensor]:
-    """Tensors of one file, read as safetensors by its suffix, or otherwise as a pickle of `torch.save`."""
+    """Tensors of one file: of safetensors if it has this suffix, otherwise of a pickle by `torch.save`."""
     return safetensors_file.tensors(path) if path.suffix == ".safetensors" else pickle_file.tensors(path)

@@ -21,7 +21,7 @@ from torch import Tensor
 from dunes.files.model_file import open_file, require_content
 from dunes.models.names import Conversion, Names, to_theirs
 
-# <https://man7.org/linux/man-pages/man2/mmap.2.html>; Python names it from 3.13 on
+# MAP_NORESERVE, which mmap has from Python 3.13 on: <https://man7.org/linux/man-pages/man2/mmap.2.html>
 _NORESERVE = 0x4000
 MAX_DIMS = 8
 """Maximum number of dimensions of a tensor."""
@@ -132,8 +132,8 @@ class MappedFile:
         """A tensor at `offset` bytes in the file, as a view of the mapping.
 
         `stride` counts elements; by default, the tensor is contiguous. Tensors that are not aligned to their item
-        size are copied. Bool tensors are copied too, since a byte other than 0 and 1 is no valid bool in C++.
-        The readers of headers compare the tensor with the file's size.
+        size are copied. Bool tensors are copied too, since a byte other than 0 and 1 is no valid bool in C++. The
+        caller has checked that the tensor lies within the file.
         """
         shape = tuple(shape)
         steps = torch.empty(shape, device="meta").stride() if stride is None else tuple(stride)
@@ -147,8 +147,8 @@ class MappedFile:
             flat = flat != 0
         elif offset % dtype.itemsize:
             flat = flat.clone()
-        # The stride of a dimension of size 1 may exceed int64. It is kept otherwise: torch takes the strides of
-        # (4, 1, 5, 5) for `channels_last` if the second is 1.
+        # The stride of a dimension of size 1 may exceed int64, so it is bounded. It is not set to 1, since torch
+        # would take a tensor of shape (4, 1, 5, 5) for `channels_last` if its second stride were 1.
         steps = tuple(step if size > 1 else min(step, self.size) for size, step in zip(shape, steps, strict=True))
         return flat.view(dtype).as_strided(shape, steps)
 

@@ -22,8 +22,8 @@ from dunes.checkpoint.weights.lazy_tensor import MAX_DIMS, LazyTensor, MappedFil
 from dunes.checkpoint.weights.safetensors_file import MAX_NAME_BYTES, MAX_TENSORS, check_name, quote
 from dunes.units import plural
 
-# A tensor takes about 35 opcodes and 150 bytes, in twice as many reads. The limit on reads grows with the number
-# of storages in the archive, so that a small file fails early; the older format lists storages after the pickle.
+# A tensor takes about 35 opcodes, 70 reads and 150 bytes. The limit on reads grows with the number of storages in
+# the archive, so that a small file fails early. In the older format, it is fixed: the storages follow the pickle.
 _MAX_READS, _READS_PER_FILE = 200_000, 128
 _MAX_READS_LEGACY = 600_000
 MAX_BYTES = 32 << 20
@@ -38,7 +38,7 @@ _REMEDY = "only tensors are read, nothing is executed; ask for safetensors"
 _ALLOWED = b"(.\x80\x95N\x88\x89KMJ\x8aGX\x8c\x8dTU])t\x85\x86\x87qr\x94hjc\x93suaeQR"
 _LOCAL = Struct("<4s5H3I2H")
 _END = b"PK\5\6"
-_FLAGS = 0x0808  # sizes after the data, UTF-8 names; any other flag changes the format
+_FLAGS = 0x0808  # supported flags: sizes after the data, UTF-8 names
 _DIRECTORY = 32 << 20
 
 
@@ -89,7 +89,7 @@ def tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _lazy(mapped: MappedFile, name: str, tensor: _Tensor, places: Mapping[str, tuple[int, int]]) -> LazyTensor:
-    """A lazy tensor that reads its values from the file. Raises ValueError if the file lacks its storage."""
+    """A lazy tensor with values in the file. Raises ValueError if the file lacks the tensor's storage."""
     storage, size = tensor.storage, tensor.storage.dtype.itemsize
     begin, available = places.get(storage.key, (0, -1))
     if storage.count * size > available:
@@ -188,7 +188,7 @@ class _BoundedFile:
         return data
 
 
-class _Unpickler(pickle._Unpickler):  # the C implementation does not bound the memory that a few bytes request
+class _Unpickler(pickle._Unpickler):  # in C, a few bytes can request any amount of memory
     """Reads the pickles of one file in order; `storages` has the storages that the pickles refer to, by key.
 
     Only numbers and strings are compared, hashed or printed, since a few opcodes can build a value of 2^n parts.

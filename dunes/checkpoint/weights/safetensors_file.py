@@ -71,7 +71,7 @@ def check_name(name: str) -> str:
 
 
 def quote(value: object) -> str:
-    """A value from an untrusted file, as one short line for an error message; of a container, only its type."""
+    """A value from an untrusted file, as one short line for an error message; for a container, only its type."""
     if isinstance(value, str):
         return ascii(value[:80]) + ("..." if len(value) > 80 else "")
     if isinstance(value, int) and abs(value) >> 70:
@@ -85,7 +85,7 @@ def _header(path: Path, file: BinaryIO) -> tuple[int, dict[str, Any]]:
         with safe_open(path, "np"):  # raises if invalid; "pt" would reserve memory for the complete file
             pass
     except (SafetensorError, OSError) as error:
-        raise ValueError(ascii(str(error))[1:-1][:300]) from None  # the message may quote names
+        raise ValueError(ascii(str(error))[1:-1][:300]) from None  # escaped, since the message may quote names
     length = int.from_bytes(file.read(8), "little")
     header = json_file.parse(file.read(length), path)
     header.pop("__metadata__", None)

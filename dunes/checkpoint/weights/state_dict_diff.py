@@ -90,8 +90,8 @@ class Prefix:
     def of(cls, files: Iterable[str], known: Collection[str], ignored: Sequence[str] = ()) -> "Prefix":
         """The renaming for these names: wrapper names are removed, then a common prefix is removed or added.
 
-        If the renaming would match half or fewer of the unknown names to the model, or would give two tensors the
-        same name, it is empty.
+        The renaming is empty if it would match at most half of the unknown names to the model, or would give two
+        tensors the same name.
         """
         known, files = set(known), list(files)
         others = [name for name in files if name not in known and not _is_ignored(name, ignored)]
@@ -100,7 +100,7 @@ class Prefix:
         best, note, most = dict[str, str](), "", len(others) // 2
         complete = sum(name in known and name not in HEADS for name in files)
         for leading, added in _edges([*plain.values()], known) if others else ():
-            if complete and (leading or added):  # names with a prefix are then a second copy
+            if complete and (leading or added):  # tensors with a prefix are a second copy
                 continue
             renames = {name: added + short.removeprefix(leading) for name, short in plain.items()}
             fitting = sum(new in known or _is_ignored(new, ignored) for new in renames.values())
@@ -121,7 +121,7 @@ class Prefix:
 
 
 def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of prefixes: one to remove, which all names have; one to add, "" or the most common known one."""
+    """Pairs of a prefix to remove, which all names have, and a prefix to add: "" or the most common known one."""
     starts = ["", *(f"{first}." for first, _ in Counter(name.partition(".")[0] for name in known).most_common(1))]
     parts = names[0].split(".")
     for count in range(len(parts)):
@@ -131,7 +131,7 @@ def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, st
 
 
 def _is_ignored(name: str, ignored: Sequence[str]) -> bool:
-    """True if the name matches a pattern; `**` at its end stands for any rest."""
+    """True if the name matches a pattern; a final `**` matches any rest of the name."""
     starts = tuple(pattern.removesuffix("**") for pattern in ignored if pattern.endswith("**"))
     return name.startswith(starts) or any(match_indices(pattern, name) is not None for pattern in ignored)
 
