@@ -37,6 +37,7 @@ from dunes.completion.fit import (
 )
 from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus, FillInMiddle, Windows
+from dunes.data.sources import SPLIT_VERSION
 from dunes.evaluate.text_loss import Score, evaluate
 from dunes.files.model_file import cards_trusted
 from dunes.inference.text_generator import sample_text
@@ -450,7 +451,8 @@ class Reference:
     @property
     def card(self) -> dict[str, Any]:
         """The card's entries on the text; prompts have no headers, as the base has not seen them."""
-        return {"trained": asdict(self.config) | {"file_headers": False, "packages": sorted(self.packages)}}
+        text = {"split_version": SPLIT_VERSION, "file_headers": False, "packages": sorted(self.packages)}
+        return {"trained": asdict(self.config) | text}
 
     @property
     def fitted(self) -> Mapping[str, Any]:
