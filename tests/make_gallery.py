@@ -74,13 +74,6 @@ EXPORTS = {
     "packed": "int4-gptq --to compressed-tensors",
     "hf": "nf4 --to hf",
 }
-REFUSED = {
-    "int8-activations": "quantize the dense model again",
-    "int4-hqq": "quantize the dense model again",
-    "compact": "no weights; looked for",
-}
-"""Folders of version 0.1.0 that are not read any more, and what the error says. Others that only 0.1.0 wrote are
-read: int4-awq, int4-gptq-sparse."""
 STATES = ("killed", "full", "lora", "network-trained")
 """Runs that keep their training states."""
 IDS = (3, 40, 41, 90, 7, 100, 55, 200, 31, 64, 9, 12)
@@ -105,8 +98,8 @@ def kill_at_step_4(out: Path, *args: object) -> None:
         if step.number == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
-    def killed(run: Any, request: Any, saver: Any, *rest: Any) -> int:
-        saver.last(run)
+    def killed(session: Any) -> int:
+        session.saver.last(session.run)
         raise KeyboardInterrupt
 
     run_module._finish, run_module._log_step = killed, stop
@@ -212,7 +205,7 @@ def resumed_network(root: Path) -> nn.Module:
 def model_folders(root: Path) -> Iterator[Path]:
     """The folders of language models."""
     for folder in sorted(root.iterdir()):
-        if folder.is_dir() and folder.name not in ("programs", "network", "network-trained", "killed", *REFUSED):
+        if folder.is_dir() and folder.name not in ("programs", "network", "network-trained", "killed"):
             yield folder
 
 

@@ -147,7 +147,7 @@ def test_a_base_that_was_quantized_is_quantized_again(threads, tmp_path):
     card_of(tmp_path / "a", lambda card: card["changes"][0]["request"].update(double=False))
     refuses("made for a different base", checkpoint.load, tmp_path / "a")
     card_of(tmp_path / "a", lambda card: card["changes"][0].update(name="shuffle"))
-    refuses("'shuffle' of version 2 is not known", checkpoint.load, tmp_path / "a")
+    refuses("'shuffle' has version 5, and this dunes knows no such change", checkpoint.load, tmp_path / "a")
 
 
 def test_a_base_that_training_rounds_is_known_by_what_it_was(tmp_path):

@@ -105,8 +105,15 @@ EDITS += [("lora", lambda c: Q(c).update(alpha="x"), r"dunes\.json: ")]
 EDITS += [
     ("int8", *edit)
     for edit in [
-        (lambda c: c["changes"][0].update(name="shuffle"), "the change 'shuffle' of version 2 is not known"),
-        (lambda c: c["changes"][0].update(version=99), "the change 'quantize' of version 99 is not known"),
+        (
+            lambda c: c["changes"][0].update(name="shuffle"),
+            "the change 'shuffle' has version 5, and this dunes knows no such change",
+        ),
+        (
+            lambda c: c["changes"][0].update(version=99),
+            "the change 'quantize' has version 99, and this dunes reads",
+        ),
+        (lambda c: c["changes"][0].update(version=2), "version 2, .* make the change again"),
         (lambda c: c["changes"][0].update(places=3), "the record of a change is damaged"),
         (lambda c: c["changes"][0]["request"].pop("kind"), "'kind'"),
         (lambda c: c["changes"].pop(), "is not a weight of this model"),
@@ -116,7 +123,7 @@ EDITS += [
         (lambda c: c["config"].update(rms_norm_eps=0.1), "has another class or other settings"),
         (lambda c: c["config"].pop("hidden_size"), "hidden_size"),
         (lambda c: c.update(adapter=["a"]), "adapter is a list; expected one of its adapters, or null"),
-        (lambda c: c.update(format=99), "format 99, but this version reads 3; update dunes"),
+        *((lambda c, n=n: c.update(format=n), "format .*, but this version reads 3; make") for n in (99, 2, "3")),
     ]
 ]
 

@@ -229,7 +229,7 @@ def test_a_card_names_nothing_but_files_of_its_folder(folder, case, monkeypatch)
     monkeypatch.setattr(atomic, "digest", lambda path, advance: pytest.fail(f"{path} was opened"))
     (folder / "out").symlink_to("/etc/passwd")
     os.mkfifo(folder / "pipe")
-    (folder / "dunes.json").write_text(json.dumps({"format": 1, "files": CARDS[case]}))
+    (folder / "dunes.json").write_text(json.dumps({"files": CARDS[case]}))
     refuses(str(folder), checkpoint.load, folder)
 
 

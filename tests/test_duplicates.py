@@ -1,15 +1,17 @@
-"""Near-duplicates: which texts are, on which side they are, what is told, and the sides of earlier runs."""
+"""Near-duplicates: which texts are, on which side they are, and what is told."""
 
 import json
 import random
 
 import pytest
 
-from conftest import toy, training_output
+from conftest import change_json, refuses, toy, training_output
 from dunes.checkpoint.trained_text import split_documents
 from dunes.data import collect_corpus, hold_out_test, split_records
-from dunes.data.duplicates import SPLIT_VERSION, group_duplicates
+from dunes.data.duplicates import group_duplicates
 from dunes.data.examples import Record, count_leaked
+from dunes.data.sources import SPLIT_VERSION
+from dunes.evaluate.text_loss import score_folder
 from dunes.runs.corpus import gather
 from dunes.runs.train_config import TrainConfig
 from dunes.text.templates import Turn
@@ -82,7 +84,7 @@ def test_near_duplicates_are_left_out_where_tails_are_for_validation(split, tmp_
     text = program(0, 300)
     (tmp_path / "a.py").write_text(text)
     (tmp_path / "b.py").write_text(text.replace("    ", "\t") + program(1, 20))
-    corpus = gather(TrainConfig(sources=(str(tmp_path),), split=split, split_version=1))
+    corpus = gather(TrainConfig(sources=(str(tmp_path),), split=split))
     assert [d.name for d in corpus.train] == ["a.py"]
     assert "near-duplicates: 1 file left out, since tails are for validation" in corpus.notes
     assert not any("each on one side" in note for note in corpus.notes)
@@ -114,8 +116,6 @@ def test_a_file_and_its_copies_are_on_one_side(tmp_path, edit):
     assert corpus.notes == [
         "near-duplicates: 40 files, each on the same side as its original (vendor/deep/file_0.py of src/file_0.py)"
     ]
-    old = sides(collect_corpus([tmp_path / "all"], 0.2, split_version=0))
-    assert any(old[f"src/file_{i}.py"] != old[f"vendor/deep/file_{i}.py"] for i in range(40))
 
 
 @pytest.mark.parametrize("part", [0.3, 0.9])
@@ -136,27 +136,20 @@ def test_copies_of_one_file_are_no_training_and_validation(tmp_path):
         (tmp_path / f"{i}.py").write_text(copy)
     corpus = collect_corpus([tmp_path])
     assert (len(corpus.train), corpus.valid) == (2, [])
-    assert gather(toy(tmp_path, split_version=1)).split == "tails"
+    assert gather(toy(tmp_path)).split == "tails"
     with pytest.raises(ValueError, match="a single file, or near-duplicates of one; add files"):
-        gather(toy(tmp_path, split_version=1, split="files"))
+        gather(toy(tmp_path, split="files"))
 
 
-def test_a_run_tells_near_duplicates_and_an_earlier_one_keeps_its_sides(tmp_path):
+def test_a_run_tells_near_duplicates_and_its_card_has_the_version_of_the_split(tmp_path):
     source, run = copied(tmp_path / "source", copies=40), tmp_path / "run"
     printed = training_output(toy(source, steps=2), run)
     assert "near-duplicates: 40 files, each on the same side" in " ".join(printed.split())
-    plan, card = run / "state" / "plan.json", json.loads((run / "dunes.json").read_text())
-    assert json.loads(plan.read_text())["split_version"] == card["trained"]["split_version"] == SPLIT_VERSION
-    assert sides(split_documents(card)) == sides(gather(toy(source, split_version=SPLIT_VERSION)))
-    del card["trained"]["split_version"]  # as of a model from before there were versions
-    old = sides(split_documents(card))
-    assert old == sides(gather(toy(source))) != sides(gather(toy(source, split_version=1)))
-    card["trained"]["split_version"] = 1
-    assert sides(split_documents(card)) == sides(gather(toy(source, split_version=1)))
-    with pytest.raises(ValueError, match="divided by another version of dunes"):
-        split_documents({"trained": card["trained"] | {"split_version": SPLIT_VERSION + 1}})
-    older = {k: v for k, v in json.loads(plan.read_text()).items() if k not in ("format", "split_version")}
-    assert TrainConfig.of(older).split_version == 0
+    card = json.loads((run / "dunes.json").read_text())
+    assert sides(split_documents(card)) == sides(gather(toy(source)))
+    for version in (None, 0, SPLIT_VERSION + 1):
+        change_json(run / "dunes.json", trained=card["trained"] | {"split_version": version})
+        assert "dunes.json" in refuses(str(run), score_folder, run)
 
 
 def texts(*contents):
@@ -173,8 +166,6 @@ def test_texts_to_finetune_on_are_on_one_side_with_their_like():
     again = split_records(texts(*copies, *originals), 0.2)[1]
     assert {r.turns for r in again} == {r.turns for r in valid}, "whatever their order"
     assert count_leaked(texts(*originals), texts(*copies[:7], "new")) == 7
-    old = split_records(texts(*originals, *copies), 0.2, split_version=0)
-    assert {int(r.place[4:]) % 60 for r in old[0]} & {int(r.place[4:]) % 60 for r in old[1]}
     swallowed = split_records(texts(*[program(0) + f"x = {i}\n" for i in range(60)], *originals[1:20]), 0.3)[1]
     assert swallowed
     assert all(int(r.place[4:]) >= 60 for r in swallowed)
@@ -204,8 +195,7 @@ def test_the_validation_part_has_its_share_of_the_text_of_each_kind_and_size(fil
 def test_of_few_files_the_tails_are_for_validation(count, tmp_path):
     for i in range(count):
         (tmp_path / f"{i}.py").write_text("".join(f"x_{i}_{n} = {n}\n" for n in range(400)))
-    corpus = gather(toy(tmp_path, split_version=2))
+    corpus = gather(toy(tmp_path))
     assert (corpus.split, corpus.share) == ("tails", 0.2)
     assert "few files: the last 20% of each is for validation" in corpus.notes
-    assert gather(toy(tmp_path, split_version=2, split="files")).split == "files"
-    assert gather(toy(tmp_path, split_version=1)).split == "files"
+    assert gather(toy(tmp_path, split="files")).split == "files"

@@ -13,6 +13,7 @@ from dunes import checkpoint, tree
 from dunes.augment import apply_change, undo_change
 from dunes.augment.experts import balanced_assignment, balanced_clusters, importances, shared_neurons
 from dunes.checkpoint.trained_text import remember_sources
+from dunes.data.sources import SPLIT_VERSION
 from dunes.evaluate.text_loss import calibration_ids
 from dunes.parts.decoder import auxiliary_losses, record_auxiliary
 from dunes.parts.moe import NoisyGate
@@ -214,7 +215,7 @@ def test_calibration_text_is_the_training_text_or_a_file(tmp_path):
     (tmp_path / "play.txt").write_text(text)
     tokenizer = Tokenizer.train("chars", [text], 0)
     play = str(tmp_path / "play.txt")
-    trained = {"trained": {"sources": [play], "split": "tails", "split_version": 2}}
+    trained = {"trained": {"sources": [play], "split": "tails", "split_version": SPLIT_VERSION}}
     remember_sources((play,), False)
     checkpoint.save(dense(hidden=96), tmp_path / "dense", tokenizer, 32, trained)
     loaded = checkpoint.load(tmp_path / "dense")

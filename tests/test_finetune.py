@@ -15,7 +15,6 @@ from dunes import checkpoint, measure, tree
 from dunes.augment import Adapted, apply_change
 from dunes.cli import verbs
 from dunes.data import Batches
-from dunes.data.duplicates import SPLIT_VERSION
 from dunes.evaluate.text_loss import Score
 from dunes.models import FAMILIES
 from dunes.models.initialise import initialise
@@ -334,7 +333,7 @@ def test_examples_without_targets_are_not_for_validation(size, base, tmp_path):
         path = chats(tmp_path / "rows.json", [1] * 4 + [0] * 20, size)
         config = asked(base, path, val_fraction=share, context_length=128, max_truncated=1.0)
         assert "20 examples without targets" in finetuned(config, tmp_path / "run", dry_run=True)
-        data = ready(base, path, val_fraction=share, context_length=128, max_truncated=1.0, split_version=1)
+        data = ready(base, path, val_fraction=share, context_length=128, max_truncated=1.0)
         assert 1 <= len(data.valid) <= 3
         assert all(e.targets(128) for e in data.valid)
     finetuned(replace(config, steps=1), tmp_path / "run")
@@ -558,7 +557,7 @@ def test_records_that_are_rendered_equally_are_on_one_side(base, tmp_path):
     }  # fmt: skip
     for name, form in forms.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(form(i)) + "\n" for i in range(30)))
-    config = asked(base, tmp_path, template="mistral", split_version=SPLIT_VERSION)
+    config = asked(base, tmp_path, template="mistral")
     data = FinetuneData.read(config, load_base(config), display()[0])
     numbers = [{e.place.rpartition(" ")[2] for e in side} for side in (data.train, data.valid)]
     assert all(numbers)

@@ -16,6 +16,7 @@ from dunes.completion.copy_gate import read_gate
 from dunes.completion.index import read_index
 from dunes.data import collect_corpus
 from dunes.data.records import rows
+from dunes.data.sources import SPLIT_VERSION
 from dunes.evaluate.text_loss import calibration_ids, evaluation_tokens
 from dunes.files.model_file import find_file
 from dunes.models import llama
@@ -222,6 +223,10 @@ def test_pointers_are_no_text_to_train_on(tmp_path):
 # --- the text that a card names
 
 
+def split_of(source):
+    return {"sources": [str(source)], "split": "files", "split_version": SPLIT_VERSION}
+
+
 @pytest.fixture
 def foreign(model, tmp_path, monkeypatch):
     """A model whose card says that it was trained on a file of the user."""
@@ -229,7 +234,7 @@ def foreign(model, tmp_path, monkeypatch):
     (tmp_path / "private").mkdir()
     for i in range(20):
         (tmp_path / "private" / f"{i}.txt").write_text(f"private {i}\n" * 40)
-    change_json(model / "dunes.json", trained={"sources": [str(tmp_path / "private")], "split": "files"})
+    change_json(model / "dunes.json", trained=split_of(tmp_path / "private"))
     return model
 
 
@@ -255,7 +260,7 @@ def test_sources_that_a_strangers_card_names_are_read_if_asked_for(read, foreign
     remember_sources(["private"], follow_links=False)
     read(loaded)
     with pytest.raises(ValueError, match="--trust-sources"):
-        read(replace(loaded, card={"trained": {"sources": [str(tmp_path)], "split": "files"}}))
+        read(replace(loaded, card={"trained": split_of(tmp_path)}))
 
 
 @pytest.mark.filterwarnings("default:not scored")

@@ -18,7 +18,6 @@ from dunes.augment import attach
 from dunes.augment.lora import set_adapter
 from dunes.data import Example, read_records
 from dunes.data.batches import Batches
-from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import count_leaked, split_records, tokenize_records
 from dunes.data.preflight import data_report
 from dunes.evaluate.preferences import reference_logprobs, score_pairs
@@ -431,7 +430,7 @@ def test_prompts_that_are_rendered_equally_are_on_one_side_or_counted_as_leaks(g
         path = written(tmp_path / "held.jsonl", [*held, new])
     rows = written(tmp_path / "rows.jsonl", [row for same in zip(*groups, strict=False) for row in same])
     valid = str(path) if given else ""
-    config = asked(bases, rows, template="mistral", val_data=valid, split_version=SPLIT_VERSION)
+    config = asked(bases, rows, template="mistral", val_data=valid)
     show, out = display()
     data = choose_options(FinetuneData.read(config, load_base(config), show), show)
     leaks = "12 validation pairs have" if given else "0 validation pairs have"

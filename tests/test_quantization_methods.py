@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import refuses
 from dunes import tree
-from dunes.augment import Change, apply_change, repeat_structure
+from dunes.augment import Change, apply_change
 from dunes.augment.calibrate import Gram, calibrate_blocks
-from dunes.augment.changes import decide_change
 from dunes.augment.gptq import hessian_of, round_columns
 from dunes.augment.quantization import describe
 from dunes.augment.quantized import NF4, Grid, Int8
@@ -104,15 +102,6 @@ def test_gptq_of_a_pruned_layer_is_the_least_squares_of_the_columns_around_its_z
     assert zeros.float().mean() >= 0.5
     assert not actual[zeros].any()
     assert ((actual - expected).abs() <= 1e-5 * expected.abs().max()).all()
-
-
-@pytest.mark.parametrize("kind", [{"kind": "int8"}, {"kind": "int4", "override": ["blocks.0.**=int8"]}])
-def test_a_record_of_layers_that_round_their_inputs_is_refused_with_the_remedy(kind):
-    model = model_of()
-    change = decide_change(model, "quantize", **kind)
-    record = change.record() | {"version": 4, "request": {**change.request, "activations": "int8"}}
-    refuses("quantize the dense model again$", repeat_structure, model, Change.of(json.loads(json.dumps(record))))
-    assert type(model.blocks[0].attn.q) is nn.Linear
 
 
 def test_overrides_give_places_other_kinds_or_leave_them_dense():

@@ -25,6 +25,7 @@ from dunes.checkpoint.export import export
 from dunes.completion import copy_gate, fit
 from dunes.completion.engine import CompletionEngine
 from dunes.data import collect_corpus
+from dunes.data.sources import SPLIT_VERSION
 from dunes.evaluate import text_loss
 from dunes.evaluate.text_loss import Score, evaluate, evaluation_tokens, score_folder
 from dunes.inference import text_generator
@@ -166,7 +167,8 @@ def test_the_validation_tokens_of_eval_are_those_of_training(tokenizer, split, c
     config = toy(code, split=split, separate_documents=True)
     with display()[0] as show:
         ids = tokenize(config, gather(config), tokenizer, show).valid
-    again, _ = evaluation_tokens(LoadedModel(None, tokenizer, 1, {"trained": asdict(config)}))
+    card = {"trained": asdict(config) | {"split_version": SPLIT_VERSION}}
+    again, _ = evaluation_tokens(LoadedModel(None, tokenizer, 1, card))
     every = np.arange(len(ids))[None]
     assert np.array_equal(ids[every], again[every[0]][None])
     assert ids.starts.tolist() == again.starts.tolist()

@@ -402,7 +402,7 @@ def test_models_and_optimizers_that_cannot_be_trained_are_named():
     optimizer.param_groups[0]["lr"] = math.nan
     refuses("learning rates", Trainer, plain(), optimizer, next_token)
     trainer = Trainer(plain(), train.sgd(plain()), next_token)
-    refuses("another version", trainer.load_state_dict, trainer.state_dict() | {"format": 1})
+    refuses("format 1, not 2", trainer.load_state_dict, trainer.state_dict() | {"format": 1})
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

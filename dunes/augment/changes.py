@@ -129,9 +129,11 @@ def undo_change(model: nn.Module, change: Change) -> None:
 
 def _entry(change: Change) -> Any:
     entry = CHANGES.get(change.name)
-    if entry is None or not 1 <= change.version <= entry.VERSION:
+    if entry is None or change.version != entry.VERSION:
+        known = "knows no such change" if entry is None else f"reads version {entry.VERSION}"
         raise ValueError(
-            f"the change {change.name[:80]!a} of version {change.version} is not known; it needs a newer dunes"
+            f"the change {change.name[:80]!a} has version {change.version}, and this dunes {known}; make the "
+            "change again with this dunes, or update it"
         )
     return entry
 

@@ -19,9 +19,7 @@ from dunes.progress import each
 from dunes.units import plural
 
 __all__ = ["calibration_tokens"]
-VERSION = 4
-"""Newest version of the record. Plain int8 and NF4 have version 2, other kinds have version 3. Version 4, for
-layers with quantized activations, is no longer supported."""
+VERSION = 5
 
 
 @torch.no_grad()
@@ -73,8 +71,7 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
         request["override"] = list(options.override)
         for name, settings in places.items():
             settings["kind"] = kind_of[name]
-    version = 2 if {*request} == {"kind", "double"} else 3
-    return Change("quantize", version, {"where": globs, **request}, places)
+    return Change("quantize", VERSION, {"where": globs, **request}, places)
 
 
 def check_kinds(kind: str, override: Sequence[str], method: str) -> list[str]:
@@ -103,11 +100,7 @@ def _override(text: str) -> tuple[str, str]:
 
 
 def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str, Any]:
-    """The settings that apply to these kinds and this method. Raises ValueError if other settings are given.
-
-    The settings of plain int8 and NF4 stay the same as in record version 2. So older releases can open such
-    models, and a base quantized now has the same record as one quantized by an older release.
-    """
+    """The settings that apply to these kinds and this method. Raises ValueError if other settings are given."""
     request: dict[str, Any] = {"kind": options.kind, "double": options.double}
     by_group = {*BY_GROUP} & {*kinds}
     unused = {
@@ -182,8 +175,6 @@ def describe(change: Change) -> str:
 
 def shape(model: nn.Module, change: Change) -> None:
     """Replace the linear layers (also inside wrappers) by quantized layers whose values are not set yet."""
-    if change.request.get("activations") or change.request.get("method") == "hqq":
-        raise ValueError("quantized in a form of version 0.1.0; quantize the dense model again")
     linears = {p.name: tree.innermost(p.module) for p in tree.places(model)}
     layers = {id(linears[name]): _layer(linears[name], change, name) for name in change.places}
     tree.replace(model, {*change.places}, lambda base: layers[id(base)], reach="inner")

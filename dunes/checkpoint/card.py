@@ -42,8 +42,9 @@ def read_card(folder: Path) -> dict[str, Any]:
     for key in ("changes", "history"):
         if not isinstance(changes := card.get(key, []), list) or not all(isinstance(c, dict) for c in changes):
             raise ValueError(f"{folder / CARD}: {key!r} must be a list of objects; download the file again")
-    if type(number := card.get("format", FORMAT)) is not int or number > FORMAT:
-        raise ValueError(f"{folder / CARD}: format {quote(number)}, but this version reads {FORMAT}; update dunes")
+    if (number := card.get("format", FORMAT)) != FORMAT:
+        remedy = "make the folder again, or update dunes"
+        raise ValueError(f"{folder / CARD}: format {quote(number)}, but this version reads {FORMAT}; {remedy}")
     return card
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint import cards_trusted
+from dunes.checkpoint.model_folder import CARD
 from dunes.data import Corpus, collect_corpus, hold_out_test
-from dunes.data.sources import without_files
+from dunes.data.sources import SPLIT_VERSION, without_files
 from dunes.files.atomic import cache_home
 from dunes.flags import STDLIB, is_path
 
@@ -79,8 +80,8 @@ def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
     """The training and validation documents of a model; for models that complete lines, test documents, too.
 
     If the card's `split` is "tails", all documents are for training, and their tails for validation. `options`
-    override arguments of `collect_corpus`. Raises ValueError if the card does not record the split, or if the
-    sources no longer exist.
+    override arguments of `collect_corpus`. Raises ValueError if the card does not record the split, if another
+    version of dunes split the text, or if the sources no longer exist.
     """
     trained = trained_text(card)
     if trained.get("split") not in ("files", "tails"):
@@ -92,8 +93,11 @@ def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
 def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
     """The documents of a recorded training run with any split. Raises ValueError for an untrusted card."""
     require_own_sources(trained)
-    recorded = {name: trained[name] for name in ("follow_links", "text_field", "split_version") if name in trained}
-    corpus = collect_corpus(trained["sources"], **{"split_version": 0} | recorded | options)
-    if not (trained.get("complete") and trained.get("split") == "files"):
-        return corpus
-    return hold_out_test(corpus, split_version=trained.get("split_version", 0))
+    if (number := trained.get("split_version")) != SPLIT_VERSION:
+        raise ValueError(
+            f"{CARD}: its text was split by another version of dunes (split_version {number!r:.20}, this version "
+            f"has {SPLIT_VERSION}); name the text, or train the model again"
+        )
+    recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
+    corpus = collect_corpus(trained["sources"], **recorded | options)
+    return hold_out_test(corpus) if trained.get("complete") and trained.get("split") == "files" else corpus

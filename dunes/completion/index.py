@@ -151,7 +151,7 @@ def read_index(run: Path) -> TextIndex | None:
         tensors = load_file(run / FOLDER / "index.safetensors")
         ids = ContextIndex(tensors["ids"], tensors["order"], DEPTH)
         contexts = ContextIndex(tensors["text"], tensors["text_order"], DEPTH_BYTES)
-        files = [IndexedFile(str(name), *map(int, places[-2:])) for name, *places in record["files"]]
+        files = [IndexedFile(str(name), int(start), int(byte)) for name, start, byte in record["files"]]
         text = contexts.items.tobytes()
         text.decode()
         return TextIndex(files, ids, text, contexts)
@@ -162,8 +162,8 @@ def read_record(run: Path, name: str, format: int, remedy: str) -> dict[str, Any
     if (path := find_file(run, f"{FOLDER}/{name}")) is None:
         return None
     record = json_file.read(path)
-    if record.get("format") != format:
-        raise ValueError(f"{path}: not in format {format}, which this version reads; {remedy}")
+    if (number := record.get("format")) != format:
+        raise ValueError(f"{path}: format {number!r:.60}, and this version reads {format}; {remedy}")
     return record
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import record_texts, split_hash, text_reader, validation_limit
 from dunes.data.files import CODE_SUFFIXES, DOCUMENTATION, SourceFile, open_plain, reason_by_name
 from dunes.data.records import DELIMITED, JSON, LINES, TABLES, file_format, first_row, rename_fields
@@ -113,11 +112,8 @@ def header_name(name: str) -> str:
     return name.encode(errors="surrogateescape").decode(errors="replace").translate({10: " ", 13: " "})
 
 
-def plain_document(file: SourceFile, split_version: int = SPLIT_VERSION) -> Document | str:
-    """The document, or the reason to skip the file. A file that the user named is not skipped for one of LEFT_OUT.
-
-    Before split version 3, only large files can be skipped as generated.
-    """
+def plain_document(file: SourceFile) -> Document | str:
+    """The document, or the reason to skip the file, which is none of LEFT_OUT if the user named the file."""
     try:
         status = file.path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -130,7 +126,7 @@ def plain_document(file: SourceFile, split_version: int = SPLIT_VERSION) -> Docu
             return "binary"
         if not head.strip():
             return "empty"
-        if not file.named and (reason := _reason(file, head, status.st_size, split_version)):
+        if not file.named and (reason := _reason(file, head, status.st_size)):
             return reason
         hasher = blake2b(digest_size=16)
         for block in _read_blocks(file.path, hasher, status.st_size):
@@ -201,7 +197,7 @@ _ENCODED = re.compile(rb"^[\s\"',]*(?=[^\n]*\d)[A-Za-z0-9+/=_-]{40,}[\s\"',]*$",
 _SPACES = b" \t" + bytes(range(0x80, 0x100))
 
 
-def _reason(file: SourceFile, head: bytes, size: int, split_version: int) -> str:
+def _reason(file: SourceFile, head: bytes, size: int) -> str:
     """The reason in LEFT_OUT to skip a file that starts with `head`; empty if people seem to have written it.
 
     The name and the first comments are checked, then the content: mostly numbers, encoded bytes, or long lines
@@ -209,8 +205,6 @@ def _reason(file: SourceFile, head: bytes, size: int, split_version: int) -> str
     """
     if size > GIANT and looks_generated(head):
         return "generated"
-    if split_version < 3:
-        return ""
     if reason := reason_by_name(file):
         return reason
     match, is_code = _COMMENTS.match(head[:4000]), file.path.suffix.lower() in CODE_SUFFIXES

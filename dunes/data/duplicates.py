@@ -13,11 +13,6 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import NDArray
 
-SPLIT_VERSION = 3
-"""Version of the split into training and validation. Version 0 splits by the hash of each text; 1 also keeps
-near-duplicates together; 2 also selects a share of the bytes (not of the files) of each kind and size; 3 also
-keeps records with equal rendered text together, and leaves out generated files of any size."""
-
 LARGE = 0.2
 """Groups of near-duplicates with more than this fraction of the texts are the last to be used for validation."""
 

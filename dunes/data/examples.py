@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
+from dunes.data.duplicates import LARGE, group_duplicates
 from dunes.data.records import DECODER, file_format, rows
 from dunes.text.chat_template import REASONING_KEYS
 from dunes.text.lines import line_parts
@@ -633,9 +633,7 @@ RECORD_FORMATS = {
 """Formats of records, in the order in which they are tried."""
 
 
-def split_records(
-    rows: Sequence[Record], share: float = 0.1, split_version: int = SPLIT_VERSION
-) -> tuple[list[Record], list[Record]]:
+def split_records(rows: Sequence[Record], share: float = 0.1) -> tuple[list[Record], list[Record]]:
     """Split records into training and validation: about `share` are for validation, at least one, but never all.
 
     The split is by `record_hashes`, so that a record and its copies are on the same side in every run and with
@@ -643,7 +641,7 @@ def split_records(
     """
     if not 0 <= share < 1:
         raise ValueError(f"--val-fraction is {share}; it must be at least 0 and below 1")
-    hashes = record_hashes(rows, split_version)
+    hashes = record_hashes(rows)
     distinct = sorted(set(hashes))
     if not share or len(distinct) < 2:
         return list(rows), []
@@ -652,15 +650,15 @@ def split_records(
     return train, [row for row, value in zip(rows, hashes, strict=True) if value < limit]
 
 
-def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) -> list[float]:
+def record_hashes(rows: Sequence[Record]) -> list[float]:
     """Hashes of the records' words, in [0, 1), which decide the split. Near-duplicate texts share a hash.
 
     Preferences with equal prompts also share a hash, and records whose examples have equal words (`seen`). The
     hash of a group with more than LARGE of the records is increased by 1, so that it is selected for validation
-    last. With `split_version` 0, near-duplicates are not grouped; below 3, only fields are compared.
+    last.
     """
     hashes = [split_hash(_split_by(row)) for row in rows]
-    texts = [i for i, row in enumerate(rows) if row.format == "text"] if split_version else []
+    texts = [i for i, row in enumerate(rows) if row.format == "text"]
     texts.sort(key=lambda i: (len(rows[i].turns[-1].text), hashes[i]))  # independent of the order of records
     firsts = group_duplicates(line_parts(rows[i].turns[-1].text) for i in texts)
     sizes, own = Counter(firsts), [hashes[i] for i in texts]
@@ -668,7 +666,7 @@ def record_hashes(rows: Sequence[Record], split_version: int = SPLIT_VERSION) ->
         if sizes[first] > 1:
             hashes[i] = own[first] + (sizes[first] > LARGE * len(rows))
     joined, keys = list[float](), (hashes, [row.seen for row in rows])
-    while split_version > 2 and joined != hashes:
+    while joined != hashes:
         joined = hashes
         for each in keys:  # records with equal keys get their least hash, which comes last in the dict
             least: dict[Any, float] = dict(sorted(zip(each, hashes, strict=True), key=itemgetter(1), reverse=True))
@@ -681,9 +679,9 @@ def _split_by(row: Record) -> Conversation:
     return row.turns[: _shared(row.turns, row.rejected)] if row.rejected else row.turns
 
 
-def count_leaked(train: Sequence[Record], valid: Sequence[Record], split_version: int = SPLIT_VERSION) -> int:
+def count_leaked(train: Sequence[Record], valid: Sequence[Record]) -> int:
     """Number of validation records that are equal to a training record or near-duplicates of one."""
-    hashes = record_hashes([*train, *valid], split_version) if valid else []
+    hashes = record_hashes([*train, *valid]) if valid else []
     train_hashes = {*hashes[: len(train)]}
     return sum(value in train_hashes for value in hashes[len(train) :])
 

@@ -23,11 +23,13 @@ from dunes.data.document import (
     plain_document,
     record_documents,
 )
-from dunes.data.duplicates import LARGE, SPLIT_VERSION, group_duplicates
+from dunes.data.duplicates import LARGE, group_duplicates
 from dunes.data.files import SourceFile, Walk, file_size, skipped_line
 from dunes.data.installed import describe_package
 from dunes.units import format_bytes, plural
 
+SPLIT_VERSION = 3
+"""Version of the split of a corpus, recorded in cards; raised when the same sources would be split differently."""
 SHARE = 0.1
 """Fraction of the text for validation."""
 LEAST = 80_000
@@ -35,7 +37,7 @@ LEAST = 80_000
 MOST = 0.2
 """Maximum fraction of the text for validation."""
 TESTED = 0.05
-"""Fraction of the text for the test split. In split versions 0 and 1, it is a fraction of the files."""
+"""Fraction of the text for the test split."""
 COMMON = 20
 """Suffixes with at least this many files are split separately; rarer suffixes are split together."""
 SHOWN = 5
@@ -94,7 +96,6 @@ def collect_corpus(
     follow_links: bool = False,
     text_field: Sequence[str] = (),
     names: Mapping[str, str] | None = None,
-    split_version: int = SPLIT_VERSION,
 ) -> Corpus:
     """Collect the corpus in files and folders.
 
@@ -102,28 +103,23 @@ def collect_corpus(
     packages (`dunes.data.installed`) without near-duplicates. About `share` of the text (default
     `validation_share`) is for validation. A text file is entirely for training or for validation; files of records
     are divided record by record. Of several items, at least one is for validation, but never all. Near-duplicates
-    are on the same side, except with `split_version` 0. Versions 0 and 1, for earlier runs, select files by hash
-    alone. Links to files outside the sources are followed only with `follow_links`. If `text_field` is given, only
-    these fields of records are read; `names` are as for `read_records`. Raises ValueError if a source is missing,
-    if a file of records that the user named cannot be read, if there is no text, or for an unknown version.
+    are on the same side. Links to files outside the sources are followed only with `follow_links`. If `text_field`
+    is given, only these fields of records are read; `names` are as for `read_records`. Raises ValueError if a
+    source is missing, if a file of records that the user named cannot be read, or if there is no text.
     """
-    if split_version not in range(SPLIT_VERSION + 1):
-        raise ValueError(
-            f"the text was divided by another version of dunes ({str(split_version)[:20]}); update dunes"
-        )
     walk = Walk(sources, follow_links)
     corpus = Corpus(skipped=walk.skipped)
     documents, files, packages = dict[str, Document](), [*walk.files()], dict[str, str]()
     if share is None:
-        share = TESTED if split_version < 2 else validation_share(sum(file_size(file.path) for file in files))
-    corpus.share = share if split_version > 1 else SHARE
+        share = validation_share(sum(file_size(file.path) for file in files))
+    corpus.share = share
     left_out = list[tuple[int, str]]()
     collected: Sequence[Document] | str
     for file in files:
         if holds_records(file, bool(text_field or names)):
             collected = _read_records(file, share, text_field, names, corpus.notes)
         else:
-            document = plain_document(file, split_version)
+            document = plain_document(file)
             collected = document if isinstance(document, str) else [document]
         if isinstance(collected, str):
             walk.skip(collected, file.name)
@@ -140,10 +136,9 @@ def collect_corpus(
     if unread := corpus.notes[SHOWN:]:
         corpus.notes[SHOWN:] = [f"skipped: {plural(len(unread), 'more file')} of records"]
     corpus.notes[:0] = filter(None, [_left_out_line(left_out), *describe_records([*documents.values()])])
-    if split_version:
-        _find_duplicates(corpus, documents, packages)
+    _find_duplicates(corpus, documents, packages)
     corpus.packages = sorted({describe_package(Path(packages[d])) for d in documents if d in packages})
-    _divide(corpus, [*documents.values()], share, split_version)
+    _divide(corpus, [*documents.values()], share)
     return corpus
 
 
@@ -152,16 +147,15 @@ def validation_share(size: float) -> float:
     return min(MOST, max(SHARE, LEAST / max(1.0, size)))
 
 
-def hold_out_test(corpus: Corpus, share: float = TESTED, split_version: int = SPLIT_VERSION) -> Corpus:
+def hold_out_test(corpus: Corpus, share: float = TESTED) -> Corpus:
     """The corpus with about `share` of its text in the test split, taken from the training split.
 
     Of three or more files, at least one is for the test, but training data always remains. Near-duplicates are on
-    the same side. Records are not divided again. The documents of each split are sorted by path. In split versions
-    0 and 1, test files have hashes in [share, 2 * share).
+    the same side. Records are not divided again. The documents of each split are sorted by path.
     """
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]
-    groups, count = _order_for_selection(groups, share, split_version, 2 * share)
+    groups, count = _order_for_selection(groups, share)
     count = max(count, len(_files(corpus.documents)) > 2)
     records = any(isinstance(d, RecordDocument) for d in corpus.train)
     test = [d for g in groups[: max(0, min(count, len(groups) - (not records)))] for d in g.files]
@@ -236,28 +230,23 @@ def _files(documents: Sequence[Document]) -> list[Document]:
 
 
 def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
-    """The files in groups of near-duplicates, in the order of their hashes."""
+    """The files in groups of near-duplicates."""
     groups: dict[str, list[Document]] = {}
     files = sorted(_files(documents), key=lambda d: d.digest in corpus.duplicates)  # a group's first file first
     for file in files:
         groups.setdefault(corpus.duplicates.get(file.digest, file.digest), []).append(file)
     size, count = LARGE * sum(d.size for d in files), LARGE * len(files)
     large = {k for k, g in groups.items() if len(g) > 1 and (len(g) > count or sum(d.size for d in g) > size)}
-    groups_of_files = [_Group(group, group[0].split_hash + (key in large)) for key, group in groups.items()]
-    return sorted(groups_of_files, key=_group_order)
+    return [_Group(group, group[0].split_hash + (key in large)) for key, group in groups.items()]
 
 
-def _order_for_selection(
-    groups: Sequence[_Group], share: float, split_version: int, limit: float
-) -> tuple[list[_Group], int]:
+def _order_for_selection(groups: Sequence[_Group], share: float) -> tuple[list[_Group], int]:
     """The groups in the order in which they are selected for validation, and the number of selected groups.
 
     The selected groups have about `share` of the text of each suffix and size, and are selected by their hashes.
     If a group is too large to be selected, smaller groups make up for it. Groups that alone have more than a
-    quarter of the share come last. In split versions 0 and 1, groups with hashes below `limit` are selected.
+    quarter of the share come last.
     """
-    if split_version < 2:
-        return list(groups), sum(g.split_hash < limit for g in groups)
     size, suffixes = sum(g.size for g in groups), Counter(g.suffix for g in groups)
     large = {id(g) for g in groups if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 4}
     strata: dict[tuple[int, str], list[_Group]] = {}
@@ -278,12 +267,12 @@ def _group_order(group: _Group) -> tuple[float, str]:
     return group.split_hash, group.files[0].name
 
 
-def _divide(corpus: Corpus, documents: Sequence[Document], share: float, split_version: int) -> None:
+def _divide(corpus: Corpus, documents: Sequence[Document], share: float) -> None:
     """Set `corpus.train` and `corpus.valid`. Of several files, `valid` gets one or more unless it has records."""
     records = [d for d in documents if isinstance(d, RecordDocument)]
     groups = _groups(corpus, documents)
     valid: list[Document] = [d for d in records if d.validation]
-    groups, count = _order_for_selection(groups, share, split_version, share)
+    groups, count = _order_for_selection(groups, share)
     count = max(0, min(max(count, not valid), len(groups) - 1))
     name = attrgetter("name")
     corpus.valid = sorted([*(d for g in groups[:count] for d in g.files), *valid], key=name)

@@ -144,22 +144,21 @@ def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig,
     return replace(measured, batch=batch, context_length=context_length), machine
 
 
-def autosize_run(config: TrainConfig, size: int, resumed: bool = False) -> tuple[TrainConfig, list[str]]:
+def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
     """Choose all unset options for `size` bytes of training text; returns the config and lines with the reasons.
 
-    If the config is complete, the machine is not measured. In the config of a resumed run, unset options are
-    chosen again, except dropout and weight decay, which stay unset.
+    If the config is complete, the machine is not measured.
     """
     complete = config.dtype and config.threads and config.size and config.batch and config.context_length
     regularized = not config.complete or None not in (config.dropout, config.weight_decay)
-    if complete and (resumed or regularized):
-        return config if resumed else with_hardware(config), []
+    if complete and regularized:
+        return with_hardware(config), []
     config, machine = with_machine(config, COMPLETION_CONTEXT if config.complete else CONTEXT)
     full, expected = choose_size(config, size, machine.plan)
     repeated = full.complete and expected.epochs > FEW_EPOCHS
-    if full.dropout is None and not resumed:
+    if full.dropout is None:
         full = replace(full, dropout=DROPOUT if repeated else 0.0)
-    if full.weight_decay is None and repeated and not resumed:
+    if full.weight_decay is None and repeated:
         full = replace(full, weight_decay=WEIGHT_DECAY)
     full = replace(full, rate=estimate(full, size, machine).rate)
     return full, describe_choice(full, machine, expected, size, "" if config.size or config.steps else WHY)

@@ -86,9 +86,6 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
 class RunConfig(Optimization, Hardware):
     """Options of a run, saved in its folder. The run ends after `steps`; if unset, after `minutes`."""
 
-    split_version: Annotated[int, tyro.conf.Suppress] = 0
-    """Version of the train/validation split; 0 in runs from before splits had versions."""
-
     MINIMUM: ClassVar[dict[str, float]] = {
         "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,
         "rank": 1, "alpha": 1e-12, "epochs": 1e-3, "micro_batch": 1, "val_fraction": 0, "max_truncated": 0,

@@ -60,7 +60,7 @@ def gather(config: TrainConfig) -> Corpus:
     """The corpus of the config's sources. Raises ValueError if no text is left for training or for validation."""
     remember_sources(config.sources, config.follow_links)
     options: dict[str, Any] = {"follow_links": config.follow_links, "text_field": config.text_field}
-    corpus = collect_corpus(config.sources, split_version=config.split_version, **options)
+    corpus = collect_corpus(config.sources, **options)
     if config.split == "files" and not corpus.valid:
         raise ValueError(
             "no file is left for validation: the corpus is a single file, or near-duplicates of one; "
@@ -76,7 +76,7 @@ def gather(config: TrainConfig) -> Corpus:
 
 def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
     """The corpus with validation files; if so configured or if files are few, with tails of all files instead."""
-    few_files = config.split_version > 1 and len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
+    few_files = len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
     few_files = few_files and corpus.size >= LONG * len(corpus.documents)
     if config.split == "files" or (config.split is None and corpus.valid and not few_files):
         return corpus
@@ -89,7 +89,7 @@ def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
 def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
     """The corpus, with some files set aside for testing if the config trains completion and splits by files."""
     hold_out = config.complete and corpus.split == "files"
-    return hold_out_test(corpus, split_version=config.split_version) if hold_out else corpus
+    return hold_out_test(corpus) if hold_out else corpus
 
 
 def choose_completion(

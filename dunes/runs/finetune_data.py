@@ -12,7 +12,6 @@ from typing import Any
 
 from dunes.checkpoint import LoadedModel
 from dunes.data.document import Document, holds_records, plain_document
-from dunes.data.duplicates import SPLIT_VERSION
 from dunes.data.examples import (
     RECORD_FORMATS,
     Example,
@@ -91,7 +90,6 @@ class FinetuneData:
             text_field=config.text_field,
             follow_links=config.follow_links,
             names=config.field_names,
-            split_version=config.split_version,
         )
         files, lines = read(config.data)
         val_files, val_lines = read(config.val_data) if config.val_data else ([], [])
@@ -112,12 +110,12 @@ class FinetuneData:
         (rows, train), (val_records, valid) = (
             write([row for r in side for row in r.rows]) for side in (files, val_files)
         )
-        leaked = count_leaked(rows, val_records, config.split_version)
+        leaked = count_leaked(rows, val_records)
         if val_records:
             config = replace(config, context_length=choose_context_length(config, [*train, *valid], base))
         else:
             config, train, valid, val_records = _split_examples(rows, train, config, base)
-            if copies := len(rows) - len({*record_hashes(rows, config.split_version)}):
+            if copies := len(rows) - len({*record_hashes(rows)}):
                 display.detail(
                     f"{plural(copies, 'pair has', 'pairs have')} another's prompt, on the same side of the split"
                     if rows[0].rejected
@@ -204,7 +202,7 @@ def _split_examples(
     if share is None:
         share = validation_share(sum(len(turn.full_text) for row in rows for turn in row.turns))
     large = large_texts(rows, share)
-    if large and config.split_version:
+    if large:
         rows = _without_copies(rows, large)
         large = large_texts(rows, share)
     heads, tails = split_tails([by_row[id(row)] for row in large], share)
@@ -215,8 +213,8 @@ def _split_examples(
     config = replace(config, context_length=choose_context_length(config, [*examples, *heads, *tails], base))
     usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
     val_records: list[Record] = []
-    for candidates in (usable, rest) if config.split_version else (rest,):  # too few targets are reported later
-        val_records = val_records or split_records(candidates, share, config.split_version)[1]
+    for candidates in (usable, rest):  # too few targets are reported later
+        val_records = val_records or split_records(candidates, share)[1]
     valid_rows = {id(row) for row in val_records}
     pairs = [(id(row) in valid_rows, e) for row, e in zip(rest, examples, strict=True)]
     train, valid = ([e for is_valid, e in pairs if is_valid == side] for side in (False, True))
@@ -263,7 +261,6 @@ def read_dataset(
     follow_links: bool = False,
     *,
     names: Mapping[str, str] | None = None,
-    split_version: int = SPLIT_VERSION,
 ) -> tuple[list[Records], list[str]]:
     """Read the records of a file, or of all files below a folder; also returns lines about read and skipped files.
 
@@ -277,7 +274,7 @@ def read_dataset(
     for file in walk.files():
         if holds_records(file, True) or (file.named and file.path.name.lower().endswith(JSON)):
             files.append(read_records(file.path, text_field, names))
-        elif isinstance(document := plain_document(file, split_version), str):
+        elif isinstance(document := plain_document(file), str):
             walk.skip(document, file.name)
         elif document.digest in documents:
             walk.skip("duplicates", file.name)

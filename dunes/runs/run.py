@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from dunes import __version__, checkpoint, measure
-from dunes.data.duplicates import SPLIT_VERSION
+from dunes.data.sources import SPLIT_VERSION
 from dunes.evaluate.text_loss import Score
 from dunes.files.json_file import append_text
 from dunes.measure import ranks
@@ -101,8 +101,6 @@ def begin_run(config: T, start: Start) -> T | None:
         display.line(f"the run in {folder}: {earlier.about}; {progress}{continuation}")
         if config.missing:
             return None
-    if not options.resume:
-        config = replace(config, split_version=SPLIT_VERSION)
     if config.batch:
         ranks.rows(config.batch)
     ranks.agree({"dunes": __version__, "torch": torch.__version__, **asdict(config)})
@@ -535,4 +533,8 @@ def card_facts(run: Run, score: Score, verb: str) -> dict[str, Any]:
     progress = {"steps": run.trainer.number, "best_step": run.best_step, "seconds": round(run.elapsed, 1)}
     measured = {**score.facts, "peak_bytes": measure.peak_memory(run.trainer.device)}
     timings = {phase: round(seconds, 3) for phase, seconds in run.timings.seconds.items()}
-    return {verb: {**asdict(run.config), **progress}, "measured": measured, "timings": timings}
+    return {
+        verb: {**asdict(run.config), "split_version": SPLIT_VERSION, **progress},
+        "measured": measured,
+        "timings": timings,
+    }

@@ -30,7 +30,7 @@ from dunes.train import Record
 
 METRICS = "metrics.jsonl"
 """File in a run's folder with a JSON record for each step, and for changes of the run."""
-FORMAT = 2
+FORMAT = 3
 """Format version of plan.json."""
 STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
 """Attributes of `Run` that are stored unchanged in its state."""
@@ -119,7 +119,7 @@ def read_config(folder: Path, config_class: type[T]) -> T | None:
         return None
     stored = json_file.read(path)
     try:
-        if (number := stored.pop("format", 1)) != FORMAT:
+        if (number := stored.pop("format", None)) != FORMAT:
             raise ValueError(f"written by another version of dunes (format {number}, this version reads {FORMAT})")
         return config_class.of(stored)
     except (TypeError, ValueError) as error:

@@ -35,6 +35,7 @@ from dunes.completion.fit import (
 )
 from dunes.completion.text import FileTokenizer
 from dunes.data import Corpus, FillInMiddle, Windows
+from dunes.data.sources import SPLIT_VERSION
 from dunes.evaluate.text_loss import Score, evaluate
 from dunes.files.model_file import cards_trusted
 from dunes.inference.text_generator import sample_text
@@ -172,16 +173,17 @@ def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: D
 
 
 def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | None, start: Start) -> TrainConfig:
-    """The config with all unset options chosen; also displays the reasons."""
-    display, resumed = start.display, start.options.resume
-    size = sum(d.size for d in corpus.train)
+    """The config with all unset options chosen, as a resumed run has them; also displays the reasons."""
+    if start.options.resume:
+        return config
+    display, size = start.display, sum(d.size for d in corpus.train)
     if base is not None:
-        chosen, reasons = _choose_with_base(config, base, size, resumed)
+        chosen, reasons = _choose_with_base(config, base, size)
     else:
-        chosen, reasons = autosize.autosize_run(config, size, resumed)
+        chosen, reasons = autosize.autosize_run(config, size)
     for line in reasons:
         display.detail(line)
-    if base is None and config.size and not resumed and (warning := autosize.size_warning(chosen)):
+    if base is None and config.size and (warning := autosize.size_warning(chosen)):
         display.line(warning)
     parts_of_family = chosen.parts and isinstance(
         checkpoint.hf_config_of(autosize.meta_model(chosen), chosen.context_length), checkpoint.Architecture
@@ -192,7 +194,7 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
             f"note: no Hugging Face config names {unnamed}; the model will be a folder that dunes reads, and "
             "transformers does not"
         )
-    if chosen.family in MIXTURES and chosen.top_k == 1 < chosen.expert_count and not resumed:
+    if chosen.family in MIXTURES and chosen.top_k == 1 < chosen.expert_count:
         display.line(
             "note: the weight of a token's only expert is always 1, so the router learns nothing from the text; "
             "--experts-per-token 2 lets it"
@@ -215,26 +217,20 @@ def find_base(config: TrainConfig, start: Start) -> tuple[LoadedModel | None, Pa
     return checkpoint.load_with_tokenizer(place), place
 
 
-def _choose_with_base(
-    config: TrainConfig, base: LoadedModel, size: int, resumed: bool
-) -> tuple[TrainConfig, list[str]]:
+def _choose_with_base(config: TrainConfig, base: LoadedModel, size: int) -> tuple[TrainConfig, list[str]]:
     """The config for --from with all unset options chosen, and lines with the reasons.
 
-    A complete config of a resumed run is returned unchanged. Raises ValueError for a context longer than the
-    model's, if its positions are learned.
+    Raises ValueError for a context longer than the model's, if its positions are learned.
     """
     if base.model.embed.place is not None and config.context_length > base.context_length:
         length = config.context_length
         raise ValueError(f"--context-length is {length}; this model supports at most {base.context_length}")
-    complete = config.dtype and config.threads and config.batch and config.context_length and config.lr
-    if complete and resumed:
-        return config, []
     with torch.device("meta"):
         model = outline_with_base(config, base)
     large = tree.count(model, trainable=True) >= ADAMW_FROM
     config = replace(config, optimizer=config.optimizer or ("adamw" if large else "muon"))
     lr = autosize.learning_rate(config, model)
-    if complete:
+    if config.dtype and config.threads and config.batch and config.context_length and config.lr:
         config, reasons = autosize.with_hardware(config), []
     else:
         context_length = min(base.context_length, autosize.CONTEXT)
@@ -447,7 +443,8 @@ class Reference:
     @property
     def card(self) -> dict[str, Any]:
         """The card's entries on the text; prompts have no headers, since the base was trained without headers."""
-        return {"trained": asdict(self.config) | {"file_headers": False, "packages": sorted(self.packages)}}
+        text = {"split_version": SPLIT_VERSION, "file_headers": False, "packages": sorted(self.packages)}
+        return {"trained": asdict(self.config) | text}
 
     @property
     def fitted(self) -> Mapping[str, Any]:

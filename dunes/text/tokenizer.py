@@ -405,20 +405,16 @@ def _config_for_json(config: dict[str, Any]) -> bytes:
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
 
-def _split_lines(pattern: str = r"\r\n|[\r\n]|[^\r\n]+") -> pre_tokenizers.PreTokenizer:
+def _split_lines() -> pre_tokenizers.PreTokenizer:
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), to_bytes])
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\r\n|[\r\n]|[^\r\n]+"), "isolated"), to_bytes])
 
 
 def _split_chars() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
 
 
-_SPLITS = {
-    _split_lines().__getstate__(): "lines",
-    _split_chars().__getstate__(): "characters",
-    _split_lines(r"\n|[^\n]+").__getstate__(): "lines of older runs",  # at \n only
-}
+_SPLITS = {_split_lines().__getstate__(): "lines", _split_chars().__getstate__(): "characters"}
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:

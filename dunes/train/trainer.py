@@ -22,7 +22,7 @@ from dunes.train.loss import Loss
 from dunes.units import format_count, plural
 
 FORMAT = 2
-"""Format version of `Trainer.state_dict`. Version 1 had no such key; it stored learning rates times `lr_scale`."""
+"""Format version of `Trainer.state_dict`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,8 +321,8 @@ class Trainer:
 
         Raises ValueError for a state of another format, and for invalid learning rates.
         """
-        if state.get("format") != FORMAT:
-            raise ValueError("the trainer's state is of another version of dunes; start the run again")
+        if (number := state.get("format")) != FORMAT:
+            raise ValueError(f"the trainer's state has format {number!r}, not {FORMAT}; start the run again")
         self.optimizer.load_state_dict(state["optimizer"])
         self.number, self.bad_steps = state["number"], state["bad"]
         self.learning_rates()

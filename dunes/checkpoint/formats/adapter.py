@@ -427,9 +427,8 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if the card records another config.json of the base; older cards record none."""
-    entry = card.get("base")
-    recorded = entry.get("config", base.settings) if isinstance(entry, dict) else base.settings
+    """Raise ValueError if the card records another config.json of the base; PEFT's folders have no card."""
+    recorded = (card.get("base") or {"config": base.settings}).get("config")
     before, now = (recorded if isinstance(recorded, dict) else {}), base.settings
     if differing := [key for key in (*before, *now) if before.get(key) != now.get(key)]:
         key = differing[0]
