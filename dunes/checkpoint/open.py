@@ -110,9 +110,8 @@ def locate_model(model: str | Path, revision: str | None = None) -> ModelLocatio
 
 def is_model_folder(folder: Path) -> bool:
     """True if a folder has files with the names of a model's files, or an unfinished save. No file is read."""
-    if any(
-        (folder / name).exists() for name in (READY, CARD, ADAPTER, native.PARAMS)
-    ):  # CARD comes before READY goes
+    own = READY, CARD, ADAPTER, native.PARAMS  # CARD comes before READY goes
+    if any((folder / name).exists() for name in own):
         return True
     weights = [name for single in UNSHARDED for name in (single, f"{single}.index.json")]
     return (folder / CONFIG).is_file() and any((folder / name).exists() for name in weights)
@@ -133,10 +132,8 @@ def explain(path: Path) -> str:
         )
     if (path / UNFINISHED).is_dir():
         return f"{path}: an unfinished model; remove it, or run the dunes augment command that began it again"
-    inside = sorted(
-        f for f in (*path.glob("*"), *path.glob("snapshots/*")) if f.suffix == SUFFIX or is_model_folder(f)
-    )
-    if inside:
+    candidates = sorted((*path.glob("*"), *path.glob("snapshots/*")))
+    if inside := [f for f in candidates if f.suffix == SUFFIX or is_model_folder(f)]:
         return f"{path}: not a model folder; it holds {', '.join(map(str, inside[:3]))}; name one"
     names = ", ".join([*UNSHARDED, *(f"{s}.index.json" for s in UNSHARDED)])
     missing = "no weights" if (path / CONFIG).is_file() else "not a model folder"
@@ -227,11 +224,6 @@ class OpenedModel:
                 f"{self.folder}: a network that is no language model; load it with checkpoint.load_network"
             )
         return context_length_of(self.card, self.folder, self.expected)
-
-    @property
-    def vocab(self) -> int | None:
-        """Number of rows of the embedding; None if a function builds the model."""
-        return None if self.architecture.function else self.config.vocab
 
     def outline(self) -> Decoder:
         """The model on the meta device; if a function builds the model, on the device that the function uses."""
@@ -439,11 +431,12 @@ def check_vocabulary(opened: OpenedModel, tokenizer: Tokenizer | None) -> None:
 
     Warns about BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary.
     """
-    rows, path, keys = opened.vocab, opened.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
+    path, keys = opened.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
     # -1 means none in old files.
     special = {key: listed for key in keys if (listed := configured_ids(path, opened.hf_config, key, least=-1))}
-    if rows is None:
+    if opened.architecture.function:
         return
+    rows = opened.config.vocab
     ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
     configured = () if tokenizer is None else tokenizer.configured_ids
     largest = max([*configured, *(i for ids in special.values() for i in ids)], default=0)
