@@ -48,7 +48,7 @@ LONG = re.compile(
     | test_at_once.py::test_saves_of_many_threads_into_one_folder_succeed_and_it_loads_at_any_moment
     | test_autosize.py::test_the_estimate_of_memory_grows
     | test_bench.py::test_a_table_or_one_json
-    | test_benchmarks.py::test_(mixtures_of_lora|new_blocks|completion_is_trained|the_table_of_figures)
+    | test_benchmarks.py::test_completion_is_trained
     | test_compiled_loss.py::test_gradients_of_two_threads_have_the_same_bits
     | test_ranks.py::test_(a_process_that_does_not_answer|two_processes_finetune_as_one.(qlora|dora))
     | test_ranks.py::test_several_processes_train_as_one.(4-changes0|2-changes2)
@@ -58,7 +58,6 @@ LONG = re.compile(
     | test_export_native.py::test_its_tokenizers_are_those_of_python.bpe
     | test_pace.py::test_the_same_command_has_the_same_losses
     | test_completion.py::test_a_model_that_is_worse_than_copying_does_not_complete.*auto-True
-    | test_convert.py::test_memory_holds_one_tensor_at_a_time.*bfloat16
     | test_fim.py::test_thousands_of_windows
     | test_finetune.py::test_fewer_rows_at_once
     | test_gguf.py::test_an_adapter_of_a_file_opens_with_it_alone.qlora

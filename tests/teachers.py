@@ -33,10 +33,6 @@ def english(prompt):
     )
 
 
-def russian(prompt):
-    return english(prompt).replace("Instruction: ", "Instruction: Назовите ")
-
-
 class Teacher(ThreadingHTTPServer):
     """`fault(prompt, n)` names what goes wrong with the n-th request (from 0) for a prompt."""
 

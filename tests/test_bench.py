@@ -299,9 +299,8 @@ def test_one_wild_lap_hides_no_difference_and_too_few_rounds_tell_nothing():
 
 def test_a_difference_smaller_than_the_machines_own_is_none():
     slower = {"matmul": 0.9e12}
-    verdict = lambda factor, **columns: compare(laps(1.0, 0.01, 0), laps(factor, 0.01, 1, **columns)).differences[
-        0
-    ]
+    compared = lambda factor, **columns: compare(laps(1.0, 0.01, 0), laps(factor, 0.01, 1, **columns))
+    verdict = lambda *args, **columns: compared(*args, **columns).differences[0]
     assert verdict(1.08).significant
     assert not verdict(1.08, **slower).significant
     assert "would be missed" in verdict(1.08, **slower).verdict

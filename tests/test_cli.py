@@ -52,7 +52,8 @@ def test_help_comes_without_torch_and_each_verb_shows_an_example():
 
 
 def test_the_version_comes_without_torch():
-    script = "import sys; from dunes.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    script = "import sys; from dunes.cli.main import main\ntry: main()\n"
+    script += "finally: assert not {'torch', 'numpy'} & sys.modules.keys()"
     done = run_python(script, "--version")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"dunes \d+\.\d+\.\d+ \(torch \S+, Python \S+\)\n", done.stdout)
@@ -101,11 +102,6 @@ def test_families_are_the_same_in_help_docs_and_code():
     for file in ("docs/training.md", "docs/checkpoints.md"):
         text = (root / file).read_text()
         assert [f for f in FAMILIES if f"`{f}`" not in text and f"{f}.py" not in text] == [], file
-
-
-def test_importing_the_package_is_light():
-    script = "import sys, dunes; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert run_python(script).returncode == 0
 
 
 def test_generate_imports_neither_training_nor_templates():

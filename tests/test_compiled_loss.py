@@ -217,9 +217,8 @@ def test_batches_of_another_shape_are_computed_eagerly(soon):
     assert len(list(trainer.run(batches))) == 4
     assert counters["stats"]["unique_graphs"] == 1
     config = SimpleNamespace(counted="tokens")
-    run = SimpleNamespace(
-        config=config, trainer=trainer, task=SimpleNamespace(batches=lambda start: iter(batches))
-    )
+    task = SimpleNamespace(batches=lambda start: iter(batches))
+    run = SimpleNamespace(config=config, trainer=trainer, task=task)
     assert why_eager(run).startswith("batches differ in length")
     del batches[2]
     assert why_eager(run) == ""

@@ -65,7 +65,6 @@ from dunes.text.lines import split_lines, valid_text
 from dunes.text.split_rules import GPT2, LLAMA3
 from small_models import random_model
 
-TESTS = Path(__file__).parent
 CODE = "".join(
     f"def area_{n}(width, height):\n    result = width * height + {n}\n    return result\n\n" for n in range(8)
 )

@@ -62,17 +62,20 @@ def test_their_own_code_unpacks_the_same_weights(tmp_path, request_):
     export_packed(folder, tmp_path / "packed")
     config = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
     schemes = QuantizationConfig.model_validate(config).config_groups.values()
-    files = load_file(tmp_path / "packed" / "model.safetensors")
-    model, count = checkpoint.load(folder).model, 0
-    for scheme in schemes:
-        assert scheme.input_activations is None
-        for name in scheme.targets:
-            parts = {k.removeprefix(f"{name}."): v for k, v in files.items() if k.startswith(f"{name}.")}
-            theirs = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
-            ours = model.get_submodule(place_of(name)).dense()
-            assert difference(theirs, ours) <= 1e-6 * ours.abs().max()
-            count += 1
-    assert count == 14
+    model = checkpoint.load(folder).model
+    assert all(scheme.input_activations is None for scheme in schemes)
+    weight_at = lambda place: model.get_submodule(place).dense()
+    assert_unpacked(PackedQuantizationCompressor, schemes, tmp_path / "packed", weight_at)
+
+
+def assert_unpacked(compressor, schemes, folder, weight_at):
+    """All layers unpacked by this class of theirs have our weights."""
+    files, names = load_file(folder / "model.safetensors"), [(s, name) for s in schemes for name in s.targets]
+    assert len(names) == 14
+    for scheme, name in names:
+        parts = {k.removeprefix(f"{name}."): v for k, v in files.items() if k.startswith(f"{name}.")}
+        theirs, ours = compressor.decompress(parts, scheme)["weight"], weight_at(place_of(name))
+        assert difference(theirs, ours) <= 1e-6 * ours.abs().max()
 
 
 def place_of(name):
@@ -125,14 +128,10 @@ def test_codes_that_are_not_packed_are_those_of_their_own_code(tmp_path, inputs)
 
     export_packed(quantized(tmp_path, kind="int8"), tmp_path / "packed")
     config, _ = with_plain_codes(tmp_path / "packed", inputs)
-    (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
-    files, model = load_file(tmp_path / "packed" / "model.safetensors"), checkpoint.load(tmp_path / "packed").model
-    assert len(scheme.targets) == 14
-    for name in scheme.targets:
-        parts = {k.removeprefix(f"{name}."): v for k, v in files.items() if k.startswith(f"{name}.")}
-        theirs = IntQuantizationCompressor.decompress(parts, scheme)["weight"]
-        ours = model.get_parameter(f"{place_of(name)}.weight")
-        assert difference(theirs, ours) <= 1e-6 * ours.abs().max()
+    schemes = QuantizationConfig.model_validate(config).config_groups.values()
+    model = checkpoint.load(tmp_path / "packed").model
+    weight_at = lambda place: model.get_parameter(f"{place}.weight")
+    assert_unpacked(IntQuantizationCompressor, schemes, tmp_path / "packed", weight_at)
 
 
 @pytest.mark.parametrize("change", [lambda scale: scale[1:], lambda scale: scale[:, 0], None])

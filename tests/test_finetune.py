@@ -308,9 +308,8 @@ def test_what_cannot_be_is_said_before_anything_is_written(case, bad, base, exam
     made = os.listdir(bad)
     changes = {name: str(bad / value) if value in made else value for name, value in REFUSED[case].items()}
     how = {"asked": changes} if case == "without effect" else {}
-    refuses(
-        ".", lambda: finetune(replace(asked(base, examples), **changes), tmp_path / "run", display()[0], **how)
-    )
+    config = lambda: replace(asked(base, examples), **changes)
+    refuses(".", lambda: finetune(config(), tmp_path / "run", display()[0], **how))
     assert not [p for p in tmp_path.rglob("*") if p.is_file()]
 
 

@@ -181,21 +181,20 @@ def test_another_tokenizer_of_the_same_weights_is_fitted_anew(copied):
     assert "finished" in training_output(TrainConfig(), folder, **AGAIN)
 
 
-def test_other_settings_of_the_same_weights_are_fitted_anew(copied):
-    folder, own = copied
-    before = read_gate(folder)[1]["loss"]
+def change_settings(own):
     change_json(own / "config.json", rms_norm_eps=0.5)
-    assert "finished" not in training_output(TrainConfig(), folder, **AGAIN)
-    assert read_gate(folder)[1]["loss"] != before
 
 
-@pytest.mark.parametrize("overrides", [True, False])
-def test_other_weights_are_fitted_anew(overrides, copied):
+@pytest.mark.parametrize(
+    ("change", "overrides"), [(change_settings, False), (change_weights, False), (change_weights, True)]
+)
+def test_other_settings_or_weights_are_fitted_anew(change, overrides, copied):
     """Also at the same place."""
     folder, own = copied
-    change_weights(own)
+    change(own)
     before = read_gate(folder)[1]["loss"]
-    training_output(config(own, "") if overrides else TrainConfig(), folder, **(OVER if overrides else AGAIN))
+    asked = (config(own, ""), OVER) if overrides else (TrainConfig(), AGAIN)
+    assert "finished" not in training_output(asked[0], folder, **asked[1])
     assert read_gate(folder)[1]["loss"] != before
     assert torch.equal(logits(folder), logits(own))
 
@@ -330,12 +329,6 @@ def test_only_models_that_are_used_are_rounded_for_speed(base, code, tmp_path, m
     assert command("augment", "merge", tmp_path / "run", tmp_path / "out")[0] == 0
     assert dtypes(checkpoint.load(tmp_path / "out").model) == {torch.float32}
     assert torch.equal(logits(tmp_path / "out"), logits(base))
-
-
-def test_a_run_with_a_gguf_file(base, code, tmp_path):
-    write_format(base, tmp_path / "base.gguf", "gguf")
-    assert train(config(tmp_path / "base.gguf", code), tmp_path / "run", display()[0]) == 0
-    assert find_completer(tmp_path / "run", raising(AssertionError)).complete(*PLACE).text
 
 
 def test_a_run_that_moves_with_its_base_hashes_only_what_changed(base, copied, monkeypatch):
@@ -496,10 +489,17 @@ def test_all_weights_of_a_model_from_others_are_trained_on_demand(base, code, tm
 
 @pytest.mark.parametrize(
     "family",
-    ["gpt2", "mamba2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_next", "mixtral", "phi3"))],
+    [
+        "gguf",
+        "gpt2",
+        "mamba2",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_next", "mixtral", "phi3")),
+    ],
 )
-def test_bases_of_other_families(family, code, tmp_path):
-    base = write_base(tmp_path / "base", family)
+def test_bases_of_other_families_and_of_gguf(family, code, tmp_path):
+    base = write_base(tmp_path / "base", "llama" if family == "gguf" else family)
+    if family == "gguf":
+        write_format(base, base := tmp_path / "base.gguf", "gguf")
     training_output(config(base, code), tmp_path / "run")
     assert find_completer(tmp_path / "run", raising(AssertionError)).complete(*PLACE)
 
@@ -511,16 +511,9 @@ def test_a_context_shorter_than_a_prompt(context, code, tmp_path):
     assert find_completer(tmp_path / "run", print).complete("def task_1_3(value):\n" * 9 + "def ta", "", "x.py")
 
 
-@pytest.mark.parametrize(("change", "words"), [({"model_type": "bert"}, "bert"), ({"model_type": "t5"}, "t5")])
-def test_an_encoder_is_refused_by_name(change, words, base, code, tmp_path):
-    shutil.copytree(base, tmp_path / "base")
-    change_json(tmp_path / "base/config.json", architectures=["BertModel"], **change)
-    refuses(words, train, config(tmp_path / "base", code), tmp_path / "run", display()[0])
-
-
-def test_a_base_without_a_tokenizer_is_refused_before_the_work(base, code, tmp_path):
-    shutil.copytree(base, tmp_path / "base", ignore=shutil.ignore_patterns("tokenizer*"))
-    refuses(str(tmp_path / "base"), train, config(tmp_path / "base", code), tmp_path / "run", display()[0])
+@pytest.mark.parametrize(("kind", "words"), [("encoder", "bert"), ("without tokenizer", "/other")])
+def test_a_base_that_cannot_be_used_is_refused_by_name_before_the_work(kind, words, code, tmp_path):
+    refuses(words, train, config(other_base(tmp_path, kind), code), tmp_path / "run", display()[0])
     assert not (tmp_path / "run").exists()
 
 

@@ -84,6 +84,15 @@ def plain_loss(model, pairs, reference, beta, smoothing, normalized):
     return total
 
 
+def assert_same_loss(model, found, wanted):
+    """Equal losses and gradients of all parameters."""
+    grads = [torch.autograd.grad(loss, [*model.parameters()]) for loss in (found, wanted)]
+    apart = max(((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in zip(*grads, strict=True))
+    print(f"loss {found.item() - wanted.item():+.1e}, gradients {apart:.1e}")
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert apart <= 1e-6
+
+
 OPTIONS = [(0.1, 0.0, False), (0.3, 0.2, False), (5.0, 0.0, True), (2.0, 0.1, True)]
 
 
@@ -97,11 +106,7 @@ def test_loss_and_gradients_equal_plain_formulas(family, options):
     found, count, metrics = dpo_loss(model, batch, *options)
     wanted = plain_loss(model, PAIRS, reference, *options)
     assert count == 4
-    grads = [torch.autograd.grad(loss, [*model.parameters()]) for loss in (found, wanted)]
-    apart = max(((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in zip(*grads, strict=True))
-    print(family, options, found.item() - wanted.item(), apart)
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
-    assert apart <= 1e-6
+    assert_same_loss(model, found, wanted)
     rewards = metrics["rewards_chosen"][0] - metrics["rewards_rejected"][0]
     assert metrics["margin"][0].item() == pytest.approx(rewards.item(), abs=1e-5)
 
@@ -144,11 +149,7 @@ def test_orpo_and_its_gradients_equal_plain_formulas(family, beta):
     found, count, _ = orpo_loss(model, batch, beta)
     wanted = sum(plain_orpo([answer_probs(model, side) for side in pair.sides], beta) for pair in PAIRS)
     assert count == 4
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
-    grads = [torch.autograd.grad(loss, [*model.parameters()]) for loss in (found, wanted)]
-    apart = max(((a - b).abs().max() / (1 + b.abs().max())).item() for a, b in zip(*grads, strict=True))
-    print(family, beta, found.item() - wanted.item(), apart)
-    assert apart <= 1e-6
+    assert_same_loss(model, found, wanted)
 
 
 def test_orpo_is_finite_for_certain_answers_and_without_targets():

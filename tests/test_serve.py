@@ -275,9 +275,8 @@ def test_a_text_of_the_batch_is_that_of_the_generator(run):
 def test_a_stop_across_tokens_ends_the_text_before_it(run, stop):
     loaded = load_with_tokenizer(run)
     (whole,), _ = generated(Batch(loaded), [TextRequest("def task_", 40, GREEDY)])
-    (answer,), pieces = generated(
-        Batch(loaded), [TextRequest("def task_", 40, GREEDY, stop=[stop, "never there"])]
-    )
+    request = TextRequest("def task_", 40, GREEDY, stop=[stop, "never there"])
+    (answer,), pieces = generated(Batch(loaded), [request])
     assert answer.text == pieces[0] == whole.text.partition(stop)[0]
     assert (answer.reason, answer.stopped_at) == (("word", stop) if stop in whole.text else (whole.reason, ""))
 

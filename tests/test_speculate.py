@@ -74,7 +74,6 @@ def test_greedy_text_is_the_plain_one_after_200_random_prompts(name):
     assert len({len(r.ids) - len(r.prompt) for r in plain}) > 5, "some stop within an accepted run"
 
 
-PIECES = [bytes([65 + i % 26]) * (1 + i // 26) for i in range(VOCAB)]
 PROCESSED = {
     "penalty": lambda: sampler(0.0, repetition_penalty=1.3),
     "all": lambda: sampler(1.5, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.2, seed=5),

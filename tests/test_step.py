@@ -289,9 +289,8 @@ def test_rows_that_join_and_leave_have_the_tokens_of_the_model(name, window):
 def test_rows_are_computed_by_the_model_where_the_step_does_not_fit(change):
     model = changed("lora")
     step = PlainStep(model, rows=True)
-    cache = PrefixCache(
-        model, 2, activate=partial(row_adapters, model), format=CacheFormat(8) if change == "format" else None
-    )
+    format = CacheFormat(8) if change == "format" else None
+    cache = PrefixCache(model, 2, activate=partial(row_adapters, model), format=format)
     cache.step = step
     cache.reserve(64)
     texts = {0: [5, 6, 7], 1: [8, 9, 10]}

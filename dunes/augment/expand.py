@@ -53,9 +53,8 @@ def decide(model: nn.Module, options: Expand) -> Change:
         raise ValueError(f"blocks is {count}; expected 1 or more new blocks")
     copied = [sources[-(-i * len(sources) // count) - 1] for i in range(1, count + 1)]
     places = {f"blocks.{source + i}": {"of": source} for i, source in enumerate(copied, 1)}
-    return Change(
-        "expand", VERSION, {**options.request(), "blocks": count}, places, tuple(f"{place}.**" for place in places)
-    )
+    new = tuple(f"{place}.**" for place in places)
+    return Change("expand", VERSION, {**options.request(), "blocks": count}, places, new)
 
 
 def _decoder(model: nn.Module) -> Decoder:

@@ -280,9 +280,8 @@ def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
 
 
 def _equal_tensors(a: Tensor, b: Tensor) -> bool:
-    return (
-        a.shape == b.shape and a.dtype == b.dtype and tensor_digests(a, [a.dtype]) == tensor_digests(b, [b.dtype])
-    )
+    is_alike = a.shape == b.shape and a.dtype == b.dtype
+    return is_alike and tensor_digests(a, [a.dtype]) == tensor_digests(b, [b.dtype])
 
 
 def import_build(name: str, folder: Path) -> Build:
@@ -387,9 +386,8 @@ def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[
     If all modules have the family's classes, the text is the message of `error`.
     """
     config = FAMILIES[family].Config.from_size(32, 32, 1, 32)
-    twin = build_on_meta(
-        family, replace(config, **({"experts": 1, "top_k": 1} if hasattr(config, "experts") else {}))
-    )
+    experts = {"experts": 1, "top_k": 1} if hasattr(config, "experts") else {}
+    twin = build_on_meta(family, replace(config, **experts))
     parts, classes = dict(model.named_modules()), {row.place: row.class_name for row in module_rows(model)}
     for i, row in enumerate(module_rows(twin)):
         if row.place not in classes:

@@ -130,10 +130,8 @@ def explain(path: Path) -> str:
         )
     if (path / UNFINISHED).is_dir():
         return f"{path}: an unfinished model; remove it, or repeat the dunes augment command that began it"
-    inside = sorted(
-        f for f in (*path.glob("*"), *path.glob("snapshots/*")) if f.suffix == SUFFIX or is_model_folder(f)
-    )
-    if inside:
+    candidates = sorted((*path.glob("*"), *path.glob("snapshots/*")))
+    if inside := [f for f in candidates if f.suffix == SUFFIX or is_model_folder(f)]:
         return f"{path}: not a model folder; it holds {', '.join(map(str, inside[:3]))}; name one"
     names = ", ".join([*UNSHARDED, *(f"{s}.index.json" for s in UNSHARDED)])
     missing = "no weights" if (path / CONFIG).is_file() else "not a model folder"
@@ -224,11 +222,6 @@ class OpenedModel:
                 f"{self.folder}: a network that is no language model; load it with checkpoint.load_network"
             )
         return context_length_of(self.card, self.folder, self.expected)
-
-    @property
-    def vocab(self) -> int | None:
-        """Number of rows of the embedding; None if a function builds the model."""
-        return None if self.architecture.function else self.config.vocab
 
     def outline(self) -> Decoder:
         """The model on the meta device; if a function builds the model, on the device that the function uses."""
@@ -436,11 +429,12 @@ def check_vocabulary(opened: OpenedModel, tokenizer: Tokenizer | None) -> None:
 
     Warns about BOS and EOS ids without a row, such as GPT-2's defaults in a model with a smaller vocabulary.
     """
-    rows, path, keys = opened.vocab, opened.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
+    path, keys = opened.folder / CONFIG, [f"{name}_token_id" for name in SPECIAL_TOKENS]
     # In old files, an id of -1 means that there is none.
     special = {key: listed for key in keys if (listed := configured_ids(path, opened.hf_config, key, least=-1))}
-    if rows is None:
+    if opened.architecture.function:
         return
+    rows = opened.config.vocab
     ids, padding = (0 if tokenizer is None else tokenizer.vocab), max(special.get("pad_token_id", ()), default=0)
     configured = () if tokenizer is None else tokenizer.configured_ids
     largest = max([*configured, *(i for ids in special.values() for i in ids)], default=0)

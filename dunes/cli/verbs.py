@@ -415,9 +415,6 @@ def convert(
     _convert(source, out, dtype, names)
 
 
-Example = Annotated[tuple[int, ...], flag("SIZE", "none")]
-
-
 _LISTED = ", ".join(f"{name} ({form.about})" for name, form in FORMATS.items())
 
 
@@ -429,7 +426,7 @@ def export(
     dtype: Annotated[
         Dtype | Blocks | None, flag("|".join(get_args(Dtype) + get_args(Blocks)), "as stored")
     ] = None,
-    example: Example = (),
+    example: Annotated[tuple[int, ...], flag("SIZE", "none")] = (),
 ) -> None:
     """Write a model as a verified plain Hugging Face folder, or in a form for other programs.
 

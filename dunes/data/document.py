@@ -316,9 +316,8 @@ def describe_records(documents: Sequence[Document]) -> list[str]:
     lines = []
     for content, parts in parts_by_content.items():
         blank, files = sum(d.blank for d in parts), len({d.path for d in parts})
-        records = plural(sum(d.count for d in parts) + blank, "record") + (
-            f" in {files} files" if files > 1 else ""
-        )
+        records = plural(sum(d.count for d in parts) + blank, "record")
+        records += f" in {files} files" if files > 1 else ""
         skipped = f"; {blank} without text skipped" if blank else ""
         lines.append(f"text from records: {content} ({records}{skipped})")
     return lines

@@ -181,9 +181,8 @@ class Harness(TemplateLM):
 
     def _write(self, prompts: Mapping[int, list[int]], settings: "GenerationSettings") -> list[str]:
         """The text generated after each prompt; the prompt's number is the seed of its random numbers."""
-        requests = [
-            self.generator.request(ids, settings.max_tokens, settings.sample(seed=i)) for i, ids in prompts.items()
-        ]
+        request = self.generator.request
+        requests = [request(ids, settings.max_tokens, settings.sample(seed=i)) for i, ids in prompts.items()]
         for _ in self.generator.tokens(requests, settings.until):
             pass
         texts = (str(self.inner.decode(r.ids[len(r.prompt) :])) for r in requests)

@@ -89,9 +89,8 @@ def score_pairs(
             rows = [(total, pairs), *(metrics[name] for name in ("margin", "accuracy", "chosen_loss"))]
             sums += [[float(value) for value in row] for row in rows]
             targets += int((batch[1] != IGNORE).sum())
-    loss_sum, number, margins, _, correct, _, chosen, tokens, total = ranks.all_reduce_sum(
-        *sums.flatten(), targets
-    )
+    totals = ranks.all_reduce_sum(*sums.flatten(), targets)
+    loss_sum, number, margins, _, correct, _, chosen, tokens, total = totals
     return PreferenceScore(loss_sum, int(total), 0, int(number), margins, correct, chosen, int(tokens))
 
 
@@ -102,9 +101,8 @@ def reference_logprobs(
 
     Pairs that `Batches` leaves out get 0. The ranks share the work; each returns the full result.
     """
-    order = sorted(
-        (i for i, e in enumerate(examples) if e.targets(context_length)), key=lambda i: -len(examples[i])
-    )
+    scored = [i for i, e in enumerate(examples) if e.targets(context_length)]
+    order = sorted(scored, key=lambda i: -len(examples[i]))
     with evaluation(model, dtype) as device:
         result = torch.zeros(len(examples), 2, device=device)
         for chunk in progress.each([order[i : i + BATCH] for i in range(0, len(order), BATCH)]):

@@ -100,9 +100,8 @@ def read(model: Any, context_length: int) -> Config:
     """The Config of a built model. Raises AttributeError if the model lacks an expected part."""
     attn, first, moe = model.blocks[0].attn, model.blocks[0].mlp, model.blocks[-1].mlp
     fields = llama.read_fields(model, context_length, moe.experts[0]) | read_moe_fields(moe)
-    fields |= {key: getattr(attn, key) for key in ("rope_dim", "value_dim")} | {
-        key: getattr(moe, key) for key in _ROUTING
-    }
+    fields |= {key: getattr(attn, key) for key in ("rope_dim", "value_dim")}
+    fields |= {key: getattr(moe, key) for key in _ROUTING}
     growth = 1.0 if attn.scale is None else math.sqrt(attn.scale * math.sqrt(attn.head_dim))
     factor = getattr(attn.position.scaling, "factor", math.e)
     return Config(

@@ -220,9 +220,8 @@ def to_hf(config: Config) -> dict[str, Any]:
 def refusal(config: Config) -> str:
     """The reason why transformers, which checks the width in several families, refuses this config; else ""."""
     width, heads = config.dim, config.heads
-    return (
-        f"hidden_size is {width}, which is not divisible by num_attention_heads, {heads}" if width % heads else ""
-    )
+    reason = f"hidden_size is {width}, which is not divisible by num_attention_heads, {heads}"
+    return reason if width % heads else ""
 
 
 ATTENTION: Names = [

@@ -139,9 +139,8 @@ def to_ours(names: Names, theirs: Mapping[str, tuple[int, ...]]) -> tuple[list[C
         for e in range(copies):
             for part, ours in enumerate(rule.ours):
                 target = substitute(ours, indices | {f: str(e) for f in fields(ours) - indices.keys()})
-                conversions.append(
-                    Conversion(target, (key,), _split(rule, part, e if rule.stacked else None, rows))
-                )
+                split = _split(rule, part, e if rule.stacked else None, rows)
+                conversions.append(Conversion(target, (key,), split))
     return conversions, unknown
 
 

@@ -199,9 +199,8 @@ def query_blocks(document_starts: Tensor, dtype: torch.dtype, window: int | None
     first_key = document_starts if window is None else torch.maximum(document_starts, token - window + 1)
     ends = token[::QUERY_BLOCK] + QUERY_BLOCK
     # Sorted by size, so that an incomplete last batch has few keys and fewer shapes occur.
-    sizes, order = torch.sort(
-        ends - first_key[::QUERY_BLOCK] // QUERY_BLOCK * QUERY_BLOCK, descending=True, stable=True
-    )
+    lengths = ends - first_key[::QUERY_BLOCK] // QUERY_BLOCK * QUERY_BLOCK
+    sizes, order = torch.sort(lengths, descending=True, stable=True)
     single = int((sizes > LONG_KEYS).sum())
     cuts = [*range(single), *range(single, len(order), BLOCKS_PER_PRODUCT), len(order)]
     return [_batch_blocks(order[a:b], first_key, dtype) for a, b in itertools.pairwise(cuts)]

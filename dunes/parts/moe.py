@@ -194,9 +194,8 @@ class MoE(nn.Module):
         linears = [(e.gate, e.up, e.down) for e in experts]
         if len(experts) < len(self.experts) or any(not tree.is_dense(m) for row in linears for m in row):
             return None
-        signatures = {
-            tuple((m.weight.shape, m.weight.dtype, m.weight.device, m.bias) for m in row) for row in linears
-        }
+        signature = lambda m: (m.weight.shape, m.weight.dtype, m.weight.device, m.bias)
+        signatures = {tuple(map(signature, row)) for row in linears}
         if len(signatures) > 1 or any(m.bias is not None for m in linears[0]):
             return None
         return [[m.weight for m in column] for column in zip(*linears, strict=True)]

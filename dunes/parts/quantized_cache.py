@@ -286,8 +286,7 @@ class QuantizedCache(Cache):
         such codes, the group is dropped, and the caller evaluates its tokens again; no token is quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
-        remaining = super().truncate(
-            torch.where(n < self.first_whole, n // self.format.group * self.format.group, n)
-        )
+        whole_groups = n // self.format.group * self.format.group
+        remaining = super().truncate(torch.where(n < self.first_whole, whole_groups, n))
         self.first_whole = torch.minimum(self.first_whole, remaining)
         return remaining

@@ -290,9 +290,8 @@ def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path,
     """Save a loaded model after changes; its new card inherits the entries that are still true."""
     facts = inherited(loaded.card) | {"changes": history(loaded)}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
-    checkpoint.save(
-        loaded.model, folder, loaded.tokenizer, loaded.context_length, facts, check, architecture=architecture
-    )
+    arguments = loaded.model, folder, loaded.tokenizer, loaded.context_length, facts, check
+    checkpoint.save(*arguments, architecture=architecture)
 
 
 def history(loaded: LoadedModel) -> list[Any]:

@@ -108,13 +108,12 @@ class PaceCheck:
         if rate >= SLOW * estimated if estimated else share >= SLOW or os.getloadavg()[0] <= _cores():
             return ""
         self.warned = True
-        estimate = (
-            f", where the measured rates of this machine allow {format_count(estimated)}" if estimated else ""
-        )
+        allowed = f", where the measured rates of this machine allow {format_count(estimated)}"
         left = f"{share * usable:.1f} processors to its {plural(config.threads or 1, 'thread')}"
         reason = HOT if share > (1 + SLOW) / 2 else f"other programs leave {left} (load {os.getloadavg()[0]:.1f})"
         ends = "takes longer" if config.steps else f"makes fewer steps in its {plural(config.minutes, 'minute')}"
-        return f"warning: {format_count(rate)} {config.counted}/s{estimate}: {reason}; the run {ends}"
+        measured = f"{format_count(rate)} {config.counted}/s{allowed * bool(estimated)}"
+        return f"warning: {measured}: {reason}; the run {ends}"
 
 
 def _cores() -> int:

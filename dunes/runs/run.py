@@ -246,9 +246,8 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
         return
     state = saving.read_state(folder, type(run.config))
     differences = run.config.differences(state["config"])
-    if changed := [
-        name for name, value in run.task.facts.fingerprints.items() if state["fingerprints"].get(name) != value
-    ]:
+    stored = state["fingerprints"]
+    if changed := [name for name, value in run.task.facts.fingerprints.items() if stored.get(name) != value]:
         differences["model" if "the model" in changed else "corpus"] = f"{' and '.join(changed)} changed"
     if state["model"] != run.task.loaded.architecture.record():
         differences["model"] = "the model's config or changes differ"

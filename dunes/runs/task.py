@@ -204,18 +204,14 @@ class Run:
     @property
     def final_seconds(self) -> float:
         """Estimated seconds of the final validation at the speed of the last one; 0 if `has_final_score`."""
-        return (
-            0.0
-            if self.has_final_score
-            else self.seconds_per_token * min(self.final_tokens, self.task.facts.tokens)
-        )
+        tokens = min(self.final_tokens, self.task.facts.tokens)
+        return 0.0 if self.has_final_score else self.seconds_per_token * tokens
 
     @property
     def has_final_score(self) -> bool:
         """True if validations during the run score as many tokens as the final one would."""
-        return self.best is not None and min(self.final_tokens, self.task.facts.tokens) <= check_tokens(
-            self.config
-        )
+        tokens = min(self.final_tokens, self.task.facts.tokens)
+        return self.best is not None and tokens <= check_tokens(self.config)
 
     def validate(self) -> Score:
         """Validate the model, and copy its weights if they are the best so far."""

@@ -160,9 +160,8 @@ def _dry_trainer(config: TrainConfig, base: LoadedModel) -> Trainer:
     """A trainer of the base, which belongs to no run."""
     model = base.model.float().to(measure.device())
     select_trainable(model, config.trainable, base)
-    return Trainer(
-        model, autosize.build_optimizer(model, config), next_token_loss, dtype=autosize.autocast_dtype(config)
-    )
+    optimizer, dtype = autosize.build_optimizer(model, config), autosize.autocast_dtype(config)
+    return Trainer(model, optimizer, next_token_loss, dtype=dtype)
 
 
 def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: Display) -> None:
@@ -185,10 +184,8 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
         display.detail(line)
     if base is None and config.size and (warning := autosize.size_warning(chosen)):
         display.line(warning)
-    parts_of_family = chosen.parts and isinstance(
-        checkpoint.hf_config_of(autosize.meta_model(chosen), chosen.context_length), checkpoint.Architecture
-    )
-    if chosen.has_own_form and not parts_of_family:
+    described = chosen.parts and checkpoint.hf_config_of(autosize.meta_model(chosen), chosen.context_length)
+    if chosen.has_own_form and not isinstance(described, checkpoint.Architecture):
         unnamed = "parts" if chosen.parts else "shared experts or a selection bias"
         display.line(
             f"note: no Hugging Face config names {unnamed}; the model will be a folder that dunes reads, and "
@@ -558,13 +555,12 @@ class TrainTask:
 
     def begin(self, run: Run) -> Iterator[str]:
         config = self.config
-        summary = (
+        yield (
             f"{config.origin}, {self._parameters(run.model)}; "
             f"{format_count(len(self.text.train))} training tokens, vocabulary size {self.text.tokenizer.vocab}; "
             f"batch size {config.batch}, context length {config.context_length}; "
             f"{run.hardware}; {config.length}"
         )
-        yield summary
         if self.completion is not None:
             yield begin_completion(run.folder, self.completion, self.loaded.architecture)
 
@@ -590,10 +586,8 @@ class TrainTask:
             lines.append(finish_completion(run.folder, self.completion, size, saved, self.config.copies))
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         if self.completion and not self.config.base:
-            sources = shlex.join(self.config.sources)
-            lines.append(
-                f"a published model may know more: dunes train {sources} --from smollm2 --out {folder}-open"
-            )
+            command = f"dunes train {shlex.join(self.config.sources)} --from smollm2 --out {folder}-open"
+            lines.append(f"a published model may know more: {command}")
         return [*lines, f"try: dunes generate {folder}   {then.format(folder)}"]
 
 

@@ -328,7 +328,5 @@ async def _fields(request: Request) -> Fields:
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {RECEIPT:.0f} s") from None
     content = parse(bytes(body)).body
-    names = {key: name for key in ("model", "name") if isinstance(name := content.get(key), str)}
-    return Fields(
-        {**content, **{key: name.removesuffix(":latest") for key, name in names.items()}}
-    )  # as in Ollama
+    names = {k: v.removesuffix(":latest") for k in ("model", "name") if isinstance(v := content.get(k), str)}
+    return Fields({**content, **names})  # as in Ollama

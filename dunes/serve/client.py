@@ -41,9 +41,8 @@ def exchange(
     connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any] | None, key: str = ""
 ) -> tuple[int, bytes]:
     """Status and bytes of a reply on a new connection; without a body, the request is a GET."""
-    headers = {"Content-Type": "application/json", "User-Agent": AGENT} | (
-        {"Authorization": f"Bearer {key}"} if key else {}
-    )
+    headers = {"Content-Type": "application/json", "User-Agent": AGENT}
+    headers |= {"Authorization": f"Bearer {key}"} if key else {}
     data = None if body is None else json.dumps(body).encode()
     try:
         connection.request("GET" if data is None else "POST", path, data, headers)

@@ -219,9 +219,8 @@ class Server(LanguageServer):
     async def _complete_inline(self, params: types.InlineCompletionParams) -> types.InlineCompletionList:
         answers = await self._answers(params.text_document.uri, params.position)
         cursor = types.Range(params.position, params.position)
-        return types.InlineCompletionList(
-            [types.InlineCompletionItem(a.text, range=cursor, command=_command(a)) for a in answers]
-        )
+        items = [types.InlineCompletionItem(a.text, range=cursor, command=_command(a)) for a in answers]
+        return types.InlineCompletionList(items)
 
     async def _complete(self, params: types.CompletionParams) -> types.CompletionList:
         answers = await self._answers(params.text_document.uri, params.position)

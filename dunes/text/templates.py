@@ -460,9 +460,8 @@ class ModelTemplate(Template):
         before, after = self._around("answer", probe[:1], chat_template.MARKS.sub("", marked))
         ends = [m for m in self._pattern.finditer(after) if m[0] not in self._pattern.findall(before)]
         try:
-            longer = chat_template.render(
-                source, [*probe, {"role": "user", "content": "next"}], False, self.token_names
-            )
+            next_turn = {"role": "user", "content": "next"}
+            longer = chat_template.render(source, [*probe, next_turn], False, self.token_names)
         except ValueError:
             longer = ""
         _, followed = self._around("answer", probe[:1], longer)

@@ -162,9 +162,8 @@ class Tokenizer:
         result = Tokenizer(self.inner, replace(self._special, stops=frozenset({*self.stops, stop})))
         result.config_path, name = self.config_path, "generation_config.json"
         result.split_rule = self.split_rule
-        config: dict[str, Any] = {
-            f"{key}_id": self.token_id(token) for key, token in self.special_tokens_map.items()
-        }
+        special = self.special_tokens_map.items()
+        config: dict[str, Any] = {f"{key}_id": self.token_id(token) for key, token in special}
         if name in self.extra_files:
             config = json_file.parse(self.extra_files[name], self.config_path.with_name(name))
         # EOS comes first: readers take the first id for EOS unless another file names EOS.

@@ -474,9 +474,8 @@ def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str
                 f"{', '.join(sorted(expected))}; download the files again"
             )
         adapted.update(target.modules)
-        for name, part in split_factors(
-            target, _read_target(module, group, target, peft, base), base.modules
-        ).items():
+        read = _read_target(module, group, target, peft, base)
+        for name, part in split_factors(target, read, base.modules).items():
             if name in factors:
                 raise ValueError(f"{folder}: {name} is adapted twice, the second time by {module}")
             factors[name] = part

@@ -56,9 +56,8 @@ def read_completion(fields: Fields) -> Asked:
     count = fields.integer(fields.first("n_cmpl", "n"), 1, 1, CHOICES)
     fields.items("response_fields", 256)
     fields.flag("return_tokens")
-    return Asked(
-        fields, [r for prompt in prompts(fields) for r in line_or_texts(text, prompt, None, count)], count=count
-    )
+    requests = [r for prompt in prompts(fields) for r in line_or_texts(text, prompt, None, count)]
+    return Asked(fields, requests, count=count)
 
 
 def write(request: Asked, answers: Answers, streams: bool) -> Any:
