@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dunes.checkpoint import cards_trusted
-from dunes.checkpoint.model_folder import CARD
+from dunes.checkpoint.card import CARD
 from dunes.data import Corpus, collect_corpus, hold_out_test
 from dunes.data.sources import SPLIT_VERSION, without_files
 from dunes.files.atomic import cache_home

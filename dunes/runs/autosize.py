@@ -238,7 +238,7 @@ def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
     Raises ValueError if the function of --parts cannot be imported or builds no Decoder.
     """
     if config.parts:
-        return _of_parts(config, vocab)
+        return _named_parts(config, vocab)
     plain = Architecture(config.family, config_for(config, vocab))
     if not config.has_own_form:
         return plain
@@ -247,7 +247,7 @@ def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
     return replace(plain, changes=(routing,))
 
 
-def _of_parts(config: TrainConfig, vocab: int) -> Architecture:
+def _named_parts(config: TrainConfig, vocab: int) -> Architecture:
     size, chosen = config_for(config, vocab), config.chosen_parts
     shape = {"vocab": vocab, "dim": size.dim, "depth": size.depth, "context_length": config.context_length}
     if not isinstance(chosen, str):
