@@ -316,6 +316,7 @@ REFUSED = {
     "biases": (words(bias="all"), "'bias' is 'all'"),
     "trained modules": (words(modules_to_save=["lm_head"]), "'modules_to_save'"),
     "a method unknown": (words(use_something=True), "'use_something' is True"),
+    "a setting without a name": (words(**{"": True}), "is True"),
     "no scale": (words(lora_alpha=0), "lora_alpha is 0"),
     "no dropout": (words(lora_dropout="a"), "adapter_config.json: .*'a'"),
     "no patterns": (words(rank_pattern=[1]), "adapter_config.json: "),

@@ -553,11 +553,12 @@ def test_stopped_and_resumed_is_straight_bit_for_bit(method, bases, rows, tmp_pa
     refuses("beta was 0.1, now 0.2", attempt)
     note = tmp_path / "halves" / "state" / "reference.json"
     right = json.loads(note.read_text())
-    note.write_text("{")
-    show, out = display()
-    assert finetune(FinetuneConfig(), tmp_path / "halves", show, resume=True) == 0
-    assert f"warning: {note}: not JSON" in out.getvalue()
-    assert json.loads(note.read_text()) == right
+    for damaged in ("{", json.dumps(right | {"train": right["train"][1:]}), json.dumps({**right, "train": {}})):
+        note.write_text(damaged)
+        show, out = display()
+        assert finetune(FinetuneConfig(), tmp_path / "halves", show, resume=True) == 0
+        assert f"warning: {note}: " in out.getvalue()
+        assert json.loads(note.read_text()) == right
 
 
 @pytest.mark.slow

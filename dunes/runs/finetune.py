@@ -265,14 +265,24 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
 
     They are stored in `path`. A resumed run reads them from there, so that they stay equal.
     """
-    stored, fingerprints = _stored(path, json_file.read, display), dict(task.facts.fingerprints)
-    if stored and stored.get("fingerprints") == fingerprints:
-        train, valid = (np.array(stored[name], np.float32).reshape(-1, 2) for name in ("train", "valid"))
+    fingerprints, sides = dict(task.facts.fingerprints), {"train": task.data.train, "valid": task.data.valid}
+
+    def read(path: Path) -> Reference | None:
+        stored = json_file.read(path)
+        if stored.get("fingerprints") != fingerprints:
+            return None
+        try:
+            train, valid = (np.array(stored.get(n), np.float32).reshape(len(e), 2) for n, e in sides.items())
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
         return train, valid
+
+    if (known := _stored(path, read, display)) is not None:
+        return known
     display.detail("computing the log-probabilities of the reference")
-    dtype, context, data = autocast_dtype(task.config), task.config.context_length, task.data
+    dtype, context = autocast_dtype(task.config), task.config.context_length
     with shown_by(display.state), phase("log-probabilities of the reference"):
-        train, valid = (reference_logprobs(task.loaded.model, e, context, dtype) for e in (data.train, data.valid))
+        train, valid = (reference_logprobs(task.loaded.model, e, context, dtype) for e in sides.values())
     if ranks.is_first():
         stored = {"fingerprints": fingerprints, "train": train.tolist(), "valid": valid.tolist()}
         write_file(path, json.dumps(stored).encode())

@@ -53,6 +53,8 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 PARAMETERS = {name: spec for cls in lora.VARIANTS.values() for name, spec in cls.PARAMETERS.items()}
 """Tensors of all LoRA variants by name, each with its dimensions and its name in PEFT's files."""
+SETTINGS = {cls.PEFT_SETTING: name for name, cls in lora.VARIANTS.items() if cls.PEFT_SETTING}
+"""The variant that each setting of PEFT's adapter_config.json selects."""
 
 
 @dataclass(frozen=True)
@@ -271,11 +273,7 @@ def _peft_config(
         "rank_pattern": {pattern: ranks[path] for path, pattern in patterns.items()},
         "alpha_pattern": {pattern: alphas[path] for path, pattern in patterns.items()},
         "use_rslora": rslora,
-        **{
-            v.PEFT_SETTING: any(isinstance(a, v) for a in adapters)
-            for v in lora.VARIANTS.values()
-            if v.PEFT_SETTING
-        },
+        **{key: any(isinstance(a, lora.VARIANTS[v]) for a in adapters) for key, v in SETTINGS.items()},
     }
 
 
@@ -337,7 +335,7 @@ class PeftConfig:
         config = json_file.read(path)
         try:
             _refuse_unsupported(config)
-            variants = [name for name, cls in lora.VARIANTS.items() if config.get(cls.PEFT_SETTING)]
+            variants = [name for setting, name in SETTINGS.items() if config.get(setting)]
             options = Lora(
                 rank=_positive_number("r", config.get("r", 8), int),
                 alpha=_positive_number("lora_alpha", config.get("lora_alpha", 8), float),
@@ -371,7 +369,7 @@ class PeftConfig:
 
 KNOWN_SETTINGS = {
     *("peft_type", "init_lora_weights", "r", "lora_alpha", "rank_pattern", "alpha_pattern"),
-    *("use_rslora", "lora_dropout", *(cls.PEFT_SETTING for cls in lora.VARIANTS.values())),
+    *("use_rslora", "lora_dropout", *SETTINGS),
     *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform"),
     *("loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
