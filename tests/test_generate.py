@@ -378,6 +378,20 @@ def test_settings_without_a_meaning_are_refused_by_name(bad):
     refuses(f"sampling: {next(iter(bad))} is .*; expected", sampler, **{"temperature": 1.0, **bad})
 
 
+@pytest.mark.parametrize("setting", ["top_p", "typical_p", "repetition_penalty"])
+def test_0_is_refused_also_after_training_which_flushes_denormal_numbers(setting):
+    assert torch.set_flush_denormal(True)
+    try:
+        refuses(f"sampling: {setting} is 0.0; expected", sampler, **{setting: 0.0})
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_a_top_k_above_any_vocabulary_keeps_all():
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    assert torch.equal(sampler(top_k=10**20).process(logits, []), logits)
+
+
 def test_an_empty_prompt_is_refused():
     model = qwen3.build(qwen3.Config.from_size(VOCAB, 64, 2, CONTEXT))
     refuses("a prompt has no tokens", next, generate(model, [], max_tokens=1, context_length=CONTEXT))

@@ -936,6 +936,38 @@ def test_a_client_that_never_reads_frees_the_model(worker, monkeypatch):
     assert eventually(lambda: not worker.models["run"].current.batch.active)
 
 
+@pytest.mark.parametrize("path", ["/api/generate", "/v1/completions"])
+def test_an_error_amid_a_stream_has_the_form_of_the_paths_clients(path, worker, monkeypatch):
+    push, sent = Row.push, []
+
+    def pushed(row, token):
+        if row.answer.new_tokens:
+            raise RuntimeError("no memory left")
+        push(row, token)
+
+    monkeypatch.setattr(Row, "push", pushed)
+    body = {"prompt": "def task_", "stream": True} | ({"raw": True} if path.startswith("/api") else {})
+    received = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+    async def receive():
+        return next(received, None) or await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "headers": [(b"host", b"localhost")],
+        "query_string": b"",
+    }
+    asyncio.run(asyncio.wait_for(app.Server(worker).app()(scope, receive, send), 20))
+    (error,) = [json.loads(part.removeprefix(b"data: "))["error"] for part in sent if b'"error"' in part]
+    refused = Refused(500, "RuntimeError: no memory left")
+    assert error == (refused.message if path.startswith("/api") else refused.content)
+
+
 def test_open_files_that_change_together_are_all_copied_from(worker):
     names = ["open_red", "open_blue", "open_green", "open_black", "open_white", "open_pink"]
     with ThreadPoolExecutor(6) as pool:

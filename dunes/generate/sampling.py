@@ -159,7 +159,8 @@ def keep_typical_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
     return logits.masked_fill(distances > sorted_distances[(sums < p).sum().clamp(max=len(sums) - 1)], -math.inf)
 
 
-ABOVE_0, FINITE, COUNT = math.ulp(0.0), sys.float_info.max, (-1, 2**31)
+ABOVE_0, FINITE, COUNT = sys.float_info.min, sys.float_info.max, (-1, 2**31)
+"""ABOVE_0 as a minimum means all numbers above 0. Training flushes denormal numbers to 0, so it is none."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,9 @@ class SamplingOptions:  # temperature, filters and penalty of sampling, and the 
         float, Rule(scale_logits, 1.0, (0, FINITE), "a finite number of at least 0", (0, 1e4))
     ] = 0.8
     """Softmax temperature; 0 is greedy decoding."""
-    top_k: Annotated[int | None, flag("K"), Rule(keep_top_k, 0, COUNT, "a whole number; 0 or -1 for all ids")] = 50
+    top_k: Annotated[
+        int | None, flag("K"), Rule(keep_top_k, 0, (-1, FINITE), "a whole number; 0 or -1 for all ids")
+    ] = 50
     """Sample from the K most probable tokens; 0 or -1 means all."""
     top_p: Annotated[float | None, P, Rule(keep_top_p, 1.0, (ABOVE_0, 1), "a probability above 0", (0, 1))] = None
     """Sample from the most probable tokens whose probabilities add up to P."""
@@ -213,7 +216,7 @@ class SamplingOptions:  # temperature, filters and penalty of sampling, and the 
     ] = 1.0
     """Above 1, tokens that have already occurred become less probable."""
     penalty_range: Annotated[
-        Hidden, Rule(None, -1, COUNT, "a whole number; -1 for all ids", names=("repeat_last_n",))
+        Hidden, Rule(None, -1, (-1, FINITE), "a whole number; -1 for all ids", names=("repeat_last_n",))
     ] = -1
     """Number of last ids that the penalty applies to; -1 means all."""
     seed: int = 0
@@ -244,7 +247,7 @@ def sampler(temperature: float = 1.0, *, seed: int = 0, **settings: float | None
     values = {name: rule.neutral for name, rule in RULES.items()} | {"temperature": temperature, **given}
     for name, value in values.items():
         low, high = RULES[name].bounds
-        if not low <= value <= high:
+        if not (value > 0 if low == ABOVE_0 else value >= low) or value > high:
             raise ValueError(f"sampling: {name} is {value}; expected {RULES[name].expected}")
     processors = [
         partial(rule.process, *(values[argument] for argument in (name, *rule.further)))

@@ -181,7 +181,7 @@ class Server:
             first = await anext(events)  # a refused request raises here, before the stream starts
         except StopAsyncIteration:
             first = 0, Answer(reason="length")
-        chunks = _chunks(endpoint, asked, first, events)
+        chunks = _chunks(endpoint, asked, first, events, protocol_of(request.url.path).write_error)
         media_type = "application/x-ndjson" if endpoint.form == "ndjson" else "text/event-stream"
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
@@ -284,7 +284,11 @@ async def _page(request: Request) -> Response:
 
 
 async def _chunks(
-    endpoint: Endpoint, asked: Asked, first: tuple[int, Answer], events: AsyncIterator[tuple[int, Answer]]
+    endpoint: Endpoint,
+    asked: Asked,
+    first: tuple[int, Answer],
+    events: AsyncIterator[tuple[int, Answer]],
+    write_error: Callable[[Refused], Any],
 ) -> AsyncIterator[bytes]:
     """Yield the bytes of a reply that is streamed."""
     head, tail = (b"", b"\n") if endpoint.form == "ndjson" else (b"data: ", b"\n\n")
@@ -298,7 +302,7 @@ async def _chunks(
         for value in endpoint.end(asked, answers):
             yield head + compact(value) + tail
     except Refused as error:
-        yield head + compact({"error": error.content}) + tail
+        yield head + compact(write_error(error)) + tail
     if endpoint.form == "sse":
         yield b"data: [DONE]\n\n"
 
