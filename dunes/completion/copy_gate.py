@@ -54,7 +54,7 @@ FEWEST = 8
 """Minimum positions per text. With fewer, most positions came from many small files and had little text above
 them; at other positions, the gate was 0.17 nats worse (docs/log/completion.md, "Completion of lines: probabilities
 given what is typed, a gate of whole files")."""
-FORMAT = 3
+FORMAT = 2
 REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 Item = TypeVar("Item")
@@ -215,18 +215,25 @@ def scored_places(
 def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
     """Write the gate of a run, and `facts`: thresholds and figures that were fitted and measured with the gate."""
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
-    record = {"format": FORMAT, **facts}
+    record = {"format": FORMAT, "inputs": gate.INPUTS, **facts}
     write_file(run / FOLDER / "gate.safetensors", save(gate.state_dict()))
     write_file(run / FOLDER / "gate.json", json.dumps(record, indent=1).encode())
 
 
 def read_gate(run: Path) -> tuple[Gate, dict[str, Any]] | None:
-    """The gate of a run and its facts; None if the run has no gate. Raises ValueError for a damaged gate."""
+    """The gate of a run and its facts; None if the run has no gate. Raises ValueError for a damaged gate.
+
+    Weights are stored by input name. Inputs that the file lacks get zero weights; inputs that this version lacks
+    are dropped.
+    """
     find_file(run, f"{FOLDER}/gate.safetensors")
     if (facts := read_record(run, "gate.json", FORMAT, REMEDY)) is None:
         return None
     with damage_reported(run, "gate", REMEDY):
         tensors = load_file(run / FOLDER / "gate.safetensors")
-        gate = Gate(len(tensors["up.bias"]))
+        columns = dict(zip(facts["inputs"], tensors["up.weight"].unbind(1), strict=True))
+        unknown = torch.zeros_like(tensors["up.bias"])
+        tensors["up.weight"] = torch.stack([columns.get(name, unknown) for name in Gate.INPUTS], 1)
+        gate = Gate(len(unknown))
         gate.load_state_dict(tensors)
         return gate.requires_grad_(False), facts
