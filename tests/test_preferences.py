@@ -592,7 +592,7 @@ def test_the_objective_must_fit_the_file_and_the_options(changes, options, bases
         replace(asked(bases, rows), **changes), tmp_path / "run", display()[0], asked=options
     )
     refuses("--|plain.jsonl", attempt)
-    assert not (tmp_path / "run" / "adapter_config.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("objective", "part"), [("dpo", 20), ("orpo", 4)])

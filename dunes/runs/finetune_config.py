@@ -148,6 +148,8 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
         super().__post_init__()
         if self.field_names and self.text_field:
             raise ValueError("--fields names fields of records, and --text-field of plain text; omit one of them")
+        if self.compile == "on" and self.counted != "tokens":
+            raise ValueError(f"--compile on: the loss of {self.counted} is not compiled; omit it")
 
     @property
     def field_names(self) -> dict[str, str]:
