@@ -233,6 +233,41 @@ def test_only_tokenizers_trained_here_have_tables():
         assert encoding_tables(Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(content)))) is None
 
 
+STUB = """
+#include <cstdio>
+#include "dunes.h"
+dunes_model *dunes_open(const char *) { return reinterpret_cast<dunes_model *>(1); }
+void dunes_close(dunes_model *) {}
+const char *dunes_error(void) { return "begun"; }
+int dunes_generates(const dunes_model *) { return 1; }
+void dunes_set_threads(int) {}
+dunes_text *dunes_start(dunes_model *, const int64_t *, int64_t, int64_t, const dunes_sampling *sampling) {
+  std::printf("%llu", static_cast<unsigned long long>(sampling->seed));
+  return nullptr;
+}
+const char *dunes_no_tokenizer(const dunes_model *) { return ""; }
+int64_t dunes_prompt(const dunes_model *, const char *, int64_t, int64_t *, int64_t) { return 0; }
+const char *dunes_token(const dunes_model *, int64_t, int64_t *) { return ""; }
+int64_t dunes_next(dunes_text *) { return DUNES_END; }
+void dunes_free(dunes_text *) {}
+int dunes_sizes(const dunes_model *, int64_t *, int64_t *, int64_t *, int64_t *) { return 0; }
+int dunes_run(dunes_model *, const float *, float *) { return 0; }
+"""
+
+
+def test_the_program_takes_seeds_modulo_2_to_the_64_as_python_does(tmp_path):
+    (tmp_path / "stub.cpp").write_text(STUB)
+    program = tmp_path / "program"
+    files = [SOURCES / "main.cpp", tmp_path / "stub.cpp"]
+    subprocess.run(["g++", "-std=c++17", "-I", SOURCES, *files, "-o", program], check=True)
+    for seed in (0, 7, -1, 2**63, 2**64 - 1):
+        done = subprocess.run([program, "folder", "x", "--seed", str(seed)], capture_output=True, text=True)
+        assert done.stdout == str(seed % 2**64)
+    done = subprocess.run([program, "folder", "x", "--seed", str(2**64)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--seed" in done.stderr
+
+
 def test_the_sampling_rules_of_the_program_are_those_of_python():
     header, library = ((SOURCES / name).read_text() for name in ("dunes.h", "dunes.cpp"))
     table = re.findall(r'RULE\((\w+), (\w+), "--([\w-]+) [A-Z]", .*, "(.*)"\)', header)

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -38,7 +39,7 @@ from dunes.serve.doctor import examine
 from dunes.serve.editors import config, url
 from dunes.serve.fields import Refused, parse
 from dunes.serve.requests import Answer, LineRequest, TextRequest, fill_in_the_middle
-from dunes.serve.served_model import FileFinder
+from dunes.serve.served_model import FileFinder, ServedModel
 from dunes.serve.worker import Worker
 from dunes.text import Tokenizer
 from small_models import random_model
@@ -882,6 +883,15 @@ def test_a_reload_lets_texts_end_and_a_failed_one_keeps_the_model(copied):
         weights.write_bytes(data)
         assert eventually(lambda: model.current is not old, 30)
         assert len(said) == 1, said
+
+
+def test_a_gguf_file_that_is_written_again_is_loaded_again(tmp_path):
+    file = shutil.copyfile(Path(__file__).parent / "gallery" / "float32.gguf", tmp_path / "small.gguf")
+    model = ServedModel(file, "small", 0.0, say=lambda line: None)
+    assert not model.is_outdated
+    assert model.current.facts["modified"] > 1e9
+    os.utime(file, (5, 5))
+    assert model.is_outdated
 
 
 @pytest.mark.slow

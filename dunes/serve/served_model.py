@@ -324,8 +324,8 @@ def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> 
 
 
 def model_stamp(folder: Path) -> tuple[int, ...]:
-    """A stamp that changes when a model, its gate or its index is written into a folder."""
-    return tuple(file_time(folder / name) for name in FILES)
+    """A stamp that changes when a model, its gate or its index is written into a folder, or the GGUF file anew."""
+    return tuple(file_time(folder / name) for name in (FILES if folder.is_dir() else [""]))
 
 
 def base_stamp(folder: Path) -> Sequence[Sequence[int]]:

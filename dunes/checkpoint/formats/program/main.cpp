@@ -1,5 +1,6 @@
 // Continue a text, or classify an image: the program on the library.
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -41,6 +42,14 @@ void read(int64_t &value, const std::string &name, const std::string &text) {
   if (text.empty() || *end) fail(name + " " + text + ": expected a whole number");
 }
 
+// A seed below 2^64; a negative one is taken modulo 2^64, as in Python.
+void read(uint64_t &value, const std::string &name, const std::string &text) {
+  char *end = nullptr;
+  errno = 0;
+  value = std::strtoull(text.c_str(), &end, 10);
+  if (text.empty() || *end || errno) fail(name + " " + text + ": expected a whole number below 2^64");
+}
+
 int64_t whole(const std::string &name, const std::string &text) {
   int64_t value = 0;
   read(value, name, text);
@@ -60,7 +69,7 @@ Options parse(int count, char **arguments) {
       if (name == "--max-tokens") options.max_tokens = whole(name, value);
 #define READ(type, field, option, ...) else if (std::string(option).find(name + " ") == 0) read(options.sampling.field, name, value);
       DUNES_RULES(READ)
-      else if (name == "--seed") options.sampling.seed = static_cast<uint64_t>(whole(name, value));
+      else if (name == "--seed") read(options.sampling.seed, name, value);
       else if (name == "--threads") dunes_set_threads(static_cast<int>(whole(name, value)));
       else if (name == "--ids") options.ids = value;
       else if (name == "--image") options.image = value;
