@@ -26,7 +26,7 @@ PARTS = {
     "block": ("pre", "post", "sandwich", "parallel"),
     "position": ("rotary", "partial", "some", "alibi", "learned", "none"),
     "attention": (
-        *("plain", "normed", "values", "sinks", "capped", "gated", "differential", "latent"),
+        *("plain", "normed", "values", "sinks", "capped", "gated", "latent"),
         *("convolution", "delta", "mamba"),
     ),
     "skip": ("none", "embedding", "unet"),

@@ -151,13 +151,6 @@ def test_blocks_whose_order_matters_stay(parts):
         refuses("uses results of an earlier block", apply_change, made(parts).eval(), change, **request)
 
 
-@pytest.mark.parametrize("kv", PARTS["kv"])
-@pytest.mark.parametrize("dim", [32, 96, 192, 320, 448])
-def test_differences_have_pairs_at_every_width(dim, kv):
-    model = build(**SIZE | {"dim": dim}, attention="differential", kv=kv)
-    assert model(IDS).shape == (2, 20, 265)
-
-
 RAISING = """
 import sys
 

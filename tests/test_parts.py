@@ -26,7 +26,7 @@ from dunes.parts import (
     Rotary,
     cache_for,
 )
-from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
+from dunes.parts.attention import GatedAttention, ValueResidualAttention
 from dunes.parts.position import Alibi
 from dunes.parts.recurrent_cache import RecurrentCache
 from dunes.tree import watch
@@ -321,39 +321,6 @@ def test_outputs_of_heads_are_gated():
     plain.out = nn.Identity()
     want = (plain(x) / (1 + torch.exp(-x @ attn.gate.weight.T))) @ attn.out.weight.T
     assert (attn(x) - want).abs().max() <= 1e-12
-
-
-@pytest.mark.parametrize("kv_heads", [2, 4])
-def test_differences_of_heads_are_those_of_diffllama(kv_heads):
-    from transformers import DiffLlamaConfig
-    from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention, DiffLlamaRotaryEmbedding
-
-    config = DiffLlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=kv_heads)
-    config._attn_implementation = "eager"
-    theirs, x, ids = (
-        DiffLlamaAttention(config, 3),
-        torch.randn(2, 9, 32, requires_grad=True),
-        torch.arange(9)[None],
-    )
-    ours = DifferentialAttention(32, 4, kv_heads, layer=3, position=Rotary(8))
-    for name in ("q", "k", "v"):
-        getattr(ours, name).weight = getattr(theirs, f"{name}_proj").weight
-    ours.out.weight = theirs.o_proj.weight
-    names = ("q1", "k1", "q2", "k2")
-    ours.factors = nn.Parameter(torch.stack([getattr(theirs, f"lambda_{name}").detach() for name in names]))
-    mask = torch.full((9, 9), -1e9).triu(1)[None, None]
-    theirs.groupnorm.eps = ours.eps
-    want, _ = theirs(x, DiffLlamaRotaryEmbedding(config)(x, ids), mask)
-    got = ours(x)
-    assert (got - want).abs().max() <= 1e-6
-    gradients = [torch.autograd.grad(y.square().sum(), (x, theirs.q_proj.weight)) for y in (got, want)]
-    assert max((a - b).abs().max() for a, b in zip(*gradients, strict=True)) <= 1e-5
-    own = torch.autograd.grad(ours(x).square().sum(), ours.factors)[0]
-    its = torch.autograd.grad(
-        theirs(x, DiffLlamaRotaryEmbedding(config)(x, ids), mask)[0].square().sum(),
-        [getattr(theirs, f"lambda_{name}") for name in names],
-    )
-    assert (own - torch.stack(its)).abs().max() <= 1e-5
 
 
 def test_inputs_of_earlier_blocks_are_added():

@@ -15,7 +15,7 @@ from torch import nn
 from dunes.flags import PARTS
 from dunes.models.llama import Config
 from dunes.parts import MLP, Attention, Block, Decoder, Embedding, GatedMLP, RMSNorm, Rotary, squared_relu
-from dunes.parts.attention import DifferentialAttention, GatedAttention, ValueResidualAttention
+from dunes.parts.attention import GatedAttention, ValueResidualAttention
 from dunes.parts.decoder import MultiTokenPredictor, SkipBlock
 from dunes.parts.latent_attention import LatentAttention
 from dunes.parts.position import Alibi, PartialRotary, Position
@@ -100,25 +100,19 @@ def _mixer(size: Config, chosen: dict[str, str], layer: int) -> nn.Module:
 def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
     """The attention of a layer. The number of key/value heads divides the number of heads.
 
-    Differential attention needs pairs of heads: an odd number of heads is doubled, with half the width. A latent
-    has a quarter of the model's width, and half of each head has positions. Raises ValueError for latent attention
-    with a choice of key/value heads, since it has none.
+    A latent has a quarter of the model's width, and half of each head has positions. Raises ValueError for latent
+    attention with a choice of key/value heads, since it has none.
     """
     if chosen["attention"] == "latent":
         return _latent_attention(size, chosen, layer)
-    pairs = 2 if chosen["attention"] == "differential" else 1
-    if size.heads % pairs:
-        size = replace(size, heads=2 * size.heads, head_dim=size.head_dim // 2)
     most = {"all": size.heads, "half": max(1, size.heads // 2), "one": 1}[chosen["kv"]]
-    kv_heads = next(n for n in range(max(most, pairs), 0, -1) if size.heads % n == 0 == n % pairs)
+    kv_heads = next(n for n in range(most, 0, -1) if size.heads % n == 0)
     make: Callable[..., Attention] = Attention
     kind, options = chosen["attention"], dict[str, object]()
     if kind == "values":
         make = partial(ValueResidualAttention, first=layer == 0)
     elif kind == "gated":
         make = GatedAttention
-    elif kind == "differential":
-        make = partial(DifferentialAttention, layer=layer)
     elif kind == "normed":
         options = {name: RMSNorm(size.head_dim, EPS) for name in ("q_norm", "k_norm")}
     elif kind == "sinks":

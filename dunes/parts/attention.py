@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dunes.parts.context import ForwardContext, fitted
@@ -165,31 +164,3 @@ class GatedAttention(Attention):
     def project(self, y: Tensor, x: Tensor) -> Tensor:
         """The output (B, T, dim) for the joined outputs of all heads (B, T, H * D) and the input (B, T, dim)."""
         return super().project(y * self.gate(x).sigmoid(), x)
-
-
-class DifferentialAttention(Attention):
-    """Attention of half of the heads, minus a learned factor times the attention of the other half.
-
-    Each of the H / 2 differences has values of two heads and is normed. The factor starts between 0.2 and 0.8,
-    depending on `layer`, the number of the block. The number of key/value heads is even. The weights have the
-    layout of transformers' DiffLlama. https://arxiv.org/abs/2410.05258
-    """
-
-    initial_values = MappingProxyType({"factors": 0.1})
-
-    def __init__(self, dim: int, heads: int, kv_heads: int | None = None, *, layer: int, **options: Any) -> None:
-        super().__init__(dim, heads, kv_heads, **options)
-        self.initial = 0.8 - 0.6 * math.exp(-0.3 * layer)
-        self.factors = nn.Parameter(torch.full((4, self.head_dim), 0.1))  # q1, k1, q2, k2
-        self.eps = 1e-5
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: ForwardContext) -> Tensor:
-        """Differences (B, H / 2, T, 2 D) of queries (B, H, T, D) and readable keys and values (B, K, S, D)."""
-        parts = [
-            super(DifferentialAttention, self).attend(q, k, half.repeat(1, 2, 1, 1), ctx) for half in v.chunk(2, 1)
-        ]
-        first, second = torch.cat(parts, -1).chunk(2, 1)
-        q1, k1, q2, k2 = self.factors.float().unbind()
-        factor = (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.initial
-        y = first - factor.to(first.dtype) * second
-        return F.rms_norm(y, y.shape[-1:], eps=self.eps) * (1 - self.initial)
