@@ -631,7 +631,8 @@ DAMAGES = [(read_index, damage) for damage in (
 )]  # fmt: skip
 DAMAGES += [(read_gate, damage) for damage in (
     cut("gate.safetensors", 100), remove("gate.safetensors"), cut("gate.json", 3),
-    change_record("gate.json", format="1"), change_record("gate.json", format=2),
+    change_record("gate.json", format="1"), change_record("gate.json", inputs=None),
+    change_record("gate.json", inputs=[]),
     change_tensors("gate.safetensors", **{"up.weight": lambda weight: weight[:3]}),
 )]  # fmt: skip
 
@@ -1008,6 +1009,33 @@ def test_without_text_above_the_file_has_used_no_id_before_the_cursor():
     uses = engine.sources([], engine.files.encode_continuation("x = 1\n" * 9), "").uses
     assert uses[:, 0].max() > 3, "what stands below is counted"
     assert not uses[:, 1:].any()
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        (lambda names: (*names, "new"), ()),
+        (lambda names: ("new", *names[::-1]), ()),
+        (lambda names: names[1:], (0,)),
+        (lambda names: names[:3] + names[4:-1] + ("new",) + names[-1:], (3,)),
+    ],
+    ids=["added", "reordered", "removed", "exchanged"],
+)
+def test_a_gate_knows_its_inputs_by_name(stored, change, lost, monkeypatch):
+    """Gates on disk outlive a change of their features; a new one has no weight."""
+    run, _ = stored
+    torch.manual_seed(0)
+    before = Gate(hidden=5)
+    save_file({name: p.numpy() for name, p in before.state_dict().items()}, run / "completion/gate.safetensors")
+    names = change(Gate.INPUTS)
+    monkeypatch.setattr(copy_gate, "Gate", type("Other", (Gate,), {"INPUTS": names}))
+    gate, _ = read_gate(run)
+    inputs = torch.randn(7, len(Gate.INPUTS))
+    inputs[:, list(lost)] = 0
+    values = dict(zip(Gate.INPUTS, inputs.T, strict=True))
+    now = torch.stack([values.get(name, torch.randn(7)) for name in names], 1)
+    outputs = [g.down(torch.tanh(g.up(x))) for g, x in ((before, inputs), (gate, now))]
+    assert torch.allclose(*outputs, atol=1e-6)
 
 
 def test_a_gate_that_misleads_is_drawn_to_its_model(monkeypatch):

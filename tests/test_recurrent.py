@@ -351,4 +351,4 @@ def test_what_a_recurrent_state_rules_out_is_refused_by_name():
     refuses(r"recurrent states \(Mamba2\) cannot be quantized", cache_for, model, 1, 10, format=CacheFormat(8))
     drafted = [Request(IDS[:5], 3, proposer=look_up)]
     refuses("Mamba2 has a recurrent state", lambda: [*generate_all(model, drafted, context_length=32)])
-    refuses("keys and values, and Mamba2 has a recurrent state", check_step, model)
+    refuses("KV cache, and Mamba2 has a recurrent state", check_step, model)

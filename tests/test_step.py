@@ -841,7 +841,7 @@ class Mixing(nn.Module):
     ("part", "message"),
     [
         pytest.param(Branching(), "cannot export this model", marks=pytest.mark.slow),
-        (Mixing(), "needs its whole text"),
+        (Mixing(), "may mix tokens"),
     ],
 )
 def test_a_model_that_cannot_be_exported_says_why(part, message, tmp_path, home):
