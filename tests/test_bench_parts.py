@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from conftest import refuses
-from dunes.files.atomic import folder_lock
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "parts.py"
 spec = spec_from_file_location("parts_of_benchmarks", SCRIPT)
@@ -36,7 +35,6 @@ def plan(*vary, **changes):
         (("mlp=gated,gelu", "norm=layer"), ("mlp=gated", "mlp=gelu", "norm=layer")),
         (("mlp=relu2,gelu", "mlp=gelu"), ("mlp=gelu",)),  # relu2 is the default
         (("norm=layer+mlp=gated", "mlp=gated+norm=layer+kv=all"), ("mlp=gated+norm=layer",)),
-        (("a.b:make", "kv=one"), ("a.b:make", "kv=one")),
         (("a.b:make,gated",), ("a.b:make", "=gated")),  # refused later, as it names no part
     ],
 )
@@ -106,10 +104,7 @@ def test_pairs_have_the_same_seed_and_an_interrupted_run_goes_on(trained, tmp_pa
     before = len(jobs)
     assert bench_parts(chosen, tmp_path / "out") == ([results], {})
     assert len(jobs) == before
-    assert (tmp_path / "out" / "parts.svg").stat().st_size > 1000
     refuses("was started with other settings", bench_parts, plan("mlp=gated", size="3x64"), tmp_path / "out")
-    with folder_lock(tmp_path / "out"):
-        refuses("in use by another process", bench_parts, chosen, tmp_path / "out")
 
 
 @pytest.mark.slow
