@@ -1,12 +1,12 @@
 """Let waiting OpenMP threads spin while the cores are idle, and sleep early while other programs use the cores.
 
-A waiting libgomp thread (PyTorch's OpenMP on Linux) spins 300,000 times before it sleeps. If other programs run,
-it takes the core from the thread that it waits for: a training step took 25 times as long. On an idle machine,
-always sleeping early costs 17 % (docs/log/training.md, "Waiting threads by need; measured once, kept for ever").
-libgomp spins less while it manages more threads than the machine has processors, and checks this at each wait
-(`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). So a watcher thread measures the time that
-this process's threads wait for a core. While threads wait long for a core, another thread keeps an idle OpenMP
-team, so that libgomp manages more threads than processors.
+A waiting libgomp thread (PyTorch's OpenMP on Linux) spins 300,000 times before it sleeps. While other programs
+run, the spinning thread may occupy the core that the awaited thread needs, and a training step took 25 times as
+long. On an idle machine, always sleeping early costs 17 % (docs/log/training.md, "Waiting threads by need;
+measured once, kept for ever"). libgomp spins less while it manages more threads than the machine has processors,
+and checks this at each wait (`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). So a watcher
+thread measures the time that this process's threads wait for a core. While threads wait long for a core, another
+thread keeps an idle OpenMP team, so that libgomp manages more threads than processors.
 """
 
 import ctypes
@@ -40,8 +40,8 @@ _lock = threading.Lock()
 def share_cores() -> None:
     """Make waiting OpenMP threads sleep early while other programs compete for the cores.
 
-    Starts one watcher thread per process. Does nothing if the user has set one of OWN_CHOICE, if the system does
-    not report waiting times (not Linux), or if no thread can be started.
+    Starts one watcher thread per process. Does nothing if the user has set a variable in OWN_CHOICE, if the system
+    does not report waiting times (not Linux), or if no thread can be started.
     """
     global _watcher
     with _lock:

@@ -14,13 +14,13 @@ def extra(module: str, name: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise ValueError(
-            f"{module} cannot be imported ({error}); install it in the folder of dunes' source with: "
+            f"{module} cannot be imported ({error}); to install it, run in dunes' source folder: "
             f"pip install -e '.[{name}]'"
         ) from None
 
 
 def attributes_of(package: str, files: Sequence[str], names: Sequence[str]) -> Callable[[str], Any]:
-    """A `__getattr__` for a package: finds a name in one of its files, or a module, when it is first used."""
+    """A `__getattr__` for a package that imports a file or module only when one of its names is first used."""
 
     def find(name: str) -> Any:
         if name in names:

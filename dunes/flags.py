@@ -13,7 +13,7 @@ INSTALLED = "installed"
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Copies = Literal["auto", "never", "only"]
-"""Values of `--copies`: complete lines by copying alone if the model is worse, never, or always."""
+"""Values of `--copies`: complete lines by copying, without the model, if the model is worse, never, or always."""
 Family = Literal[
     "arcee", "llama", "mistral", "phi3", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "olmo2",
     "gemma2", "gemma3_text", "smollm3", "gpt_oss", "gpt_neox", "stablelm", "gpt2", "mamba2", "qwen3_next",
@@ -36,7 +36,7 @@ PARTS = {
     "logits": ("plain", "capped"),
     "ahead": ("none", "one", "two"),
 }
-"""Names of the parts of `models.named_parts`, and the choices for each; the first is the default."""
+"""Names of the parts of `models.named_parts`, and the choices for each part; the first choice is the default."""
 
 REQUIRED = "required"
 
@@ -58,7 +58,7 @@ def option(field: str) -> str:
 
 
 def parse_fields(texts: Sequence[str]) -> dict[str, str]:
-    """Map our field names to a file's, given texts like "prompt=question,completion=answer". Raises ValueError."""
+    """Map our field names to a file's names, given ["prompt=question,completion=answer"]. Raises ValueError."""
     parts = [part.partition("=") for text in texts for part in re.split(r",(?=\w+=)", text)]
     names = {ours: theirs for ours, _, theirs in parts}
     if min(len(names), len({*names.values()})) < len(parts) or not all(map(all, names.items())):

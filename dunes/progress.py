@@ -36,7 +36,7 @@ _show: ContextVar[Show] = ContextVar("show", default=lambda text, done: None)
 _listener: ContextVar[Callable[[float], object] | None] = ContextVar("listener", default=None)
 _asked: ContextVar[Callable[[], bool]] = ContextVar("asked", default=lambda: False)
 WIDTH = 100
-"""Maximum line width of tables where no terminal has a width, in characters."""
+"""Maximum line width of tables, in characters, for an output that is no terminal."""
 
 
 def _console() -> "Console":
@@ -207,7 +207,7 @@ def is_shown() -> bool:
 
 
 def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[float], None]:
-    """A function to call after each piece of work, with its amount out of `total`.
+    """Return a function to call after each piece of work with its amount; the amounts add up to `total`.
 
     The function reports progress from fraction `start` to fraction `end` of the current phase.
     """

@@ -244,9 +244,9 @@ def test_a_script_module_has_weights_but_no_parts_to_change(tmp_path):
     x = torch.rand(2, 3)
     assert torch.equal(fresh(x), network(x))
     assert [row.type for row in tree.layers(script)] == ["Sequential", "Linear", "ReLU"]
-    with pytest.raises(ValueError, match="0: a ScriptModule, whose parts call no hooks"), tree.statistics(script):
+    with pytest.raises(ValueError, match="0 is a ScriptModule, whose parts call no"), tree.statistics(script):
         pass
-    refuses("0: a part of a ScriptModule", tree.replace, script, "0", lambda m: nn.Identity())
+    refuses("0 is part of a ScriptModule", tree.replace, script, "0", lambda m: nn.Identity())
 
 
 def compiled(width=4):

@@ -193,7 +193,7 @@ def test_the_rows_of_all_ranks_are_those_of_one_process(count, monkeypatch):
         monkeypatch.setattr(ranks, "rank", lambda number=number: number)
         parts.append(windows.batch(7))
     assert torch.equal(torch.cat(parts), batch)
-    refuses(f"--batch is 7, of all ranks; {count} ranks do not divide it; use", ranks.rows, 7)
+    refuses(f"--batch is 7, which is not divisible by {count} ranks; use", ranks.rows, 7)
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_ranks_with_other_options_or_text_are_refused_by_one_of_them(code, tmp_p
     assert "".join(texts) == "error: rank 1: seed is 1, on rank 0 0"
     texts, codes = run_ranks(2, train, toy(code, batch=3), tmp_path / "b")
     assert codes == [2, 2]
-    assert "".join(texts) == "error: --batch is 3, of all ranks; 2 ranks do not divide it; use 2 or 4"
+    assert "".join(texts) == "error: --batch is 3, which is not divisible by 2 ranks; use 2 or 4"
     assert not (tmp_path / "a").exists()
     assert not (tmp_path / "b").exists()
 

@@ -145,7 +145,7 @@ def test_blocks_are_removed_by_globs_and_the_rest_computes_what_they_compute(mod
 
 def test_what_is_no_entry_or_no_list_is_refused_with_its_place(model):
     before = dict(model.named_modules())
-    refuses(r"blocks\.0\.attn: no entry of a ModuleList", tree.remove, model, ["blocks.0", "blocks.0.attn"])
+    refuses(r"blocks\.0\.attn is no entry of a ModuleList", tree.remove, model, ["blocks.0", "blocks.0.attn"])
     block = qwen3.build(qwen3.Config.from_size(50, 32, 2, 16)).blocks[0]
     refuses(r"'norm' selects nothing; the places of that kind are: blocks", tree.insert, model, "norm", 0, block)
     for index in (-1, 13):
@@ -174,4 +174,4 @@ def test_a_frozen_script_module_has_no_mode_and_is_left_as_it_was():
     assert [*outputs] == ["0"]
     assert model.training, "its mode is back"
     assert not hasattr(frozen, "training")
-    refuses(r"^1: a ScriptModule, whose parts call no hooks", tree.watch(model, "**").__enter__)
+    refuses(r"^1 is a ScriptModule, whose parts call no hooks", tree.watch(model, "**").__enter__)

@@ -235,7 +235,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moment += 1
         allocation.freed = self.moment
         if allocation.kind == "temporaries" and allocation.phase == "forward":
-            # A later module or backward needed the tensor, not only its own module.
+            # A later module or the backward pass needed the tensor.
             inside = allocation.owner in self.places.stack
             if self.phase == "backward" or (self.places.calls > allocation.call and not inside):
                 allocation.kind = "activations"

@@ -2,7 +2,7 @@
 
 Training results depend on the dtype and the number of threads. So both follow from the kind of processor and from
 the cores that this process may use, never from a measurement. Rates, which decide the size of a run, are measured
-in processor time of threads, since other programs hardly change it.
+in the threads' processor time, which other programs hardly change.
 """
 
 import ctypes
@@ -38,7 +38,7 @@ FASTEST_CLOCK = 6.2e9
 FAR = 3.0
 """Other programs and virtual machines that share a core rarely change its rate by more than this factor."""
 READERS = 8
-"""Number of cores above which the bandwidth of reading memory hardly grows."""
+"""Number of cores above which the memory read bandwidth hardly grows."""
 SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
 """A rate needs SAMPLES samples of SAMPLE_SECONDS in total. Samples agree if their quartiles differ by less than
 SPREAD times the median; beside three busy processes on two cores, they differ by up to 0.34 times the median."""
@@ -79,7 +79,7 @@ KINDS = (
     Kind({"system": "aarch64", "Features": "bf16"}, True, (0.06, 0.15, 15), (128, 256, 32)),
     Kind({}, False, (0.03, 0.002, 8), (128, 256, 32)),
 )
-"""A processor is of the first kind that fits it. Rates without a measurement are guessed by clock and width."""
+"""A processor is of the first kind that matches. Unmeasured rates are estimates from clock and SIMD width."""
 
 
 class Rate(NamedTuple):
@@ -125,7 +125,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 LARGE_BLOCK = 1 << 25
-"""With `keep_freed_memory`, larger freed blocks (in bytes) return to the system; glibc allows no larger value."""
+"""Size in bytes above which `keep_freed_memory` returns freed blocks to the system; glibc's maximum."""
 
 
 def keep_freed_memory() -> None:
@@ -145,7 +145,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system, also pages between blocks in use; the next step allocates them again."""
+    """Return freed memory to the system, including pages between blocks in use; the next step allocates anew."""
     gc.collect()  # completion engines are reference cycles, each with a model
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):  # another C library
@@ -232,7 +232,7 @@ def free_memory(device: torch.device) -> int:
 def cgroup_limits(root: Path = Path("/")) -> tuple[float, float]:
     """Number of processors and of free bytes that this process's control groups allow; infinite without limits.
 
-    The smallest limit of a group and of the groups around it applies. `root` contains the folder proc.
+    The smallest limit of a group and its ancestors applies. `root` is the folder that contains `proc`.
     """
     limits = [(math.inf, math.inf)]
     with suppress(OSError, ValueError, IndexError):
@@ -241,7 +241,7 @@ def cgroup_limits(root: Path = Path("/")) -> tuple[float, float]:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """Folders of this process's control groups (versions 1 and 2), each followed by the groups around it."""
+    """Folders of this process's control groups (versions 1 and 2), each followed by its ancestors."""
     texts = ((root / "proc/self" / name).read_bytes().decode(errors="replace") for name in ("cgroup", "mountinfo"))
     groups, mounts = (text.splitlines() for text in texts)
     for mount in (line for line in mounts if " - cgroup" in line):
@@ -251,7 +251,7 @@ def _cgroups(root: Path) -> Iterator[Path]:
         for _, controllers, path in (group.split(":", 2) for group in groups):
             wanted, parts = {*controllers.split(",")}, [*filter(None, path.split("/"))]
             if kind == ("cgroup" if controllers else "cgroup2") and wanted <= {"", *options.split(",")}:
-                # A path outside the mounted folder belongs to another namespace; use the mounted folder then.
+                # A path outside the mounted folder is from another namespace; the mounted folder replaces it.
                 inside = parts[len(above) :] if parts[: len(above)] == above and ".." not in parts else []
                 yield from ((root / point).joinpath(*inside[:n]) for n in range(len(inside), -1, -1))
 
@@ -268,7 +268,7 @@ def _quota(group: Path) -> float:
 def _free_in(group: Path) -> float:
     """Bytes that can be allocated before a control group reaches a limit of memory; infinite without limits."""
     free, cached = math.inf, 0
-    with suppress(OSError, ValueError):  # cached files can be evicted; `total_` (version 1) adds inner groups
+    with suppress(OSError, ValueError):  # cached files can be evicted; `total_` (version 1) includes child groups
         evictable = re.compile(r"^(?:total_)?inactive_file (\d+)", re.M)
         cached = max(map(int, evictable.findall((group / "memory.stat").read_text())))
     older = ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -348,7 +348,7 @@ def peak_matmul_rate(dtype: torch.dtype, device: torch.device, size: int = 512) 
 
 
 def _product(dtype: torch.dtype, device: torch.device, size: int) -> Callable[[int], object]:
-    own = torch.Generator().manual_seed(0)  # the global state belongs to training
+    own = torch.Generator().manual_seed(0)  # training uses the global random state
     a, b = (torch.randn(size, size, generator=own).to(device, dtype) for _ in "ab")
     return lambda core: a @ b
 
@@ -416,7 +416,7 @@ def _cached_rate(
     amount: float,
     most_cores: int = sys.maxsize,
 ) -> Rate:
-    """The rate of a function whose call does `amount` of work; a rate that is sure is cached on disk.
+    """The rate of a function whose call does `amount` of work; if the samples agree, the rate is cached on disk.
 
     `prepare` takes the number of cores and returns the function; each core calls it with the core's number.
     """

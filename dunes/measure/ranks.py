@@ -3,7 +3,7 @@
 A single process is rank 0 of 1; in it, functions that exchange values return their arguments. All ranks must call
 the same functions in the same order. https://docs.pytorch.org/docs/stable/elastic/run.html
 
-Another way to shard (by tensors, experts or stages) changes this module and those that ask it:
+Another way to shard (by tensors, experts or stages) would change this module and its uses in others:
 - `ops`, `parts`: a mixture calls all experts on each rank, and sums their load.
 - `data`: each rank reads its rows of a batch.
 - `models`: each rank draws complete weights and keeps its part.
@@ -42,7 +42,7 @@ LIMIT = 1800.0
 STALLED = 5
 """Exit status of a rank that has waited too long for another rank."""
 GATHERED = 0.1
-"""Weights stay gathered until backward if the ranks of a machine need less than this fraction of its memory."""
+"""Weights stay gathered until backward if gathered weights take less than this fraction of a machine's memory."""
 SLOW_STEP = 30
 """In a step, a rank waits for others at most this many times the longest step, or a minute if that is longer."""
 _last = 0.0
@@ -96,7 +96,7 @@ def process_group(
     except (ValueError, OSError, RuntimeError) as error:
         if not _is_first_failure(store, "peer" in str(error)):
             raise SystemExit(2) from error
-        if "peer" in str(error):  # gloo's and NCCL's word for a rank that is gone
+        if "peer" in str(error):  # a word in gloo's and NCCL's errors if a rank has ended
             reason = str(error).splitlines()[0]
             raise ValueError(f"rank {number}: another rank has ended ({reason:.150})") from error
         raise
@@ -115,7 +115,7 @@ def _is_first_failure(store: Any, unknown: bool) -> bool:
 
 
 def _meet(limit: float) -> tuple[Any, int, int]:
-    """The store, number and count of the ranks. Raises ValueError if a rank is missing after `limit` seconds."""
+    """The store, rank number and rank count. Raises ValueError if a rank is missing after `limit` seconds."""
     from torch.distributed.rendezvous import rendezvous
 
     try:
@@ -206,7 +206,7 @@ def _backend() -> str:
         torch.cuda.set_device(local)
         return "cpu:gloo,cuda:nccl"
     if device.type != "cpu":
-        raise ValueError(f"several ranks do not train on {device.type}; add --device cpu, or start one process")
+        raise ValueError(f"several ranks cannot train on {device.type}; add --device cpu, or start one process")
     return "gloo"
 
 
@@ -305,7 +305,7 @@ def all_reduce(tensor: Tensor) -> None:
 
 
 def broadcast_tensor(tensor: Tensor) -> Tensor:
-    """The first rank's tensor, since machines round differently and their own tensors could differ."""
+    """Rank 0's tensor on all ranks, whose own tensors could differ, since machines round differently."""
     tensor = tensor.contiguous()
     if count() > 1:
         dist.broadcast(tensor, 0)
@@ -360,7 +360,7 @@ def is_shared(error: OSError) -> bool:
 
 
 def in_turn(work: Callable[[], T]) -> T:
-    """The result of `work()`. Each machine's first rank calls it first, so that others can use what it cached."""
+    """The result of `work()`, called first on each machine's first rank, so that other ranks can use its cache."""
     first = count() == 1 or _local_rank() == 0
     result = work() if first else None
     agree({})
@@ -368,17 +368,17 @@ def in_turn(work: Callable[[], T]) -> T:
 
 
 def rows(size: int) -> slice:
-    """This rank's rows in a batch of `size` rows. Raises ValueError if the number of ranks does not divide it."""
+    """This rank's rows in a batch of `size` rows. Raises ValueError unless the number of ranks divides `size`."""
     if size % count():
         below, above = max(count(), size - size % count()), size + count() - size % count()
         fitting = f"{below} or {above}" if below < above else f"{above}"
-        raise ValueError(f"--batch is {size}, of all ranks; {count()} ranks do not divide it; use {fitting}")
+        raise ValueError(f"--batch is {size}, which is not divisible by {count()} ranks; use {fitting}")
     share = size // count()
     return slice(rank() * share, (rank() + 1) * share)
 
 
 def shard(model: M, units: Iterable[nn.Module], dtype: torch.dtype | None = None) -> M | None:
-    """Shard the trainable parameters over the ranks, on `machine.device()`. A unit gathers them while it computes.
+    """Shard the trainable parameters over the ranks, on `machine.device()`. Each unit gathers its own to compute.
 
     With `dtype`, each unit is cast just before it is sharded, so no rank has all parameters in `dtype`. Parameters
     on the meta device become uninitialized memory. Frozen parameters, which may have another dtype, stay complete

@@ -1,4 +1,4 @@
-"""Whole architectures, one file each, and their names and configs in Hugging Face.
+"""Model architectures, one file each, with their weight names and configs in Hugging Face format.
 
 Each family's file defines Config, build(config), read(model, context_length), from_hf, to_hf and NAMES. It may
 also define ALIASES (weight names that are read but not written), IGNORED_NAMES (tensors in checkpoint files that
@@ -31,10 +31,10 @@ def family_of(hf: Mapping[str, Any]) -> str:
 
 
 def refusal(family: str, config: Any) -> str:
-    """The reason why transformers refuses a model of this config, or computes other logits; "" if it does not."""
+    """The reason why transformers refuses this config, or computes other logits; "" if there is none."""
     reason: str = getattr(FAMILIES[family], "refusal", lambda config: "")(config)
     if 1 in (getattr(config, "window", None), *getattr(config, "windows", ())):
-        reason = reason or "its cache of a sliding window of 1 keeps all tokens"  # it keeps [-window + 1:]
+        reason = reason or "with a sliding window of 1 its cache keeps all tokens"  # it keeps [-window + 1:]
     return reason and f"transformers does not run it: {reason}"
 
 

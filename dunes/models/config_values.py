@@ -135,7 +135,8 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0, partial: bool = F
     """The fields `rope_base` and `scaling` of a Config; `default` is the base if the file has none.
 
     If a file has both `rope_scaling` and `rope_parameters`, `rope_scaling` is read, as in transformers. Raises
-    ValueError for an unsupported scaling and, unless `partial` is set, if only part of each head is rotated.
+    ValueError for an unsupported scaling. Without `partial`, raises ValueError if only part of each head is
+    rotated.
     """
     rope = _rope(hf)
     values = {k: v for k, v in {**hf, **rope}.items() if v is not None}
@@ -150,7 +151,8 @@ def rope_fields(hf: dict[str, Any], default: float = 10_000.0, partial: bool = F
 
 
 def rotary_dim(hf: Json, head_dim: int, default: float) -> int:
-    """The number of rotated dimensions of each head. `default` is their share of `head_dim` if the file has none.
+    """The number of rotated dimensions of each head. `default` is their share of `head_dim` if the file gives
+    none.
 
     Raises ValueError unless the number is even and from 2 to `head_dim`.
     """

@@ -20,12 +20,13 @@ from dunes.parts.moe import check_groups
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """LLaMA's config. Queries and keys have `head_dim` dimensions, of which `rope_dim` have positions.
+    """LLaMA's config. Queries and keys have `head_dim` dimensions, of which `rope_dim` encode positions.
 
     `kv_rank`, `q_rank` and `value_dim` are arguments of `LatentAttention`. The first `dense` layers have MLPs of
     width `dense_hidden`. Later layers have `experts` of width `hidden`, and a shared expert that is `shared` times
     as wide; `factor`, `groups`, `top_groups`, `renormalise` and `balance` are arguments of `MoE`. With `adjacent`,
-    adjacent dimensions are rotated together. With `mscale`, YaRN's factor with this weight scales scores twice.
+    adjacent dimensions are rotated together. With `mscale`, scores are multiplied by the square of
+    `yarn_scale(scaling.factor, mscale)`.
     """
 
     kv_rank: int
@@ -161,7 +162,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 def refusal(config: Config) -> str:
     """The reason why a forward of transformers fails with this config; "" if it does not."""
     single = config.experts == 1 and config.dense < config.depth
-    return "it has 1 expert, and groups of experts are chosen by their best 2" if single else ""
+    return "it has 1 expert, but groups of experts are chosen by their 2 best" if single else ""
 
 
 _ATTN, _MLP, _OURS = "model.layers.{i}.self_attn", "model.layers.{i}.mlp", "blocks.{i}"

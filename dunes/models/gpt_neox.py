@@ -22,7 +22,7 @@ TANH_GELU_NAMES = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
 class Config(stablelm.Config):
     """StableLM's config; `attention_bias` applies to `out`, too, and `parallel` is an argument of `Block`.
 
-    The MLP's GELU is exact, or with `tanh_gelu` its usual approximation.
+    The MLP uses the exact GELU, or with `tanh_gelu` the tanh approximation.
     """
 
     parallel: bool = True

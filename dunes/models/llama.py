@@ -114,7 +114,7 @@ def read(model: Any, context_length: int) -> Config:
 def read_fields(model: Any, context_length: int, mlp: Any, attns: Sequence[Any] | None = None) -> dict[str, Any]:
     """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block.
 
-    `attns` are the model's attentions, if not every block has one. If `attns` is empty, their fields are left out.
+    `attns` are the attentions of a model in which some blocks have none; without any, their fields are left out.
     """
     attns = [block.attn for block in model.blocks] if attns is None else attns
     return {
@@ -218,7 +218,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why transformers, which checks the width in several families, refuses this config; else ""."""
+    """The reason why transformers, which checks some families' widths, refuses this config; "" if there is none."""
     width, heads = config.dim, config.heads
     reason = f"hidden_size is {width}, which is not divisible by num_attention_heads, {heads}"
     return reason if width % heads else ""
@@ -254,7 +254,7 @@ JOINED: Names = [
     ),
     name(f"{_THEIRS}.mlp.gate_up_proj.weight", f"{_OURS}.mlp.gate.weight", f"{_OURS}.mlp.up.weight"),
 ]
-"""The names of Phi-3, which joins these matrices."""
+"""Weight names of Phi-3, whose files join these matrices."""
 
 ALIASES = JOINED
 

@@ -136,7 +136,9 @@ def to_hf(config: Config) -> dict[str, Any]:
     """Convert a Config to the content of a Hugging Face config.json. Raises ValueError if this is impossible."""
     expand, rest = divmod(config.heads * config.head_dim, config.dim)
     if rest:
-        raise ValueError(f"config.json: {config.heads} heads of {config.head_dim} are no multiple of {config.dim}")
+        raise ValueError(
+            f"config.json: {config.heads} heads x {config.head_dim} is not divisible by hidden_size, {config.dim}"
+        )
     return {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",

@@ -20,7 +20,7 @@ DEFAULT_WINDOW = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """LLaMA's config and `window`: the number of tokens that a token attends to, with itself (None: no limit)."""
+    """LLaMA's config and `window`: the number of tokens that a token attends to, itself included (None: all)."""
 
     window: int | None = None
 

@@ -52,9 +52,10 @@ def expert_width(dim: int, experts: int) -> int:
 def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
     """The fields `experts`, `top_k` and `balance` of a Config, read from a config.json.
 
-    The argument `balance` is the default of this field. Raises ValueError if top_k exceeds the number of experts.
+    The argument `balance` is the default of the field `balance`. Raises ValueError if top_k exceeds the number of
+    experts.
     """
-    # transformers 5 writes num_local_experts where Qwen writes num_experts; DeepSeek has a name of its own.
+    # Qwen writes num_experts, transformers 5 writes num_local_experts instead; DeepSeek writes n_routed_experts.
     names = ("n_routed_experts", "num_local_experts")
     key = next((name for name in names if hf.get(name) is not None), "num_experts")
     experts, top_k = size(hf, key, largest=MAX_EXPERTS), size(hf, "num_experts_per_tok")

@@ -78,7 +78,7 @@ def _block(
 
 
 def _mixer(size: Config, chosen: dict[str, str], layer: int) -> nn.Module:
-    """The attention of a layer, or a part with a recurrent state, in three of four layers as in Qwen3-Next."""
+    """The attention of a layer; a chosen recurrent part replaces attention in 3 of 4 layers, as in Qwen3-Next."""
     width = size.head_dim
     makers: dict[str, Callable[[], nn.Module]] = {
         "convolution": partial(GatedConvolution, size.dim),
@@ -100,8 +100,8 @@ def _mixer(size: Config, chosen: dict[str, str], layer: int) -> nn.Module:
 def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
     """The attention of a layer. The number of key/value heads divides the number of heads.
 
-    A latent has a quarter of the model's width, and half of each head has positions. Raises ValueError for latent
-    attention with a choice of key/value heads, since it has none.
+    A latent has a quarter of the model's width, and half of each head has positions. Raises ValueError for a
+    choice of key/value heads with latent attention, which has none.
     """
     if chosen["attention"] == "latent":
         return _latent_attention(size, chosen, layer)

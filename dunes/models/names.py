@@ -1,7 +1,7 @@
 """Tables that map our weight names to the names in another format ("theirs"), and back.
 
 `{i}` in a name stands for a number, which is the same on both sides. If only our name has a number (`{e}`, an
-expert), then their tensor stacks several of our tensors, and the number is an index into its first dimension.
+expert), their tensor stacks several of our tensors, and the number is an index into its first dimension.
 """
 
 import re
@@ -85,7 +85,7 @@ def convolution(theirs: str, ours: str) -> list[Name]:
 
 
 def per_head(names: Names) -> Names:
-    """Names whose tensor has, for one head after another, the rows of all parts; `for_heads` completes them."""
+    """Names of a tensor that stores the rows of all parts head by head; `for_heads` completes these names."""
     return [replace(n, load=_unknown_heads, save=_unknown_heads) for n in names]
 
 

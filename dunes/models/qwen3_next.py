@@ -178,4 +178,4 @@ IGNORED_NAMES = (
     *(n.theirs.replace("model.", "mtp.") for n in [*NAMES, *ALIASES] if n.theirs.startswith("model.")),
     *("mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.pre_fc_norm_embedding.weight"),
 )
-"""LLaMA's, and tensors that predict more than one token ahead, which transformers does not read either."""
+"""LLaMA's ignored names, and tensors for multi-token prediction, which transformers ignores, too."""

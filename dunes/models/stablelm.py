@@ -63,13 +63,13 @@ def read_fields(model: Any, context_length: int) -> dict[str, Any]:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
-    # Parallel blocks have one norm for both parts; norms of queries and keys have a weight for each head.
+    # Unsupported: parallel blocks (one norm for both parts), norms of queries and keys (weights for each head).
     check_supported(hf, required={"use_parallel_residual": False, "qk_layernorm": False})
     return Config(**config_fields(hf | {"mlp_bias": False, "attention_bias": flag(hf, "use_qkv_bias")}))
 
 
 def config_fields(hf: dict[str, Any], act: str = "silu", base: float = 1e4, share: float = 0.25) -> dict[str, Any]:
-    """The fields of a Config; `base` and `share` of the rotary positions are defaults, `act` is the activation."""
+    """The fields of a Config. `act` is the activation; `base` and `share` are defaults of the rotary positions."""
     check_supported(hf, required={"hidden_dropout": 0.0})
     return llama.config_fields(hf | {"head_dim": None}, act, base, "layer_norm_eps", share)
 

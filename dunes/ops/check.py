@@ -1,8 +1,8 @@
 """Checks that compare an operation with its reference: dtypes, gradients, layouts, sizes and compilation.
 
-A case in which the reference raises an error is skipped. The operation's error may be a few times the reference's
-error in the same dtype, at the inputs or next to them, or a few rounding errors. All errors are relative to the
-reference in float64 (in float32 on Apple's GPU, which has no float64). Every call starts with equal seeds.
+A case in which the reference raises an error is skipped. The operation's error may be up to a few rounding errors,
+or a few times the reference's error in the same dtype (at the inputs or next to them). All errors are relative to
+the reference in float64 (in float32 on Apple's GPU, which has no float64). Every call starts with equal seeds.
 """
 
 import math
@@ -33,7 +33,7 @@ Check = namedtuple("Check", "name result detail")
 Times = namedtuple("Times", "form reference operation")  # median seconds of a call
 
 SLACK, ROUNDINGS = 4, 4  # permitted errors, as multiples of the reference's error and of a rounding error
-SMALL = 1 / 2  # errors are relative to a tensor's largest number, or to SMALL times the largest number of all
+SMALL = 1 / 2  # errors are relative to a tensor's largest number, or to SMALL times that of all tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTPUTS = {"": slice(None), " of the first output alone": slice(1), " of the last output alone": slice(-1, None)}
@@ -68,7 +68,7 @@ def check(
     """Compare an operation with its reference on these arguments; print a report and return it.
 
     Gradients are checked for inputs that require one (`requires_grad_()`). `op` is an `Operation`, an operator of
-    `torch.library.custom_op`, or any function; the last two need a `reference`. `backend` is passed to
+    `torch.library.custom_op`, or any function; operators and functions need a `reference`. `backend` is passed to
     torch.compile. Each time is measured for `seconds`; with 0, no times are measured.
 
     If a check fails, the table is printed, and ValueError names the first failed check.
@@ -182,7 +182,8 @@ class Case:
 def _evaluate(form: Form, c: Case) -> dict[str, Tensor]:
     """The outputs and gradients of `form`, by name.
 
-    Raises Fault if `form` writes into an input, an output or the incoming gradient, even if it raises an error.
+    If `form` writes into an input, an output or the incoming gradient, raises Fault, even if `form` raises an
+    error.
     """
     watched = [_memory(x, f"its input {name}") for name, x in c.tensors.items()]
     try:
@@ -209,7 +210,7 @@ def _evaluate(form: Form, c: Case) -> dict[str, Tensor]:
 
 
 def _memory(x: Tensor, name: str = "") -> tuple[str, Tensor, Tensor]:
-    """The name, all bytes of x's storage, also between the numbers of x, and a copy of these bytes."""
+    """The name, all bytes of x's storage, including gaps between the numbers of x, and a copy of these bytes."""
     memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
     return name, memory, memory.clone()
 
@@ -274,7 +275,7 @@ def _nearby(c: Case, name: str, exact: Any) -> float:
 
 
 def _errors(own: Any, reference: Any, exact: Any, c: Case) -> Iterator[tuple[str, float, float, str]]:
-    """For each tensor: its name, the largest errors of operation and reference over finite numbers, the numbers.
+    """For each tensor: its name, largest errors of operation and reference over finite numbers, worst values.
 
     Raises ValueError if a number that should be inf or NaN differs.
     """

@@ -21,7 +21,7 @@ from dunes.ops.operation import autocast_dtype, once_differentiable, without_aut
 IGNORE = -100
 """Target id of a position that does not count in the loss, as in PyTorch."""
 CHUNK = {"cpu": 1 << 21}  # logits per chunk that fit the cache
-MIN_TOKENS = 256  # per chunk; fewer for a narrow head (its width), to bound the memory of logits
+MIN_TOKENS = 256  # tokens per chunk; the head's width if that is less, to bound the memory of logits
 LARGE_CHUNK = 1 << 28  # logits per chunk on devices where launching a kernel costs more than memory
 
 

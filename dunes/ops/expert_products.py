@@ -59,7 +59,7 @@ class Stacks(NamedTuple):
 def plain(x: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], expert_ids: Tensor, weights: Tensor) -> Tensor:
     """The plain version: x (N, D), `expert_ids` (N, k) int64, `weights` (N, k) -> (N, D) in x's dtype.
 
-    With gradients enabled, experts without tokens are called too, since all ranks of a sharded model must take
+    With gradients enabled, experts without tokens are also called, since all ranks of a sharded model must take
     part in the same collectives.
     """
     y = torch.zeros_like(x)

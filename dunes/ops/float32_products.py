@@ -41,7 +41,7 @@ def multiplies_in_float32(weight: Tensor, tokens: int) -> bool:
 
 
 _recorded: list[bool] = []
-"""One item while a recorded run is repeated: that run's choice. Otherwise empty."""
+"""The recorded run's choice while a recorded run is repeated; otherwise empty."""
 
 
 def repeat_choice(faster: bool | None) -> None:
@@ -55,7 +55,8 @@ def repeat_choice(faster: bool | None) -> None:
 def float32_is_faster() -> bool:
     """True if float32 products are clearly faster than bfloat16 products on this machine.
 
-    Results depend on this choice, so it must not vary between runs: it follows from the kind of processor.
+    Results depend on this choice, so the choice depends only on the kind of processor and does not vary between
+    runs.
     """
     return _recorded[0] if _recorded else measure.choose_dtype(torch.device("cpu")) == torch.float32
 

@@ -5,11 +5,11 @@ them exactly) and scales the outputs, which takes 0.3 to 0.6 of the time of scal
 reads the codes directly, and for a few rows it is faster than a bfloat16 product. From 16 rows on it is slower
 than the plain implementation, and in float32 it is not vectorized.
 
-int4 codes have one scale and zero point per group of inputs. The packed product reads half a byte per weight:
-2048 x 2048, one thread, 1 / 4 / 16 rows: 0.20 / 0.37 / 1.6 ms. A bfloat16 product takes 0.56 ms; dequantizing
-into a dense matrix takes 3 ms. The packed product sums in float32, with offsets in bfloat16. Like a bfloat16
-product it has an error of about 0.2 %, from rounding its outputs. The packed layout is private to torch and
-specific to the CPU, so it is never saved, but made from the codes on first use.
+int4 codes have one scale and zero point per group of inputs. The packed product reads half a byte per weight: 2048
+x 2048, one thread, 1 / 4 / 16 rows: 0.20 / 0.37 / 1.6 ms. A bfloat16 product takes 0.56 ms; dequantizing into a
+dense matrix takes 3 ms. The packed product sums in float32, with offsets in bfloat16. Rounding the outputs causes
+an error of about 0.2 %, as in a bfloat16 product. The packed layout is private to torch and specific to the CPU,
+so it is never saved, but made from the codes on first use.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.

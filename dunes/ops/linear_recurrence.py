@@ -26,9 +26,9 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """The outputs (B, H, T, V) and the last state, in the faster of the two forms.
 
-    `q` and `k` are (B, H, T, K), `v` (B, H, T, V), `log_decay` (at most 0) and `beta` (B, H, T), `state`
-    (B, H, K, V), all of one dtype, float32 or wider. `documents` (B or 1, T) numbers the document of each token.
-    The first document continues `state`; the state is zero at the start of each later document.
+    `q` and `k` are (B, H, T, K), `v` (B, H, T, V), `log_decay` (at most 0) and `beta` (B, H, T), `state` (B, H, K,
+    V), all of one dtype, float32 or wider. `documents` (B or 1, T) is the number of each token's document. The
+    first document continues `state`; the state is zero at the start of each later document.
     """
     return (plain if v.shape[2] == 1 else chunked)(q, k, v, log_decay, state, beta, documents)
 

@@ -202,8 +202,8 @@ def operation(
     """A decorator that turns a forward function into an `Operation`.
 
     An operation supports autograd, torch.compile, export, autocast and fake tensors. The forward needs annotations
-    as for `torch.library.custom_op`; sequences of tensors are not supported. It returns new tensors and does not
-    write into its arguments. `name` is `namespace::name`.
+    as for `torch.library.custom_op`; sequences of tensors are not supported. The forward returns new tensors and
+    does not write into its arguments. `name` is `namespace::name`.
 
     reference: the same function in plain PyTorch, differentiable by autograd.
     backward: a function that returns a gradient or None for each tensor argument. Its parameter names select its
@@ -212,10 +212,10 @@ def operation(
         callers get only the output. Second derivatives raise ValueError.
     fake: returns empty outputs of the right shape, for tracing. Default: the reference.
     kernels: `Cpp`, `Metal`, or an object with their method `missing`. Where they cannot run, the reference runs,
-        with one warning. A backward that uses kernels must be an `Operation` too.
+        with one warning. A backward that uses kernels must itself be an `Operation`.
     autocast: dtype to which floating-point tensors are cast under autocast. By default they are not cast. Autocast
         is disabled inside the operation.
-    compiled: "reference" lets torch.compile fuse the reference; no torch operator is then registered.
+    compiled: "reference" lets torch.compile fuse the reference, and registers no torch operator.
 
     Raises ValueError for an unknown parameter of the backward, and for types that torch.library does not support.
     """

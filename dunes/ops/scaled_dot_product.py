@@ -9,7 +9,7 @@ T=1,024 and two key heads, `plain` was slower on the Xeon (28 / 61 ms, without b
 `varlen_attention` is the attention of documents packed into one row. Blocks of queries are computed, each with the
 keys from the start of its first document on. So few masked scores are computed, and no scores are saved for the
 backward pass. Blocks start at multiples of QUERY_BLOCK, and BLOCKS_PER_PRODUCT of them form one product. So few
-shapes occur: oneDNN compiles and caches a kernel for each new shape.
+shapes occur, for each of which oneDNN compiles and caches a kernel.
 """
 
 # Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim,
@@ -35,7 +35,7 @@ QUERY_BLOCK = 64
 CAUSAL_BLOCK = 512
 """Queries per block in `causal_attention`."""
 
-PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # queries per block; most keys, since scores are saved for backward
+PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # queries per block; maximum keys, since scores are saved for backward
 
 BLOCKS_PER_PRODUCT = 4
 LONG_KEYS = 512

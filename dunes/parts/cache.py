@@ -55,7 +55,7 @@ class Cache:
     def readable_slots(self) -> int:
         """Number of slots that attention reads.
 
-        Unless `in_order`, a power of two (or the capacity): short sequences are cheap, and few shapes occur.
+        Unless `in_order`, a power of two (or the capacity): a compromise between cost and the number of shapes.
         """
         if self.in_order:
             return self.max_length
@@ -223,7 +223,7 @@ class RollingCache(Cache):
     def __init__(self, batch: int, window: int, device: torch.device | str = "cpu", slack: int = 16) -> None:
         super().__init__(batch, window + slack, device)
         self.window, self.slack = window, slack
-        # One past the highest position ever written in each row: rolled-back tokens still occupy their slots.
+        # One past the highest position ever written in each row, since rolled-back tokens still occupy slots.
         self.high_water = torch.zeros_like(self.length)
         self._new_positions: Tensor | None = None
         # True if slots may contain positions >= capacity; `truncate` does not remove them from the slots.
@@ -231,7 +231,7 @@ class RollingCache(Cache):
 
     def _plan(self, positions: Tensor) -> None:
         # A single new token overwrites a token outside every window. The first of several new tokens still attends
-        # to slots that the last one overwrites, so new tokens are read beside the slots.
+        # to slots that the last new token overwrites, so new tokens are read separately from the slots.
         self._new_positions = positions if self._wrapped and positions.shape[1] > 1 else None
 
     def _count(self, new: int | Tensor) -> None:
@@ -285,7 +285,7 @@ class RollingCache(Cache):
         """Keep only the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain.
 
         A row that was ever longer than the capacity can drop at most `slack + 1` tokens, counted from its greatest
-        length. If it has to drop more, it is emptied (0 tokens remain), and the caller must prefill it again.
+        length. A row that has to drop more is emptied (0 tokens remain), and the caller must prefill it again.
         """
         n = torch.minimum(self.length, n.to(self.length))
         possible = (self.high_water <= self.capacity) | (self.high_water - n <= self.slack + 1)

@@ -35,8 +35,8 @@ class ForwardContext:
 
     `positions` is (B or 1, T), -1 for padding. Without a cache, positions separate packed documents: a position
     that is not the previous position plus one starts a new document, and documents do not attend to each other.
-    For a single row, `document_starts` (T,) may give the index at which each token's document starts; T must then
-    be a multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
+    For a single row, `document_starts` (T,) may give the index at which each token's document starts; in that case
+    T must be a multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ForwardContext:
             return None
         if self.document_starts is not None:
             return self.document_starts[None]
-        previous = F.pad(self.positions[:, :-1], (1, 0), value=-1)  # after padding, 0 starts a document, too
+        previous = F.pad(self.positions[:, :-1], (1, 0), value=-1)  # after padding, 0 also starts a document
         return ((previous < 0) | (self.positions != previous + 1)).cumsum(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
@@ -175,7 +175,7 @@ class ForwardContext:
         cached = None if self.cache is None else self.cache.window
         if cached is not None and (window is None or window > cached):
             raise ValueError(
-                f"the cache holds {plural(cached, 'position')}, but a layer attends to {window or 'all'} of them"
+                f"the cache stores {plural(cached, 'position')}, but a layer attends to {window or 'all'}"
             )
 
     def _mask(self, window: int | None) -> Tensor:
@@ -185,7 +185,7 @@ class ForwardContext:
             visible &= key > query - window
         if (document := self.documents()) is not None:
             visible &= document[:, :, None] == document[:, None, :]
-        # Padding attends to everything: a softmax over no key would be NaN.
+        # Padding attends to everything, since a softmax over no key would be NaN.
         return visible | (query < 0)
 
     def close(self) -> None:
@@ -291,13 +291,13 @@ def supports_packing(model: nn.Module) -> bool:
 
 
 def undeclared_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that may mix tokens of documents: neither in PER_TOKEN nor declaring `supports_packing`."""
+    """The modules that may mix tokens of documents: not in PER_TOKEN and without `supports_packing`."""
     return [m for m in model.modules() if not _declares_packing(m)]
 
 
 def _declares_packing(module: nn.Module) -> bool:
     if "forward" in vars(module) or type(module).__call__ is not nn.Module.__call__:
-        return False  # a call does not run the class's forward
+        return False  # calls may bypass the class's forward
     author = next(c for c in type(module).__mro__ if "forward" in vars(c))
     if author in PER_TOKEN:
         return len(getattr(module, "normalized_shape", "D")) == 1  # a norm over several tokens mixes them

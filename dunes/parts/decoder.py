@@ -100,8 +100,8 @@ class Block(nn.Module):
 class SkipBlock(Block):
     """A block that adds an earlier block's input, times a learned weight that starts at 0, to its own input.
 
-    `source` is the number of the earlier block, also a SkipBlock; None adds nothing. The input of block 0 is the
-    embedding. In a U-Net, the last blocks add the inputs of the first blocks.
+    `source` is the number of the earlier block, which must be a SkipBlock; None adds nothing. The input of block 0
+    is the embedding. In a U-Net, the last blocks add the inputs of the first blocks.
     https://github.com/KellerJordan/modded-nanogpt does both.
     """
 
@@ -217,8 +217,8 @@ class Decoder(nn.Module):
 
         With `targets` (B, T), returns (loss, count, metrics): the summed cross entropy in nats (float32), the
         number of targets other than IGNORE, and metrics by name as (sum, count). In training the loss includes the
-        auxiliary losses of parts, times the count, and the losses of `ahead`; all of them are metrics, too. Raises
-        ValueError for targets together with `cache` or `last`.
+        auxiliary losses of parts, times the count, and the losses of `ahead`; all these losses are also metrics.
+        Raises ValueError for targets together with `cache` or `last`.
 
         With `by_row`, returns (losses, counts, auxiliary, metrics): the cross entropy and the number of targets of
         each row (B,), the auxiliary losses of the parts by name (not in `losses`), and the other metrics. Modules
@@ -235,7 +235,8 @@ class Decoder(nn.Module):
         return self.logits(x if last is None else x[:, x.shape[1] - last :])
 
     def before_head(self, ids: Tensor, last: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """States (B, last, dim) of the last positions of ids (B, T), and a function from slices of them to logits.
+        """States (B, last, dim) of the last positions of ids (B, T), and a function that maps slices of them to
+        logits.
 
         If the head may mix tokens, the logits are computed at once, and the function is the identity.
         """
@@ -249,13 +250,13 @@ class Decoder(nn.Module):
 
     @property
     def _head_mixes(self) -> bool:
-        """True if the head may mix tokens; then it must be applied to each document separately."""
+        """True if the head may mix tokens, so that it must be applied to each document separately."""
         return self.head is not None and bool(undeclared_modules(self.head))
 
     def _apply_separately(
         self, read: Read, ids: Tensor, positions: Tensor | None, cache: Cache | None = None
     ) -> Tensor:
-        """The result (B, T, ...) of `read(ids, ctx)`, such that documents stay separate."""
+        """The result (B, T, ...) of `read(ids, ctx)`, computed so that documents stay separate."""
         if positions is not None and cache is None and not supports_packing(self):
             warn_about_mixing(self, "the model is run on documents of one length at a time")
             return self._by_length(read, ids, positions.expand_as(ids))
@@ -305,7 +306,7 @@ class Decoder(nn.Module):
     def _loss(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> LossSums:
         """The loss. With a plain linear head, the logits are never materialised.
 
-        On a CPU, `positions` and `targets` can be read without synchronisation. Then padding is dropped before the
+        On a CPU, `positions` and `targets` can be read without synchronisation, so padding is dropped before the
         first block, tokens without a target are dropped before the head, and `varlen_attention` is used.
         """
         starts = None
@@ -500,7 +501,7 @@ def auxiliary_losses(
     that each kind is balanced as if it were alone. Parts are of one kind if the same method computes their losses.
 
     The sums of a metric are stacked to (parts, ...); vectors of different lengths are padded with -1. `real` (N,)
-    is False for padding; with it, each call of a part must have these same N tokens.
+    is False for padding; if it is given, each call of a part must have these same N tokens.
     """
     values: dict[str, list[tuple[Any, Any]]] = {}
     for part, tensors in recorded.items():

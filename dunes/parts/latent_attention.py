@@ -26,10 +26,11 @@ class LatentAttention(Attention):
     `q_rank`, queries are computed from a latent, too. Latents are normed with `eps`. `bias` applies to the
     projections to latents and to `out`. Other arguments are Attention's.
 
-    The cache has one key of kv_rank + rope_dim elements per token: the latent and the part with positions. The
+    The cache stores one key of kv_rank + rope_dim elements per token: the latent and the part with positions. The
     cache's values have width 0, since values follow from the latents. Without earlier tokens, keys and values of
     each head are computed. With earlier tokens and few queries, queries are multiplied by the keys' weight and
-    attend to the latents, and the result by the values' weight, unless `kv_b` is a mixture of adapters.
+    attend to the latents, and the result is multiplied by the values' weight. This does not apply if `kv_b` is a
+    mixture of adapters.
     """
 
     supports_packing = Attention.supports_packing  # a class with its own forward declares it again

@@ -26,15 +26,15 @@ class MoE(nn.Module):
     """Routes each token to the `top_k` experts with the highest probability and returns their weighted sum.
 
     `router` returns logits (N, E). The weights are the softmax of the logits, in float32 or wider. With
-    `renormalise`, the weights of the chosen experts are scaled to sum to one; with a top_k of 1 the router then
-    gets no gradient. Ties go to the first expert. `shared` experts get every token, and their outputs are added
+    `renormalise`, the weights of the chosen experts are scaled to sum to one, so that the router gets no gradient
+    if `top_k` is 1. Ties go to the first expert. `shared` experts get every token, and their outputs are added
     without a weight. In training, `balance` times `load_balance` and `z_loss` times `router_z` are added to the
     loss. Raises ValueError for a top_k below 1 or above the number of experts, and for a repeated expert.
 
     With a `bias_rate`, experts are chosen by probability plus `selection_bias` (E,); the weights do not include
     the bias. After each step that trains the router, the bias is raised by `bias_rate` for experts whose load is
     below the mean, and lowered for experts above it (loss-free balancing, https://arxiv.org/abs/2408.15664). Loads
-    are summed over all micro-batches and ranks. The bias is cast together with the weights: train in float32.
+    are summed over all micro-batches and ranks. The bias is cast together with the weights, so train in float32.
     `biased` adds a selection bias that training does not change.
 
     As in DeepSeek V3, with `sigmoid` the probabilities are the sigmoids of the logits, and weights are multiplied

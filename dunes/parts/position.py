@@ -101,7 +101,7 @@ class Llama3:
     """Llama 3's scaling: divides the frequencies of long wavelengths by `factor`, and keeps short wavelengths.
 
     A wavelength (in tokens) is short below `length / high_freq_factor`, and long above `length / low_freq_factor`.
-    Between these, both are blended (a ramp). https://arxiv.org/abs/2407.21783
+    In between, divided and original frequencies are blended. https://arxiv.org/abs/2407.21783
     """
 
     factor: float

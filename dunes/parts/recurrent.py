@@ -1,4 +1,4 @@
-"""Parts with a recurrent state, in place of attention: their memory does not grow with the text."""
+"""Parts with a recurrent state, which replace attention and whose memory does not grow with the text."""
 
 # Shapes: B batch, T new tokens, C channels, W width of the convolution, H heads, K and V width of keys and values.
 
@@ -122,8 +122,8 @@ def _products(heads: int, key: int, value: int, delta: bool = False) -> list[tup
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule, in place of attention, with the layout of Qwen3-Next.
 
-    Each of `key_heads` has a query and a key for `heads / key_heads` heads of values. For one key head after
-    another, `project` returns query, key, values and gates, and `rates` returns learning and forgetting rates.
+    Each of the `key_heads` key heads has a query and a key, shared by `heads / key_heads` value heads. Key head by
+    key head, `project` returns query, key, values and gates, and `rates` returns learning and forgetting rates.
     Queries, keys and values go through a short convolution. https://arxiv.org/abs/2412.06464
     """
 

@@ -15,10 +15,10 @@ SNAPSHOTS = 16
 
 
 class RecurrentCache(Cache):
-    """A cache for models with recurrent states, from which tokens cannot be removed.
+    """A cache for models with recurrent states; states cannot drop tokens, but return to snapshots.
 
-    `states` has one tensor (B, ...) for each name that `state` was called with, and `snapshots` (B, SNAPSHOTS,
-    ...) are earlier states. Layers without keys and values take no memory for them.
+    `states` contains one tensor (B, ...) for each name that `state` was called with, and `snapshots` (B,
+    SNAPSHOTS, ...) are earlier states. Layers without keys and values take no memory for them.
     """
 
     row_state = ("length", "snapshot_lengths", "unsaved", "next_snapshot", "unfinished")

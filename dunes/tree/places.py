@@ -142,7 +142,7 @@ def replace(
     replacements: dict[int, nn.Module] = {}
     for place in targets:
         if isinstance(place.parent, torch.jit.ScriptModule):
-            raise ValueError(f"{place.name}: a part of a ScriptModule; change the module that it was made from")
+            raise ValueError(f"{place.name} is part of a ScriptModule; change the module that it was made from")
         if id(place.module) not in replacements:
             replacements[id(place.module)] = make(place.module)
         setattr(place.parent, place.key, replacements[id(place.module)])
@@ -180,7 +180,7 @@ def remove(model: nn.Module, where: Where) -> list[str]:
 def _entries(model: nn.Module, where: Where) -> list[Place]:
     selected = find(model, where)
     if unsuitable := [p.name for p in selected if not isinstance(p.parent, nn.ModuleList)]:
-        raise ValueError(f"{unsuitable[0]}: no entry of a ModuleList; select only entries, like 'blocks.3'")
+        raise ValueError(f"{unsuitable[0]} is no entry of a ModuleList; select only entries, like 'blocks.3'")
     return selected
 
 
@@ -240,7 +240,7 @@ def move(
     if not selected:
         raise ValueError(f"{where!r} selects no parameter and no buffer")
     if device is not None and torch.device(device).type == "meta":
-        raise ValueError(f"{next(iter(selected))}: would lose its values on the meta device")
+        raise ValueError(f"{next(iter(selected))} would lose its values on the meta device")
     gradients = [t.grad for t in selected.values() if t.is_leaf and t.grad is not None]
     selected_by_id = {id(t): t for t in (*selected.values(), *gradients)}
     copies: dict[int, Tensor] = {}

@@ -47,12 +47,12 @@ class Layer:
 
 
 def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
-    """A `Layer` for each module, parents first; `model(*example, **keywords)` gives shapes, FLOPs and memory.
+    """A `Layer` for each module, parents first; shapes, FLOPs and memory are from `model(*example, **keywords)`.
 
     The example runs in evaluation mode on a copy of the network with fake tensors, which takes no time or memory.
     If the network cannot be copied or its shapes depend on values, the network itself runs once. FlopCounterMode
-    counts the FLOPs; it does not know the products in quantized layers and packed experts. Raises ValueError,
-    naming the place, for an example that does not fit, and for parameters without a shape yet.
+    counts the FLOPs; it ignores the products in quantized layers and packed experts. Raises ValueError, naming the
+    place, for an example that does not fit, and for parameters without a shape yet.
     """
     model = uncompiled(model)
     require_shapes(model)

@@ -57,7 +57,7 @@ def hooks(
         for place in find(model, where):
             if isinstance(place.module, torch.jit.ScriptModule):
                 raise ValueError(
-                    f"{place.name}: a ScriptModule, whose parts call no hooks; watch the module it was made from"
+                    f"{place.name} is a ScriptModule, whose parts call no hooks; watch the module it was made from"
                 )
             handles.append(place.module.register_forward_hook(partial(see, place.name)))
         # Importing the compiler takes seconds.
@@ -85,7 +85,7 @@ def watch(model: nn.Module, where: Where) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Statistics:
-    """Statistics of tensors: `count` of values, `nonfinite` (their number) and `zeros` (their fraction).
+    """Statistics of `count` values: `nonfinite` is the number of non-finite values, `zeros` the fraction of zeros.
 
     `mean`, `std` (of the population) and `largest` (the largest absolute value) cover only finite values.
     """
