@@ -6,7 +6,7 @@ long. On an idle machine, always sleeping early costs 17 % (docs/log/training.md
 measured once, kept for ever"). libgomp spins less while it manages more threads than the machine has processors,
 and checks this at each wait (`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). So a watcher
 thread measures the time that this process's threads wait for a core. While threads wait long for a core, another
-thread keeps an idle OpenMP team, so that libgomp manages more threads than processors.
+thread keeps an idle OpenMP team, so that libgomp manages more threads than processors and spins less.
 """
 
 import ctypes

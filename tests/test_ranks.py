@@ -211,7 +211,7 @@ def test_ranks_with_other_options_or_text_are_refused_by_one_of_them(code, tmp_p
     config = toy(code)
     texts, codes = run_ranks(2, train, [config, toy(code, seed=1)], tmp_path / "a")
     assert codes == [2, 2]
-    assert "".join(texts) == "error: rank 1: seed is 1, on rank 0 0"
+    assert "".join(texts) == "error: rank 1: seed is 1, but 0 on rank 0"
     texts, codes = run_ranks(2, train, toy(code, batch=3), tmp_path / "b")
     assert codes == [2, 2]
     assert "".join(texts) == "error: --batch is 3, which is not divisible by 2 ranks; use 2 or 4"
@@ -602,7 +602,7 @@ def group_by_node(config, folder, display):
 def test_machines_with_unequal_numbers_of_ranks_are_refused(tmp_path):
     texts, codes = run_ranks(4, group_by_node, [[2, 2, 1, 1]] * 4, tmp_path / "run")
     assert codes == [2] * 4, texts
-    remedy = "the number of ranks per machine, which must be equal for --shard node, is 1, on rank 0 2"
+    remedy = "the number of ranks per machine, which must be equal for --shard node, is 1, but 2 on rank 0"
     assert "".join(texts) == f"error: rank 2: {remedy}"
     assert run_ranks(4, group_by_node, [[2] * 4] * 4, tmp_path / "run")[1] == [0] * 4
 

@@ -310,7 +310,7 @@ def processor() -> dict[str, str]:
 
 
 def kind_of(facts: Mapping[str, str]) -> Kind:
-    """The first of KINDS that fits these facts: the result of `processor`, and `system`, like "Linux x86_64"."""
+    """The first of KINDS that matches these facts: `processor()`, and `system`, such as "Linux x86_64"."""
     words = {name: {*text.split()} for name, text in facts.items()}
     return next(k for k in KINDS if all({*v.split()} <= words.get(n, set()) for n, v in k.where.items()))
 

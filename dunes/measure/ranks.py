@@ -78,8 +78,8 @@ def process_group(
 
     Parameters will be sharded over all ranks, or with `by_node` over each machine's ranks. A rank that has waited
     `limit` seconds for the others writes its threads' stacks into the folder and exits. If several ranks fail, the
-    first rank raises its error, and the others exit with status 2. Raises ValueError if a machine has more ranks
-    than GPUs, and if another rank ends.
+    first to fail raises its error, and the others exit with status 2. Raises ValueError if a machine has more
+    ranks than GPUs, and if another rank ends.
     """
     if not under_torchrun():
         yield
@@ -329,7 +329,7 @@ def agree(facts: Mapping[str, Any]) -> None:
     for number, others in enumerate(everyone, 1):
         for name, value in first.items():
             if others.get(name) != value:
-                raise ValueError(f"rank {number}: {name} is {others.get(name)!r:.80}, on rank 0 {value!r:.80}")
+                raise ValueError(f"rank {number}: {name} is {others.get(name)!r:.80}, but {value!r:.80} on rank 0")
 
 
 def all_gather(work: Callable[[], T]) -> list[T]:

@@ -52,7 +52,7 @@ _INITIAL = torch.nn.init.normal_, torch.nn.init.kaiming_uniform_
 
 
 class _SkipInitial(TorchFunctionMode):
-    """Skips initial values: on meta tensors `normal_` would make torch import its compiler (1.7 s)."""
+    """Skips initial values, since `normal_` on meta tensors would make torch import its compiler (1.7 s)."""
 
     def __torch_function__(
         self,

@@ -218,7 +218,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why transformers, which checks some families' widths, refuses this config; "" if there is none."""
+    """The reason why transformers, which checks some families' widths, refuses this config; "" if it does not."""
     width, heads = config.dim, config.heads
     reason = f"hidden_size is {width}, which is not divisible by num_attention_heads, {heads}"
     return reason if width % heads else ""

@@ -26,8 +26,8 @@ class Name:
 
     `load` converts their tensor to our layout before it is split; `save` is the inverse. Our tensors have equally
     many rows; with `like`, the first has as many rows as their matrix `like` has columns, and the others share the
-    rest. With `beside`, the row applies only to blocks with our tensor `beside`, since different parts may share a
-    name.
+    remaining rows. With `beside`, the row applies only to blocks with our tensor `beside`, since different parts
+    may share a name.
     """
 
     theirs: str

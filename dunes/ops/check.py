@@ -44,7 +44,7 @@ class NotTried(Exception):
 
 
 class Fault(ValueError):
-    """Raised by a check for a fault that no operation may have, even in cases in which it may raise errors."""
+    """Raised by a check for a fault that no operation may have, even where an operation may raise errors."""
 
 
 class Report(NamedTuple):

@@ -88,7 +88,7 @@ def _routed_tokens(expert_ids: Tensor, expert: int, experts: int) -> tuple[Tenso
     """
     if isinstance(expert_ids, FakeTensor) or expert_ids.is_meta:
         if torch.compiler.is_exporting():
-            raise ValueError("experts of this form run one by one, depending on the router's values")
+            raise ValueError("experts of this form run one by one, on numbers of tokens that the router decides")
         token = torch.arange(-(-expert_ids.numel() // experts), device=expert_ids.device)
         return token % len(expert_ids), torch.zeros_like(token)
     token, slot = torch.where(expert_ids == expert)

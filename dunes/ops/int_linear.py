@@ -66,7 +66,7 @@ def plain(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def packed(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    # Scales passed to the kernel would be rounded to bfloat16, so that few rows would differ from many by 0.2 %.
+    # Scales passed to the kernel would be rounded to bfloat16, and few rows would differ from many by 0.2 %.
     sums: Tensor = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), codes, x.new_ones(len(codes)))
     return (sums * scale).to(x.dtype).view(*x.shape[:-1], len(codes))
 

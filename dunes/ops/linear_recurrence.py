@@ -1,4 +1,4 @@
-"""Recurrences of a matrix with decay, linear in the values; the update may follow the delta rule.
+"""Linear recurrences of a matrix state with decay; updates may follow the delta rule.
 
 The state is S_t = a_t S_{t-1} + k_t u_t^T, and the output S_t^T q_t. Without `beta`, u_t is v_t, as in Mamba-2
 (https://arxiv.org/abs/2405.21060). With `beta`, u_t follows the gated delta rule: beta_t (v_t - a_t S_{t-1}^T k_t)

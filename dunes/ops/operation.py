@@ -282,7 +282,7 @@ class _NoSecondDerivative(torch.autograd.Function):
 def _register(op: Operation) -> Any:
     """Register and return the torch operator that compiled graphs, exports and tensor subclasses use."""
     if op.keeps and op.fake is None:
-        raise ValueError(f"{op.name}: the reference does not tell the shapes of kept tensors; give fake=")
+        raise ValueError(f"{op.name}: the reference does not return the kept tensors; give fake= for their shapes")
     try:
         schema = torch.library.infer_schema(op.forward, mutates_args=())
         form = _contiguous(op.forward) if op.fake is None else op.forward
@@ -322,7 +322,7 @@ def _usable(op: Operation, device: str) -> bool:
     return reason is None
 
 
-# Same as torch.compiler.assume_constant_result, which would import the compiler in two seconds.
+# Same as torch.compiler.assume_constant_result, which would take two seconds to import the compiler.
 _usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -55,7 +55,7 @@ class Cache:
     def readable_slots(self) -> int:
         """Number of slots that attention reads.
 
-        Unless `in_order`, a power of two (or the capacity): a compromise between cost and the number of shapes.
+        Unless `in_order`, a power of two (or the capacity), so short sequences are cheap and few shapes occur.
         """
         if self.in_order:
             return self.max_length

@@ -220,7 +220,7 @@ def documents_by_length(positions: Tensor) -> list[Tensor]:
 
 
 class WithoutContext(nn.Module):
-    """A wrapper for a part that takes x alone, in a slot that is called with x and a context."""
+    """A wrapper that discards the context, for a part that takes only x."""
 
     supports_packing = True
 
@@ -252,12 +252,12 @@ def fitted(slot: str, part: Part, arguments: str) -> Part:
             return part
     name, taken = getattr(part, "__name__", type(part).__name__), ", ".join(call.parameters)
     raise ValueError(
-        f"{slot} is called with ({arguments}) by position, but {name} takes ({taken}); put it into a module"
+        f"{slot} is called with ({arguments}) by position, but {name} takes ({taken}); wrap it in a module"
     )
 
 
 def with_context(slot: str, part: nn.Module) -> nn.Module:
-    """The part, for calls with (x, ctx, layer); wrapped if it takes x alone. Raises ValueError like `fitted`."""
+    """The part, for calls with (x, ctx, layer); wrapped if it takes only x. Raises ValueError like `fitted`."""
     try:
         return fitted(slot, part, "x, ctx, layer")
     except ValueError:

@@ -46,10 +46,10 @@ class Block(nn.Module):
     """A block: x = x + attn(attn_norm(x)), then x + mlp(mlp_norm(x)).
 
     `dropout` acts on the outputs of attn and mlp, in training only. `attn_post_norm` and `mlp_post_norm` are
-    applied to these outputs before they are added; with nn.Identity as `attn_norm` and `mlp_norm`, the block norms
-    only outputs. With `parallel`, the block is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an MLP (both
-    None), only attn is added. `attn` is called with (x, ctx, layer), or with x if it takes nothing else; the
-    others are called with x. Raises ValueError for a part that does not take these arguments.
+    applied to these outputs before they are added; with nn.Identity as `attn_norm` and `mlp_norm`, the block
+    normalizes only outputs. With `parallel`, the block is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an
+    MLP (both None), only attn is added. `attn` is called with (x, ctx, layer), or with x if it takes nothing else;
+    the others are called with x. Raises ValueError for a part that does not take these arguments.
     """
 
     supports_packing = True
@@ -179,7 +179,9 @@ class Decoder(nn.Module):
             self.ahead_weight = ahead_weight
         self.embed: Any = fitted("embed", embed, "ids, ctx")  # an Embedding, or a module of the user
         if head is None and not hasattr(embed, "token"):
-            raise ValueError(f"{type(embed).__name__} has no `token`, whose weight is the head's; pass a head")
+            raise ValueError(
+                f"{type(embed).__name__} has no `token`, whose weight the head would share; pass a head"
+            )
         self.blocks = nn.ModuleList(with_context("a block", block) for block in blocks)
         self.norm = fitted("norm", norm, "x")
         self.head = None if head is None else fitted("head", head, "x")
@@ -235,7 +237,7 @@ class Decoder(nn.Module):
         return self.logits(x if last is None else x[:, x.shape[1] - last :])
 
     def before_head(self, ids: Tensor, last: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """States (B, last, dim) of the last positions of ids (B, T), and a function that maps slices of them to
+        """States (B, last, dim) of the last positions of ids (B, T), and a function from slices of states to
         logits.
 
         If the head may mix tokens, the logits are computed at once, and the function is the identity.

@@ -151,7 +151,7 @@ class QuantizedCache(Cache):
 
     @property
     def in_order(self) -> bool:
-        """Always False: keys from codes come before full-precision keys, so they are never in order."""
+        """Always False, since keys from codes come before full-precision keys."""
         return False
 
     @property
@@ -162,7 +162,7 @@ class QuantizedCache(Cache):
         self._new_positions = positions = positions.expand(self.batch, -1)
         size, ring = self.format.group, self.format.ring
         real, open_group = positions >= 0, self.length // size
-        # Each slot is written once: a GPU does not define which of several values stays.
+        # Each slot is written once, since a GPU does not define which of several values stays.
         in_ring = real & (positions >= self._ring_start(positions.amax(1))[:, None])
         count = self._completed_count(positions.shape[1])
         numbers = torch.arange(max(size, count), device=real.device)
