@@ -271,7 +271,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
-        """Record resized storages: `fully_shard` resizes storages to allocate and free gathered parameters."""
+        """Record resized storages, since `fully_shard` resizes storages to gather and free parameters."""
         original: Any = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int) -> None:

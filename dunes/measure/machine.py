@@ -41,7 +41,8 @@ READERS = 8
 """Number of cores above which the memory read bandwidth hardly grows."""
 SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
 """A rate needs SAMPLES samples of SAMPLE_SECONDS in total. Samples agree if their quartiles differ by less than
-SPREAD times the median; beside three busy processes on two cores, they differ by up to 0.34 times the median."""
+SPREAD times the median; beside three busy processes on two cores, the difference is up to 0.34 times the median.
+"""
 
 
 class Kind(NamedTuple):
@@ -85,8 +86,8 @@ KINDS = (
 class Rate(NamedTuple):
     """A rate per second. `sure` is True if the samples agree; else `value` is typical of the kind of processor.
 
-    Plans use `planned`, which varies less than `value`: the typical rate, multiplied by a power of two if `value`
-    differs from it by more than a factor of FAR.
+    Plans use `planned`, which varies less than `value`. It is the typical rate, multiplied by a power of two if
+    `value` differs from it by more than a factor of FAR.
     """
 
     value: float
@@ -131,10 +132,10 @@ LARGE_BLOCK = 1 << 25
 def keep_freed_memory() -> None:
     """Keep freed memory in the process for the next step or layer, except blocks above LARGE_BLOCK.
 
-    By default, glibc returns freed memory to the system at once. A training step then spends a third of its time
-    on page faults (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it); prefill spends a
-    tenth (10M parameters, 256 tokens). Larger blocks are not kept: with a model of 135M parameters, they left
-    holes of unequal sizes in the heap, and each step needed more memory than the step before.
+    By default, glibc returns freed memory to the system at once. So a training step spends a third of its time on
+    page faults (4M parameters, 2 threads: 5.3k tokens/s without this call, 7.8k with it); prefill spends a tenth
+    (10M parameters, 256 tokens). Larger blocks are not kept, since with a model of 135M parameters they left holes
+    of unequal sizes in the heap, and each step needed more memory than the step before.
     """
     trim_threshold, mmap_threshold = -1, -3
     if sys.platform == "linux":
@@ -321,7 +322,7 @@ def _kind() -> Kind:
 
 
 def total_memory(device: torch.device) -> int:
-    """Total memory in bytes, rounded to GiB: the kernel reserves a slightly different amount at each start."""
+    """Total memory in bytes, rounded to GiB, since the amount that the kernel reserves varies slightly."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     with suppress(OSError, ValueError, AttributeError):
@@ -454,7 +455,7 @@ def _sample(work: Callable[[int], object], device: torch.device, cores: int) -> 
     """Seconds of each call, by core. On Linux, one thread per core measures its own processor time."""
     if device.type != "cpu" or sys.platform != "linux":  # libraries on macOS compute in hidden threads
         return [_times(lambda: work(0), device, SAMPLE_SECONDS, SAMPLES)]
-    # Each thread computes alone: the threads of an OpenMP team would spin while they wait for a slow one.
+    # Each thread computes alone, since threads of an OpenMP team would spin while they wait for a slow one.
     threads = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -471,7 +472,8 @@ def _times(
     least: int = 1,
     clock: Callable[[], float] = perf_counter,
 ) -> list[float]:
-    """Seconds of each call of `work`: at least `least` calls and, if the clock advances, `seconds` in total."""
+    """Seconds of each call of `work`, for at least `least` calls and, if the clock advances, `seconds` in
+    total."""
     times = list[float]()
     for _ in range(2):  # the first calls load kernels
         work()

@@ -60,7 +60,7 @@ def job() -> str:
     if name != "none":
         return name
     started = ""
-    with suppress(OSError):  # start time (Linux): process numbers in different containers are often equal
+    with suppress(OSError):  # start time (Linux), since process numbers in different containers are often equal
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{parent} {started}"
 
@@ -129,8 +129,8 @@ def _meet(limit: float) -> tuple[Any, int, int]:
 def _fresh_store(shared: Any, number: int, ranks: int, limit: float = LIMIT) -> Any:
     """A store for the ranks of this start only. Raises RuntimeError if a rank is missing after `limit` seconds.
 
-    torchrun's static rendezvous has one store for all restarts, with the addresses of processes that have ended.
-    A restart's number does not identify it, because torchrun counts restarts on each machine.
+    torchrun's static rendezvous has one store for all restarts, with the addresses of processes that have ended. A
+    restart's number is not unique, because torchrun counts restarts on each machine.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -224,7 +224,7 @@ def alone() -> Iterator[None]:
 def fake_ranks(number: int) -> Iterator[None]:
     """Inside the `with` block, this process is the first of `number` ranks, for example to make an estimate.
 
-    The ranks exchange nothing: tensors from other ranks are uninitialized.
+    The ranks exchange nothing, so tensors from other ranks are uninitialized.
     """
     global _mesh
     if number == 1:
@@ -237,7 +237,7 @@ def fake_ranks(number: int) -> Iterator[None]:
     group, mesh, dist.GroupMember.WORLD = dist.GroupMember.WORLD, _mesh, None
     try:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-        # DTensor caches by mesh: without a unique name, this mesh would replace the mesh of the real ranks.
+        # DTensor caches by mesh, so without a unique name this mesh would replace the mesh of the real ranks.
         _mesh = init_device_mesh(machine.device().type, (number,), mesh_dim_names=(token_hex(8),))
         yield
     finally:
@@ -335,7 +335,7 @@ def agree(facts: Mapping[str, Any]) -> None:
 def all_gather(work: Callable[[], T]) -> list[T]:
     """The results of `work()` on all ranks. If a rank raises OSError or ValueError, all ranks raise it.
 
-    A thread that saves in the background may call it while the main thread calls the other functions.
+    A thread that saves in the background may call `all_gather` while the main thread calls the other functions.
     """
     if count() == 1:
         return [work()]

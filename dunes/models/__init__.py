@@ -34,7 +34,7 @@ def refusal(family: str, config: Any) -> str:
     """The reason why transformers refuses this config, or computes other logits; "" if there is none."""
     reason: str = getattr(FAMILIES[family], "refusal", lambda config: "")(config)
     if 1 in (getattr(config, "window", None), *getattr(config, "windows", ())):
-        reason = reason or "with a sliding window of 1 its cache keeps all tokens"  # it keeps [-window + 1:]
+        reason = reason or "a cache with a sliding window of 1 keeps all tokens"  # it keeps [-window + 1:]
     return reason and f"transformers does not run it: {reason}"
 
 

@@ -54,7 +54,7 @@ def transpose(weight: Tensor) -> Tensor:
 def halves(weight: Tensor) -> Tensor:
     """Reorder the rows of a matrix or bias: first the rows with even numbers, then the rows with odd numbers."""
     if len(weight) % 2:
-        return weight  # the comparison of shapes refuses it later
+        return weight  # refused later, when shapes are compared
     return torch.unflatten(weight, 0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 

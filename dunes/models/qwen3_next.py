@@ -150,7 +150,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 def refusal(config: Config) -> str:
     """The reason why a forward of transformers fails with this config; "" if it does not."""
-    return "no layer has attention, which its cache needs" if all(config.recurrent) else ""
+    return "no layer has attention, which the cache of transformers needs" if all(config.recurrent) else ""
 
 
 _LAYER, _OURS = "model.layers.{i}", "blocks.{i}"

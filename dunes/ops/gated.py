@@ -1,4 +1,4 @@
-"""SwiGLU, silu(gate) * up. The fused version stores 2 tensors, not 3: its backward pass recomputes silu."""
+"""SwiGLU, silu(gate) * up. The fused version stores 2 tensors, not 3, since its backward pass recomputes silu."""
 
 import torch
 import torch.nn.functional as F

@@ -64,7 +64,7 @@ def chunked(
     beta: Tensor | None = None,
     documents: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`recurrence`, by chunks: a triangular system gives the delta rule's updates inside a chunk."""
+    """`recurrence`, computed in chunks; a triangular system gives the delta rule's updates inside a chunk."""
     length = v.shape[2]
     size = min(CHUNK, length)
     extra = -length % size
@@ -79,7 +79,7 @@ def chunked(
         before = torch.cat([number[:, :, :1, :1], number[:, :, :-1, -1:]], 2)
         visible = visible & (number[..., :, None] == number[..., None, :])
         enters, leaves = enters * (number == before), leaves * (number == number[..., -1:])
-    # Masked before `exp`: the exponents of later tokens may overflow.
+    # Masked before `exp`, since the exponents of later tokens may overflow.
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(~visible, -torch.inf).exp()
     scores, removed = (q @ k.mT) * decay, None
     if beta is not None:

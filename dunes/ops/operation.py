@@ -7,9 +7,9 @@
     def exp(x: Tensor) -> Tensor:
         return x.exp()
 
-The reference defines the operation: tracing takes shapes and dtypes from it, `ops.check` compares with it, and it
-runs where the operation cannot. Compiled graphs and exports call an operator of `torch.library`. Eager calls use
-an autograd.Function, which has less overhead.
+The reference defines the operation: tracing takes shapes and dtypes from it, `ops.check` compares with it, and the
+reference runs where the operation cannot. Compiled graphs and exports call an operator of `torch.library`. Eager
+calls use an autograd.Function, which has less overhead.
 """
 
 import inspect
@@ -296,7 +296,7 @@ def _register(op: Operation) -> Any:
 
 
 def _contiguous(form: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `form` return contiguous outputs: compiled graphs assume the fake implementation's strides."""
+    """Make `form` return contiguous outputs, since compiled graphs assume the fake implementation's strides."""
 
     def call(*args: Any) -> Any:
         result = form(*args)

@@ -190,7 +190,7 @@ class Cache:
     def select_rows(self, rows: Tensor | slice) -> Self:
         """A new cache that contains these rows (N,) of this cache, in this order; a row may occur twice.
 
-        With a slice, both caches share memory: call `write_rows` before this cache is read again.
+        With a slice, both caches share memory, so call `write_rows` before this cache is read again.
         """
         cache = copy.copy(self)
         for name in self.row_state:

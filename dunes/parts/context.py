@@ -291,7 +291,7 @@ def supports_packing(model: nn.Module) -> bool:
 
 
 def undeclared_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that may mix tokens of documents: not in PER_TOKEN and without `supports_packing`."""
+    """Modules that may mix tokens of documents: those not in PER_TOKEN that do not declare `supports_packing`."""
     return [m for m in model.modules() if not _declares_packing(m)]
 
 

@@ -409,7 +409,7 @@ def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple
     """Put all tokens except padding into one row: returns ids, targets, positions (1, N) and document starts (N,).
 
     A document start is the index at which a token's document starts. N is padded to a multiple of PAD_MULTIPLE, so
-    that few shapes occur: oneDNN compiles and caches a kernel for every new shape.
+    that few shapes occur, since oneDNN compiles and caches a kernel for every new shape.
     """
     starts, real = document_starts(positions), positions >= 0
     extra = -len(starts) % PAD_MULTIPLE

@@ -201,7 +201,7 @@ class MoE(nn.Module):
         return [[m.weight for m in column] for column in zip(*linears, strict=True)]
 
     def _stacks(self, x: Tensor) -> forms.Stacks | None:
-        """The weights for the function `grouped`; None if it does not apply or is not faster."""
+        """The weights for the function `grouped`; None if `grouped` does not apply or is not faster."""
         matrices = self._matrices()
         tokens_per_expert = len(x) * self.top_k / len(self.experts)
         if matrices is None or not forms.fits(x, [weights[0] for weights in matrices], tokens_per_expert):

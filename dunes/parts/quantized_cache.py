@@ -1,6 +1,6 @@
 """A KV cache in 8, 4 or 2 bits: keys quantized per channel, values per token, the last tokens in full precision.
 
-KIVI (https://arxiv.org/abs/2402.02750): some channels of keys are large in all tokens. So keys are quantized per
+Some channels of keys are large in all tokens (KIVI, https://arxiv.org/abs/2402.02750). So keys are quantized per
 channel, over a group of tokens. Values, without such channels, are quantized per token. A group of G tokens is
 stored as codes as soon as it is complete. A query reads the codes if the entire group is older than the last R
 tokens (the query's own token included); otherwise it reads the group in full precision. So a query's inputs depend

@@ -167,7 +167,7 @@ class GatedDeltaNet(nn.Module):
         sizes = [self.key_dim, self.key_dim, shared * self.value_dim, shared * self.value_dim]
         *joined, gate = self.project(x).unflatten(-1, (self.key_heads, -1)).split(sizes, -1)
         rates = torch.unflatten(self.rates(x), -1, (self.key_heads, -1))
-        # Slices: the compiled backward pass of `chunk` assumes other strides than `cat` returns (torch 2.13).
+        # Slices, since the compiled backward of `chunk` assumes other strides than `cat` returns (torch 2.13).
         beta, rate = rates[..., :shared].flatten(-2), rates[..., shared:].flatten(-2)
         mixed = F.silu(self.convolution(torch.cat([j.flatten(-2) for j in joined], -1), ctx, layer))
         q, k, v = torch.split(mixed, [j[0, 0].numel() for j in joined], -1)

@@ -2,8 +2,8 @@
 
 A *place* is a module's dotted name without wrappers. A wrapper is a module with a child `.base` (such as LoRA), or
 the result of `torch.compile`; so `blocks.3.attn.q` names the same place with and without a wrapper. A module used
-at several places has several names. Places are selected by globs, which can be saved to a file, unlike functions:
-`*` matches within one segment, `**` across segments, `!` excludes, and the last matching glob decides.
+at several places has several names. Places are selected by globs, since globs can be saved to a file, unlike
+functions. `*` matches within one segment, `**` across segments, `!` excludes, and the last matching glob decides.
 """
 
 import re
@@ -214,7 +214,7 @@ def _has_codes(module: nn.Module) -> bool:
 
 
 def require_shapes(model: nn.Module) -> None:
-    """Raise ValueError if a parameter or buffer is lazy: it gets its shape only when the network first runs."""
+    """Raise ValueError if a parameter or buffer is lazy and gets its shape only when the network first runs."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if (name := next((name for name, tensor in tensors if is_lazy(tensor)), None)) is not None:
         raise ValueError(f"{name} has no shape yet; run the network once on an example")

@@ -264,6 +264,6 @@ def module_rows(model: nn.Module) -> Iterator[ModuleRow]:
 
 
 def stable_repr(value: Any) -> str:
-    """A repr that is the same in every process: sets are sorted, addresses removed."""
+    """A repr that is the same in every process, with sorted sets and without addresses."""
     text = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
