@@ -7,9 +7,9 @@ from typing import Any, Literal
 import tyro
 
 STDLIB = "stdlib"
-"""Name of the source that means the standard library of the running Python."""
+"""Source name for the standard library of the running Python."""
 INSTALLED = "installed"
-"""Name of the source that means the code of installed packages; `installed:python,go` limits the languages."""
+"""Source name for the code of installed packages; `installed:python,go` limits the languages."""
 Device = Literal["cpu", "cuda", "mps"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Copies = Literal["auto", "never", "only"]

@@ -472,8 +472,7 @@ def _times(
     least: int = 1,
     clock: Callable[[], float] = perf_counter,
 ) -> list[float]:
-    """Seconds of each call of `work`, for at least `least` calls and, if the clock advances, `seconds` in
-    total."""
+    """Seconds per call of `work`, for at least `least` calls and, if the clock advances, `seconds` in total."""
     times = list[float]()
     for _ in range(2):  # the first calls load kernels
         work()
