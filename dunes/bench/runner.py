@@ -1,4 +1,4 @@
-"""Run a benchmark for several settings: estimate the memory first, then time laps and append each to a file.
+"""Run a benchmark for several settings: first estimate the memory, then time laps, and append each lap to a file.
 
 Workloads are timed in alternation, so that a drift of the machine's speed affects all of them equally.
 """
@@ -32,7 +32,7 @@ FRAGMENTS = 1.5
 (docs/log/training.md, "The estimate of memory is a step on tensors without data")."""
 
 LEAST = 0.2
-"""Minimum duration of a lap in seconds; in a lap, shorter workloads are run several times."""
+"""Minimum duration of a lap in seconds; a shorter workload is run several times per lap."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -103,7 +103,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
         raise ValueError("nothing to measure; name a model folder, or a shape, as --size 3m")
     if invalid := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {invalid[0]!r}; it must be one of {', '.join(DTYPES)}")
-    subjects, results = [*_subjects(request)], []  # errors here precede slow measurements
+    subjects, results = [*_subjects(request)], []  # errors are raised before slow measurements
     dtypes_and_threads = _dtypes_and_threads(name, request)
     for subject in subjects:
         contexts = request.contexts or (subject.context,)
@@ -146,7 +146,7 @@ def _case(benchmark: Benchmark, subject: Subject, setting: Setting) -> Case:
 
 
 def _check_memory(results: Sequence[Case]) -> None:
-    """Raise ValueError if memory does not suffice: all models are in memory at once, and one of them runs."""
+    """Raise ValueError if memory does not suffice for all models at once and the run of one of them."""
     need = FRAGMENTS * (sum(c.resident for c in results) + max((c.peak or 0) - c.resident for c in results))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
@@ -178,7 +178,7 @@ def race(
 
     The alternating order cancels a steady drift of speed in the comparison of any two workloads. First, each
     workload runs twice without yielding a lap, to load kernels and to choose the number of runs per lap.
-    `before(name)` is called before each lap, and is not timed.
+    `before(name)` is called before each lap and not timed.
     """
     runs = {}
     for name, work in works.items():
@@ -242,7 +242,8 @@ def bench(name: str, request: Request, rounds: int, out: Path, least: float = LE
 
 
 class Ceilings:
-    """The machine's peak rates: of matrix products, measured once per round, and of reads, the highest so far."""
+    """The machine's rates of matrix products and of reads, measured once per round; `read` is the highest so
+    far."""
 
     def __init__(self) -> None:
         self.matmul = cache(self._matmul)

@@ -1,7 +1,7 @@
 """Use a model folder as a model of lm-evaluation-harness.
 
 Results equal those of the harness's `hf` backend for the same folder (tests/test_harness.py). This module imports
-lm_eval, so only `evaluate/tasks.py` imports this module, when it is needed.
+lm_eval, so it is imported only in `evaluate/tasks.py`, when tasks are run.
 https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md
 """
 
@@ -180,7 +180,7 @@ class Harness(TemplateLM):
         return ids[-room:]
 
     def _write(self, prompts: Mapping[int, list[int]], settings: "GenerationSettings") -> list[str]:
-        """The text generated after each prompt; the prompt's number is the seed of its random numbers."""
+        """The text generated after each prompt; the index of a prompt is the seed for sampling its text."""
         request = self.generator.request
         requests = [request(ids, settings.max_tokens, settings.sample(seed=i)) for i, ids in prompts.items()]
         for _ in self.generator.tokens(requests, settings.until):
