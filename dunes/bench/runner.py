@@ -45,7 +45,9 @@ class Shapes:  # each value of a field is a case; an empty field means the defau
     """Numbers of parameters of randomly initialised models, like 500k or 3m."""
     families: Annotated[tuple[str, ...], flag("FAMILY", "arcee", name="family")] = ("arcee",)
     """Architectures of the randomly initialised models."""
-    batches: Annotated[tuple[int, ...], flag("SEQUENCES", "16 of train, score, memory; else 1", name="batch")] = ()
+    batches: Annotated[
+        tuple[int, ...], flag("SEQUENCES", "16 for train, score, memory; else 1", name="batch")
+    ] = ()
     """Batch sizes."""
     contexts: Annotated[
         tuple[int, ...], flag("TOKENS", "the model's; 256 with --size", name="context-length")
@@ -62,7 +64,7 @@ class Request(Shapes):  # models, settings and numbers of threads to measure in 
     threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = ()
     """Numbers of threads."""
     compile: bool = False
-    """For decode: compile native code first if it is missing, which takes one to five minutes per shape."""
+    """For decode, compile missing native code first, which takes one to five minutes per shape."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
     if unused := [option for option, values in options.items() if values and option not in BENCHMARKS[name].reads]:
         raise ValueError(f"--{unused[0]} has no effect on {name}; leave it out")
     if not request.models and not request.sizes:
-        raise ValueError("nothing to measure; name a model folder, or a shape, as --size 3m")
+        raise ValueError("nothing to measure; pass a model folder, or a shape such as --size 3m")
     if invalid := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {invalid[0]!r}; it must be one of {', '.join(DTYPES)}")
     subjects, results = [*_subjects(request)], []  # errors are raised before slow measurements
@@ -150,8 +152,8 @@ def _check_memory(results: Sequence[Case]) -> None:
     need = FRAGMENTS * (sum(c.resident for c in results) + max((c.peak or 0) - c.resident for c in results))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
-            f"this needs about {format_bytes(need)} and {format_bytes(free)} are free; a smaller model, --batch "
-            "or --context-length, or fewer values at once would fit"
+            f"this needs about {format_bytes(need)}, but {format_bytes(free)} are free; choose a smaller model, "
+            "--batch or --context-length, or measure fewer values at once"
         )
 
 

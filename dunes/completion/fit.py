@@ -342,7 +342,7 @@ def interval(means: np.ndarray, seed: int = 0) -> Interval:
     For paired differences, pass the differences (F,). Raises ValueError without files.
     """
     if not len(means):
-        raise ValueError("no file to take a mean over; pass sources with at least one line that is not left out")
+        raise ValueError("no file has a line to score; pass sources with at least one line that is not left out")
     rows = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
     low, high = np.percentile(means[rows].mean(1), [2.5, 97.5])
     return Interval(float(means.mean()), float(low), float(high))

@@ -163,7 +163,7 @@ def read_record(run: Path, name: str, format: int, remedy: str) -> dict[str, Any
         return None
     record = json_file.read(path)
     if (number := record.get("format")) != format:
-        raise ValueError(f"{path}: format {number!r:.60}, and this version reads {format}; {remedy}")
+        raise ValueError(f"{path}: format {number!r:.60}, but this version reads {format}; {remedy}")
     return record
 
 

@@ -126,8 +126,8 @@ class Harness(TemplateLM):
         """The model's input: all ids but the last, truncated on the left to the context length."""
         if not continuation:
             raise ValueError(
-                f"{source[1]!r} after {source[0][-20:]!r} has no token of its own, one token spans both; set "
-                "target_delimiter to a newline in the task's YAML"
+                f"{source[1]!r} after {source[0][-20:]!r} has no token of its own, since one token spans "
+                "both; set target_delimiter to a newline in the task's YAML"
             )
         if len(continuation) > self.max_length:
             raise ValueError(
