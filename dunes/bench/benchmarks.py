@@ -1,4 +1,4 @@
-"""The named benchmarks. To add one, decorate a function `(subject, setting) -> Work` with `@benchmark`:
+"""The named benchmarks. To add a benchmark, decorate a function `(subject, setting) -> Work` with `@benchmark`:
 
     from dunes.bench import Work, benchmark
 

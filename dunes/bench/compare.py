@@ -128,7 +128,7 @@ def hodges_lehmann(
 
 
 def _critical(n: int, tail: float) -> int | None:
-    """Number of sorted means to cut at either end, for Wilcoxon's signed ranks of n values; None for too small n.
+    """Number of sorted means to cut at each end, for Wilcoxon's signed ranks of n values; None for too small n.
 
     The number is the largest s with P(sum of positive ranks <= s) <= `tail`.
     """

@@ -98,7 +98,7 @@ def rounded(values: Sequence[float]) -> list[str]:
 
 
 def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
-    """A bar chart of rates, labelled with their values; it shows intervals unless `interval` is empty.
+    """A bar chart of rates, labelled with their values; intervals are shown unless `interval` is empty.
 
     `results` are records with `name`, `rate`, `low` and `high` (the ends of the interval) and `unit`.
     """

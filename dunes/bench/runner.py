@@ -1,6 +1,6 @@
 """Run a benchmark for several settings: first estimate the memory, then time laps, and append each lap to a file.
 
-Workloads are timed in alternation, so that a drift of the machine's speed affects all of them equally.
+Workloads are timed in alternation, so that a drift of the machine's speed affects all workloads equally.
 """
 
 import itertools
@@ -244,8 +244,8 @@ def bench(name: str, request: Request, rounds: int, out: Path, least: float = LE
 
 
 class Ceilings:
-    """The machine's rates of matrix products and of reads, measured once per round; `read` is the highest so
-    far."""
+    """The machine's rates of matrix products and of reads, measured once per round. `read` returns the highest
+    rate so far."""
 
     def __init__(self) -> None:
         self.matmul = cache(self._matmul)

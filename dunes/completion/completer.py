@@ -147,7 +147,7 @@ def _copy_line(
 
 
 def name_in_sources(path: Path, folder: Path) -> str:
-    """The name that the file has in training: its path relative to the source that contains it."""
+    """The file's name in training, which is its path relative to the source that contains it."""
     for source in training_sources(folder, of_anyone=True)[0]:
         with suppress(OSError, ValueError, RuntimeError):  # a path of another user may be invalid here
             for root in map(Path.resolve, source_roots(source)):
@@ -157,7 +157,8 @@ def name_in_sources(path: Path, folder: Path) -> str:
 
 
 def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
-    """The training sources of a model or run, and `follow_links`. Another user's sources require `of_anyone`."""
+    """The training sources of a model or run, and `follow_links`. Another user's sources are returned only with
+    `of_anyone`."""
     with suppress(ValueError):  # a damaged record, or sources of another user
         trained = trained_text(read_card(folder) or {"trained": read_sources(folder)})
         if trained and not of_anyone:

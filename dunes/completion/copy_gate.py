@@ -193,7 +193,8 @@ def scored_places(
 
     The `count` ids (default: all) start at index `first` (default: after the header).
 
-    `sources_of` gets the ids of the lines above. Without `first`, sources are rebuilt only after 1 % more text.
+    `sources_of` gets the ids of the lines above. Without `first`, sources are rebuilt only when the text above has
+    grown by 1 %.
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)

@@ -46,8 +46,8 @@ class RememberedLogits:
     """Cached logits (V,) after texts. The model's weights must not change.
 
     Up to `width` texts, which should have a common prefix, are evaluated in one batch. A single text is evaluated
-    by `step`, if given. Texts used by this request, or by the previous request that was not cancelled, are not
-    evaluated again. For a text that is not cached, only the ids after its prefix in the KV cache are evaluated.
+    by `step`, if given. Texts of this request, or of the last request that was not cancelled, are not evaluated
+    again. For any other text, only the ids that follow its prefix in the KV cache are evaluated.
     """
 
     def __init__(self, model: nn.Module, width: int, step: CompiledStep | None = None) -> None:

@@ -292,7 +292,7 @@ class CompletionEngine:
 
 
 def choose_budget(model: nn.Module) -> int:
-    """Maximum tokens of a prompt, which depends only on the model's size, so that all machines suggest the
+    """Maximum number of prompt tokens, determined by the model's size alone, so that all machines suggest the
     same."""
     return max(SHORTEST, int(PROMPT_WORK / max(1, count(model))))
 

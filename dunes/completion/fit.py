@@ -1,6 +1,7 @@
 """Completion data that a training run writes: the index at its start, the gate and thresholds at its end.
 
-Confidence intervals treat files as samples: cursors in one file are similar, and large files must not dominate.
+Confidence intervals treat files as samples, since cursors in one file are similar and large files must not
+dominate.
 """
 
 import math
@@ -35,9 +36,9 @@ BEFORE = 1.2
 BEHIND = 0.9
 """If validation uses the tail of each text, the gate is fitted on the last BEHIND tail lengths of a text."""
 PLACES = (25.0, 500, 20_000)
-"""Number of positions on which the gate is fitted: per second of the run, minimum and maximum."""
+"""Number of positions on which the gate is fitted: rate per second of the run, minimum and maximum."""
 CURSORS = (1.0, 64, 1_000)
-"""Number of cursors at which model and copying are compared: per second of the run, minimum and maximum."""
+"""Number of cursors at which model and copying are compared: rate per second of the run, minimum and maximum."""
 SECONDS = 1.2e-3, 1.5e-2
 """Seconds per gate position and per cursor on one thread, without the model's forwards (see TOKENS)."""
 FIT_SECONDS = 1.5e-3
@@ -104,9 +105,9 @@ def begin_completion(run: Path, files: CompletionFiles, architecture: Architectu
 
 @dataclass(frozen=True)
 class FitSize:
-    """Numbers of gate positions (`places`) and `cursors` to fit on. `limits` and `seconds` have one value for each
-    of the two: the seconds after which no more are evaluated, and the estimated duration, for positions including
-    the fit of the gate."""
+    """Numbers of gate positions (`places`) and `cursors` to fit on. `limits` are the seconds after which no
+    further positions, and no further cursors, are evaluated. `seconds` are the estimated durations: for positions,
+    including the fit of the gate, and for cursors."""
 
     places: int
     cursors: int
@@ -148,10 +149,11 @@ def finish_completion(
     copies: Copies = "auto",
     save: Callable[[], object] = lambda: None,
 ) -> str:
-    """Fit the gate and thresholds on texts unseen by model and index, index these texts as well, and write all.
+    """Fit gate and thresholds on texts unseen by model and index, index these texts, too, and write everything.
 
-    `loaded` is the model as the run will load it, and `copies` the option of `dunes train`. `save` is called after
-    an earlier gate is deleted; until the new gate is written, lines are copied. Returns a line for the user.
+    `loaded` is the model as it will be loaded for completion, and `copies` the option of `dunes train`. `save` is
+    called after an earlier gate is deleted; until the new gate is written, lines are copied. Returns a line for
+    the user.
     """
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]

@@ -1,7 +1,7 @@
 """An index of files to copy from, in memory and in RUN/completion.
 
-`index.safetensors` contains the training files as ids and as bytes, with their sorted contexts; `files.json`
-contains their names and offsets. Both files are written to RUN/completion in the first seconds of a run, and
+`index.safetensors` contains the training files as ids and as bytes, both with sorted contexts; `files.json`
+contains the files' names and offsets. Both files are written to RUN/completion in the first seconds of a run, and
 written again at the end of the run, with the validation files.
 """
 
@@ -39,7 +39,7 @@ SHORT = 4_000
 
 @dataclass(frozen=True)
 class IndexedFile:
-    """A file in an index: its path in its source, and the offsets of its first id and first byte."""
+    """A file in an index: its path relative to its source, and the offsets of its first id and first byte."""
 
     name: str
     start: int

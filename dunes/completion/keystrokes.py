@@ -70,8 +70,8 @@ def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count
     cursor inside brackets that close later in the line occurs a second time, with the closing brackets behind it.
 
     Lines are drawn without replacement, then a character in each line, so that long lines have no more cursors
-    than short ones. At least one character of the line, without its indentation, is before a cursor inside it, and
-    at least one after.
+    than short ones. A cursor inside a line is after the first and before the last character of the line without
+    indentation.
     """
     random = _generator(name, text, seed)
     longer = [line for line in lines if len(line.text) > 1]
@@ -188,8 +188,8 @@ def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
 def column_in_word(before: str, rest: str) -> int:
     """Number of characters between the start of the word at the cursor and the cursor.
 
-    The cursor is between `before` and the `rest` of its line. A word is what `first_word` returns and a user
-    accepts.
+    The cursor is between `before` and the `rest` of its line. A word is the unit that `first_word` returns and a
+    user accepts.
     """
     typed, start = split_lines(before)[-1].lstrip(), 0
     while (end := start + max(1, len(first_word((typed + rest)[start:])))) <= len(typed):

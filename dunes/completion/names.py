@@ -21,8 +21,8 @@ from dunes.text.lines import split_lines
 LEAST = 3
 """Minimum characters of a half-typed name."""
 SAME, OTHER = 0.98, 0.55
-"""Probabilities of the only name that continues a half-typed word: SAME if the suggestion contains this name,
-OTHER if the name replaces a less probable word."""
+"""Probability of the only name that continues a half-typed word: SAME if this name was already suggested, OTHER if
+it replaces a less probable word."""
 REPEATED = 0.75, 0.4
 """Probabilities of the first word and of the full rest, if the line above is suggested with other names."""
 RENAMED = 0.65, 0.2
@@ -46,7 +46,7 @@ _STATEMENT = re.compile(
     r"|if|while|for|switch|match|with|try|catch|elif|do|assert|echo|print|select|goto|break|continue)\b"
 )
 _TYPED = re.compile(r"[\w.<>\[\]]+\??[ :]")
-"""The beginning of a parameter with its type."""
+"""Pattern of the beginning of a parameter with its type."""
 _DEFINED = re.compile(
     r"(?:(?:export|pub(?:\(\w+\))?|public|private|protected|static|async|default|abstract|final|override)\s+)*"
     r"(?:(?:func(?:\s*\([^)]*\))?|fn|def|function|class|struct|enum|interface|trait|type|const|let|var|val)\s+"
@@ -161,7 +161,7 @@ def repeated(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
-    """If the suggestion is a copied line, the suggestion with names from around the cursor.
+    """The suggestion, if it is a copied line, with names from around the cursor.
 
     The lines above the cursor are compared with the lines above the copied line. If two of these lines differ only
     in names, the suggestion gets the names above the cursor; names that occur in the function at the cursor are
@@ -221,7 +221,7 @@ def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def not_again(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion cut before the name that it defines, if another line of the block defines the same name."""
+    """The suggestion, cut before the name that it defines if another line of the block defines the same name."""
     typed, defined = place.typed.lstrip(), _defined(place.typed + first_line(best.text))
     if len(defined) <= len(typed) or defined not in map(_defined, place.block()):
         return None

@@ -43,7 +43,7 @@ BOUNDARIES = (
     (r"(?<=[!-~])(?=[\r\n])", rb"[!-~][\r\n]"),
     (r"(?<=\n)(?=[ \t]*[!-~])", rb"\n(?:[ \t]+\Z|[ \t]*[!-~])"),
 )
-"""Pairs of patterns for texts whose tokens may span lines. The first one splits a text before line ends that
+"""Pairs of patterns for texts in which a token may span lines. The first one splits a text before line ends that
 follow a printable character (GPT-2), or after the last line end (LLaMA 3); the second one matches a token across
 such a split."""
 _PROBE = "".join(
@@ -54,7 +54,7 @@ _PROBE = "".join(
 )
 """A text with many kinds of line ends."""
 HEALED = 8
-"""Maximum number of ids of line ends and spaces before the cursor that are generated again."""
+"""Maximum number of ids before the cursor, of line ends and spaces, that are generated again."""
 CACHED_LINES = 1 << 16
 """Number of parts whose ids are cached; after a keystroke, all parts but one are the same."""
 RECENT = 12
@@ -93,7 +93,7 @@ class FileTokenizer:
         self._longest = max(map(len, self.pieces), default=0)
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """Log-probabilities (V,) of the tokenizer's ids, from a model's logits; on the CPU, where the gate is."""
+        """Log-probabilities (V,) of the tokenizer's ids, from a model's logits; on the CPU, like the gate."""
         return log_probs(logits[: len(self.pieces)].cpu())
 
     def line(self, text: str) -> tuple[int, ...]:

@@ -152,7 +152,7 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
 
 def _run_measurement(folders: Sequence[Path], scratch: Path) -> dict[str, Any]:
     """Run `measure_folder` or, for two folders, `measure_speeds` in a new process and return the result. Raises
-    ValueError with the last line of its stderr.
+    ValueError with the last line of its stderr if the process fails.
     """
     trust = "trust" if checkpoint.cards_trusted() else ""
     options = [trust, str(torch.get_num_threads()), str(scratch / "ids.npz")]

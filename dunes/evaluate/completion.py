@@ -1,6 +1,6 @@
 """Evaluate line completion: a table that compares a model with copying alone.
 
-Only files that the model was not trained on are scored, without lines that resemble a training line.
+Only files outside the model's training text are scored, except for lines that resemble a training line.
 """
 
 import math

@@ -90,7 +90,7 @@ class Harness(TemplateLM):
         return str(self.inner.decode(list(ids), skip_special_tokens=False))
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """The log-likelihood of each (context, continuation), and True if greedy decoding generates it.
+        """The log-likelihood of each continuation given its context, and True if greedy decoding generates it.
 
         Raises ValueError for a continuation without a token of its own, or longer than the model's context length.
         """
