@@ -45,9 +45,7 @@ class Shapes:  # each value of a field is a case; an empty field means the defau
     """Numbers of parameters of randomly initialised models, like 500k or 3m."""
     families: Annotated[tuple[str, ...], flag("FAMILY", "arcee", name="family")] = ("arcee",)
     """Architectures of the randomly initialised models."""
-    batches: Annotated[
-        tuple[int, ...], flag("SEQUENCES", "16 for train, score, memory; else 1", name="batch")
-    ] = ()
+    batches: Annotated[tuple[int, ...], flag("SEQUENCES", "16 in train, score, memory; else 1", name="batch")] = ()
     """Batch sizes."""
     contexts: Annotated[
         tuple[int, ...], flag("TOKENS", "the model's; 256 with --size", name="context-length")

@@ -52,9 +52,7 @@ class CompleteOptions:
     def __post_init__(self) -> None:
         numbers = self.lines, self.width, self.alternatives, self.max_tokens
         if "" in self.stop or any(number is not None and number < 1 for number in numbers):
-            raise ValueError(
-                f"stop contains an empty string, or one of {numbers} is below 1, so no line would be found"
-            )
+            raise ValueError(f"no line would be found: stop has an empty string, or one of {numbers} is below 1")
 
     def limit(self, suggestion: Suggestion, shorten: Callable[[str, int | None], str]) -> Suggestion:
         """The suggestion cut at a stop string, and to `max_tokens` tokens by `shorten(text, max_tokens)`."""
