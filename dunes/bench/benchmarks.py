@@ -1,4 +1,4 @@
-"""The named benchmarks. To add one, decorate a function `(subject, setting) -> Work` with `@benchmark`:
+"""The named benchmarks. To add a benchmark, decorate a function `(subject, setting) -> Work` with `@benchmark`:
 
     from dunes.bench import Work, benchmark
 
@@ -42,7 +42,8 @@ Make = Callable[[Subject, Setting], Work]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: the function that makes its workload, its default batch size, memory estimate, and settings.
+    """A benchmark: the function that makes its workload, its default batch size, memory estimate, and the settings
+    it reads.
 
     `memory` is None if the memory is not estimated.
     """
@@ -109,8 +110,8 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 def decode(subject: Subject, setting: Setting) -> Work:
     """Decoding token by token: the first half of a context is the prompt, the second half is generated.
 
-    A single row on a CPU is decoded as by `dunes generate`: by native code if `dunes compile` or --compile made it
-    (one to five minutes per shape), otherwise by the modules.
+    A single row on a CPU is decoded as by `dunes generate`: by native code if `dunes compile` or --compile has
+    created this code (one to five minutes per shape), otherwise by the modules.
     """
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
@@ -200,8 +201,8 @@ def _stored_bytes(module: nn.Module) -> int:
 def weight_bytes(model: Decoder, tokens: int = 1) -> float:
     """Bytes of weights, codes and scales that a forward pass over `tokens` tokens reads.
 
-    Embedding tables are left out, since only a few rows are read, unless the head uses the table too. Only active
-    adapters are counted. Experts are counted as often as uniform routing would select them.
+    Embedding tables are left out, since only a few rows are read; a table that the head shares is counted. Only
+    active adapters are counted. Experts are counted as often as uniform routing would select them.
     """
     tied = _table(model).nbytes if model.head is None else 0
     all_weights, embeddings = _active_bytes(model.trunk), _active_bytes(model.embed)
@@ -221,7 +222,7 @@ def _table(model: Decoder) -> torch.Tensor:
 
 
 def cache_elements(model: Decoder, tokens: float) -> float:
-    """Number of KV-cache elements read for the next token after `tokens` tokens, given each layer's window."""
+    """Number of KV-cache elements read for the next token after `tokens` tokens, within each layer's window."""
     layers = (m for m in model.trunk.modules() if isinstance(m, Attention))
     return sum(m.cache_width * min(tokens, m.window or tokens) for m in layers)
 

@@ -1,7 +1,7 @@
 """Find significant differences between two sets of measurements, A and B.
 
 Laps of the same case are paired by round. The estimate is the Hodges-Lehmann median of the logarithms of the
-ratios. The interval is Wilcoxon's signed-rank interval: it assumes no normal distribution and is robust to
+ratios. The interval is Wilcoxon's signed-rank interval, which assumes no normal distribution and is robust to
 outliers (https://en.wikipedia.org/wiki/Hodges-Lehmann_estimator,
 https://en.wikipedia.org/wiki/Wilcoxon_signed-rank_test).
 """
@@ -52,7 +52,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares A and B: differences of common cases, names of cases that only one has, and differing columns."""
+    """Comparison of A and B: `differences` of common cases, `unmatched` cases of only A or only B, `differing`
+    columns."""
 
     differences: list[Difference]
     unmatched: list[str]
@@ -98,7 +99,7 @@ def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
 
 
 def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
-    """The machine's median rates during A and during B; a difference between them is not caused by the program."""
+    """The machine's own median rates during A and during B, which do not depend on the program."""
     results = {}
     for name in ("matmul", "read"):
         x, y = ([float(r[name]) for r in side if r.get(name)] for side in (a, b))
@@ -127,7 +128,7 @@ def hodges_lehmann(
 
 
 def _critical(n: int, tail: float) -> int | None:
-    """Number of sorted means to cut at either end, for Wilcoxon's signed ranks of n values; None for too small n.
+    """Number of sorted means to cut at each end, for Wilcoxon's signed ranks of n values; None for too small n.
 
     The number is the largest s with P(sum of positive ranks <= s) <= `tail`.
     """

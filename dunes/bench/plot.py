@@ -56,7 +56,7 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
     """Groups of two or more summaries that differ only in the axis; each group becomes a line of a plot.
 
-    The keys are texts with the settings that distinguish the groups.
+    The keys describe the settings that distinguish the groups.
     """
     along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size has its own subject
     columns = [n for n in SETTING if n not in along]
@@ -98,7 +98,7 @@ def rounded(values: Sequence[float]) -> list[str]:
 
 
 def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
-    """A bar chart of rates, labelled with their values; it shows intervals unless `interval` is empty.
+    """A bar chart of rates, labelled with their values; intervals are shown unless `interval` is empty.
 
     `results` are records with `name`, `rate`, `low` and `high` (the ends of the interval) and `unit`.
     """
@@ -154,7 +154,7 @@ def losses(runs: Mapping[str, Sequence[Mapping[str, Any]]], over: str = "minutes
 
 
 def line_plot(records: Sequence[Mapping[str, Any]], by: str, title: str, x: str, y: str) -> Any:
-    """Line plot of x and y of the records, one line for each value of column `by`."""
+    """Line plot of the records' "x" and "y", with one line for each value of column `by`."""
     p = extra("plotnine", "plot")
     return (
         _base(_frame(records), x="x", y="y", color=by)

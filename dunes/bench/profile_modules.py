@@ -34,7 +34,8 @@ KINDS: Mapping[str, str] = {
     "views": r"view|reshape|transpose|permute|expand|^t$|empty|squeeze|flatten|detach|strided|select|slice|split",
     "autograd": r"Backward|AccumulateGrad|evaluate_function",
 }
-"""Regular expressions for operation names, by kind. The first match counts; unmatched ones are elementwise."""
+"""Regular expressions for operation names, by kind. The first match decides; operations without a match are
+elementwise."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Report:
     def inside(self) -> dict[str, dict[str, float]]:
         """Seconds of each module, including its submodules, by phase.
 
-        Modules whose names differ only in a number, such as blocks, are summed. Key "" has the total; key OUTSIDE
-        has operations outside of modules (the loss, the optimizer).
+        Modules whose names differ only in a number, such as blocks, are summed. The key "" is the total, and the
+        key OUTSIDE is for operations outside of modules (the loss, the optimizer).
         """
         sums: dict[str, Counter[str]] = {"": Counter()}
         for entry in self.entries:

@@ -1,6 +1,6 @@
-"""Run a benchmark for several settings: estimate the memory first, then time laps and append each to a file.
+"""Run a benchmark for several settings: first estimate the memory, then time laps, and append each lap to a file.
 
-Workloads are timed in alternation, so that a drift of the machine's speed affects all of them equally.
+Workloads are timed in alternation, so that a drift of the machine's speed affects all workloads equally.
 """
 
 import itertools
@@ -32,7 +32,7 @@ FRAGMENTS = 1.5
 (docs/log/training.md, "The estimate of memory is a step on tensors without data")."""
 
 LEAST = 0.2
-"""Minimum duration of a lap in seconds; in a lap, shorter workloads are run several times."""
+"""Minimum duration of a lap in seconds; a shorter workload is run several times per lap."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -45,7 +45,7 @@ class Shapes:  # each value of a field is a case; an empty field means the defau
     """Numbers of parameters of randomly initialised models, like 500k or 3m."""
     families: Annotated[tuple[str, ...], flag("FAMILY", "arcee", name="family")] = ("arcee",)
     """Architectures of the randomly initialised models."""
-    batches: Annotated[tuple[int, ...], flag("SEQUENCES", "16 of train, score, memory; else 1", name="batch")] = ()
+    batches: Annotated[tuple[int, ...], flag("SEQUENCES", "16 in train, score, memory; else 1", name="batch")] = ()
     """Batch sizes."""
     contexts: Annotated[
         tuple[int, ...], flag("TOKENS", "the model's; 256 with --size", name="context-length")
@@ -62,7 +62,7 @@ class Request(Shapes):  # models, settings and numbers of threads to measure in 
     threads: Annotated[tuple[int, ...], flag("THREADS", "measured")] = ()
     """Numbers of threads."""
     compile: bool = False
-    """For decode: compile native code first if it is missing, which takes one to five minutes per shape."""
+    """For decode, compile missing native code first, which takes one to five minutes per shape."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,10 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
     if unused := [option for option, values in options.items() if values and option not in BENCHMARKS[name].reads]:
         raise ValueError(f"--{unused[0]} has no effect on {name}; leave it out")
     if not request.models and not request.sizes:
-        raise ValueError("nothing to measure; name a model folder, or a shape, as --size 3m")
+        raise ValueError("nothing to measure; pass a model folder, or a shape such as --size 3m")
     if invalid := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {invalid[0]!r}; it must be one of {', '.join(DTYPES)}")
-    subjects, results = [*_subjects(request)], []  # errors here precede slow measurements
+    subjects, results = [*_subjects(request)], []  # errors are raised before slow measurements
     dtypes_and_threads = _dtypes_and_threads(name, request)
     for subject in subjects:
         contexts = request.contexts or (subject.context,)
@@ -146,12 +146,12 @@ def _case(benchmark: Benchmark, subject: Subject, setting: Setting) -> Case:
 
 
 def _check_memory(results: Sequence[Case]) -> None:
-    """Raise ValueError if memory does not suffice: all models are in memory at once, and one of them runs."""
+    """Raise ValueError if memory does not suffice for all models at once and the run of one of them."""
     need = FRAGMENTS * (sum(c.resident for c in results) + max((c.peak or 0) - c.resident for c in results))
     if (free := measure.free_memory(measure.device())) and need > free:
         raise ValueError(
-            f"this needs about {format_bytes(need)} and {format_bytes(free)} are free; a smaller model, --batch "
-            "or --context-length, or fewer values at once would fit"
+            f"this needs about {format_bytes(need)}, but {format_bytes(free)} are free; choose a smaller model, "
+            "--batch or --context-length, or measure fewer values at once"
         )
 
 
@@ -178,7 +178,7 @@ def race(
 
     The alternating order cancels a steady drift of speed in the comparison of any two workloads. First, each
     workload runs twice without yielding a lap, to load kernels and to choose the number of runs per lap.
-    `before(name)` is called before each lap, and is not timed.
+    `before(name)` is called before each lap and not timed.
     """
     runs = {}
     for name, work in works.items():
@@ -242,7 +242,8 @@ def bench(name: str, request: Request, rounds: int, out: Path, least: float = LE
 
 
 class Ceilings:
-    """The machine's peak rates: of matrix products, measured once per round, and of reads, the highest so far."""
+    """The machine's rates of matrix products and of reads, measured once per round. `read` returns the highest
+    rate so far."""
 
     def __init__(self) -> None:
         self.matmul = cache(self._matmul)

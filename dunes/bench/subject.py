@@ -32,7 +32,7 @@ CONTEXT = 256
 class Work:
     """A workload to time: `run(setup())`. Only `run` is timed.
 
-    `then` is called with the result of `run`; the time until `then` returns is the time to first token.
+    `then` is called with the result of `run`; the time to first token is measured until `then` returns.
 
     One run processes `amount` units (`unit`: tokens, bytes, ...), does `flops` floating-point operations, and
     reads at least `bytes` bytes (0: unknown). `model` is the model that runs, if any.
@@ -82,7 +82,7 @@ class Subject:
     def tokenizer(self) -> Tokenizer:
         """The folder's tokenizer. Raises ValueError for a shape, which has no tokenizer."""
         if self.folder is None:
-            raise ValueError(f"{self.name}: a shape has no tokenizer; name a model folder")
+            raise ValueError(f"{self.name}: a shape has no tokenizer; pass a model folder")
         return Tokenizer.load(tokenizer_folder(self.folder))
 
     def model(self, dtype: str = "float32") -> Decoder:

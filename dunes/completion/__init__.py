@@ -1,4 +1,4 @@
-"""Line completion: engine, index, copies, gate, simulated typing, and thresholds fitted with it.
+"""Line completion: engine, index, copies, gate, thresholds, and simulated typing.
 
 Start with `completer.find_completer`, `completer.FolderCompleter` and `search.CompleteOptions`; any
 `LineCompleter` can be scored and served.

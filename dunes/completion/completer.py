@@ -69,10 +69,10 @@ class FolderCompleter(CompletionEngine):
         return self.index.texts() if self.index else []
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """Minimum probability of the first word of shown suggestions, such that users accept about this share.
+        """Minimum first-word probability of shown suggestions, so that users accept about the share `acceptance`.
 
-        It is the lowest threshold fitted for at least this share; 0 if no threshold was fitted; 2 (show nothing)
-        if all thresholds were fitted for lower shares.
+        The result is the lowest threshold fitted for at least this share, 0 if no threshold was fitted, or 2 (show
+        nothing) if all thresholds were fitted for lower shares.
         """
         pairs = self.facts.get("thresholds", {}).get("word", ())
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
@@ -122,11 +122,11 @@ class CopyCompleter:
         return texts
 
     def use(self, files: Mapping[str, str | None]) -> None:
-        """Also copy from these files from now on: texts by name, None for a deleted file."""
+        """From now on, also copy from `files`, which maps names to texts (None: deleted)."""
         self._open = {**{n: t for n, t in self._open.items() if n not in files}, **files}  # newest last
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """The probability from which a copy is shown; a match of 32 bytes reaches it."""
+        """Minimum probability of a shown copy; a match of 32 bytes has this probability."""
         return 0.5
 
 
@@ -147,7 +147,7 @@ def _copy_line(
 
 
 def name_in_sources(path: Path, folder: Path) -> str:
-    """The name that the file has in training: its path relative to the source that contains it."""
+    """The file's name in training, which is its path relative to the source that contains it."""
     for source in training_sources(folder, of_anyone=True)[0]:
         with suppress(OSError, ValueError, RuntimeError):  # a path of another user may be invalid here
             for root in map(Path.resolve, source_roots(source)):
@@ -157,7 +157,8 @@ def name_in_sources(path: Path, folder: Path) -> str:
 
 
 def training_sources(folder: Path, of_anyone: bool = False) -> tuple[Sequence[str], bool]:
-    """The training sources of a model or run, and `follow_links`. Another user's sources require `of_anyone`."""
+    """The training sources of a model or run, and `follow_links`. Another user's sources are returned only with
+    `of_anyone`."""
     with suppress(ValueError):  # a damaged record, or sources of another user
         trained = trained_text(read_card(folder) or {"trained": read_sources(folder)})
         if trained and not of_anyone:
@@ -199,10 +200,10 @@ def find_completer(
 
 
 class CopyNearest:
-    """Copies the text after the longest match of the text before the cursor, of at most 128 bytes.
+    """Copies the text that follows the longest match (at most 128 bytes) of the text before the cursor.
 
-    Matches are searched in `far` and in the file above and below the cursor. Among equally long matches, the file
-    has priority, then the last match in a text. Probabilities only rank matches by length.
+    Matches are searched in `far` and in the file above and below the cursor. Among equally long matches, those in
+    the file have priority, and in each text the last match. Probabilities only serve to rank matches by length.
     """
 
     def __init__(self, far: Sequence[TextSource]) -> None:

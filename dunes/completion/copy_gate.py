@@ -1,10 +1,10 @@
 """The gate that mixes a model with copying, fitted on files that neither the model nor the index has seen.
 
-At the end of a run, the gate is written to `gate.safetensors` in RUN/completion, its thresholds and figures to
-`gate.json`.
+At the end of a run, the gate is written to RUN/completion/gate.safetensors, and its thresholds and figures to
+RUN/completion/gate.json.
 """
 
-# Shapes: N places, C candidates, F features, V vocabulary.
+# Shapes: N positions, C candidates, F features, V vocabulary.
 
 import json
 import math
@@ -32,34 +32,35 @@ BATCH = 256
 RATE = 5e-3
 """Learning rate of Adam."""
 STEPS = (200, 1600)
-"""Minimum and maximum number of Adam steps. With 500 positions, 800 steps overfitted: the mixture was worse than
-the model alone."""
+"""Minimum and maximum number of Adam steps. 800 steps on 500 positions overfitted, so that the mixture was worse
+than the model alone."""
 PLACES_PER_STEP = 5
 """The number of Adam steps is the number of positions divided by this, within the minimum and maximum."""
 FACTORS = 20
 """Number of positive factors that `best_factor` tries."""
 RENEWED = 100
-"""Sources are rebuilt when a long text has grown by 1/RENEWED; rebuilding them for each line would be slow."""
+"""Sources are rebuilt when a long text has grown by 1/RENEWED, since rebuilding them for each line is slow."""
 CONTEXT = 64
 """Maximum number of ids before a position that are compared with the sources."""
 ROOM = 3 * CANDIDATES + TOP
 """Maximum number of candidates of a position."""
 PLACE_BYTES = 4 * ROOM * (Copies.FEATURES + 2)
-"""Bytes of a position. Concatenating two `Places` holds each position twice in memory."""
+"""Memory of a position in bytes. While two `Places` are concatenated, each position is in memory twice."""
 WINDOW = 512
-"""Maximum number of ids in a forward; half of them precede the chunk. With 8,192, a position cost 65 tokens."""
+"""Maximum number of ids in a forward; half of them precede the chunk. With 8,192, 65 tokens were evaluated per
+position."""
 CHUNK = 64
 """Approximate number of positions in a contiguous chunk."""
 FEWEST = 8
 """Minimum positions per text. With fewer, most positions came from many small files and had little text above
-them; at other positions, the gate was 0.17 nats worse (docs/log/completion.md, "Completion of lines: probabilities
-given what is typed, a gate of whole files")."""
+them, and the gate was 0.17 nats worse at other positions (docs/log/completion.md, "Completion of lines:
+probabilities given what is typed, a gate of whole files")."""
 FORMAT = 2
 REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 Item = TypeVar("Item")
 SourcesOf = Callable[[list[int]], Sources]
-"""A function that returns the sources to copy from after these ids of a file."""
+"""A function that is called with the first ids of a file and returns the sources to copy from after them."""
 
 
 class Places(NamedTuple):
@@ -122,7 +123,7 @@ def fit_gate(places: Places) -> Gate:
 
 
 def best_factor(gate: Gate, places: Places) -> float:
-    """The factor of the gate's changes, from 0 (the model alone) to 1, with the lowest loss at these positions."""
+    """The factor by which to multiply the gate's changes, from 0 (the model alone) to 1, for the lowest loss."""
     change = gate(places.features, places.logprobs, places.best)
     factors = [number / FACTORS for number in range(FACTORS, -1, -1)]
     return min(factors, key=lambda factor: float(places.mixture_loss(factor * change).mean()))
@@ -161,7 +162,8 @@ def places_of(
 
 
 def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """(start, length) of chunks with about `most` of `size` indices in total; each equal part has one chunk."""
+    """(start, length) of chunks that cover about `most` of `size` indices: one random chunk in each of several
+    equal parts."""
     if most >= size:
         return [(0, size)]
     parts = max(1, most // CHUNK)
@@ -170,8 +172,8 @@ def _chunks(size: int, most: int, random: np.random.Generator) -> list[tuple[int
 
 
 def even_share(sizes: Sequence[int], most: int) -> int:
-    """The number of items to take from each group for about `most` in total; smaller groups give all their
-    items."""
+    """The number of items to take from each group so that the total is about `most`; smaller groups are taken
+    entirely."""
     share, remaining = most, most
     for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
         if (share := remaining // count) < size:
@@ -191,7 +193,8 @@ def scored_places(
 
     The `count` ids (default: all) start at index `first` (default: after the header).
 
-    `sources_of` gets the ids of the lines above; without `first`, the last 1 % of these may be missing.
+    `sources_of` gets the ids of the lines above. Without `first`, sources are rebuilt only when the text above has
+    grown by 1 %.
     """
     is_complete = first is None
     first = max(text.starts[0] if first is None else first, 1)
@@ -213,7 +216,7 @@ def scored_places(
 
 
 def write_gate(run: Path, gate: Gate, facts: Mapping[str, Any]) -> None:
-    """Write the gate of a run, and `facts`: thresholds and figures that were fitted and measured with the gate."""
+    """Write the gate of a run, and `facts`: thresholds fitted and figures measured with the gate."""
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     record = {"format": FORMAT, "inputs": gate.INPUTS, **facts}
     write_file(run / FOLDER / "gate.safetensors", save(gate.state_dict()))

@@ -25,15 +25,16 @@ ROOM = 128
 """Cache capacities are multiples of this, since enlarging a cache copies all its keys and values."""
 PIECE = 256
 """Minimum number of prompt tokens evaluated between two checks for cancellation. With 135M parameters, pieces of
-32 tokens took 1.5 times (float32) to 2.5 times (bfloat16) as long per token."""
+32 tokens took 1.5 times (float32) to 2.5 times (bfloat16) as long per token as longer pieces."""
 FEW = 32
-"""A request with fewer texts than this, and fewer than the request before it, may have been cancelled; the next
-request then drops no entries."""
+"""A request with fewer texts than this, and with fewer than the previous request, may have been cancelled; in this
+case, the next request drops no entries."""
 
 
 @dataclass
 class Entry:
-    """The logits (V,) after a text, the last mixture (V,) of them, and the mixture's request and inputs."""
+    """The logits (V,) after a text, the newest mixture (V,) computed from them, and that mixture's request and
+    inputs."""
 
     logits: Tensor
     mixed: Tensor | None = None
@@ -45,8 +46,8 @@ class RememberedLogits:
     """Cached logits (V,) after texts. The model's weights must not change.
 
     Up to `width` texts, which should have a common prefix, are evaluated in one batch. A single text is evaluated
-    by `step`, if given. Texts used by this request, or by the last request that was not cancelled, are not
-    evaluated again. For other texts, only the ids after the prefix in the KV cache are evaluated.
+    by `step`, if given. Texts of this request, or of the last request that was not cancelled, are not evaluated
+    again. For any other text, only the ids that follow its prefix in the KV cache are evaluated.
     """
 
     def __init__(self, model: nn.Module, width: int, step: CompiledStep | None = None) -> None:
@@ -55,7 +56,7 @@ class RememberedLogits:
         self._current = dict[tuple[int, ...], Entry]()
 
     def begin(self, length: int) -> None:
-        """Begin a request for texts of up to `length` ids, and drop entries that the last request did not use."""
+        """Begin a request for texts of up to `length` ids, and drop entries that the previous one did not use."""
         if len(self._current) >= min(len(self._previous), FEW):
             self._previous, self._current = self._current, {}
         room = -(-length // ROOM) * ROOM
@@ -81,7 +82,7 @@ class RememberedLogits:
     def after_one(self, text: Sequence[int], more: Sequence[int] = ()) -> Tensor:
         """The logits after a text; also computes and caches the logits after each id of its continuation `more`.
 
-        A model without a KV cache, since its parts mix tokens, evaluates only `text`.
+        If the model has no KV cache, because its modules mix tokens, only `text` is evaluated.
         """
         ids = [*text, *(more if self.cache.cache is not None else ())]
         rows = self.cache.logits({0: ids}, {0: len(ids) - len(text) + 1})[0]
@@ -94,7 +95,8 @@ class RememberedLogits:
             self._current[tuple(text)] = Entry(logits)
 
     def _evaluate(self, texts: Sequence[list[int]]) -> None:
-        """Evaluate texts in one batch. If rows lack many ids, the common prefix is first copied to all rows."""
+        """Evaluate texts in one batch. If a cache row lacks many ids, the common prefix is first copied to all
+        rows."""
         rows = assign_rows(self.rows.ids, texts)
         missing = (len(text) - common_length(self.rows.ids[row], text, 1) for row, text in rows.items())
         if self.rows.cache is not None and max(missing) > PADDED:
@@ -115,7 +117,8 @@ class RememberedLogits:
 
 
 def assign_rows(cached: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> dict[int, list[int]]:
-    """The texts by row; if possible, a text gets a row that contains all of its ids but the last."""
+    """The texts by row of the KV cache; if possible, a text gets a row that contains all of its ids but the
+    last."""
     free, rows, later = set(range(len(cached))), dict[int, list[int]](), []
     for text in texts:
         row = next((r for r in sorted(free) if list(cached[r]) == text[:-1]), None)
@@ -130,7 +133,7 @@ def assign_rows(cached: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> 
 
 
 class Mixture:
-    """The mixture's next-id log-probabilities (V,) after texts, cached while gate and sources stay the same."""
+    """Next-id log-probabilities (V,) of model and copies, cached by text while gate and sources stay the same."""
 
     def __init__(self, logits: RememberedLogits, files: FileTokenizer) -> None:
         self.logits, self.files = logits, files
@@ -142,7 +145,7 @@ class Mixture:
     def begin(
         self, copies: Copies, gate: Gate | None, prompt: Sequence[int], room: int, cancelled: Callable[[], bool]
     ) -> None:
-        """Begin a request for up to `room` ids after a prompt; `copies` proposes ids for it.
+        """Begin a request for up to `room` ids after a prompt; `copies` proposes the copied ids.
 
         Raises Cancelled once `cancelled()` returns True.
         """
@@ -174,7 +177,8 @@ class Mixture:
     def typed_logprob(self, prompt: Sequence[int]) -> float:
         """`log P(typed text | prompt)`; subtract it from a line's log-probability to condition on the typed text.
 
-        An id that covers only a part of the typed text counts only if this request has evaluated its continuation.
+        Ids that cover only a part of the typed text count only if this request has computed the probabilities
+        after them.
         """
         prob = self._typed_prob(tuple(prompt))
         return math.log(prob) if prob > 0 else 0.0

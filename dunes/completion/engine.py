@@ -1,8 +1,8 @@
 """Line completion by a language model trained on the code, and by copying from the user's files.
 
-Both are mixed into one distribution over the next id (`generate/copying.py`), in which beam search looks for the
-most probable line. The last ids of the typed line are generated again, since a token may continue past the cursor
-(token healing). The text behind the cursor comes first in the prompt, as in training. After a typed character,
+Both are mixed into one distribution over the next id (`generate/copying.py`), and beam search looks for the most
+probable line. The last ids of the typed line are generated again, since a token may continue past the cursor
+(token healing). The text behind the cursor comes first in the prompt, as in training. After each typed character,
 only about one id has to be evaluated.
 """
 
@@ -43,22 +43,23 @@ from dunes.tree import count
 SUFFIX = 0.25
 """Fraction of the context length available to the text behind the cursor."""
 PROMPT_WORK = 7e10
-"""Maximum product of parameters and prompt tokens. Twice this product takes one thread half a second longer and
-completes no more lines correctly (docs/log/completion.md, "Beams and budgets of a large model")."""
+"""Maximum product of parameters and prompt tokens. With twice this product, one thread takes half a second longer,
+and no more lines are completed correctly (docs/log/completion.md, "Beams and budgets of a large model")."""
 SHORTEST = 256
 """Minimum budget of a prompt in tokens, however large the model is."""
 GREEDY_FROM = 30_000_000
-"""From this number of parameters, greedy decoding is the default: it completes more lines per second correctly."""
+"""From this number of parameters on, greedy decoding is the default, since it completes more correct lines per
+second."""
 LIKELY = 4
 """Number of likely tokens that `explain` returns per token."""
 MERGED = 3
-"""If changed files have more indexes than this, the smaller indexes are merged."""
+"""If there are more indexes of changed files than this, the smaller ones are merged."""
 
 
 @dataclass(frozen=True, eq=False)
 class OpenFiles:
-    """Files that changed since the index was built: `texts` by name (None: deleted), and `parts`, their indexes.
-    Each index comes with the names of the files whose newest text it contains; later indexes are smaller."""
+    """Files that changed since the index was built. `texts` maps names to texts (None: deleted). `parts` are
+    indexes of these texts, larger ones first, each with the names of the files whose newest text it contains."""
 
     texts: Mapping[str, str | None] = field(default_factory=dict)
     parts: Sequence[tuple[frozenset[str], TextIndex]] = ()
@@ -69,7 +70,7 @@ class OpenFiles:
 
 
 class CompletionEngine:
-    """Completes lines with a model and by copying: from the file, from open files, and from an index.
+    """Completes lines with a model and by copying from the file, from open files, and from an index.
 
     `gate` mixes model and copies; without a gate, only the model is used. `header` is True if the model was
     trained on files with their paths. `find_step()` returns a compiled step or None. A prompt has at most
@@ -131,7 +132,7 @@ class CompletionEngine:
         self._open = files
 
     def index_files(self, files: Sequence[NamedText]) -> None:
-        """Index in advance the files in the options of the next requests."""
+        """Index these files in advance, for requests whose options contain them."""
         self.files.recent(index_texts, tuple(files), self.files)
 
     def complete(
@@ -178,13 +179,13 @@ class CompletionEngine:
     def _find(
         self, before: str, after: str, name: str, options: CompleteOptions
     ) -> tuple[LineSearch, list[tuple[str, Beam]]]:
-        """The search, and pairs of a line's rest and its beam, best first."""
+        """The search, and (rest of the line, beam) pairs, best first."""
         after, name = valid_text(after[:BELOW]), valid_text(name)
         before = near_text(before)
         start = line_start(before)
         text, above = self.files.tokenize(before, name), self.files.tokenize(before[:start], name).ids
         line, typed = self.files.split_typed(text.ids[text.last :])
-        # Without text below the line, the prompt has no suffix: the file may continue.
+        # Without text below the line, the prompt has no suffix, since the file may continue.
         below = self.files.encode_continuation(after) if after[len(first_line(after)) :].strip() else []
         prompt = self._prompt([*text.ids[: text.last], *line], below, text.starts[0]) or [self.files.tokenizer.eos]
         width = options.width or self.width
@@ -204,13 +205,13 @@ class CompletionEngine:
         """Text, probability, the model's probability and likely tokens for each token of the first suggestion.
 
         Probabilities are conditional on the text around the cursor, including the typed part of a token; their
-        product is the line's probability. Last tokens, such as a line end, may be absent from the suggestion.
-        An empty suggestion gives an empty list. Raises Cancelled if `options.cancelled()`.
+        product is the line's probability. The last tokens returned, such as a line end, may not be part of the
+        suggestion. An empty suggestion gives an empty list. Raises Cancelled if `options.cancelled()`.
         """
         shown = self.complete(before, after, name, options).text
         search, ranked = self._find(before, after, name, options)
         (rest, beam), mixture, tokens = ranked[0], search.mixture, list[dict[str, Any]]()
-        is_same = shown == rest  # else a rule of `names` changed the suggestion
+        is_same = shown == rest  # otherwise, a rule in names.py changed it
         typed_and_shown = mixture.copies.typed + shown.encode()
         rest, beam = shown, search.score(beam.ids if is_same else self._vocabulary.encode(typed_and_shown))
         decode = partial(bytes.decode, errors="replace")
@@ -237,7 +238,7 @@ class CompletionEngine:
         return total / math.log(2)
 
     def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
-        """Prompt ids for a cursor between `text` and `below`; the text starts with `header` header ids."""
+        """Prompt ids for a cursor between `text` and `below`; `text` starts with `header` header ids."""
         room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
         moves = 4 if room <= self.prompt_tokens else 2  # evaluating a long prompt again is slow
         room = min(room, self.prompt_tokens)
@@ -255,14 +256,15 @@ class CompletionEngine:
     def sources(
         self, above: Sequence[int], below: Sequence[int] = (), name: str = "", texts: Collection[NamedText] = ()
     ) -> Sources:
-        """The sources to copy from if the cursor is between the ids `above` and `below`. They are cached: the same
-        object is returned until these lines or other files change."""
+        """The sources to copy from if the cursor is between the ids `above` and `below`. The same cached object is
+        returned until these lines or other files change."""
         parts = (tuple(above), tuple(below)) if below else (tuple(above),)
         sources: Sources = self.files.recent(self._find_sources, parts, name, tuple(texts), self._open)
         return sources
 
     def far(self, name: str, texts: Collection[NamedText] = ()) -> list[TextSource]:
-        """Sources in all files but this one: unchanged files of the index, open files, and these texts."""
+        """The sources in unchanged files of the index and open files, both without the file `name`, and in
+        `texts`."""
         sources = self._open.far(name)
         if self.index:
             hidden = self.index.names & {name, *self._open.texts}
@@ -274,7 +276,7 @@ class CompletionEngine:
     def _find_sources(
         self, parts: tuple[tuple[int, ...], ...], name: str, texts: tuple[NamedText, ...], files: OpenFiles
     ) -> Sources:
-        # `files` is only part of the cache key: `far` reads the open files itself.
+        # `files` is an argument only for the cache key, since `far` reads the same `self._open`.
         pieces = self.files.pieces
         near = [TextSource(b"".join(pieces[i] for i in p), ids=index_ids(p, len(pieces))) for p in parts]
         return Sources(near, self.far(name, texts), self._vocabulary)
@@ -290,7 +292,8 @@ class CompletionEngine:
 
 
 def choose_budget(model: nn.Module) -> int:
-    """Maximum tokens of a prompt. It depends only on the model's size, so all machines suggest the same."""
+    """Maximum number of prompt tokens, determined by the model's size alone, so that all machines suggest the
+    same."""
     return max(SHORTEST, int(PROMPT_WORK / max(1, count(model))))
 
 

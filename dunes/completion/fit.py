@@ -1,6 +1,7 @@
 """Completion data that a training run writes: the index at its start, the gate and thresholds at its end.
 
-Confidence intervals treat files as samples: cursors in one file are similar, and large files must not dominate.
+Confidence intervals treat files as samples, since cursors in one file are similar and large files must not
+dominate.
 """
 
 import math
@@ -35,15 +36,15 @@ BEFORE = 1.2
 BEHIND = 0.9
 """If validation uses the tail of each text, the gate is fitted on the last BEHIND tail lengths of a text."""
 PLACES = (25.0, 500, 20_000)
-"""Number of positions on which the gate is fitted: per second of the run, minimum and maximum."""
+"""Number of positions on which the gate is fitted: rate per second of the run, minimum and maximum."""
 CURSORS = (1.0, 64, 1_000)
-"""Number of cursors at which model and copying are compared: per second of the run, minimum and maximum."""
+"""Number of cursors at which model and copying are compared: rate per second of the run, minimum and maximum."""
 SECONDS = 1.2e-3, 1.5e-2
-"""Seconds per gate position and per cursor on one thread, without the model's forwards (TOKENS)."""
+"""Seconds per gate position and per cursor on one thread, without the model's forwards (see TOKENS)."""
 FIT_SECONDS = 1.5e-3
 """Seconds per position for fitting the gate."""
 TOKENS = 10, 250
-"""Cost of the model's forwards per gate position and per cursor, in tokens of validation."""
+"""Numbers of validation tokens that cost as much as the model's forwards per gate position and per cursor."""
 SHARES = 0.09, 0.06
 """Maximum fractions of the run's time for gate positions and for cursors."""
 ALONE = 0.15, 0.35
@@ -53,9 +54,9 @@ FITTED = 0.2
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
-"""Minimum number of cursors per file with enough lines; only as many files are used as this permits."""
+"""Minimum number of cursors per file, if it has enough lines; the number of files is limited accordingly."""
 FEWEST = 3
-"""Minimum number of files to compare model and copying; with fewer files, the model is not disabled."""
+"""With fewer files than this, the comparison of model and copying never disables the model."""
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Quantiles of Student's t at 97.5 % for 1, 2, ... degrees of freedom; more degrees use the last value."""
 ACCEPTANCES = (0.2, 0.35, 0.5, 0.65, 0.8)
@@ -66,8 +67,8 @@ Text = TypeVar("Text")
 
 @dataclass(frozen=True)
 class CompletionFiles:
-    """A run's texts for completion: `index` of its training files, the (name, text) pairs `gate` for fitting the
-    gate, and the pairs `all_texts` of all files for the index at the end of the run."""
+    """A run's texts for completion. `index` contains the training files, `gate` the (name, text) pairs on which
+    the gate is fitted, and `all_texts` the pairs of all files, which are indexed at the end of the run."""
 
     index: TextIndex
     gate: Sequence[NamedText]
@@ -104,8 +105,9 @@ def begin_completion(run: Path, files: CompletionFiles, architecture: Architectu
 
 @dataclass(frozen=True)
 class FitSize:
-    """Numbers of gate positions and cursors to fit on. After `limits` seconds, no further positions or cursors are
-    evaluated. `seconds` are the estimated times of both; the first includes fitting the gate."""
+    """Numbers of gate positions (`places`) and `cursors` to fit on. `limits` are the seconds after which no
+    further positions, and no further cursors, are evaluated. `seconds` are the estimated durations: for positions,
+    including the fit of the gate, and for cursors."""
 
     places: int
     cursors: int
@@ -116,8 +118,8 @@ class FitSize:
     def of(cls, seconds: float, per_token: float = 0.0, shares: tuple[float, float] = SHARES) -> "FitSize":
         """The size for a run of `seconds`; one thread validates a token in `per_token` seconds.
 
-        Places and cursors take at most the fractions `shares` of the run. Without `per_token`, time is not
-        limited, so the numbers alone determine the result of the fit.
+        Gate positions and cursors take at most the fractions `shares` of the run's time. Without `per_token`, time
+        is not limited, so the numbers alone determine the result of the fit.
         """
         places, cursors = (int(min(most, max(least, rate * seconds))) for rate, least, most in (PLACES, CURSORS))
         most = tuple(share * seconds if per_token else math.inf for share in shares)
@@ -129,7 +131,7 @@ class FitSize:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread inside the `with` block: with single tokens, more threads only wait."""
+    """Limit torch to one thread inside the `with` block, since more threads only wait for single tokens."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -147,10 +149,11 @@ def finish_completion(
     copies: Copies = "auto",
     save: Callable[[], object] = lambda: None,
 ) -> str:
-    """Fit and write the gate and thresholds on texts unseen by model and index, then index these texts too.
+    """Fit gate and thresholds on texts unseen by model and index, index these texts, too, and write everything.
 
-    `loaded` is the model as the run will load it, and `copies` the option of `dunes train`. `save` is called after
-    an earlier gate is deleted; until the new gate is written, lines are copied. Returns a line for the user.
+    `loaded` is the model as it will be loaded for completion, and `copies` the option of `dunes train`. `save` is
+    called after an earlier gate is deleted; until the new gate is written, lines are copied. Returns a line for
+    the user.
     """
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
     copier, texts = CopyCompleter(files.index), [pair for pair in files.gate if pair[1].strip()]
@@ -185,7 +188,8 @@ def finish_completion(
 
 
 class Answer(NamedTuple):
-    """The suggestions of all completers at a cursor of file number `file`, `column` characters into a word."""
+    """The suggestions of all completers at the cursor `cut` of file number `file`, `column` characters into a
+    word."""
 
     file: int
     cut: CutPoint
@@ -196,9 +200,11 @@ class Answer(NamedTuple):
 def ask_cursors(
     completers: Sequence[LineCompleter], texts: Sequence[NamedText], count: int, seconds: float = math.inf
 ) -> list[Answer]:
-    """The suggestions at about `count` cursors inside lines of these files; fewer files have more cursors each.
+    """The suggestions at about `count` cursors inside lines of these files; the fewer files, the more cursors per
+    file.
 
-    After `seconds`, no further cursor is evaluated. Each round over all files has up to LEAST cursors per file.
+    After `seconds`, no further cursor is evaluated. Files are visited in rounds, with up to LEAST cursors per file
+    and round.
     """
     texts = texts[: max(1, count // LEAST)]
     per_file = math.ceil(count / max(1, len(texts)))
@@ -215,7 +221,8 @@ def ask_cursors(
 
 
 class FileShares(NamedTuple):
-    """Shares of correct suggestions at the same cursors of a file; each line has at most one cursor."""
+    """Shares of correct suggestions by `model` and by `copying` at the same cursors of a file, at most one per
+    line."""
 
     model: float
     copying: float
@@ -223,7 +230,7 @@ class FileShares(NamedTuple):
 
 
 def paired_shares(answers: Sequence[Answer]) -> list[FileShares]:
-    """Compare two completers at the same cursors."""
+    """Shares of correct suggestions of two completers, by file."""
     right = [[first_line(s.text).rstrip() == answer.cut.rest for s in answer.suggestions] for answer in answers]
     files = [answer.file for answer in answers]
     means = (file_means(side, files).tolist() for side in zip(*right, strict=True))
@@ -232,17 +239,17 @@ def paired_shares(answers: Sequence[Answer]) -> list[FileShares]:
 
 
 def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
-    """Difference between the shares of correct suggestions: mean over files with Student's 95 % interval.
+    """Difference between the shares of correct suggestions, averaged over files, with Student's 95 % interval.
 
-    All files weigh the same, however many cursors they have. The variance between files is raised to the variance
-    of cursors inside files if that is larger, since a few files may agree by chance. With fewer than FEWEST files,
-    the interval is [-1, 1].
+    All files have the same weight, however many cursors they have. The variance is the larger of the variances
+    between files and inside files, since a few files may agree by chance. With fewer than FEWEST files, the
+    interval is [-1, 1].
     """
     model, copying, cursors = np.array(files, float).T
     mean = float((model - copying).mean())
     if len(files) < FEWEST:
         return Interval(mean, -1.0, 1.0)
-    smooth = [(side * cursors + 0.5) / (cursors + 1) for side in (model, copying)]  # 0 or 1 has variance
+    smooth = [(side * cursors + 0.5) / (cursors + 1) for side in (model, copying)]  # shares 0 and 1 get variance
     inside = np.mean(sum(p * (1 - p) for p in smooth) / cursors)
     deviation = math.sqrt(max((model - copying).var(ddof=1), inside) / len(files))
     half = STUDENT[min(len(files) - 1, len(STUDENT)) - 1] * deviation
@@ -250,7 +257,8 @@ def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
 
 
 def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, str]:
-    """True for copying without the model, and the reason for the user; `copies` is the option of `dunes train`."""
+    """True if lines are to be copied without the model, and the reason for the user; `copies` is the option of
+    `dunes train`."""
     if copies == "only":
         return True, "lines are copied, without the model, because of --copies only"
     if not files:
@@ -277,11 +285,12 @@ def fit_mixture(
 ) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
     """Fit two gates for the engine's model and index. Returns both (or None for texts without tokens) and facts.
 
-    The first gate is fitted on two of three texts, so that thresholds fitted on the third ones are not
-    overconfident. The second gate is fitted on all texts, for use. The changes of both gates are scaled by the
-    factor that is best for the first gate on every third text: fitted on few or dissimilar texts, an unscaled gate
-    makes unseen text less probable. The facts contain this factor, and the loss in nats/token on every third text,
-    without a gate and with the first gate. At most `most` positions are collected, and none after `seconds`.
+    The first gate is fitted without every third text, so that thresholds fitted on these unseen texts are not
+    overconfident. The second gate, for use, is fitted on all texts. The changes of both gates are scaled by the
+    factor that is best for the first gate on the unseen texts, since an unscaled gate fitted on few or dissimilar
+    texts makes unseen text less probable. The facts contain this factor, and the loss in nats/token on the unseen
+    texts, without a gate and with the first gate. At most `most` positions are collected, and none after
+    `seconds`.
     """
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized
@@ -304,7 +313,7 @@ def fit_mixture(
 
 
 def _unseen_texts(texts: Sequence[Text]) -> Sequence[Text]:
-    """Every third text; the first gate is not fitted on these."""
+    """Every third text, on which the first gate is not fitted."""
     return texts[::3]
 
 
@@ -317,7 +326,8 @@ class Interval:
     high: float
 
     def percent(self, sign: str = "") -> str:
-        """The mean and the interval in percent, as in 21.5 [18.5, 24.8]; with "+" as `sign`, signs are written."""
+        """The mean and the interval in percent, as in 21.5 [18.5, 24.8]; if `sign` is "+", positive numbers get a
+        sign."""
         return f"{100 * self.mean:{sign}.1f} [{100 * self.low:{sign}.1f}, {100 * self.high:{sign}.1f}]"
 
 
@@ -334,7 +344,7 @@ def interval(means: np.ndarray, seed: int = 0) -> Interval:
     For paired differences, pass the differences (F,). Raises ValueError without files.
     """
     if not len(means):
-        raise ValueError("no file to take a mean over; pass sources with at least one line that is not left out")
+        raise ValueError("no file has a line to score; pass sources with at least one line that is not left out")
     rows = np.random.default_rng(seed).integers(len(means), size=(RESAMPLES, len(means)))
     low, high = np.percentile(means[rows].mean(1), [2.5, 97.5])
     return Interval(float(means.mean()), float(low), float(high))

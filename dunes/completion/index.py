@@ -1,7 +1,7 @@
 """An index of files to copy from, in memory and in RUN/completion.
 
-`index.safetensors` contains the training files as ids and as bytes, with their sorted contexts; `files.json`
-contains their names and offsets. Both files are written to RUN/completion in the first seconds of a run, and
+`index.safetensors` contains the training files as ids and as bytes, both with sorted contexts; `files.json`
+contains the files' names and offsets. Both files are written to RUN/completion in the first seconds of a run, and
 written again at the end of the run, with the validation files.
 """
 
@@ -32,14 +32,14 @@ FOLDER, FORMAT = "completion", 1
 REMEDY = "remove this folder to complete without it, or train again"
 
 MOST = 12_000_000
-"""Maximum bytes of text in an index; more take longer than ten seconds to sort."""
+"""Maximum bytes of text in an index; sorting more takes longer than ten seconds."""
 SHORT = 4_000
-"""Minimum bytes of a text that is split into parts."""
+"""Minimum size in bytes of a text that is split into parts."""
 
 
 @dataclass(frozen=True)
 class IndexedFile:
-    """A file in an index: its path in its source, and the offsets of its first id and first byte."""
+    """A file in an index: its path relative to its source, and the offsets of its first id and first byte."""
 
     name: str
     start: int
@@ -48,7 +48,7 @@ class IndexedFile:
 
 @dataclass(frozen=True, eq=False)
 class TextIndex:
-    """Files as ids and as bytes, each with an index of its contexts."""
+    """Files as ids (`ids`) and as bytes (`text`), with a context index for each."""
 
     files: Sequence[IndexedFile]
     ids: ContextIndex
@@ -57,11 +57,11 @@ class TextIndex:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names of the files; a record of a data file has no name."""
+        """Names of the files; records of data files have no name and are left out."""
         return frozenset(file.name for file in self.files if file.name)
 
     def without(self, hidden: Set[str] = frozenset()) -> TextSource:
-        """The text to copy from, without the files with these names; all these names must be in `names`."""
+        """The text to copy from, without the files named in `hidden`, a subset of `names`."""
         if not hidden:
             return TextSource(self.text, self.contexts, self.ids)
         ends = [*self.files, IndexedFile("", len(self.ids), len(self.text))]
@@ -104,7 +104,7 @@ def _part(document: Document, first: float, last: float) -> str:
 
 
 def _byte_range(text: Iterable[str], start: int, stop: int) -> Iterator[bytes]:
-    """The bytes of a text from `start` to `stop`, without storing more."""
+    """Yield the bytes of a text from `start` to `stop`, block by block."""
     offset = 0
     for block in text:
         data = block.encode()
@@ -163,13 +163,13 @@ def read_record(run: Path, name: str, format: int, remedy: str) -> dict[str, Any
         return None
     record = json_file.read(path)
     if (number := record.get("format")) != format:
-        raise ValueError(f"{path}: format {number!r:.60}, and this version reads {format}; {remedy}")
+        raise ValueError(f"{path}: format {number!r:.60}, but this version reads {format}; {remedy}")
     return record
 
 
 @contextmanager
 def damage_reported(run: Path, subject: str, remedy: str) -> Iterator[None]:
-    """Raise ValueError with the remedy if code inside this context fails to read a damaged file."""
+    """Raise ValueError with the remedy if code in the `with` block fails to read a damaged file."""
     errors = OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError, ArithmeticError
     try:
         yield

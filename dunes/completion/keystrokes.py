@@ -1,9 +1,10 @@
-"""Simulated typing: choose cursors in a file's lines, and count keys saved by a suggestion after every key.
+"""Simulated typing: choose cursors in a file's lines, and count the keys saved if every key is followed by a
+suggestion.
 
 Cursors and lines depend only on the seed, the file's name and its text. All completers thus get the same requests,
-and a new file changes no cursor in other files. The simulated user is greedy and knows the line: the first word of
-a suggestion is accepted as soon as it saves a key. The number of keys saved is thus an upper bound. Indentation
-costs no keys, and Enter is not counted.
+and a new file changes no cursor in other files. The simulated user knows the line and accepts the first word of a
+suggestion as soon as that saves a key, so the number of keys saved is an upper bound. Indentation costs no keys,
+and Enter is not counted.
 """
 
 import math
@@ -24,7 +25,7 @@ from dunes.text.lines import split_lines
 ACCEPTANCE = 0.35
 """Share of shown suggestions accepted by users of JetBrains' completion: https://arxiv.org/abs/2405.08704."""
 LONGEST = 200
-"""Maximum characters of a typed line: nobody types longer lines, and each character costs a request."""
+"""Maximum characters of a typed line, since nobody types longer lines and each character costs a request."""
 _IDENTIFIER = re.compile(r"\w\w")
 
 
@@ -41,8 +42,9 @@ class Line:
 @dataclass(frozen=True)
 class CutPoint:
     """A cursor in a line of a file. Its `offset` and the line's `end` are in characters from the start of the
-    file. `rest` is the text between them without trailing white space; it is never empty. `behind` has the closing
-    brackets that an editor inserted behind the cursor; `rest` then ends before them."""
+    file. `rest`, which is never empty, is the text from the cursor to `end` without trailing white space. `behind`
+    contains the closing brackets that an editor inserted behind the cursor; if there are any, `rest` ends before
+    them."""
 
     offset: int
     end: int
@@ -64,12 +66,12 @@ def file_lines(text: str) -> list[Line]:
 
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
-    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. If
-    a cursor is inside brackets that close later in the line, it occurs again with the closing brackets behind it.
+    """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. A
+    cursor inside brackets that close later in the line occurs a second time, with the closing brackets behind it.
 
     Lines are drawn without replacement, then a character in each line, so that long lines have no more cursors
-    than short ones. A cursor inside a line has at least one character of the line before it, without indentation,
-    and one after it.
+    than short ones. A cursor inside a line is after the first and before the last character of the line without
+    indentation.
     """
     random = _generator(name, text, seed)
     longer = [line for line in lines if len(line.text) > 1]
@@ -119,8 +121,8 @@ class Typing:
 class FileSuggestions:
     """The suggestions of a completer in a file; each position is requested once.
 
-    `cold` contains the seconds of the first request, `warm` the seconds of later requests inside a line. With
-    `below`, the completer gets the text from the next line on.
+    `cold` contains the seconds of the first request, `warm` the seconds of later requests inside a line. If
+    `below` is true, the completer also gets the text from the next line on.
     """
 
     def __init__(self, completer: LineCompleter, name: str, text: str, below: bool = False) -> None:
@@ -186,7 +188,8 @@ def type_file(file: TypedFile, threshold: float = 0.0) -> Typing:
 def column_in_word(before: str, rest: str) -> int:
     """Number of characters between the start of the word at the cursor and the cursor.
 
-    The cursor is between `before` and the `rest` of its line; `first_word` defines words, as a user accepts them.
+    The cursor is between `before` and the `rest` of its line. A word is the unit that `first_word` returns and a
+    user accepts.
     """
     typed, start = split_lines(before)[-1].lstrip(), 0
     while (end := start + max(1, len(first_word((typed + rest)[start:])))) <= len(typed):
@@ -195,13 +198,15 @@ def column_in_word(before: str, rest: str) -> int:
 
 
 def fit_threshold(answers: Sequence[tuple[CutPoint, int, Suggestion]], acceptance: float = ACCEPTANCE) -> float:
-    """The lowest threshold at which users accept at least this share of shown suggestions; 2.0 if there is none.
+    """The lowest threshold at which users accept at least the share `acceptance` of shown suggestions; 2.0 if
+    there is none.
 
     `answers` are cursors inside lines, their `column_in_word` and the suggestions there. Cursors can be at any
-    character of a word, but a user accepts a word only once. A correct suggestion therefore counts 1/n; n
-    estimates how many cursors in the word have a correct suggestion: one for each character from the cursor to the
-    last but one, and half of the characters before the cursor. A correct suggestion of only the last character of
-    a partly typed word is ignored, since it saves no key. (docs/log/completion.md, "Thresholds from cursors".)
+    character of a word, but a user accepts a word only once. A correct suggestion therefore has weight 1/n, where
+    n estimates the number of cursors in the word with a correct suggestion: 1 for each character from the cursor
+    to the last but one, and 1/2 for each character before the cursor. A correct suggestion of only the last
+    character of a partly typed word is ignored, since it saves no key. (docs/log/completion.md, "Thresholds from
+    cursors".)
     """
     rows = list[tuple[float, float, float]]()
     for cut, column, suggestion in answers:

@@ -1,9 +1,9 @@
 """Replace names in a suggestion by names near the cursor; the rules need no model.
 
 A half-typed name is completed to a name of this file or of an open file. A copied line gets the names of its new
-surroundings. A name that the block defines is not defined again. The rules use words, brackets and indentation
-instead of a grammar, so they work for many languages. docs/log/completion.md ("Names") reports gains and losses of
-each rule.
+surroundings. A name that the block already defines is not defined again. The rules use words, brackets and
+indentation instead of a grammar, so they work for many languages. docs/log/completion.md ("Names") reports gains
+and losses of each rule.
 """
 
 import re
@@ -21,8 +21,8 @@ from dunes.text.lines import split_lines
 LEAST = 3
 """Minimum characters of a half-typed name."""
 SAME, OTHER = 0.98, 0.55
-"""Probabilities of the only name that continues a half-typed word: SAME if the suggestion contains this name,
-OTHER if the name replaces a less probable word."""
+"""Probability of the only name that continues a half-typed word: SAME if this name was already suggested, OTHER if
+it replaces a less probable word."""
 REPEATED = 0.75, 0.4
 """Probabilities of the first word and of the full rest, if the line above is suggested with other names."""
 RENAMED = 0.65, 0.2
@@ -46,13 +46,13 @@ _STATEMENT = re.compile(
     r"|if|while|for|switch|match|with|try|catch|elif|do|assert|echo|print|select|goto|break|continue)\b"
 )
 _TYPED = re.compile(r"[\w.<>\[\]]+\??[ :]")
-"""The beginning of a parameter with its type."""
+"""Pattern of the beginning of a parameter with its type."""
 _DEFINED = re.compile(
     r"(?:(?:export|pub(?:\(\w+\))?|public|private|protected|static|async|default|abstract|final|override)\s+)*"
     r"(?:(?:func(?:\s*\([^)]*\))?|fn|def|function|class|struct|enum|interface|trait|type|const|let|var|val)\s+"
     r"(?:mut\s+)?\w+|\w+(?:, \w+)*(?=\s*:=)|(?:[A-Za-z_][\w:.<>\[\],]*[\s*&]+)+\w+(?=\s*(?:=[^=]|[;\[(])))"
 )
-"""Matches a line up to the name that it defines: a name after such a keyword, before := or after a type."""
+"""Pattern of a line up to the name that the line defines: a name after a keyword, before := or after a type."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Place:
     limit: Callable[[Suggestion], Suggestion] = lambda suggestion: suggestion
 
     def suggestions(self) -> list[Suggestion]:
-        """The suggestions, best first; the rules of this file change the first one."""
+        """The suggestions, best first; the rules of this module may change the first one."""
         best, *others = self.suggest("")
         rules = (repeated, renamed_copy, half_typed, without_header, not_again)
         for rule in rules if len(self.typed) < LINE else ():
@@ -81,7 +81,8 @@ class Place:
         return [best, *(other for other in others if other.text != best.text)]
 
     def go_on(self, text: str, word: float) -> Suggestion:
-        """Suggest `text`, and its continuation if that starts a new word; `word` is for the first word."""
+        """Suggest `text`, followed by its continuation if that starts a new word. `word` is the first word's
+        probability."""
         more, *_ = self.suggest(text)
         if re.match(r"\w", text[-1:]) and re.match(r"\w", more.text):
             return Suggestion(text, word, 0.0, ends_line=False)
@@ -89,7 +90,7 @@ class Place:
 
     @cached_property
     def lines(self) -> list[str]:
-        """The last lines before the cursor; the last one ends at the cursor."""
+        """The lines before the cursor, within REACH characters; the last line ends at the cursor."""
         return split_lines(self.before[-REACH:])
 
     @cached_property
@@ -104,7 +105,7 @@ class Place:
 
     @cached_property
     def scope(self) -> frozenset[str]:
-        """The words, without attributes, from the header of the function at the cursor to the cursor."""
+        """The words, except attributes, in the function at the cursor, from its header to the cursor."""
         lines, size = [self.typed], _indent(self.typed)
         for line in self.lines[-2:-SCOPE:-1]:
             lines.append(line)
@@ -118,7 +119,7 @@ class Place:
         return dict.fromkeys(name for text in texts for name in _names(text, part))
 
     def headers(self, name: str) -> Iterator[tuple[str, list[str]]]:
-        """Yield the line up to the name, and the parameters, of each definition of the function `name`."""
+        """For each definition of the function `name`, yield the line up to this name, and the parameters."""
         for text in (self.before, self.after, *self.opened):
             for match in re.finditer(rf"{name}\(([^()]*)\)", text):
                 defined = _defined(text[text.rfind("\n", 0, match.start()) + 1 : match.end()])
@@ -134,7 +135,7 @@ class Place:
 
 
 def newest(texts: Mapping[str, str | None], name: str, options: CompleteOptions) -> list[str]:
-    """The texts of open files except `name`, the last of `texts` first, then the texts in `options.files`."""
+    """The texts of open files except `name`, in reverse order, followed by the texts in `options.files`."""
     opened = [text for other, text in reversed([*texts.items()]) if text and other != name]
     return [*opened, *(text for _, text in options.files)]
 
@@ -160,10 +161,11 @@ def repeated(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion with names of this place, if it is a copied line.
+    """The suggestion, if it is a copied line, with names from around the cursor.
 
     The lines above the cursor are compared with the lines above the copied line. If two of these lines differ only
-    in names, the suggestion gets the names above the cursor; names that the function at the cursor contains stay.
+    in names, the suggestion gets the names above the cursor; names that occur in the function at the cursor are
+    not replaced.
     """
     line = place.typed + first_line(best.text).rstrip()
     tokens, above = _TOKEN.findall(line), [*map(_TOKEN.findall, place.above)]
@@ -184,7 +186,8 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def without_header(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion with a copied function header turned into a call, whose arguments are parameters in scope."""
+    """The suggestion with a copied function header turned into a call; its arguments are the parameters in
+    scope."""
     line = place.typed + first_line(best.text)
     for call in re.finditer(r"(\w+)\((?=([^()]*))", line):
         given = _SEPARATOR.split(call[2])
@@ -218,7 +221,7 @@ def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def not_again(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion cut before the name that it defines, if another line of the block defines the same name."""
+    """The suggestion, cut before the name that it defines if another line of the block defines the same name."""
     typed, defined = place.typed.lstrip(), _defined(place.typed + first_line(best.text))
     if len(defined) <= len(typed) or defined not in map(_defined, place.block()):
         return None
@@ -226,7 +229,8 @@ def not_again(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
-    """Yield, for each line of the source that ends like `line`, its tokens, then those of each line above it."""
+    """For each line of the source that ends like `line`, yield a list: the tokens of that line, and of each line
+    above."""
     length, positions = source.longest(line[-DEPTH_BYTES:])
     for place in positions if 2 * length >= min(len(line), DEPTH_BYTES) else ():
         end = source.text.find(b"\n", place)
@@ -241,7 +245,7 @@ def _last_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _head(tokens: Sequence[str]) -> Sequence[str]:
-    """The tokens up to the first bracket or sign of assignment."""
+    """The tokens up to the first `=`, `(` or `:`."""
     return tokens[: next((n for n, token in enumerate(tokens, 1) if token in "=(:"), 0)]
 
 
@@ -254,7 +258,7 @@ def _renaming(old: Sequence[str], new: Sequence[str]) -> dict[str, str]:
 
 
 def _rest(typed: str, line: str, names: Mapping[str, str]) -> str:
-    """The part of a line after the typed text, with other names; empty if this replaces no name."""
+    """The part of `line` after the typed text, with `names` replaced; empty if no name is replaced."""
     *before, part = _SPACED.findall(typed) or [""]
     old = _SPACED.findall(line)[len(before) :]
     new = [_rename(token, names) for token in old]
@@ -263,7 +267,8 @@ def _rest(typed: str, line: str, names: Mapping[str, str]) -> str:
 
 
 def _rename(token: str, names: Mapping[str, str]) -> str:
-    """The new name of a token; a token that contains the differing part of an old name gets the new part."""
+    """The token with names replaced. If an old and a new name differ only in a part, this part is replaced in any
+    token."""
     if token in names:
         return names[token]
     parts = "\0".join(["", *_PART.findall(token), ""])
@@ -286,7 +291,7 @@ def _defined(line: str) -> str:
 
 
 def _names(text: str, part: str) -> list[str]:
-    """The words of a text, without comments, that begin with `part`."""
+    """The words outside comments that begin with `part`."""
     matches = re.finditer(rf"{part}\w*", text)  # with \b, the search would be many times slower
     above = ((name[0], text[max(0, name.start() - LINE) : name.start()]) for name in matches)
     return [

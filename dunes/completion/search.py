@@ -25,7 +25,7 @@ BEAMED = 5
 LEAD = 1.5
 """Beam search ends once the best beam leads the second one by this many nats."""
 HOPELESS = -2.3
-"""If a line's log-probability (nats) is below this, decoding stops and a copied line replaces it."""
+"""If a line's log-probability (nats) is below this, decoding stops, and the line is replaced by a copied line."""
 NEGLIGIBLE = -4.6
 """Once the log-probability (nats) of a copied line falls below this, its remaining ids are not evaluated."""
 LIKELY = -1.9
@@ -34,7 +34,8 @@ LIKELY = -1.9
 
 @dataclass(frozen=True)
 class CompleteOptions:
-    """Numbers of `lines`, of beams (`width`; 1: greedy; None: by the model), and of suggestions (`alternatives`).
+    """Numbers of `lines`, of beams (`width`: 1 for greedy decoding, None for the model's default), and of
+    suggestions (`alternatives`).
 
     A suggestion ends before a string in `stop`, and after at most `max_tokens` tokens. `cancelled` is called
     between two forwards. `files` are (name, text) pairs to copy from in this request only.
@@ -51,7 +52,7 @@ class CompleteOptions:
     def __post_init__(self) -> None:
         numbers = self.lines, self.width, self.alternatives, self.max_tokens
         if "" in self.stop or any(number is not None and number < 1 for number in numbers):
-            raise ValueError(f"stop has an empty string, or one of {numbers} is below 1: no line would be found")
+            raise ValueError(f"no line would be found: stop has an empty string, or one of {numbers} is below 1")
 
     def limit(self, suggestion: Suggestion, shorten: Callable[[str, int | None], str]) -> Suggestion:
         """The suggestion cut at a stop string, and to `max_tokens` tokens by `shorten(text, max_tokens)`."""
@@ -82,13 +83,14 @@ class Beam(NamedTuple):
         return Beam((*self.ids, id), (*self.logprobs, logprob))
 
     def condition(self, logprob: float) -> "Beam":
-        """The beam conditioned on an event; the event's `logprob` is subtracted from the first one."""
+        """The beam conditioned on an event; the event's `logprob` is subtracted from that of the first id."""
         first, *rest = self.logprobs
         return Beam(self.ids, (first - logprob, *rest))
 
 
 class LineSearch:
-    """The search at a cursor after a prompt and the typed bytes. At most `room` ids fit after the prompt."""
+    """Search for lines at a cursor that follows a prompt and the typed bytes. At most `room` ids fit after the
+    prompt."""
 
     def __init__(self, mixture: Mixture, prompt: Sequence[int], options: CompleteOptions, room: int) -> None:
         self.mixture, self.prompt, self.options = mixture, prompt, options
@@ -131,7 +133,8 @@ class LineSearch:
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
 
     def _decode(self, beam: Beam) -> Beam:
-        """Continue a beam greedily until it ends; a hopeless one stops after a word, or if a copy replaces it."""
+        """Continue a beam greedily until it ends; a hopeless beam stops after its first word, or as soon as a copy
+        is certain to replace it."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
             if self._is_hopeless([beam]) and (first_word(text) != text or self._will_be_copied(beam, text)):
@@ -144,8 +147,8 @@ class LineSearch:
         return beam
 
     def _or_copy(self, beam: Beam) -> Beam:
-        """The beam, or the line after the text's longest match if the beam is below HOPELESS. The beam stays if
-        its first word is likely and differs from the copy's first word."""
+        """The beam or, if it is below HOPELESS, the line after the text's longest match. The beam stays if its
+        first word is likely and differs from the copy's first word."""
         if (beam.ids and (beam.total >= HOPELESS or self._uncovered(beam))) or not self._copied:
             return beam
         copy = self.score(self._copied, bounded=True)
@@ -154,7 +157,7 @@ class LineSearch:
         return beam if is_likely else copy._replace(is_copied=True)
 
     def _will_be_copied(self, beam: Beam, text: str) -> bool:
-        """True if a copy will replace the only beam, which ends inside a word, however this word continues."""
+        """True if a copy will replace the only beam, however the beam's unfinished last word continues."""
         may_be = self.options.width == 1 and bool(self._copied)
         return may_be and self.logprob(self._condition(beam), text) < LIKELY
 
@@ -167,7 +170,7 @@ class LineSearch:
 
     def score(self, ids: Sequence[int], bounded: bool = False) -> Beam:
         """The beam of these ids, with log-probabilities given the typed text. With `bounded`, ids after a
-        NEGLIGIBLE beginning get 0, so the total is an upper bound."""
+        beginning below NEGLIGIBLE get log-probability 0, so the total is an upper bound."""
         beam, is_enough = Beam(), False
         for id in ids:
             room, logprob = self.limit - len(beam.ids), 0.0
@@ -191,13 +194,14 @@ class LineSearch:
     def _is_decided(self, beams: Sequence[Beam]) -> bool:
         """True if the first beam is far more probable than the second, or hopeless.
 
-        False while a beam has not covered the typed text, since it cannot be compared with other beams.
+        False while a beam has not covered the typed text, since such a beam cannot be compared with others.
         """
         lead = beams[0].total - beams[1].total if len(beams) > 1 else math.inf
         return not any(map(self._uncovered, beams)) and (lead >= LEAD or self._is_hopeless(beams))
 
     def _is_hopeless(self, beams: Sequence[Beam], least: float = math.inf) -> bool:
-        """True if the first beam is below HOPELESS and `least`; False while a beam lacks typed text."""
+        """True if the first beam is below HOPELESS and `least`; False while a beam does not cover the typed
+        text."""
         least = min(least, HOPELESS)
         if any(map(self._uncovered, beams)):
             return False

@@ -43,8 +43,9 @@ BOUNDARIES = (
     (r"(?<=[!-~])(?=[\r\n])", rb"[!-~][\r\n]"),
     (r"(?<=\n)(?=[ \t]*[!-~])", rb"\n(?:[ \t]+\Z|[ \t]*[!-~])"),
 )
-"""Patterns for splitting a text if tokens may span lines: before line ends that follow a printable character
-(GPT-2), or after the last line end (LLaMA 3). Each second pattern matches a token across the split."""
+"""Pairs of patterns for texts in which a token may span lines. The first one splits a text before line ends that
+follow a printable character (GPT-2), or after the last line end (LLaMA 3); the second one matches a token across
+such a split."""
 _PROBE = "".join(
     f"{end}{join}{start}"
     for end in ("x", "1", ");", '"', "'s", "é", "字", "\u3000", " ", "\t")
@@ -53,7 +54,7 @@ _PROBE = "".join(
 )
 """A text with many kinds of line ends."""
 HEALED = 8
-"""Maximum number of line end and space ids at the cursor that are generated again."""
+"""Maximum number of ids before the cursor, of line ends and spaces, that are generated again."""
 CACHED_LINES = 1 << 16
 """Number of parts whose ids are cached; after a keystroke, all parts but one are the same."""
 RECENT = 12
@@ -64,7 +65,7 @@ cursor, the sources to copy from, the index without this file, and an index of t
 class TokenizedText(NamedTuple):
     """Ids, and the index at which each line starts; the first `starts[0]` ids are the header.
 
-    No token spans the place before id `last`; this place is in the last line or above it.
+    No token crosses the boundary before id `last`; this boundary is in the last line or above it.
     """
 
     ids: list[int]
@@ -75,7 +76,7 @@ class TokenizedText(NamedTuple):
 class FileTokenizer:
     """Encodes the texts of files; `header` is True if a file's path preceded its text in training.
 
-    It caches the ids of lines. The function `recent(make, *arguments)` returns `make(*arguments)` and caches the
+    The ids of lines are cached. The function `recent(make, *arguments)` returns `make(*arguments)` and caches the
     result, since most of a file is the same after a keystroke.
     """
 
@@ -92,7 +93,7 @@ class FileTokenizer:
         self._longest = max(map(len, self.pieces), default=0)
 
     def logprobs(self, logits: Tensor) -> Tensor:
-        """Log-probabilities (V,) of the tokenizer's ids, from a model's logits; on the CPU, where the gate is."""
+        """Log-probabilities (V,) of the tokenizer's ids, from a model's logits; on the CPU, like the gate."""
         return log_probs(logits[: len(self.pieces)].cpu())
 
     def line(self, text: str) -> tuple[int, ...]:
@@ -145,13 +146,13 @@ class FileTokenizer:
         return [i for part in self._parts(text) for i in self._encode_part(part)]
 
     def start(self, name: str) -> list[int]:
-        """The ids before the first line of a file: its path, or a document's start if the model knows no paths."""
+        """The ids before the first line of a file: its path, or a document's start if training had no paths."""
         if not self.header:
             return list(self.tokenizer.document_start)
         return [self.tokenizer.token_id(FILE), *(self.line(f"{name}\n") if name else ())]
 
     def tokenize(self, text: str, name: str = "") -> TokenizedText:
-        """The ids of a text from its start, and the starts of its lines; an unfinished last line counts, too."""
+        """The ids of a text from its start, and the starts of its lines, including an unfinished last line."""
         line = line_start(text)
         above, part = self.recent(self._tokenize_parts, text[:line], name)
         ids, starts = [*above.ids], [*above.starts]
@@ -163,7 +164,7 @@ class FileTokenizer:
         return TokenizedText(ids, starts, size)
 
     def _tokenize_parts(self, text: str, name: str) -> tuple[TokenizedText, str]:
-        """`tokenize` a text of complete lines except its last part; also returns the last part."""
+        """Tokenize all but the last part of a text of complete lines; also returns the last part."""
         ids, *parts = self.start(name), *self._parts(text)
         starts = [] if self.tokenizer.line_separable else [len(ids)]
         for part in parts[:-1]:
@@ -215,7 +216,8 @@ class FimForm(NamedTuple):
 def fim_form(loaded: LoadedModel) -> FimForm | None:
     """The fill-in-the-middle format of a model; None if the model was not trained on such text.
 
-    The card of a model trained with dunes records the format; for other models, the tokenizer's sentinels decide.
+    The card of a model trained with dunes records the format; for other models, the format depends on the
+    tokenizer's sentinels.
     """
     trained, tokenizer = trained_text(loaded.card), loaded.require_tokenizer()
     if "none" in trained.get("trainable", ()):
@@ -232,7 +234,7 @@ def fim_form(loaded: LoadedModel) -> FimForm | None:
 def near_text(before: str) -> str:
     """The last part of the text above the cursor, from the start of a line if a line starts nearby.
 
-    The part starts at the same place while a text grows by up to `NEAR // 4` characters.
+    The start of the part does not move while a text grows by up to `NEAR // 4` characters.
     """
     if len(before) > NEAR:
         step = NEAR // 4
@@ -242,11 +244,12 @@ def near_text(before: str) -> str:
 
 
 def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
-    """The suggestion without the part that already follows the cursor; empty if it repeats the next lines.
+    """The suggestion without the part that already follows the cursor; empty if the suggestion repeats the next
+    lines.
 
-    `typed` is the part of the line before the cursor; together with the suggestion, it may equal the next line. If
-    the line continues behind the cursor, the suggestion is cut to a single line, which ends before a closing
-    bracket or quote that already follows the cursor.
+    `typed` is the part of the line before the cursor; it precedes the suggestion in the comparison with the next
+    lines. If the line continues behind the cursor, the suggestion is cut to a single line, which ends before a
+    closing bracket or quote that already follows the cursor.
     """
     if (rest := first_line(after).rstrip()).strip():
         line = _before_closing(first_line(suggestion), rest, typed)
@@ -269,7 +272,7 @@ def _before_closing(line: str, rest: str, typed: str) -> str:
 
 
 def _overlaps(line: str, part: str, typed: str) -> bool:
-    """True if the line ends with this part. False if the part closes a quote that the line opens, or a bracket
+    """True if the line ends with this part, but False if the part closes a quote that the line opens, or a bracket
     that the line opens while `typed` has open brackets."""
     if not line.endswith(part):
         return False
@@ -280,7 +283,7 @@ def _overlaps(line: str, part: str, typed: str) -> bool:
 
 
 def window(ids: Sequence[int], length: int, moves: int = 4) -> Sequence[int]:
-    """The last ids that fit into this context length, from an offset that moves by `length // moves` ids at once.
+    """The last ids that fit into this context length; their offset is a multiple of `length // moves`.
 
     When a text grows by one id, its window nearly always grows by the same id, so that the KV cache stays valid.
     On average, each new id causes `moves - 1` ids to be evaluated again.

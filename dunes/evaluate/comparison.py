@@ -1,8 +1,9 @@
 """Compare a model before and after a change: loss, size, memory and speed.
 
 Each folder is measured in its own process, so that the measured memory is the memory of one model. A further
-process measures both speeds in alternation, in processor time on one thread: a machine's speed varies by more than
-the effect of most changes to a model, and waiting threads use processor time, too.
+process measures the speeds of both models in alternation, since a machine's speed varies by more than the effect
+of most changes to a model. Speed is measured in processor time on one thread, since waiting threads use processor
+time, too.
 """
 
 import json
@@ -34,7 +35,7 @@ from dunes.units import format_bytes
 SCORED = 65_536
 """Approximate number of validation tokens that are scored."""
 COMPARED = 8_192
-"""Approximate number of validation tokens whose greedy next tokens are compared."""
+"""Approximate number of validation tokens after which the most probable next tokens are compared."""
 READ = 128
 """Maximum number of prompt tokens when speed is measured."""
 WRITTEN = 16
@@ -48,7 +49,7 @@ PHASES = {"prefill": "reading a prompt", "decode": "decoding"}
 class Measurement:
     """A folder's `size` and `memory` in bytes, and `loss` in nats/token.
 
-    `memory` is the peak of loading, prefill and decoding. `form` names the implementation that decoded.
+    `memory` is the peak of loading, prefill and decoding. `form` is the name of the implementation that decoded.
     """
 
     size: int
@@ -103,7 +104,7 @@ class Comparison:
     speeds: Mapping[str, Speed]
 
     def warnings(self) -> list[str]:
-        """A list with one line if decoding or prefill became slower, otherwise empty."""
+        """A list with one line if decoding or prefill became slower, otherwise an empty list."""
         slower = [f"{PHASES[n]} takes {1 / s.ratio:.2f} times" for n, s in self.speeds.items() if s.high < 1]
         return [f"slower: {' and '.join(slower)} as long as before"] if slower else []
 
@@ -150,9 +151,8 @@ def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparis
 
 
 def _run_measurement(folders: Sequence[Path], scratch: Path) -> dict[str, Any]:
-    """The result of `measure_folder` or, for two folders, of `measure_speeds` in a new process.
-
-    Raises ValueError with the last line of its stderr.
+    """Run `measure_folder` or, for two folders, `measure_speeds` in a new process and return the result. Raises
+    ValueError with the last line of its stderr if the process fails.
     """
     trust = "trust" if checkpoint.cards_trusted() else ""
     options = [trust, str(torch.get_num_threads()), str(scratch / "ids.npz")]

@@ -1,6 +1,6 @@
 """Evaluate line completion: a table that compares a model with copying alone.
 
-Only files that the model was not trained on are scored, without lines that resemble a training line.
+Only files outside the model's training text are scored, except for lines that resemble a training line.
 """
 
 import math
@@ -45,7 +45,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 COPY = "copy nearest"
 """Name of the baseline."""
 COPYING = 0.03
-"""Fraction of an evaluation's time that its preparation takes; the baseline takes as much."""
+"""Fraction of an evaluation's time for its preparation, and the same fraction for the baseline."""
 
 COLUMNS = (
     "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
@@ -65,8 +65,8 @@ class ScoredFile:
 
 @dataclass(frozen=True)
 class ScoredFiles:
-    """The files to score, and the numbers of omitted training files, near-duplicate lines and files without other
-    lines. `line_count` counts the nonblank lines of files outside the training text."""
+    """The files to score, and the numbers of what is omitted: training files, near-duplicate lines, and files that
+    have no other lines. `line_count` counts the nonblank lines of files outside the training text."""
 
     files: Sequence[ScoredFile]
     trained_files: int
@@ -103,7 +103,8 @@ class LineIndex:
                 self._sets.setdefault(token, []).append(tokens)
 
     def has_similar(self, line: str) -> bool:
-        """True if a line of at least FEWEST tokens equals a line of the texts, or has a similar token set."""
+        """True if the line has at least FEWEST tokens, and equals a line of the texts or has a similar token
+        set."""
         words = _TOKEN.findall(line)
         if len(words) < FEWEST:
             return False
@@ -127,7 +128,7 @@ def scored_files(
 ) -> ScoredFiles:
     """Select the files and lines to score for a model trained on the `training` files.
 
-    A file is left out if its text equals a training file's (without white space), or if its digest is in `seen`.
+    A file is left out if its text equals a training file's except for white space, or if its digest is in `seen`.
     Near-duplicates of training lines are left out, too, unless `all_lines`. Raises ValueError if no line is left.
     """
     digests = {content_digest([text]) for _, text in training} | {*seen}
@@ -182,9 +183,10 @@ def is_inside(point: Point) -> bool:
 
 @dataclass
 class CompleterScore:
-    """The score of a completer. `points` has its suggestion at each cursor. `typed` maps 0.0 to the files typed
-    with all suggestions, and `threshold`, unless it is NaN, to the files typed with suggestions above it. `cold`
-    and `warm` are latencies in seconds; `bits_per_character` is NaN if the completer has no probabilities."""
+    """The score of a completer. `points` has its suggestion at each cursor. `typed` has the totals of each file in
+    simulated typing, by threshold: for 0.0, all suggestions are shown; for `threshold` (unless NaN), only
+    suggestions that reach this threshold. `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN
+    if the completer has no probabilities."""
 
     name: str
     threshold: float = math.nan
@@ -298,7 +300,8 @@ def evaluate_completion(
 def row(score: CompleterScore, copy: CompleterScore) -> list[str]:
     """The table row of a completer, with its difference from copying alone.
 
-    Cursors inside brackets that the line closes later are scored without and with closing brackets behind them.
+    Cursors inside brackets that the line closes later are scored twice: without and with the closing brackets
+    behind the cursor.
     """
     with_brackets = {(p.file, p.cut.offset) for p in score.points if p.cut.kind == "closed"}
     without_brackets = score.means("exact", lambda p: is_inside(p) and (p.file, p.cut.offset) in with_brackets)

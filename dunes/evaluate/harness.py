@@ -1,7 +1,7 @@
 """Use a model folder as a model of lm-evaluation-harness.
 
 Results equal those of the harness's `hf` backend for the same folder (tests/test_harness.py). This module imports
-lm_eval, so only `evaluate/tasks.py` imports this module, when it is needed.
+lm_eval, so it is imported only in `evaluate/tasks.py`, when tasks are run.
 https://github.com/EleutherAI/lm-evaluation-harness/blob/main/docs/model_guide.md
 """
 
@@ -90,7 +90,7 @@ class Harness(TemplateLM):
         return str(self.inner.decode(list(ids), skip_special_tokens=False))
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """The log-likelihood of each (context, continuation), and True if greedy decoding generates it.
+        """The log-likelihood of each continuation given its context, and True if greedy decoding generates it.
 
         Raises ValueError for a continuation without a token of its own, or longer than the model's context length.
         """
@@ -126,8 +126,8 @@ class Harness(TemplateLM):
         """The model's input: all ids but the last, truncated on the left to the context length."""
         if not continuation:
             raise ValueError(
-                f"{source[1]!r} after {source[0][-20:]!r} has no token of its own, one token spans both; set "
-                "target_delimiter to a newline in the task's YAML"
+                f"{source[1]!r} after {source[0][-20:]!r} has no token of its own, since one token spans "
+                "both; set target_delimiter to a newline in the task's YAML"
             )
         if len(continuation) > self.max_length:
             raise ValueError(
@@ -180,7 +180,7 @@ class Harness(TemplateLM):
         return ids[-room:]
 
     def _write(self, prompts: Mapping[int, list[int]], settings: "GenerationSettings") -> list[str]:
-        """The text generated after each prompt; the prompt's number is the seed of its random numbers."""
+        """The text generated after each prompt; the index of a prompt is the seed for sampling its text."""
         request = self.generator.request
         requests = [request(ids, settings.max_tokens, settings.sample(seed=i)) for i, ids in prompts.items()]
         for _ in self.generator.tokens(requests, settings.until):

@@ -38,7 +38,7 @@ class PreferenceScore(Score):
 
     @property
     def loss(self) -> float:
-        """The mean loss of a pair; for DPO, the reference model's is ln 2."""
+        """The mean loss of a pair; for DPO, the loss of the reference model is ln 2."""
         return self.loss_sum / self.pairs
 
     @property
@@ -65,7 +65,7 @@ class PreferenceScore(Score):
         return {f"validation_{name}": self.facts[name] for name in ("loss", "accuracy", "margin", "chosen_loss")}
 
     def compare(self, before: Score) -> list[str]:
-        # A loss with a reference starts at ln 2; the base model is then scored on chosen answers.
+        # With a reference, the loss starts at ln 2, and `before` is the base model's score on chosen answers.
         first, chosen = math.log(2), before.loss
         if isinstance(before, PreferenceScore):
             first, chosen = before.loss, before.facts["chosen_loss"]

@@ -98,11 +98,11 @@ def evaluate(
 ) -> Score:
     """Score the tokens in windows of the context length.
 
-    Each token is predicted from the previous tokens of its window; in `PackedText`, only from tokens of its own
-    document. In a stream of files, the model reads headers, but they count neither in the loss nor in the size.
+    Each token is predicted from the previous tokens of its window or, in `PackedText`, from those of the same
+    document. In a stream of files, headers are input to the model, but count neither in the loss nor in the size.
 
-    With `limit`, about this many tokens are scored, in windows spread evenly over the text. Raises ValueError for
-    fewer than two tokens.
+    With `limit`, only about `limit` tokens are scored, in windows spread evenly over the text. Raises ValueError
+    for fewer than two tokens.
     """
     if len(tokens) < 2:
         raise ValueError(f"{plural(len(tokens), 'token')} cannot be scored; at least two are needed")
@@ -138,7 +138,7 @@ def evaluation(model: nn.Module, dtype: torch.dtype) -> Iterator[torch.device]:
 
 
 def own_rows(batch: tuple[torch.Tensor, ...], group: int = 1) -> tuple[torch.Tensor, ...]:
-    """The rows of this rank, in whole groups; one group without targets if it has none."""
+    """The rows of this rank, in whole groups; if the rank has no rows, one group without targets."""
     share = -(-len(batch[0]) // (group * ranks.count())) * group
     own = tuple(part[share * ranks.rank() :][:share] for part in batch)
     if len(own[0]):
@@ -198,9 +198,9 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
     """Calibration ids (sequences, tokens); the sequences are spread evenly over the documents.
 
-    The result has SEQUENCES sequences, or about `tokens` ids in total; a short text gives fewer. Tails of
-    documents are left out if they may be scored. Without sources, the text is the training split recorded in the
-    card. Raises ValueError if this text is not recorded, is gone, or is shorter than one sequence.
+    The result has SEQUENCES sequences (or about `tokens` ids in total if given), or fewer if the text is short.
+    Tails of documents are left out if they may be scored. Without sources, the text is the training split recorded
+    in the card. Raises ValueError if this text is not recorded, is gone, or is shorter than one sequence.
     """
     trained = trained_text(loaded.card)
     width = min(CALIBRATION_TOKENS, loaded.context_length)
@@ -254,9 +254,10 @@ def _ids(
     trained: Mapping[str, Any],
     share: float,
 ) -> TokenIds:
-    """Token ids of a part of each text: `all`, its last fraction `share` (`tail`), or all before that (`head`).
+    """Token ids of a part of each text: the whole text (`all`), its last fraction `share` (`tail`), or the text
+    before the tail (`head`).
 
-    Texts are joined as in the recorded training `trained`; as plain text if `trained` is empty.
+    Texts are joined as in the training that `trained` records, or as plain text if `trained` is empty.
     """
     begin, parts, separate = tokenizer.text_start, [], bool(trained.get("separate_documents"))
     headers = bool(trained.get("complete") and trained.get("file_headers", True))
