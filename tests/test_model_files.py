@@ -127,7 +127,7 @@ def test_a_link_to_another_models_save_is_not_finished(model, tmp_path):
     (model / ".ready").symlink_to("../other")
     before = sorted(p.name for p in other.iterdir())
     for message in refusals(model, tmp_path / "out"):
-        assert ".ready: a link, not the folder of a save by dunes; remove it" in message
+        assert ".ready: a symbolic link, not a folder created by dunes; remove it" in message
     assert sorted(p.name for p in other.iterdir()) == before
 
 

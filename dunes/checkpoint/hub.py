@@ -53,7 +53,7 @@ def parse_name(model: str, revision: str | None) -> tuple[str, str]:
             f"{', '.join(MODELS)}"
         )
     if separator and revision and suffix != revision:
-        raise ValueError(f"{model}: revision {revision!r} is given, too; name one")
+        raise ValueError(f"{model}: revision {revision!r} is given, too; pass only one")
     requested = suffix if separator else revision or "main"
     if not REVISION.fullmatch(requested) or ".." in requested:
         raise ValueError(f"{name}: {requested!r} cannot be a revision; name a branch, a tag or a commit")
@@ -154,9 +154,9 @@ def _failure(error: Exception, name: str, revision: str) -> ValueError:
 
 
 def _verify(files: Iterable[Path]) -> None:
-    """Remove the first file whose SHA-256 is not its name in the cache, and raise ValueError."""
+    """Remove the first file whose SHA-256 differs from its name in the cache, and raise ValueError."""
     for path in files:  # a large file is named by its SHA-256
         name = Path(os.readlink(path)).name if path.is_symlink() else ""
         if len(name) == 64 and atomic.digest(path) != name:
             path.resolve().unlink()
-            raise ValueError(f"{path}: not the file that the Hub holds, whose SHA-256 is {name}; try again")
+            raise ValueError(f"{path}: differs from the Hub's file, whose SHA-256 is {name}; try again")

@@ -1,6 +1,6 @@
-"""Read the training text that a model's card names, if that is permitted.
+"""Read the training text that a model's card lists, if permitted.
 
-A card may come from a stranger and may name any file of the user. The sources in a card are read only if this user
+A card may come from a stranger and may list any file of the user. The sources in a card are read only if this user
 has trained on them, which the cache folder records, or inside `trust_sources` or `trust_cards`.
 """
 
@@ -25,7 +25,7 @@ _trusted = ContextVar("trusted_sources", default=False)
 
 @contextmanager
 def trust_sources() -> Iterator[None]:
-    """Permit, in this context and thread, reading the training text that cards name (`--trust-sources`)."""
+    """Permit, in this context and thread, reading the training text that cards list (`--trust-sources`)."""
     token = _trusted.set(True)
     try:
         yield
@@ -65,7 +65,7 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
             return
     raise ValueError(
         f"the model's card names {', '.join(map(ascii, sources[:3]))} as its training text, but this user "
-        "trained nothing here on it; to permit reading it, pass --trust-sources, or name the text"
+        "has trained on no such text here; to permit reading it, pass --trust-sources, or name the text"
     )
 
 

@@ -186,7 +186,7 @@ def rewrite(
 ) -> T:
     """Edit the model in `source`, write it to the new folder `out`, compare both, and return the report.
 
-    The result is written in the context `writing` into a temporary folder, read back and compared, and then
+    Inside the context `writing`, the result is written into a temporary folder, read back and compared, and
     renamed into place. Raises ValueError, before any work, if `out` exists or another process writes to it.
     """
     require_new_folder(source, out)

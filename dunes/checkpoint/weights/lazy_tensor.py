@@ -139,7 +139,7 @@ class MappedFile:
         steps = torch.empty(shape, device="meta").stride() if stride is None else tuple(stride)
         count = extent(shape, steps)
         end = offset + count * dtype.itemsize
-        assert 0 <= offset <= end <= self.size, "the reader of the header has compared them"
+        assert 0 <= offset <= end <= self.size, "the caller has compared offset and size"
         if not count:
             return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(self._map, dtype=torch.uint8, count=end - offset, offset=offset)

@@ -157,7 +157,7 @@ class _Dict(dict[object, object]):
     def __setitem__(self, key: object, value: object) -> None:
         if type(key) not in (str, int) or key in self:
             raise ValueError(
-                f"its pickle has the key {quote(key)} twice, or it is neither a string nor an integer"
+                f"its pickle has the key {quote(key)} twice, or this key is neither a string nor an integer"
             )
         super().__setitem__(key, value)
 
@@ -229,7 +229,7 @@ class _Unpickler(pickle._Unpickler):  # in C, a few bytes can request any amount
             case _:
                 raise ValueError("its pickle refers to an object that is not a storage of a known type")
         if view not in ([], [None]) or type(count) is not int or not 0 <= count < 1 << 59:
-            raise ValueError(f"storage {quote(key)} has an invalid size or is part of another")
+            raise ValueError(f"storage {quote(key)} has an invalid size or is part of another storage")
         if self.storages.setdefault(key, storage) != storage:
             raise ValueError(f"storage {quote(key)} has two types or sizes")
         return storage
@@ -381,7 +381,7 @@ def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
             for info in infos:
                 first = _first_byte(file, info)
                 if info.filename in places or info.header_offset < end or first + info.file_size > directory:
-                    raise ValueError(f"{info.filename!a} occurs twice, or overlaps something else")
+                    raise ValueError(f"{info.filename!a} occurs twice, or overlaps another part")
                 end = first + info.file_size
                 places[info.filename] = first, info.file_size
     except (zipfile.BadZipFile, NotImplementedError, OSError, OverflowError, UnicodeDecodeError) as error:
@@ -403,5 +403,5 @@ def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
     sizes = {info.file_size, 0xFFFFFFFF} | ({0} if flags & 8 else set())
     same = (signature, flags, method, file.read(length)) == (b"PK\3\4", info.flag_bits, 0, name.encode())
     if not same or not {size, packed} <= sizes:
-        raise ValueError(f"{name!a} has a header of its own that contradicts the directory")
+        raise ValueError(f"the header of {name!a} contradicts the directory")
     return int(info.header_offset + _LOCAL.size + length + more)
