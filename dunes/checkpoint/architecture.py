@@ -160,7 +160,7 @@ def _require_values(model: nn.Module) -> None:
     tree.require_shapes(model)
     state = model.state_dict().items()
     if empty := next((k for k, t in state if isinstance(t, Tensor) and t.is_meta), None):
-        raise ValueError(f"{empty} has no values: it is on the meta device")
+        raise ValueError(f"{empty} has no values, since it is on the meta device")
     if odd := [k for k, t in state if not isinstance(t, Tensor) or t.dtype not in CODES]:
         raise ValueError(f"{', '.join(odd)}: not a tensor of a dtype that safetensors supports")
 
@@ -276,7 +276,7 @@ def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
     state, buffers = model.state_dict(), dict(rebuilt.named_buffers())
     for key, buffer in model.named_buffers():
         if key not in state and key in buffers and not _equal_tensors(buffer, buffers[key]):
-            yield f"{key} has other values, and is not persistent: it would be lost"
+            yield f"{key} has other values, which would be lost, as it is not persistent"
 
 
 def _equal_tensors(a: Tensor, b: Tensor) -> bool:
@@ -339,7 +339,7 @@ def hf_config_of(model: nn.Module, context_length: int, loads: bool = True) -> A
     If `loads` is true, a config is also required to load and run in transformers.
     """
     if getattr(model, "ahead", None) is not None:
-        return "it has modules that predict further ahead in training; save `model.trunk`, which has none"
+        return "it has modules that predict further ahead in training; save `model.trunk`, which lacks them"
     reasons: list[tuple[bool, int, str]] = []  # (can read the model, number of equal modules, difference)
     for family, module in FAMILIES.items():
         try:

@@ -87,7 +87,7 @@ def _file_error(folder: Path, name: str, reason: str) -> ValueError:
 def finish_save(folder: Path) -> Path:
     """Finish a save that was interrupted after its files were written, or wait for one in progress.
 
-    Returns the folder. Raises OSError if renaming fails, and ValueError if `.ready` is a link.
+    Returns the folder. Raises OSError if renaming fails, and ValueError if `.ready` is a symbolic link.
     """
     ready = ready_folder(folder)
     if (ready / CARD).is_file() or (ready.is_dir() and not any(ready.iterdir())):

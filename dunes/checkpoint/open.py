@@ -120,7 +120,7 @@ def explain(path: Path) -> str:
     if not os.path.lexists(path):
         return f"{path}: no such folder"
     if not path.is_dir():
-        return f"{path}: a file, not a model folder; name a model folder"
+        return f"{path}: a file, not a model folder; pass a model folder"
     if (path / ADAPTER).is_file():
         return f"{path}: an adapter, not a whole model; merge it first: dunes augment merge {path} OUT"
     if _is_run(path):

@@ -65,7 +65,7 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
             return
     raise ValueError(
         f"the model's card names {', '.join(map(ascii, sources[:3]))} as its training text, but this user "
-        "has trained on no such text here; to permit reading it, pass --trust-sources, or name the text"
+        "has trained on no such text here; to permit reading it, pass --trust-sources, or pass the text"
     )
 
 
@@ -96,7 +96,7 @@ def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
     if (number := trained.get("split_version")) != SPLIT_VERSION:
         raise ValueError(
             f"{CARD}: its text was split by another version of dunes (split_version {number!r:.20}, this version "
-            f"has {SPLIT_VERSION}); name the text, or train the model again"
+            f"has {SPLIT_VERSION}); pass the text, or train the model again"
         )
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     corpus = collect_corpus(trained["sources"], **recorded | options)

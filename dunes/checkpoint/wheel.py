@@ -19,7 +19,7 @@ from dunes.units import format_bytes
 
 
 class PackagedModel(NamedTuple):
-    """A model's file in a package: its path there, SHA-256 and size, the size of the package, and the licence."""
+    """A model's file in a package: path in the package, SHA-256 and size; and the package's size and licence."""
 
     requirement: str
     file: str
@@ -37,7 +37,7 @@ MODELS = {
     )
 }
 """Packaged models, by the names that a user may write instead of a folder."""
-REMEDY = "try again with a network or another index, or name a model folder or a GGUF file"
+REMEDY = "try again with a network or another index, or pass a model folder or a GGUF file"
 _FLAGS = ("--no-deps", "--only-binary", ":all:")
 _PIP = ("--no-compile", "--no-user", "--no-input", "--disable-pip-version-check", "--progress-bar", "off")
 

@@ -176,9 +176,9 @@ def peft_factors(
 
 
 def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """The base's absolute path or Hub name, and an entry for the card: its path relative to the adapter's folder.
+    """The base's absolute path or Hub name, and a card entry with the path relative to the adapter's folder.
 
-    The relative path stays valid if both folders are relocated together.
+    The relative path stays valid if both folders are moved together.
     """
     if base is None or not Path(base).exists():
         return None if base is None else str(base), {}
@@ -225,7 +225,7 @@ MISREAD = {"gate_proj", "up_proj", "down_proj"}
 def _peft_config(
     factors: Sequence[tuple[Target, Factors]], base: AdapterBase, adapters: Sequence[Adapter]
 ) -> dict[str, Any]:
-    """The adapter_config.json; `target_modules` has the last part of a name if all modules with it are adapted.
+    """The adapter_config.json; `target_modules` has the last part of a name if all modules named so are adapted.
 
     `r` and `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
     `alpha_pattern`.
@@ -412,7 +412,7 @@ def _read_patterns(key: str, config: Mapping[str, Any], number: type[int] | type
 
 
 def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The suffixes listed in `target_modules`; empty if it is no list, or if other settings exclude modules."""
+    """The suffixes listed in `target_modules`; empty if this is no list, or if other settings exclude modules."""
     modules = config.get("target_modules")
     narrowed = [config.get(k) for k in ("exclude_modules", "layers_to_transform", "layers_pattern")]
     if not isinstance(modules, list) or any(setting not in (None, []) for setting in narrowed):

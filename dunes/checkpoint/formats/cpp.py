@@ -223,7 +223,7 @@ def _write(
 ) -> str:
     """Write a folder with these weights, the files that `fill` writes, the sources, and the card.
 
-    `verify` gets the temporary folder and the weights read back from it; it raises ValueError if these are wrong.
+    `verify` is called with the temporary folder and the weights read back; it raises ValueError if they are wrong.
     """
     aliases, own = _without_aliases(weights)
     card = {

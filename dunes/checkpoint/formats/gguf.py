@@ -267,7 +267,7 @@ def _rope_fields(scaling: Scaling) -> dict[str, Any]:
             return {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
         case Yarn():
             if (scaling.beta_fast, scaling.beta_slow, scaling.truncate) != (32.0, 1.0, True):
-                raise ValueError("llama.cpp's YaRN has beta_fast 32, beta_slow 1 and truncate, this model differs")
+                raise ValueError("llama.cpp's YaRN has beta_fast 32, beta_slow 1 and truncate; this model differs")
             return {
                 "rope.scaling.type": "yarn",
                 "rope.scaling.factor": float(scaling.factor),
