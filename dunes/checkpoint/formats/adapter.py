@@ -225,7 +225,7 @@ MISREAD = {"gate_proj", "up_proj", "down_proj"}
 def _peft_config(
     factors: Sequence[tuple[Target, Factors]], base: AdapterBase, adapters: Sequence[Adapter]
 ) -> dict[str, Any]:
-    """The adapter_config.json; `target_modules` has the last part of a name if all modules named so are adapted.
+    """The adapter_config.json; `target_modules` has a name's last part if all modules with this part are adapted.
 
     `r` and `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
     `alpha_pattern`.
@@ -253,8 +253,7 @@ def _peft_config(
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
     if shared and any(f.others for _, f in factors):
         raise ValueError(
-            f"{min(shared)}: PEFT treats this module as an expert's, and supports only plain LoRA "
-            "on experts; use plain LoRA"
+            f"{min(shared)}: PEFT treats it as an expert's, which supports only plain LoRA; use plain LoRA"
         )
     names = {path: f"{path}.weight" if path in shared else path for path in others}
     # Older versions match a pattern only after a dot.

@@ -32,7 +32,7 @@ from dunes.units import format_bytes, plural
 
 ZERO_POINTS = (
     "; it has zero points, which transformers 5.23 and compressed-tensors 0.20 do not read in a folder: "
-    "for them, quantize with --symmetric"
+    "for these tools, quantize with --symmetric"
 )
 """https://github.com/vllm-project/llm-compressor/issues/1618"""
 
@@ -53,10 +53,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
     model, tokenizer, length = loaded.model, loaded.tokenizer, loaded.context_length
     layers = {p.name: p.module for p in tree.places(model) if isinstance(p.module, Quantized)}
     if not layers or any(isinstance(m, Adapted) for m in model.modules()):
-        raise ValueError(
-            f"{folder}: needs quantized layers and no adapters; run dunes augment merge, "
-            "then dunes augment quantize"
-        )
+        raise ValueError(f"{folder}: needs quantized layers and no adapters; run dunes augment merge and quantize")
     packed = {name: _pack(layer, name) for name, layer in layers.items()}
     expected = model_logits(model, length)
     dequantize(model)
@@ -77,7 +74,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
         asymmetric = any("weight_zero_point" in tensors for tensors, _ in packed.values())
         report = (
             f"{plural(len(layers), 'layer')} packed, {format_bytes(sum(t.nbytes for t in files.values()))} of "
-            f"tensors; the logits read back differ by {difference:.1e} (relative norm){ZERO_POINTS * asymmetric}"
+            f"tensors; the result's logits differ by {difference:.1e} (relative norm){ZERO_POINTS * asymmetric}"
         )
         return report, {"packed": {"layers": len(layers), "verified": difference}}
 

@@ -207,8 +207,6 @@ def apply_renames(files: dict[str, LazyTensor], renames: Mapping[str, str], fold
         matches = ((new, match_indices(old, key)) for old, new in renames.items())
         name = next((substitute(new, indices) for new, indices in matches if indices is not None), key)
         if name in result:
-            raise ValueError(
-                f"{folder}: two tensors are called {name} after renaming by the table; one of them is {key}"
-            )
+            raise ValueError(f"{folder}: two tensors are called {name} after renaming, one of them formerly {key}")
         result[name] = tensor
     return result
