@@ -137,8 +137,8 @@ def describe(
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """A model's card entries and its tensors by name; a tied tensor is listed under its first name.
 
-    Without an architecture, the card names only the model's class. The architecture must build the same model,
-    except for the values of parameters and persistent buffers; otherwise raises ValueError with the first
+    Without an architecture, the card has only the name of the model's class. The architecture must build the same
+    model, except for the values of parameters and persistent buffers; otherwise raises ValueError with the first
     differences.
     """
     _require_values(model)

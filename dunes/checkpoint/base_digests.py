@@ -1,6 +1,6 @@
 """Verify that a model is an adapter's base, by the digests of the base's weights in the adapter's card.
 
-The card has digests in three dtypes, so a base that was cast to one of these dtypes is recognized, too.
+The card has digests in three dtypes, so a base that was cast to one of these dtypes is also recognized.
 """
 
 import warnings
@@ -194,6 +194,6 @@ def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
             f"compared; load the original base, neither cast nor quantized, {ANY_BASE_HINT}"
         )
     raise ValueError(
-        f"{folder}: made for a different base: one with SHA-256 {quote(record.sha256[:12])}, not "
+        f"{folder}: made for a different base, with SHA-256 {quote(record.sha256[:12])} instead of "
         f"{weights.sha256(None)[0][:12]!r}; load that base, {ANY_BASE_HINT}"
     )

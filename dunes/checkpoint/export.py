@@ -197,7 +197,7 @@ def _open_dense(folder: Path, reader: str) -> tuple[Architecture, Weights, Token
 
 
 def _merge_active(model: Decoder, dtype: torch.dtype) -> Merged:
-    """Merge the active adapter and remove the others; without an active adapter, `share` is 1."""
+    """Merge the active adapter and remove all others; if no adapter is active, `share` is 1."""
     active = active_adapter(model)
     adapters = {name for m in model.modules() if isinstance(m, Adapted) for name in m.adapters}
     for name in adapters - {active}:

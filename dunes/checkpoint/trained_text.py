@@ -77,7 +77,7 @@ def _record(sources: Sequence[str], follow_links: bool) -> Path:
 
 
 def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
-    """The training and validation documents of a model; for models that complete lines, test documents, too.
+    """The training and validation documents of a model; for models that complete lines, also the test documents.
 
     If the card's `split` is "tails", all documents are for training, and their tails for validation. `options`
     override arguments of `collect_corpus`. Raises ValueError if the card does not record the split, if another

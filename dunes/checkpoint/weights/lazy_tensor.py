@@ -132,7 +132,7 @@ class MappedFile:
         """A tensor at `offset` bytes in the file, as a view of the mapping.
 
         `stride` counts elements; by default, the tensor is contiguous. Tensors that are not aligned to their item
-        size are copied. Bool tensors are copied too, since a byte other than 0 and 1 is no valid bool in C++. The
+        size are copied. Bool tensors are also copied, since a byte other than 0 and 1 is no valid bool in C++. The
         caller has checked that the tensor lies within the file.
         """
         shape = tuple(shape)

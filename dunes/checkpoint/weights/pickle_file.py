@@ -79,7 +79,7 @@ def tensors(path: Path) -> dict[str, LazyTensor]:
     """Tensors of a `torch.save` file in either of torch's two formats, by name, in the file's order.
 
     Keys of nested dicts are joined with dots. If the file has a dict "state_dict" or "model", only that dict's
-    tensors are returned, not an optimizer's beside it. Other values and tensors in lists are omitted. Tensors may
+    tensors are returned, not the optimizer's tensors. Other values and tensors in lists are omitted. Tensors may
     share storages, so that their `nbytes` may sum to more than the file's size. Raises ValueError, on one line,
     for a damaged file and for any opcode or name that torch does not write for tensors.
     """
@@ -235,7 +235,7 @@ class _Unpickler(pickle._Unpickler):  # in C, a few bytes can request any amount
         return storage
 
     def load_frame(self) -> None:
-        """Skip a frame's size; the opcodes in the frame are then read like all others."""
+        """Skip a frame's size; the opcodes in the frame are read like all other opcodes."""
         self.read(8)
 
     def load_dict(self) -> None:
