@@ -138,7 +138,7 @@ def test_layers_that_peft_takes_for_experts_are_named(tmp_path):
 def test_a_layer_that_peft_refuses_is_named(tmp_path):
     model = random_model("mamba2")
     attach(model, where=["**.out"], rank=2)
-    with pytest.warns(UserWarning, match="PEFT refuses the out_proj of a Mamba-2; leave out blocks"):
+    with pytest.warns(UserWarning, match="PEFT refuses a Mamba-2's out_proj; for PEFT, leave out blocks"):
         checkpoint.save_adapter(model, tmp_path / "a", family="mamba2")
 
 

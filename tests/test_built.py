@@ -180,7 +180,7 @@ def test_a_function_that_builds_another_model_is_refused_before_anything_is_writ
     assert "norm.weight is torch.bfloat16, not torch.float32" in refusal(learned(build()).bfloat16())
     model = learned(build())
     model.blocks[0].mlp.shift += 1
-    assert "blocks.0.mlp.shift has other values, and is not persistent: it would be lost" in refusal(model)
+    assert "blocks.0.mlp.shift has other values, which would be lost, as it is not persistent" in refusal(model)
     model = learned(build())
     model.blocks[1].mlp.noise = nn.Parameter(torch.zeros(2))
     assert "blocks.1.mlp.noise (2,) is not a weight of this model" in refusal(model)

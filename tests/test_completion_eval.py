@@ -388,7 +388,7 @@ def test_files_that_the_training_read_are_left_out_and_it_is_said_where_they_are
 def test_a_run_without_a_model_is_not_scored(tmp_path):
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "plan.json").write_text("{}")
-    refuses("a run without a model yet, still training", evaluate_completion, tmp_path)
+    refuses("a run without a model: it is still training", evaluate_completion, tmp_path)
 
 
 @pytest.mark.parametrize(

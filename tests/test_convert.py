@@ -315,7 +315,7 @@ def test_hidden_folders_that_are_not_ours_stay(hf, tmp_path, name):
     (tmp_path / "own" / "0.safetensors").write_text("own")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).symlink_to(tmp_path / "own")
-    refuses("a link, not a folder of ours", convert, open_model(hf), tmp_path / "out")
+    refuses("a symbolic link, not a folder created by dunes", convert, open_model(hf), tmp_path / "out")
     (tmp_path / "out" / name).unlink()
     (tmp_path / "own").rename(tmp_path / "out" / ".ready")  # without a card it is no save
     refuses("exists already", convert, open_model(hf), tmp_path / "out")

@@ -162,7 +162,7 @@ def test_transformers_opens_it(tmp_path, request_):
     ("family", "request_", "message"),
     [
         ("llama", {"kind": "nf4"}, "is NF4"),
-        ("llama", {"kind": "int3"}, "has int8 and int4 with whole zero points"),
+        ("llama", {"kind": "int3"}, "supports int8 and int4 with integer zero points"),
         ("llama", {"kind": "int4", "group": 24}, "has 32 inputs; compressed-tensors needs a multiple of 24"),
         ("gpt2", {"kind": "int4"}, "gpt2 stores this matrix in another layout"),
     ],

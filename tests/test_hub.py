@@ -316,7 +316,7 @@ def test_a_folder_is_itself_and_comes_before_a_name(tmp_path, monkeypatch):
         assert checkpoint.locate_model(model) == opening.ModelLocation(Path(model), {})
     assert "a file, not a model folder" in refused("org/file")
     assert "a folder has no revisions" in refused("org/tiny", "main")
-    assert "name one" in refused("org/other@v1", "v2")
+    assert "pass only one" in refused("org/other@v1", "v2")
 
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]

@@ -178,7 +178,7 @@ def test_the_name_is_no_path_and_a_folder_of_that_name_is_one(machine):
 
 def test_a_card_that_names_installed_code_is_trusted_only_if_this_user_trained_on_it(machine):
     record = {"sources": ["installed:go"], "follow_links": False}
-    refuses("trained nothing here", require_own_sources, record)
+    refuses("trained on no such text here", require_own_sources, record)
     remember_sources(["installed:go"], False)
     require_own_sources(record)
     assert missing_source({"trained": record}) == ""

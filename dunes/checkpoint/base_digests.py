@@ -1,6 +1,6 @@
 """Verify that a model is an adapter's base, by the digests of the base's weights in the adapter's card.
 
-The card has digests in three dtypes, so a base that was cast to one of these dtypes is recognized, too.
+The card has digests in three dtypes, so a base that was cast to one of these dtypes is also recognized.
 """
 
 import warnings
@@ -109,8 +109,8 @@ def base_identity(model: nn.Module, folder: Path | None = None) -> dict[str, Any
     """Digests of the base's weights, without adapters, as stored in an adapter's card.
 
     `kind` is the dtype or quantization, and `sha256` the digest of the weights. A dense base also has `digests`,
-    computed after casting to float32, bfloat16 and float16. `files` has the `file_stamps` of `folder`, from which
-    the model was just loaded: loading computes the digests again only after a stamp has changed.
+    computed after casting to float32, bfloat16 and float16. If the model was just loaded from `folder`, `files`
+    has the folder's `file_stamps`; later, the digests are computed again only if a stamp has changed.
     """
     files = {} if folder is None else {"files": file_stamps(folder)}
     weights = BaseWeights(model)
@@ -137,7 +137,7 @@ def is_unchanged(base: Path, card: Mapping[str, Any]) -> bool:
 class BaseRecord:
     """The `base_identity` in an adapter's card; it identifies the weights that the adapter was trained on.
 
-    `digests` has the dense base's digests by dtype; empty if the base was quantized before any digest was taken.
+    `digests` has the dense base's digests by dtype; it is empty if no digest was computed before quantization.
     """
 
     kind: str
@@ -146,7 +146,7 @@ class BaseRecord:
 
     @classmethod
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
-        """The record in a card; None if the card has no digests of a base. Raises ValueError if it is damaged."""
+        """The record in a card, or None if there are no digests of a base. Raises ValueError if it is damaged."""
         base = card.get("base") or {}
         try:
             if not base.keys() & {"kind", "sha256", "digests"}:
@@ -190,10 +190,10 @@ def check_base(weights: BaseWeights, record: BaseRecord, folder: Path) -> None:
         return
     if weights.kind != record.kind and not comparable:
         raise ValueError(
-            f"{folder}: made for a base in {quote(record.kind)}, which cannot be compared with one in "
-            f"{weights.kind}; load the original base, neither cast nor quantized, {ANY_BASE_HINT}"
+            f"{folder}: made for a base in {quote(record.kind)}, with which a base in {weights.kind} cannot be "
+            f"compared; load the original base, neither cast nor quantized, {ANY_BASE_HINT}"
         )
     raise ValueError(
-        f"{folder}: made for a different base: one with SHA-256 {quote(record.sha256[:12])}, not "
+        f"{folder}: made for a different base, with SHA-256 {quote(record.sha256[:12])} instead of "
         f"{weights.sha256(None)[0][:12]!r}; load that base, {ANY_BASE_HINT}"
     )

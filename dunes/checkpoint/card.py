@@ -30,7 +30,7 @@ T = TypeVar("T")
 def ready_folder(folder: Path) -> Path:
     """The path of a folder's `.ready` subfolder. Raises ValueError if it is a symbolic link."""
     if (folder / READY).is_symlink():
-        raise ValueError(f"{folder / READY}: a link, not the folder of a save by dunes; remove it")
+        raise ValueError(f"{folder / READY}: a symbolic link, not a folder created by dunes; remove it")
     return folder / READY
 
 
@@ -87,7 +87,7 @@ def _file_error(folder: Path, name: str, reason: str) -> ValueError:
 def finish_save(folder: Path) -> Path:
     """Finish a save that was interrupted after its files were written, or wait for one in progress.
 
-    Returns the folder. Raises OSError if renaming fails, and ValueError if `.ready` is a link.
+    Returns the folder. Raises OSError if renaming fails, and ValueError if `.ready` is a symbolic link.
     """
     ready = ready_folder(folder)
     if (ready / CARD).is_file() or (ready.is_dir() and not any(ready.iterdir())):
@@ -172,7 +172,7 @@ def _publish(staged: Path, ready: Path) -> None:
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write the card of a folder whose files are complete: `facts`, and each file's size and SHA-256."""
+    """Write the card of a folder whose files are complete, with `facts` and each file's size and SHA-256."""
     files = {
         f.name: {"size": f.stat().st_size, "sha256": atomic.digest(f)}
         for f in sorted(folder.iterdir())
@@ -214,7 +214,7 @@ def require_new_folder(source: Path, out: Path) -> None:
         raise ValueError(f"{existing}: exists and is not a folder; choose another name")
     ready = out / READY
     if links := [path for path in (ready, out / UNFINISHED) if path.is_symlink()]:
-        raise ValueError(f"{links[0]}: a link, not a folder of ours; remove it, or choose another folder")
+        raise ValueError(f"{links[0]}: a symbolic link, not a folder created by dunes; remove it")
     if ready.is_dir():
         with folder_lock(out):  # another process may be renaming the files
             # Remove a complete save if none of its files was renamed into place yet; otherwise finish it.

@@ -23,7 +23,7 @@ from dunes.text.tokenizer import MAX_BYTES, original_files
 FOREIGN = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "torch_dtype", "dtype")
 """Keys of a config.json that are not copied, since they refer to code or get new values."""
 WRITTEN = 0.3
-"""Progress, from 0 to 1, after writing the result and before comparing it with the source."""
+"""Progress (0 to 1) when the result is written, but not yet compared with the source."""
 
 
 def convert(

@@ -39,7 +39,7 @@ from dunes.units import plural
 
 Into = Literal["dequantized", "original"]
 MOST_LOST = 0.5
-"""A merge that keeps a smaller share of the update than this warns the user."""
+"""Smallest share of the update that a merge keeps without a warning."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Report:
             share = min(self.merged.share, 1)  # rounding to another dtype may increase it
             lines.append(
                 f"merged into {plural(len(errors), 'matrix', 'matrices')}, which keep {share:.1%} of the update; "
-                f"rounding error relative to it: {mean(errors.values()):.1e} on average, {worst:.1e} at most "
-                f"({place})"
+                f"rounding error relative to the update: {mean(errors.values()):.1e} on average, {worst:.1e} at "
+                f"most ({place})"
             )
         if self.merged.share < MOST_LOST:
             lines.append(
@@ -94,10 +94,11 @@ def export(
 ) -> Report:
     """Write the model in `folder` with its tokenizer to `out`; the active adapter is merged, weights dequantized.
 
-    An adapter that was trained on a quantized base is merged `into` the dequantized weights, on which it was
-    trained (default), or into the original weights. `dtype` is the dtype of the result, by default the base's.
-    `any_base` accepts an unverified base; the card then says so. Raises ValueError if `out` exists, if no Hugging
-    Face config describes the result, or if the result's logits differ from the model's; then nothing is written.
+    `into` selects the weights into which an adapter of a quantized base is merged: the dequantized weights, on
+    which it was trained (default), or the original weights. `dtype` is the dtype of the result, by default the
+    base's. `any_base` accepts an unverified base and records this in the card. Raises ValueError, and writes
+    nothing, if `out` exists, if no Hugging Face config describes the result, or if the result's logits differ from
+    the model's.
     """
     folder = readable_folder(folder)
     if is_plain(folder):
@@ -147,14 +148,14 @@ def write_format(folder: Path, out: Path, to: str, dtype: str | None = None, exa
     """Write the model or network in `folder` as `out`, in a format of FORMATS; returns a line for the user.
 
     `dtype` is by default the model's own; `example` has the sizes of a network's input, batch included. Raises
-    ValueError if `out` exists, if the format cannot express the model, or if the result reads back differently;
-    then nothing is written.
+    ValueError, and writes nothing, if `out` exists, if the format cannot express the model, or if the result reads
+    back differently.
     """
     form, module = FORMATS[to], import_module(f"{formats.__name__}.{to.replace('-', '_')}")
     if form.suffix and (out.exists() or out.is_symlink()):
         raise ValueError(f"{out}: exists already; choose another name, or remove it")
     if form.suffix and out.suffix != form.suffix:
-        raise ValueError(f"{out}: a file in this format is known by its suffix; name it {out.name}{form.suffix}")
+        raise ValueError(f"{out}: the file name must end in {form.suffix}; choose {out.name}{form.suffix}")
     if checkpoint.is_network(folder):
         line = module.write_network(folder, out, example)
     elif form.dense:
@@ -168,10 +169,10 @@ def check_example(folder: Path, to: str, dtype: str | None, example: Sequence[in
     """Raise ValueError if the options do not fit the network or the language model in the folder."""
     if not checkpoint.is_network(folder):
         if example:
-            raise ValueError(f"--example: {folder} is a language model, which needs none; omit it")
+            raise ValueError(f"--example: omit it, since {folder} is a language model")
         return
     if to not in (known := [name for name, form in FORMATS.items() if form.network]):
-        raise ValueError(f"--to {to}: {folder} is no language model; expected {' or '.join(known)}")
+        raise ValueError(f"--to {to}: {folder} is no language model; for networks, expected {' or '.join(known)}")
     if dtype is not None:
         raise ValueError(f"--dtype {dtype}: a network's weights are written in float32; omit it")
     if not example or min(example) < 1:
@@ -181,7 +182,8 @@ def check_example(folder: Path, to: str, dtype: str | None, example: Sequence[in
 def _open_dense(folder: Path, reader: str) -> tuple[Architecture, Weights, Tokenizer | None]:
     """The architecture, the dense weights (active adapter merged, in the base's dtype), and the tokenizer.
 
-    The weights of a plain folder stay in its files. Error messages call the program that will read them `reader`.
+    The weights of a plain folder stay in its files. `reader` is the name, in error messages, of the program that
+    will read the result.
     """
     if is_plain(folder):
         opened = open_verified_model(folder)
@@ -195,7 +197,7 @@ def _open_dense(folder: Path, reader: str) -> tuple[Architecture, Weights, Token
 
 
 def _merge_active(model: Decoder, dtype: torch.dtype) -> Merged:
-    """Merge the active adapter and remove the others; without an active adapter, `share` is 1."""
+    """Merge the active adapter and remove all others; if no adapter is active, `share` is 1."""
     active = active_adapter(model)
     adapters = {name for m in model.modules() if isinstance(m, Adapted) for name in m.adapters}
     for name in adapters - {active}:
@@ -226,6 +228,6 @@ def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, ...
     if not difference <= limit:
         raise ValueError(
             f"with this adapter, the logits of the original base and of the quantized base differ by "
-            f"{difference:.1e}; {limit:.1e} is allowed; use --into dequantized; nothing was written"
+            f"{difference:.1e}, more than the allowed {limit:.1e}; use --into dequantized; nothing was written"
         )
     return difference, limit

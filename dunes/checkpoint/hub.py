@@ -49,14 +49,14 @@ def parse_name(model: str, revision: str | None) -> tuple[str, str]:
     name, separator, suffix = model.partition("@")
     if not NAME.fullmatch(name) or len(name) > 96 or re.search(r"\.\.|--|\.git$", name):
         raise ValueError(
-            f"{model}: no such folder; name a model folder, one on the Hugging Face Hub (org/name[@revision]), or "
+            f"{model}: no such folder; pass a model folder, a Hugging Face model (org/name[@revision]), or "
             f"{', '.join(MODELS)}"
         )
     if separator and revision and suffix != revision:
-        raise ValueError(f"{model}: revision {revision!r} is given, too; name one")
+        raise ValueError(f"{model}: revision {revision!r} is given, too; pass only one")
     requested = suffix if separator else revision or "main"
     if not REVISION.fullmatch(requested) or ".." in requested:
-        raise ValueError(f"{name}: {requested!r} cannot be a revision; name a branch, a tag or a commit")
+        raise ValueError(f"{name}: {requested!r} cannot be a revision; pass a branch, a tag or a commit")
     return name, requested
 
 
@@ -134,12 +134,12 @@ def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
             return {file: size for file, size in files.items() if re.fullmatch(names, file) or file == index}
     raise ValueError(
         f"{name}: no weights in a supported format (model*.safetensors, consolidated*.safetensors, "
-        f"consolidated.*.pth or pytorch_model*.bin) among its {plural(len(files), 'file')}; name another model"
+        f"consolidated.*.pth or pytorch_model*.bin) among its {plural(len(files), 'file')}; choose another model"
     )
 
 
 def _failure(error: Exception, name: str, revision: str) -> ValueError:
-    """The ValueError, one line with a remedy, for a request that the Hub refused or did not receive."""
+    """The one-line ValueError, with a remedy, for a request that the Hub refused or did not receive."""
     from huggingface_hub import constants
 
     causes: list[BaseException] = [error]
@@ -154,9 +154,9 @@ def _failure(error: Exception, name: str, revision: str) -> ValueError:
 
 
 def _verify(files: Iterable[Path]) -> None:
-    """Remove the first file whose SHA-256 is not its name in the cache, and raise ValueError."""
+    """Remove the first file whose SHA-256 differs from its name in the cache, and raise ValueError."""
     for path in files:  # a large file is named by its SHA-256
         name = Path(os.readlink(path)).name if path.is_symlink() else ""
         if len(name) == 64 and atomic.digest(path) != name:
             path.resolve().unlink()
-            raise ValueError(f"{path}: not the file that the Hub holds, whose SHA-256 is {name}; try again")
+            raise ValueError(f"{path}: differs from the Hub's file, whose SHA-256 is {name}; try again")

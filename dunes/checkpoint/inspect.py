@@ -217,7 +217,7 @@ def _adapter_lines(folder: Path, peft: PeftConfig, card: Mapping[str, Any]) -> I
     stored = [w for name in WEIGHTS if (path := find_file(folder, name)) for w in tensors(path).items()]
     size = f"{plural(len(stored), 'tensor')}, {format_bytes(sum(w.nbytes for _, w in stored))}"
     if is_reference(card):
-        yield "adapter     none; the base is used as it is"
+        yield "adapter     none; the base is used unchanged"
         return
     method = peft.variant.__name__.replace("Adapter", "rsLoRA" if peft.options.rslora else "LoRA")
     yield f"adapter     {method}, rank {peft.options.rank}, alpha {peft.options.alpha:g}: {size}"

@@ -3,7 +3,7 @@
 The functions stand in the order in which they run. `locate_model` finds the folder. `open_model` recognises the
 format, and reads the config and the headers of the weight files. An `OpenedModel` outlines the model on the meta
 device and compares the files' tensors with it. `load_decoder` fills the model, and `load_tokenizer` reads the
-tokenizer. `load` does all this; adapters and networks that are no language model follow.
+tokenizer. `load` does all this. Functions for adapters and for networks that are no language model follow.
 """
 
 import math
@@ -71,10 +71,10 @@ OWN = "dunes"
 """Name of dunes' own format."""
 POSITIONS = "embed.place.weight"
 """Name of learned position embeddings."""
-OTHER_BASE = "put it back, or name one: dunes train --out {} --resume --from BASE --override base"
+OTHER_BASE = "put it back, or choose another: dunes train --out {} --resume --from BASE --override base"
 """The remedy if the base to which a run refers is gone or changed."""
 ROUNDED_FROM = 30_000_000
-"""Models of runs with a base are rounded to bfloat16 if they have at least this number of parameters."""
+"""Minimum number of parameters of models that `round_for_speed` casts to bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ModelLocation:
 
 
 def locate_model(model: str | Path, revision: str | None = None) -> ModelLocation:
-    """Locate a model in a local folder, or in a cache to which it is downloaded first.
+    """Locate a local model, or a model in a cache, to which it is downloaded if missing.
 
     `model` is a local folder or GGUF file, a packaged model (`smollm2`), or else `org/name` or `org/name@revision`
     on the Hub, also written `hf:org/name`. A revision is a branch, a tag or a commit, by default `main`. Raises
@@ -120,19 +120,19 @@ def explain(path: Path) -> str:
     if not os.path.lexists(path):
         return f"{path}: no such folder"
     if not path.is_dir():
-        return f"{path}: a file, not a model folder; name a model folder"
+        return f"{path}: a file, not a model folder; pass a model folder"
     if (path / ADAPTER).is_file():
         return f"{path}: an adapter, not a whole model; merge it first: dunes augment merge {path} OUT"
     if _is_run(path):
         return (
-            f"{path}: a run without a model yet, still training, or stopped before its first save; continue it "
-            f"with --resume --out {path}"
+            f"{path}: a run without a model: it is still training, or was stopped before its first save; "
+            f"continue it with --resume --out {path}"
         )
     if (path / UNFINISHED).is_dir():
         return f"{path}: an unfinished model; remove it, or repeat the dunes augment command that began it"
     candidates = sorted((*path.glob("*"), *path.glob("snapshots/*")))
     if inside := [f for f in candidates if f.suffix == SUFFIX or is_model_folder(f)]:
-        return f"{path}: not a model folder; it holds {', '.join(map(str, inside[:3]))}; name one"
+        return f"{path}: not a model folder, but contains {', '.join(map(str, inside[:3]))}; choose one"
     names = ", ".join([*UNSHARDED, *(f"{s}.index.json" for s in UNSHARDED)])
     missing = "no weights" if (path / CONFIG).is_file() else "not a model folder"
     return f"{path}: {missing}; looked for {CONFIG} with {names}, and consolidated.* with {native.PARAMS}"
@@ -179,9 +179,9 @@ def is_network(folder: Path | str) -> bool:
 class OpenedModel:
     """A model whose weights have not been read yet. `hf_config` is its config.json, or an equivalent config.
 
-    `config_file` describes the architecture. `files` has lazy tensors by their names in the files, `names` maps
-    these to the model's names (unless `is_own`, whose names are equal), `ignored` has patterns of names to skip,
-    `notes` lists assumptions, and `card` is the content of dunes.json, if any.
+    `config_file` describes the architecture. `files` has lazy tensors by their names in the files. `names` maps
+    these to the model's names; it is empty if `is_own`, since the names are equal. `ignored` has patterns of names
+    to skip, `notes` lists assumptions, and `card` is the content of dunes.json, if any.
     """
 
     folder: Path
@@ -239,12 +239,12 @@ class OpenedModel:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Assumptions made in reading the files, including the note on a `Prefix` of their tensors' names."""
+        """Assumptions made in reading the files, including `Prefix.note`."""
         return (*self.notes, *filter(None, self.comparison[2:]))
 
     @cached_property
     def comparison(self) -> tuple[dict[str, LazyTensor], list[Difference], str]:
-        """The files' tensors by the model's names, their differences from the model, and the `Prefix`'s note."""
+        """The files' tensors by the model's names, their differences from the model, and a `Prefix.note`."""
         if self.is_own:
             prefix = Prefix.of(self.files, self.expected)
             files, outline = prefix.without(self.files), self.outline()
@@ -279,7 +279,7 @@ def open_verified_model(
     Raises ValueError for the first file that differs. Files are hashed if they have at most `max_bytes` in total.
     """
     require_model_folder(folder)
-    card = verified_card(folder, max_bytes)  # first, since its error names the changed file
+    card = verified_card(folder, max_bytes)  # first, since this error has the name of the changed file
     return open_model(folder, renames, build, card)
 
 
@@ -304,8 +304,8 @@ def open_model(
     if not is_own and not (folder / native.PARAMS).is_file():
         raise ValueError(explain(folder) + unfinished_downloads(folder))
     if renames:
-        form = "folder of ours" if is_own else "native folder"
-        raise ValueError(f"{folder}: a {form}, whose names are known; leave out the table of names")
+        form = "folder created by dunes" if is_own else "native folder"
+        raise ValueError(f"{folder}: a {form}, whose tensor names are known; leave out the table of names")
     if is_own:
         return _open_own(folder, card, build)
     return OpenedModel(folder, "native", folder / native.PARAMS, *native.open_folder(folder), card=card)
@@ -402,7 +402,7 @@ def load_decoder(opened: OpenedModel) -> Decoder:
 
 
 def _to_one_dtype(opened: OpenedModel, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The weights in one dtype. If they have several: the config's if a weight has it, else the promoted dtype."""
+    """The weights in one dtype. If there are several: the config's if a weight has it, else the promoted dtype."""
     dtypes = {w.dtype for w in weights.values()}
     if len(dtypes) == 1:
         return weights
@@ -489,7 +489,8 @@ def load(
 
     `build` is the function that builds a model that no family describes, as passed to `save`. With `trust_code`,
     the function in the card is imported, which runs code from outside of this package. `adapters` are folders of
-    adapters to add later: `load` verifies that the model is their base, and makes the changes in their cards.
+    adapters to add later: `load` verifies that the model is their base, and applies the changes listed in their
+    cards.
 
     If the folder has an adapter, its base is loaded, verified by the digests in the adapter's card (unless
     `any_base`), and quantized if the card says so (QLoRA); then the adapter is added as `default`. Tokenizer and
@@ -542,7 +543,7 @@ def describe(folder: Path | str) -> OpenedModel:
 
 
 def round_for_speed(loaded: LoadedModel) -> LoadedModel:
-    """Cast a large float32 model of a run with a base to bfloat16 if matrix products are then clearly faster.
+    """Cast a large float32 model of a run with a base to bfloat16 if this makes matrix products clearly faster.
 
     The result is for completion and generation; saving, scoring and exporting use the weights of `load`.
     """
@@ -567,7 +568,7 @@ def base_folder(folder: Path, fetch: bool = True) -> Path:
     relative = card.get("folder") if isinstance(card, dict) else None
     if isinstance(relative, str) and (folder / relative).exists():
         return (folder / relative).resolve()
-    remedy = OTHER_BASE.format(folder) if is_reference(record) else f"name it: dunes chat BASE --adapter {folder}"
+    remedy = OTHER_BASE.format(folder) if is_reference(record) else f"pass it: dunes chat BASE --adapter {folder}"
     if not fetch or not isinstance(name, str) or not NAME.fullmatch(name):
         raise ValueError(f"{folder}: its base {quote(name)} does not exist; {remedy}")
     revision = peft.get("revision")
@@ -632,7 +633,7 @@ def add_adapter(loaded: LoadedModel, folder: Path, name: str, any_base: bool = F
 
 
 def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False) -> list[Change]:
-    """Verify that a model is the base of the adapters in these folders, and make the changes in their cards.
+    """Verify that a model is the base of the adapters in these folders, and apply the changes in their cards.
 
     Returns the changes made; empty if the base includes them already. If the base is bit-equal to the recorded
     base, the changes must reproduce the recorded weights; a base cast to another dtype need not reproduce them.
@@ -689,7 +690,7 @@ def load_network(
 
 
 def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
-    """Load weights from a folder of `save_weights` or `save`, or from a file; returns the folder's card, or {}.
+    """Load weights from a file, or from a folder that `save_weights` or `save` wrote; returns its card, or {}.
 
     Nothing is cast: call `tree.move(model, dtype=...)` first. Files are safetensors or pickles, read without
     executing anything. Raises ValueError, listing the differences and changing nothing, if a file differs from its
@@ -706,7 +707,7 @@ def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
         folder = readable_folder(readable)
         card = verified_card(folder)
         if not has_own_form(card):
-            raise ValueError(f"{folder / CARD}: no card of a network; load its file of weights")
+            raise ValueError(f"{folder / CARD}: not the card of a network; load the weight file")
         _fill(model, own_weights(folder), card, folder / CARD)
         return card
 
@@ -732,7 +733,7 @@ def _fill(model: nn.Module, files: Weights, card: Mapping[str, Any], path: Path)
     if prefix.note:
         warnings.warn(f"{path}: {prefix.note}", stacklevel=3)
     if lost := next((name for name, b in model.named_buffers() if b.is_meta and name not in state), None):
-        raise ValueError(f"{lost} has no values, and no file has them: it is a buffer that is not persistent")
+        raise ValueError(f"{lost} has no values, and no file has them, since it is a non-persistent buffer")
     fill(model, files, card)
 
 

@@ -88,7 +88,7 @@ def _stage(folder: Path, size: int, stack: ExitStack) -> Path | None:
 def _write_part(staged: Path, copied: Snapshot, earlier: Sequence[Path]) -> dict[str, str]:
     """Write this rank's tensors, and on the first rank the other values; returns each file's SHA-256.
 
-    The file of unchanging tensors is a hard link to the newest `earlier` state's file if both have equal bytes.
+    The file of unchanging tensors is a hard link to the newest `earlier` state's file if the bytes are equal.
     """
     written, digests = list[Path](), dict[str, str]()
     for name, kept in (TENSORS, False), (UNCHANGING, True):
@@ -225,15 +225,15 @@ def _state_folders(run: Path) -> list[Path]:
 def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snapshot:
     """A copy of a state on the CPU; of a sharded tensor, only this rank's shard is copied.
 
-    The tensors under the keys in `unchanging` are not copied: the caller never writes to them. These are written
-    once for all states in which they are equal. Raises TypeError for values that are neither tensors nor JSON.
+    Tensors under the keys in `unchanging`, which the caller never modifies, are not copied; they are written once
+    for all states in which they are equal. Raises TypeError for values that are neither tensors nor JSON.
     """
     tensors: dict[str, Tensor] = {}
     values = _plain(state, "", tensors, unchanging)
     return Snapshot(tensors, values, frozenset(path for path in tensors if path.partition(".")[0] in unchanging))
 
 
-# Not an inner function: a recursive one would keep the tensors in memory until the next garbage collection.
+# A recursive inner function would keep the tensors in memory until the next garbage collection.
 def _plain(value: Any, path: str, tensors: dict[str, Tensor], unchanging: Collection[str]) -> Any:
     """The JSON form of a value of a state; its tensors are added to `tensors`, by dotted path."""
     if isinstance(value, Tensor):
@@ -267,10 +267,10 @@ def _restore_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def gathered(model: M, outline: M | None, folder: Path) -> M:
-    """Gather a sharded model on the first rank: `outline`, filled with the complete weights from a temporary file.
+    """Gather a sharded model on the first rank; returns `outline`, filled with the complete weights.
 
-    Each rank writes its part beside `folder`; no rank has all weights in memory. If `outline` (on the meta device)
-    is None, returns the model. Raises OSError if a rank cannot write.
+    Each rank writes its part to a temporary file beside `folder`; no rank has all weights in memory. `outline` is
+    on the meta device; if it is None, returns the model. Raises OSError if a rank cannot write.
     """
     if outline is None:
         return model

@@ -1,6 +1,6 @@
-"""Read the training text that a model's card names, if that is permitted.
+"""Read the training text that a model's card lists, if permitted.
 
-A card may come from a stranger and may name any file of the user. The sources in a card are read only if this user
+A card may come from a stranger and may list any file of the user. The sources in a card are read only if this user
 has trained on them, which the cache folder records, or inside `trust_sources` or `trust_cards`.
 """
 
@@ -25,7 +25,7 @@ _trusted = ContextVar("trusted_sources", default=False)
 
 @contextmanager
 def trust_sources() -> Iterator[None]:
-    """Permit, in this context and thread, reading the training text that cards name (`--trust-sources`)."""
+    """Permit, in this context and thread, reading the training text that cards list (`--trust-sources`)."""
     token = _trusted.set(True)
     try:
         yield
@@ -65,7 +65,7 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
             return
     raise ValueError(
         f"the model's card names {', '.join(map(ascii, sources[:3]))} as its training text, but this user "
-        "trained nothing here on it; to permit reading it, pass --trust-sources, or name the text"
+        "has trained on no such text here; to permit reading it, pass --trust-sources, or pass the text"
     )
 
 
@@ -77,7 +77,7 @@ def _record(sources: Sequence[str], follow_links: bool) -> Path:
 
 
 def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
-    """The training and validation documents of a model; for models that complete lines, test documents, too.
+    """The training and validation documents of a model; for models that complete lines, also the test documents.
 
     If the card's `split` is "tails", all documents are for training, and their tails for validation. `options`
     override arguments of `collect_corpus`. Raises ValueError if the card does not record the split, if another
@@ -96,7 +96,7 @@ def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
     if (number := trained.get("split_version")) != SPLIT_VERSION:
         raise ValueError(
             f"{CARD}: its text was split by another version of dunes (split_version {number!r:.20}, this version "
-            f"has {SPLIT_VERSION}); name the text, or train the model again"
+            f"has {SPLIT_VERSION}); pass the text, or train the model again"
         )
     recorded = {name: trained[name] for name in ("follow_links", "text_field") if name in trained}
     corpus = collect_corpus(trained["sources"], **recorded | options)

@@ -106,7 +106,7 @@ def verify(source: OpenedModel, result: OpenedModel, dtype: torch.dtype | None =
 def _compare(
     folder: Path, plain: Tensor, before: Tensor, after: Tensor, dtype: torch.dtype | None, merging: float = 0.0
 ) -> Verification:
-    """Compare logits `after` a conversion with the source's (`plain`) and the rounded source's (`before`).
+    """Compare logits after a conversion (`after`) with the source's (`plain`) and the rounded source's (`before`).
 
     `merging` is the largest difference caused by merging an adapter. Raises ValueError if a tolerance is exceeded.
     """
@@ -157,7 +157,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def model_logits(model: nn.Module, context_length: int, merged: torch.dtype | None = None) -> Tensor:
-    """Logits (PROMPTS, TOKENS, V) of a model in memory on the fixed prompts, computed in float32.
+    """Logits (PROMPTS, TOKENS, V) of an in-memory model on the fixed prompts, computed in float32.
 
     With `merged`, the active adapter is merged and all weights are rounded to that dtype.
     """

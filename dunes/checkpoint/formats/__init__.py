@@ -15,11 +15,11 @@ Blocks = Literal["q8_0", "q4_0"]
 class Format(NamedTuple):
     """A format that `dunes export --to NAME` writes. Its file has the format's name, with _ for -.
 
-    With `dense`, the file has `write(out, architecture, weights, tokenizer, dtype)`. The weights are dense lazy
+    With `dense`, the file has `write(out, architecture, weights, tokenizer, dtype)`. `weights` are dense lazy
     tensors by the model's names, with the active adapter merged, and `out` is a new file with this `suffix`. Other
     files have `write(folder, out, dtype)`, and with `network` also `write_network(folder, out, sizes)` for
-    networks that are no language models. All return text for the user. `no_dtype` is the reason why the format
-    has no choice of dtype; `write` then has no argument `dtype`.
+    networks that are no language models. All return text for the user. If the format has no choice of dtype,
+    `no_dtype` is the reason, and `write` has no argument `dtype`.
     """
 
     about: str
@@ -30,7 +30,7 @@ class Format(NamedTuple):
     no_dtype: str = ""
 
 
-_CODES = "a quantized model's codes as they are, for transformers and others"
+_CODES = "a quantized model's codes as they are, for transformers and vLLM"
 FORMATS = {
     "gguf": Format("llama.cpp", dense=True, suffix=".gguf", dtypes=get_args(Dtype) + get_args(Blocks)),
     "compressed-tensors": Format(_CODES, no_dtype="codes are written as they are"),
@@ -45,9 +45,7 @@ def check_choice(to: str, dtype: str | None) -> None:
     form = Format("Hugging Face") if to == "hf" else FORMATS.get(to)
     if form is None:
         listed = ", ".join(FORMATS)
-        raise ValueError(
-            f"--to {to[:80]!a}: expected hf, {listed}; Mistral's and Meta's own formats are read, not written"
-        )
+        raise ValueError(f"--to {to[:80]!a}: expected hf, {listed}; Mistral's and Meta's formats can only be read")
     if dtype in get_args(Blocks) and dtype not in form.dtypes:
         others = " or ".join(name for name, other in FORMATS.items() if dtype in other.dtypes)
         raise ValueError(f"--dtype {dtype}: for --to {others} only; quantize a folder with dunes augment quantize")

@@ -71,7 +71,7 @@ class AdapterBase:
 
 
 def adapter_base_of(model: nn.Module, family: str | None = None) -> AdapterBase:
-    """The base of a model's adapters. `family` names its matrices; by default, it follows from the modules.
+    """The base of a model's adapters. `family` sets the names of matrices; by default, the modules' family.
 
     Raises ValueError if no Hugging Face config describes the base.
     """
@@ -113,14 +113,14 @@ def save_adapter(
 ) -> None:
     """Write a model's adapter to a folder; `base` is the folder or Hub name of the model that it was trained on.
 
-    `identity` is the model's `base_identity` from before its weights were rounded. For quantized weights, it is
+    `identity` is the model's `base_identity` before its weights were rounded; for quantized weights, it is
     `before | after`, the union of the `base_identity` before and after quantization. Tokenizer and context length
-    are saved for use with the adapter. `family` is the family of the base's files if its modules are of another
-    family: "phi3" has LLaMA's modules. `facts` go into the card; their "changes" are records of earlier changes to
-    the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original base. If
-    `name` is None, only a reference to the base is written, and loading the folder loads the base. The save is
-    atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot express,
-    and for a folder with a model that dunes did not save, which would hide the adapter.
+    are saved for use with the adapter. `family` is the family of the base's files, if the modules are of another
+    family (the modules of "phi3" are LLaMA's). `facts` go into the card; their "changes" are records of earlier
+    changes to the base, which loading repeats. PiSSA is written as plain LoRA of twice the rank, for the original
+    base. If `name` is None, only a reference to the base is written, and loading the folder loads the base. The
+    save is atomic, as in `save`. Raises ValueError, naming the module, for an adapter that PEFT's format cannot
+    express, and for a folder with a model that dunes did not save, which would hide the adapter.
     """
     folder, adapter_base = Path(folder), adapter_base_of(model, family)
     factors, adapters = list[tuple[Target, Factors]](), list[Adapter]()
@@ -176,9 +176,9 @@ def peft_factors(
 
 
 def _locate_base(base: Path | str | None, folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """The base's absolute path or Hub name, and an entry for the card: its path relative to the adapter's folder.
+    """The base's absolute path or Hub name, and a card entry with the path relative to the adapter's folder.
 
-    The relative path stays valid if both folders are relocated together.
+    The relative path stays valid if both folders are moved together.
     """
     if base is None or not Path(base).exists():
         return None if base is None else str(base), {}
@@ -207,7 +207,7 @@ def _peft_targets(base: AdapterBase, modules: Iterable[str]) -> list[Target]:
 
 def _peft_keys(factors: list[tuple[Target, Factors]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors to write into the adapter's file."""
-    # PEFT nests the wrappers of a module's parameters: the last parameter is outermost.
+    # PEFT nests the wrappers of a module's parameters; the last parameter's wrapper is outermost.
     stacked = {target for target, _ in factors if target.stacked}
     outermost = {t.parent: t for t in base.targets.values() if t in stacked}
     for target, f in factors:
@@ -225,7 +225,7 @@ MISREAD = {"gate_proj", "up_proj", "down_proj"}
 def _peft_config(
     factors: Sequence[tuple[Target, Factors]], base: AdapterBase, adapters: Sequence[Adapter]
 ) -> dict[str, Any]:
-    """The adapter_config.json; `target_modules` has the last part of a name if all modules with it are adapted.
+    """The adapter_config.json; `target_modules` has a name's last part if all modules with this part are adapted.
 
     `r` and `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
     `alpha_pattern`.
@@ -236,24 +236,24 @@ def _peft_config(
     left_out = {_leaf(t.path) for t in adaptable if not t.stacked and t.path not in paths}
     if (misread := MISREAD & {*map(_leaf, paths)}) and any(t.stacked for t in adaptable):
         warnings.warn(
-            f"PEFT with transformers 5 takes every {', '.join(sorted(misread))} of this mixture for an expert's, "
+            f"PEFT with transformers 5 treats every {', '.join(sorted(misread))} of this mixture as an expert's, "
             "and loads no adapter of another MLP; for PEFT, leave out dense and shared MLPs, or merge the adapter",
             stacklevel=2,
         )
     if any(path.endswith(".mixer.out_proj") for path in paths):
-        warnings.warn("PEFT refuses the out_proj of a Mamba-2; leave out blocks.*.attn.out for it", stacklevel=2)
+        warnings.warn("PEFT refuses a Mamba-2's out_proj; for PEFT, leave out blocks.*.attn.out", stacklevel=2)
     ranks = {t.path: f.rank // len(t.rows) for t, f in factors}
     # Rounding restores the alpha that the scale was computed from.
     alphas = {t.path: round(f.scale * _divisor(ranks[t.path], rslora), 10) for t, f in factors}
     pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # a reference has no factors
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
-    # In a model with such experts, PEFT takes modules with these names for an expert's, but no parameters.
+    # In a model with such experts, PEFT treats modules with these names as an expert's, but no parameters.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
     if shared and any(f.others for _, f in factors):
         raise ValueError(
-            f"{min(shared)}: PEFT takes it for an expert's, for which it supports only plain LoRA; use plain LoRA"
+            f"{min(shared)}: PEFT treats it as an expert's, which supports only plain LoRA; use plain LoRA"
         )
     names = {path: f"{path}.weight" if path in shared else path for path in others}
     # Older versions match a pattern only after a dot.
@@ -411,7 +411,7 @@ def _read_patterns(key: str, config: Mapping[str, Any], number: type[int] | type
 
 
 def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The suffixes listed in `target_modules`; empty if it is no list, or if other settings exclude modules."""
+    """The suffixes listed in `target_modules`; empty if this is no list, or if other settings exclude modules."""
     modules = config.get("target_modules")
     narrowed = [config.get(k) for k in ("exclude_modules", "layers_to_transform", "layers_pattern")]
     if not isinstance(modules, list) or any(setting not in (None, []) for setting in narrowed):
@@ -431,7 +431,7 @@ def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> 
     if differing := [key for key in (*before, *now) if before.get(key) != now.get(key)]:
         key = differing[0]
         raise ValueError(
-            f"{folder}: made for a base of other settings: {quote(key)} was {quote(before.get(key))}, not "
+            f"{folder}: made for a base with other settings: {quote(key)} was {quote(before.get(key))}, not "
             f"{quote(now.get(key))}; load the original base, {ANY_BASE_HINT}"
         )
 
@@ -482,13 +482,13 @@ def _read_factors(folder: Path, peft: PeftConfig, base: AdapterBase) -> dict[str
 
 
 def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], targets: Collection[Target]) -> None:
-    """Raise ValueError if the file has no tensors for modules that the config names."""
+    """Raise ValueError if the file has no tensors for modules that the config lists."""
     experts = {m for t in targets if t.stacked for m in t.modules}  # stacked or separate
     named = [t for t in targets if any(f".{t.path}".endswith(f".{end}") for end in peft.modules)]
     missing = [t for t in named if not adapted.issuperset(t.modules) and experts.isdisjoint(t.modules)]
     if missing:
         raise ValueError(
-            f"{folder}: {ADAPTER} names {plural(len(named), 'module')}, and the file has no tensors for "
+            f"{folder}: {ADAPTER} lists {plural(len(named), 'module')}, and the file has no tensors for "
             f"{len(missing)} of them, such as {missing[0].path}; download the files again"
         )
 

@@ -37,7 +37,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Target:
-    """A base weight, by its Hugging Face name. `rows` has its modules; if `stacked`, one row for each expert.
+    """A base weight, by its Hugging Face name. `rows` has the weight's modules, one row per expert if `stacked`.
 
     `load` and `save` convert the layout of the weight, as in `Name`.
     """
@@ -54,7 +54,7 @@ class Target:
         return self.load(torch.empty(0, 1, device="meta")).shape == (1, 0)
 
     def b_to_theirs(self, b: Tensor) -> Tensor:
-        """Reorder the outputs of `B` (O, R) of one row of modules like the outputs of Hugging Face's weight."""
+        """Reorder the outputs of `B` (O, R), for one row of modules, as in Hugging Face's weight."""
         saved = self.save(b)
         return saved.mT if self.transposed else saved
 
@@ -112,7 +112,7 @@ def join_factors(target: Target, factors: Mapping[str, Factors], modules: Mappin
 
 
 def _check_others(target: Target, factors: Mapping[str, Factors]) -> None:
-    """Raise ValueError for `others`, unless each has one element for each output of the complete target.
+    """Raise ValueError unless each of `others` has one element for each output of the complete target.
 
     PEFT supports `others` neither on stacked experts nor on a part of a matrix.
     """
@@ -165,7 +165,7 @@ def split_factors(target: Target, joined: Factors, modules: Mapping[str, nn.Modu
 
 
 def _limit_rank(f: Factors) -> Factors:
-    """The same update with a rank of at most `min(I, O)`; a router of 8 experts may have an adapter of rank 16."""
+    """The same update with a rank of at most `min(I, O)`, which is 8 for a router of 8 experts."""
     outputs, inputs = len(f.B), f.A.shape[1]
     if f.rank <= min(outputs, inputs):
         return f

@@ -32,7 +32,7 @@ from dunes.units import format_bytes, plural
 
 ZERO_POINTS = (
     "; it has zero points, which transformers 5.23 and compressed-tensors 0.20 do not read in a folder: "
-    "quantize with --symmetric for them"
+    "for these tools, quantize with --symmetric"
 )
 """https://github.com/vllm-project/llm-compressor/issues/1618"""
 
@@ -40,8 +40,8 @@ ZERO_POINTS = (
 def write(folder: Path, out: Path) -> str:
     """Write the quantized model in `folder` to `out` with packed codes; returns a line on the result.
 
-    Raises ValueError if `out` exists, if the model has no quantized layers, has adapters, or has layers that the
-    format cannot express, and if the result reads back with other logits; then nothing is written.
+    Raises ValueError, and writes nothing, if `out` exists, if the model has no quantized layers, has adapters, or
+    has layers that the format cannot express, or if the result reads back with other logits.
     """
     folder = readable_folder(folder)
     return rewrite(folder, out, partial(_packed, folder, out))
@@ -53,7 +53,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
     model, tokenizer, length = loaded.model, loaded.tokenizer, loaded.context_length
     layers = {p.name: p.module for p in tree.places(model) if isinstance(p.module, Quantized)}
     if not layers or any(isinstance(m, Adapted) for m in model.modules()):
-        raise ValueError(f"{folder}: needs quantized layers and no adapters: dunes augment merge, then quantize")
+        raise ValueError(f"{folder}: needs quantized layers and no adapters; run dunes augment merge and quantize")
     packed = {name: _pack(layer, name) for name, layer in layers.items()}
     expected = model_logits(model, length)
     dequantize(model)
@@ -74,7 +74,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
         asymmetric = any("weight_zero_point" in tensors for tensors, _ in packed.values())
         report = (
             f"{plural(len(layers), 'layer')} packed, {format_bytes(sum(t.nbytes for t in files.values()))} of "
-            f"tensors; read back, logits differ by {difference:.1e} (relative norm){ZERO_POINTS * asymmetric}"
+            f"tensors; the result's logits differ by {difference:.1e} (relative norm){ZERO_POINTS * asymmetric}"
         )
         return report, {"packed": {"layers": len(layers), "verified": difference}}
 
@@ -91,7 +91,7 @@ def _their_names(model: Decoder, described: Architecture, places: Iterable[str])
         weight, conversion = weights[f"{place}.weight"], alone.get(f"{place}.weight")
         if conversion is None or not torch.equal(conversion.make([weight]), weight):
             raise ValueError(
-                f"{place}: {described.family} stores this matrix in another layout, which is not packed"
+                f"{place}: {described.family} stores this matrix in another layout, which cannot be packed"
             )
         names[place] = conversion.target.removesuffix(".weight")
     return names
@@ -105,8 +105,8 @@ def _pack(layer: Quantized, place: str) -> tuple[dict[str, Tensor], dict[str, An
     grid = Grid(8, symmetric=True) if isinstance(layer, Int8) else getattr(layer, "grid", None)
     if not isinstance(grid, Grid) or grid.bits not in BITS:
         raise ValueError(
-            f"{place} is {type(layer).__name__} {grid or ''}; {NAME} has int8 and int4 with whole zero points: "
-            "quantize the dense model with --kind int4 or int8"
+            f"{place} is {type(layer).__name__} {grid or ''}; {NAME} supports int8 and int4 with integer zero "
+            "points: quantize the dense model with --kind int4 or int8"
         )
     inputs, group = layer.in_features, grid.width(layer.in_features)
     if inputs % group:

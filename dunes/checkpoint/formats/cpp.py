@@ -41,7 +41,7 @@ from dunes.units import format_bytes
 CARD, WEIGHTS, TABLES, FORMAT = "card.json", "weights.safetensors", "tokenizer.safetensors", 1
 SOURCES = Path(__file__).parent / "program"
 OF_TEXTS = "text."
-"""Prefix of the names of weights that the code for the beginning of a text needs in another dtype."""
+"""Prefix in names of weights that the code for the beginning of a text needs in another dtype."""
 MIN_CONTEXT, CHUNK = 8, 1 << 24
 MIX = [np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
 """Constants of the checksum, from https://prng.di.unimi.it/splitmix64.c"""
@@ -49,13 +49,13 @@ INSTRUCTIONS = re.compile(
     "(sse|ssse|avx|amx|fma|f16c|bmi|adx|aes|pclmul|vaes|vpclmul|gfni|sha|rdrand|rdseed|rdpid|movbe|movdir|popcnt|abm|"
     "cx16|clflush|clwb|cldemote|xsave|fsgsbase|lahf|3dnowprefetch|serialize|waitpkg|ptwrite|enqcmd|cmpccxadd).*"
 )
-"""Pattern of Linux's flags of x86 processors that name instructions which compilers may emit."""
+"""Pattern for Linux's flags of x86 instruction sets that compilers may emit."""
 UNSUPPORTED = (
     *("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"),
     *("byte_fallback", "ignore_merges"),
 )
 """Settings of byte-pair tokenizers that the program does not support."""
-NO_TOKENIZER = "the program reads tokenizers of bytes, characters and byte pairs by dunes, and not this model's"
+NO_TOKENIZER = "the program supports dunes' byte, character and byte-pair tokenizers, but not this model's"
 
 
 def write(folder: Path, out: Path, dtype: str | None = None) -> str:
@@ -93,8 +93,8 @@ def export_native(
     `dtype` is passed to `compile_step`. Compilation takes two to five minutes unless the steps are cached; before
     it starts, `show` is called with a message. Raises ValueError, before any work, if `out` exists, if no C++
     compiler is installed, and for models that are no decoders, have mixtures of experts, need the entire text for
-    each token, or attend to fewer than 8 tokens. Later, raises ValueError if the model cannot be compiled, or if
-    the folder's code computes something else; then nothing is written.
+    each token, or attend to fewer than 8 tokens. Later, raises ValueError, and writes nothing, if the model cannot
+    be compiled, or if the folder's code computes something else.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     check_target(out)
@@ -109,7 +109,7 @@ def export_native(
     stems = {Path(name).stem for n, name in decode_packages.FILES.items() if n != ROWS}
     names = {name for name in decode_packages.native_files(package) if Path(name).stem in stems}
     if step is None or "native-few.so" not in names:
-        raise ValueError("the steps of this model cannot be compiled: dunes compile says why")
+        raise ValueError("the steps of this model cannot be compiled; dunes compile shows the reason")
     weights = step_weights(model, chosen)
     if "native-text.so" in names:
         weights |= _differing(weights, step_weights(model, next(model.parameters()).dtype))
@@ -146,7 +146,7 @@ def export_network(model: nn.Module, example: Tensor, out: Path) -> str:
     check_target(out)
     expected = _check_network(model, example)
     with tree.mode(model, False), warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # torch's own deprecations
+        warnings.simplefilter("ignore")  # torch's own deprecation warnings
         graph = decode_packages.export_graph(lambda: torch.export.export(model, (example,), strict=False))
         card = {"input": list(example.shape), "output": list(expected.shape)}
 
@@ -223,7 +223,7 @@ def _write(
 ) -> str:
     """Write a folder with these weights, the files that `fill` writes, the sources, and the card.
 
-    `verify` gets the temporary folder and the weights read back from it; it raises ValueError if these are wrong.
+    `verify` is called with the temporary folder and the weights read back; it raises ValueError if they are wrong.
     """
     aliases, own = _without_aliases(weights)
     card = {

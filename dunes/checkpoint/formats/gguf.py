@@ -101,7 +101,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("expert_shared_count", "expert_shared_feed_forward_length"), (0,)),
     **dict.fromkeys(("use_parallel_residual", "swin_norm", "rope.scaling.yarn_log_multiplier"), (0,)),
 }
-"""The values that further keys may have; 0 turns a feature off."""
+"""Permitted values of further keys; 0 turns a feature off."""
 
 
 def write(
@@ -109,7 +109,7 @@ def write(
 ) -> str:
     """Write a GGUF file; returns a line on the file. `dtype` is one of TYPES, by default the most common dtype.
 
-    Raises ValueError like `write_file`; then nothing is written.
+    Raises ValueError, and writes nothing, in the cases described at `write_file`.
     """
     stored = Counter(str(w.dtype).removeprefix("torch.") for w in weights.values())
     type_name = dtype or stored.most_common(1)[0][0]
@@ -159,7 +159,7 @@ def _architecture(family: str) -> str:
     """llama.cpp's name of a family. Raises ValueError for a family that is not written."""
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"a GGUF file of {family} cannot be written, only of {known}; export it with --to hf")
+        raise ValueError(f"GGUF files cannot be written for {family}, only for {known}; export it with --to hf")
     return ARCHITECTURES[family]
 
 
@@ -230,11 +230,11 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The metadata of a model. Raises ValueError for models that llama.cpp does not support."""
     hf, architecture = FAMILIES[model.family].to_hf(model.config), _architecture(model.family)
     if architecture in UNBIASED and (hf.get("attention_bias") or hf.get("mlp_bias")):
-        raise ValueError(f"llama.cpp's {architecture} has no biases, this model has; export it with --to hf")
+        raise ValueError(f"llama.cpp's {architecture} supports no biases, which this model has; use --to hf")
     if architecture == "olmo2" and hf["tie_word_embeddings"]:
-        raise ValueError("llama.cpp's olmo2 has a head of its own, this model's is tied; export it with --to hf")
+        raise ValueError("llama.cpp's olmo2 needs an untied head, but this model's is tied; use --to hf")
     if not hf.get("norm_topk_prob", True):
-        raise ValueError(f"llama.cpp's {architecture} renormalises experts' weights, this model does not")
+        raise ValueError(f"llama.cpp's {architecture} renormalises experts' weights, but this model does not")
     keys = GPT2_KEYS if architecture == "gpt2" else KEYS
     fields = {key: hf[ours] for ours, key in keys.items() if hf.get(ours) is not None}
     if hf.get("sliding_window"):
@@ -267,7 +267,7 @@ def _rope_fields(scaling: Scaling) -> dict[str, Any]:
             return {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling.factor)}
         case Yarn():
             if (scaling.beta_fast, scaling.beta_slow, scaling.truncate) != (32.0, 1.0, True):
-                raise ValueError("llama.cpp's YaRN has beta_fast 32, beta_slow 1 and truncate, this model differs")
+                raise ValueError("llama.cpp's YaRN has beta_fast 32, beta_slow 1 and truncate; this model differs")
             return {
                 "rope.scaling.type": "yarn",
                 "rope.scaling.factor": float(scaling.factor),
@@ -315,7 +315,7 @@ def _lazy_tensor(mapped: MappedFile, info: TensorInfo) -> LazyTensor:
         block, size = package.GGML_QUANT_SIZES[number]
         package.dequantize(np.zeros((1, size), np.uint8), number)
     except (ValueError, NotImplementedError):
-        remedy = "write it in another: llama-quantize --allow-requantize FILE OUT F16"
+        remedy = "convert the file: llama-quantize --allow-requantize FILE OUT F16"
         name = getattr(kind, "name", kind)
         raise ValueError(f"{tensor} has the unsupported type {name}; {remedy}") from None
     rows = info.shape[-1] // block if info.shape and info.shape[-1] % block == 0 else None
@@ -410,7 +410,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
 
 
 def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) -> dict[str, Any]:
-    """LLaMA 3's scaling with its usual bounds 1 and 4. Raises ValueError unless it gives these divisors."""
+    """LLaMA 3's scaling with the usual bounds 1 and 4. Raises ValueError if it does not give these divisors."""
     scaling, base = Llama3(float(divisors.max()), 1.0, 4.0, length), hf.get("rope_theta", 10_000.0)
     cpu = torch.device("cpu")
     expected = base_frequencies(width, base, cpu) / scaling.inverse_frequencies(width, base, cpu)

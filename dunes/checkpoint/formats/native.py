@@ -28,12 +28,12 @@ KNOWN = (
     *("sliding_window", "_sliding_window"),
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "moe", "max_batch_size"),
 )
-"""Supported keys; `max_batch_size` does not affect the model. Other keys may affect it, and are refused."""
+"""Supported keys; `max_batch_size` does not affect the model. Other keys are refused, since they may affect it."""
 DEFAULTS = {"model_type": "transformer", "causal": True, "use_biases": False}
 """Keys that are accepted only with these values."""
 EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 LLAMA_3_2_DIMS = (2048, 3072)
-"""Widths of LLaMA 3.2, which has another rotary scaling factor than LLaMA 3.1."""
+"""Widths of LLaMA 3.2, whose rotary scaling factor differs from LLaMA 3.1's."""
 
 
 def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, Any], list[str]]:

@@ -33,15 +33,15 @@ def write(folder: Path, out: Path) -> str:
 def write_network(folder: Path, out: Path, sizes: Sequence[int]) -> str:
     """Write the network in `folder` as an ONNX file for an input of these sizes, batch included."""
     size = write_onnx(checkpoint.load_network(folder), torch.rand(*sizes), out)
-    return f"{size}, of an input of {' x '.join(map(str, sizes))}"
+    return f"{size}, for an input of {' x '.join(map(str, sizes))}"
 
 
 def export_onnx(loaded: LoadedModel, out: Path) -> str:
     """Write an ONNX file that maps `ids` (B, T) to `logits` (B, T, V) in float32; returns a line on the file.
 
-    The model itself is converted to float32, and its quantized layers become dense. Raises ValueError if `out`
-    exists, if the extra packages are missing, for sliding windows and models of more than 2 GB, if torch cannot
-    export the model, and if onnxruntime computes other logits; then nothing is written.
+    The model itself is converted to float32, and its quantized layers become dense. Raises ValueError, and writes
+    nothing, for sliding windows and models of more than 2 GB, and if `out` exists, if the extra packages are
+    missing, if torch cannot export the model, or if onnxruntime computes other logits.
     """
     if any(getattr(module, "window", None) is not None for module in loaded.model.modules()):
         raise ValueError("--to onnx: a sliding window, whose mask depends on the length, cannot be exported")
@@ -55,8 +55,8 @@ def export_onnx(loaded: LoadedModel, out: Path) -> str:
 def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> str:
     """Write the forward pass of any network as the ONNX file `out`; returns the file's size as text.
 
-    Shapes are fixed to the example's, unless `options` for `torch.onnx.export` make some of them dynamic. Raises
-    ValueError like `export_onnx`; outputs are compared for the example.
+    Shapes are fixed to the example's, unless `options` for `torch.onnx.export` make some of them dynamic. The
+    outputs for the example are compared. Raises ValueError like `export_onnx`.
     """
     options = {"input_names": ["input"], "output_names": ["output"]} | options
     runtime, _, checker = [extra(module, "onnx") for module in ("onnxruntime", "onnxscript", "onnx.checker")]
@@ -66,7 +66,7 @@ def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> 
         raise ValueError(f"{format_bytes(size)} in float32; an ONNX file has at most {format_bytes(LARGEST)}")
     try:
         with torch.no_grad(), tree.mode(model, False), warnings.catch_warnings(), redirect_stdout(StringIO()):
-            warnings.simplefilter("ignore")  # torch's own deprecations
+            warnings.simplefilter("ignore")  # torch's own deprecation warnings
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # no warning that torchvision is missing
             expected = tree_leaves(model(example))
             program: Any = torch.onnx.export(model, (example,), dynamo=True, **options)
@@ -84,7 +84,7 @@ def write_onnx(model: nn.Module, example: Tensor, out: Path, **options: Any) -> 
             limit = EXACT * float(want.double().nan_to_num(0, 0, 0).abs().max())
             if not torch.allclose(got.double(), want.double(), 0, limit, equal_nan=True):
                 off = float((got.double() - want.double()).abs().max())
-                raise ValueError(f"--to onnx: onnxruntime computes another result, {off:.1e} apart")
+                raise ValueError(f"--to onnx: onnxruntime computes another result, which differs by {off:.1e}")
 
     atomic.replace_file(out, write)
     return format_bytes(out.stat().st_size)

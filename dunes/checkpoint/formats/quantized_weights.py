@@ -17,7 +17,8 @@ https://arxiv.org/abs/2310.10537
 
 GPTQ: `X.qweight` (I * bits / 32, O) int32 has the codes of each column, lowest bits first. `X.scales` (G, O) and
 `X.qzeros` (G, O * bits / 32), int32 packed along the rows, have a row for each group of inputs. `X.g_idx` (I),
-int32, has the group of each input, since act-order sorts inputs. Zero points are stored minus 1, not in `gptq_v2`.
+int32, has the group of each input, since act-order sorts inputs. Zero points are stored minus 1
+except in `gptq_v2`.
 https://github.com/AutoGPTQ/AutoGPTQ/blob/main/auto_gptq/nn_modules/qlinear/qlinear_cuda.py
 https://github.com/ModelCloud/GPTQModel/blob/main/gptqmodel/utils/model.py
 
@@ -265,7 +266,7 @@ def _part(parts: Weights, name: str, origin: str, *shape: int | None) -> LazyTen
 
 
 def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin: str) -> LazyTensor:
-    """A weight (O, I) of `bits` bits, or of the bits that its shapes imply: `dynamic` may give a layer its own."""
+    """A weight (O, I) of `bits` bits, or of the bits that its shapes imply (`dynamic` may set them)."""
     packed = _part(parts, "qweight", origin, None, None)
     scale = _part(parts, "scales", origin, None, packed.shape[1])
     groups, rows = scale.shape
@@ -283,7 +284,7 @@ def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin
 
     def read() -> Tensor:
         group = torch.arange(columns) // (columns // groups) if index is None else index.read()
-        # The 1 was subtracted from whole words, so that a zero borrowed from the next code; adding reverts both.
+        # The 1 was subtracted from whole words, where a zero point 0 borrows from the next; adding reverts both.
         words = zero.read() + (sum(1 << bit for bit in range(0, 32, bits)) if less_one else 0)
         offset = _unpack(words, bits, rows).T[:, group]
         codes = _unpack(packed.read().T, bits, columns)

@@ -30,7 +30,7 @@ def indexed_tensors(index: Path) -> dict[str, LazyTensor]:
     """
     weight_map, listed = json_file.read(index).get("weight_map") or None, defaultdict[str, set[str]](set)
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise ValueError(f"{index}: 'weight_map' must name a file for each tensor")
+        raise ValueError(f"{index}: 'weight_map' must map each tensor to a file")
     for key, name in weight_map.items():
         listed[name].add(key)
     paths = {name: listed_file(index.parent, name, index) for name in sorted(listed)}

@@ -132,14 +132,14 @@ class MappedFile:
         """A tensor at `offset` bytes in the file, as a view of the mapping.
 
         `stride` counts elements; by default, the tensor is contiguous. Tensors that are not aligned to their item
-        size are copied. Bool tensors are copied too, since a byte other than 0 and 1 is no valid bool in C++. The
+        size are copied. Bool tensors are also copied, since a byte other than 0 and 1 is no valid bool in C++. The
         caller has checked that the tensor lies within the file.
         """
         shape = tuple(shape)
         steps = torch.empty(shape, device="meta").stride() if stride is None else tuple(stride)
         count = extent(shape, steps)
         end = offset + count * dtype.itemsize
-        assert 0 <= offset <= end <= self.size, "the reader of the header has compared them"
+        assert 0 <= offset <= end <= self.size, "the caller has compared offset and size"
         if not count:
             return torch.empty(shape, dtype=dtype)
         flat = torch.frombuffer(self._map, dtype=torch.uint8, count=end - offset, offset=offset)

@@ -79,7 +79,7 @@ def tensors(path: Path) -> dict[str, LazyTensor]:
     """Tensors of a `torch.save` file in either of torch's two formats, by name, in the file's order.
 
     Keys of nested dicts are joined with dots. If the file has a dict "state_dict" or "model", only that dict's
-    tensors are returned, not an optimizer's beside it. Other values and tensors in lists are omitted. Tensors may
+    tensors are returned, not the optimizer's tensors. Other values and tensors in lists are omitted. Tensors may
     share storages, so that their `nbytes` may sum to more than the file's size. Raises ValueError, on one line,
     for a damaged file and for any opcode or name that torch does not write for tensors.
     """
@@ -157,7 +157,7 @@ class _Dict(dict[object, object]):
     def __setitem__(self, key: object, value: object) -> None:
         if type(key) not in (str, int) or key in self:
             raise ValueError(
-                f"its pickle has the key {quote(key)} twice, or it is neither a string nor an integer"
+                f"its pickle has the key {quote(key)} twice, or this key is neither a string nor an integer"
             )
         super().__setitem__(key, value)
 
@@ -229,13 +229,13 @@ class _Unpickler(pickle._Unpickler):  # in C, a few bytes can request any amount
             case _:
                 raise ValueError("its pickle refers to an object that is not a storage of a known type")
         if view not in ([], [None]) or type(count) is not int or not 0 <= count < 1 << 59:
-            raise ValueError(f"storage {quote(key)} has an invalid size or is part of another")
+            raise ValueError(f"storage {quote(key)} has an invalid size or is part of another storage")
         if self.storages.setdefault(key, storage) != storage:
             raise ValueError(f"storage {quote(key)} has two types or sizes")
         return storage
 
     def load_frame(self) -> None:
-        """Skip a frame's size; the opcodes in the frame are then read like all others."""
+        """Skip a frame's size; the opcodes in the frame are read like all other opcodes."""
         self.read(8)
 
     def load_dict(self) -> None:
@@ -381,7 +381,7 @@ def entries(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
             for info in infos:
                 first = _first_byte(file, info)
                 if info.filename in places or info.header_offset < end or first + info.file_size > directory:
-                    raise ValueError(f"{info.filename!a} occurs twice, or overlaps something else")
+                    raise ValueError(f"{info.filename!a} occurs twice, or overlaps another part")
                 end = first + info.file_size
                 places[info.filename] = first, info.file_size
     except (zipfile.BadZipFile, NotImplementedError, OSError, OverflowError, UnicodeDecodeError) as error:
@@ -403,5 +403,5 @@ def _first_byte(file: BinaryIO, info: zipfile.ZipInfo) -> int:
     sizes = {info.file_size, 0xFFFFFFFF} | ({0} if flags & 8 else set())
     same = (signature, flags, method, file.read(length)) == (b"PK\3\4", info.flag_bits, 0, name.encode())
     if not same or not {size, packed} <= sizes:
-        raise ValueError(f"{name!a} has a header of its own that contradicts the directory")
+        raise ValueError(f"the header of {name!a} contradicts the directory")
     return int(info.header_offset + _LOCAL.size + length + more)

@@ -79,8 +79,9 @@ def compare(
 class Prefix:
     """A renaming of a file's tensors to the model's names: wrapper names are removed, a prefix removed or added.
 
-    `renames` maps the file's names to the model's; `note` describes the renaming, or why it is impossible. Both
-    are empty if all names match already, or if no renaming matches more than half of the unknown names.
+    `renames` maps the file's names to the model's; `note` describes the renaming, or why it is impossible.
+    `renames` and `note` are empty if all names match already, or if no renaming matches more than half of the
+    unknown names.
     """
 
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +113,7 @@ class Prefix:
         unchanged = {*files} - best.keys()
         if len({*best.values(), *unchanged}) < len(best) + len(unchanged):
             would = note.replace("are", "would be")
-            return cls(note=f"{would}, but then two have the same name; keep one of each")
+            return cls(note=f"{would}, but two would have the same name; keep one of each")
         return cls(best, note)
 
     def without(self, files: Weights) -> dict[str, LazyTensor]:
@@ -121,7 +122,7 @@ class Prefix:
 
 
 def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of a prefix to remove, which all names have, and a prefix to add: "" or the most common known one."""
+    """Pairs of a prefix to remove, which all names have, and one to add: "" or the most common in `known`."""
     starts = ["", *(f"{first}." for first, _ in Counter(name.partition(".")[0] for name in known).most_common(1))]
     parts = names[0].split(".")
     for count in range(len(parts)):
@@ -200,12 +201,12 @@ def apply_renames(files: dict[str, LazyTensor], renames: Mapping[str, str], fold
     Raises ValueError if two tensors get the same name, and for an entry of the table that matches no tensor.
     """
     if unused := [k for k in renames if all(match_indices(k, key) is None for key in files)]:
-        raise ValueError(f"{folder}: no tensor is called {unused[0]}, which the table of names has")
+        raise ValueError(f"{folder}: no tensor is called {unused[0]}, which the table of names lists")
     result: dict[str, LazyTensor] = {}
     for key, tensor in files.items():
         matches = ((new, match_indices(old, key)) for old, new in renames.items())
         name = next((substitute(new, indices) for new, indices in matches if indices is not None), key)
         if name in result:
-            raise ValueError(f"{folder}: two tensors are called {name} by the table of names, one of them {key}")
+            raise ValueError(f"{folder}: two tensors are called {name} after renaming, one of them formerly {key}")
         result[name] = tensor
     return result
