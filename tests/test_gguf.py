@@ -115,7 +115,7 @@ def test_what_llama_cpp_cannot_express_is_refused(tmp_path, tokenizer):
     refuses("renormalises", written, tmp_path, "qwen3_moe", tokenizer, renormalise=False)
     scaling = Yarn(4.0, 16, 1.3, beta_fast=16.0)
     refuses("beta_fast", written, tmp_path, "llama", tokenizer, scaling=scaling)
-    refuses("no tokenizer of type WordLevel", vocabulary_fields, Tokenizer.train("chars", ["abc"]), 20)
+    refuses("a tokenizer of type WordLevel", vocabulary_fields, Tokenizer.train("chars", ["abc"]), 20)
     model, architecture = tiny("llama", tokenizer.vocab)
     model.blocks[0].mlp.up.weight.data[0, 0] = 1e6
     state = in_memory(model.state_dict())
@@ -364,7 +364,7 @@ def test_a_model_in_several_parts_is_read_by_its_first(tmp_path, tokenizer, monk
     renamed = first.with_name("renamed.gguf")
     renamed.write_bytes(first.read_bytes())
     for other in (second, renamed):
-        words = rf"{other.name}: one of 3 parts; name the first.*-00001-of-00003\.gguf"
+        words = rf"{other.name}: one of 3 parts; pass the first.*-00001-of-00003\.gguf"
         refuses(words, checkpoint.load_with_tokenizer, other)
     third.write_bytes(second.read_bytes())
     refuses("two tensors are called", checkpoint.load, first)

@@ -434,8 +434,8 @@ def test_prompts_that_are_rendered_equally_are_on_one_side_or_counted_as_leaks(g
     config = asked(bases, rows, template="mistral", val_data=valid)
     show, out = display()
     data = choose_options(FinetuneData.read(config, load_base(config), show), show)
-    leaks = "12 validation pairs have" if given else "0 validation pairs have"
-    assert f"{leaks} a prompt of the training data" in " ".join(out.getvalue().split())
+    leaks = "12 validation pairs repeat" if given else "0 validation pairs repeat"
+    assert f"{leaks} a training prompt" in " ".join(out.getvalue().split())
     if not given:
         assert {*Counter(int(e.place.rpartition(" ")[2]) % 20 for e in data.valid).values()} == {6}
 

@@ -1,7 +1,7 @@
 """Batches (windows of ids, tensor rows, or examples) in an order fixed by (seed, epoch, position) alone.
 
-So one integer is the data cursor of a run, a resumed run starts without reading earlier batches, and the order
-does not depend on the number of workers or devices.
+One integer is therefore the data cursor of a run. A resumed run starts without reading earlier batches, and the
+order does not depend on the number of workers or devices.
 
 A row has one padded example, or several packed examples that do not attend to each other. Packing is best-fit
 decreasing (https://arxiv.org/abs/2404.10830). The layout depends only on the lengths, so every epoch has the same
@@ -104,11 +104,11 @@ class Windows:
 
     For `PackedText`, batches include positions.
 
-    `arrange`, if any, is applied to each window; its generator is seeded by (seed, epoch, position in the epoch's
-    order). A batch then has separate targets, which are IGNORE where `arrange.is_target` is False.
+    `arrange`, if any, is applied to each window, with a generator seeded by (seed, epoch, position in the epoch's
+    order). Batches with `arrange` have separate targets, which are IGNORE where `arrange.is_target` is False.
 
-    Each epoch has its own offset and order. An epoch omits fewer than two windows of tokens at the ends of the
-    text; other epochs include these tokens. Raises ValueError if there are fewer tokens than one window needs.
+    Each epoch has its own offset and order. An epoch omits tokens at the ends of the text (fewer than two
+    windows), which other epochs include. Raises ValueError if there are fewer tokens than one window needs.
     """
 
     tokens: TokenIds
@@ -228,7 +228,7 @@ def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
 
 
 def tail_start(start: int, stop: int, share: float) -> int:
-    """The index at which the tail starts: the last `share` of a text's tokens `start` to `stop`, including EOS."""
+    """Start index of a text's tail: the last `share` of its tokens, from `start` to `stop` (EOS included)."""
     return stop - round((stop - start) * share)
 
 
@@ -285,10 +285,10 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Batches of the examples that have a target: `batch_size` rows of up to `context_length` tokens.
+    """Batches of `batch_size` rows of up to `context_length` tokens, from all examples that have a target.
 
-    A preference is two rows, which alternate: chosen, rejected, ... They are not packed. If there are `reference`
-    log-probabilities (examples, 2), a fourth part (rows,) has those of the rows.
+    A preference becomes two unpacked rows: chosen, then rejected. With `reference` log-probabilities
+    (examples, 2), a batch has a fourth tensor (rows,) with the log-probability of each row.
 
     An example of more than `context_length` + 1 ids is truncated; `data_report` counts truncated examples. Raises
     ValueError if no example has a target within the context.
@@ -324,7 +324,7 @@ class Batches:
 
     @cached_property
     def _layout(self) -> list[list[int]]:
-        """For each row, its examples as indices into the descending order of length."""
+        """The examples of each row, as indices into all examples sorted by descending length."""
         lengths = np.sort(self._lengths)[::-1].tolist()
         return best_fit(lengths, self.context_length) if self._packs else [[i] for i in range(len(lengths))]
 
@@ -334,7 +334,7 @@ class Batches:
         return len(self._layout)
 
     def row(self, position: int) -> list[int]:
-        """Indices of the examples in a row; `position` numbers the rows consecutively across epochs."""
+        """Indices of the examples in the row at `position`, which counts rows consecutively across epochs."""
         epoch, within = divmod(position, self.rows_per_epoch)
         row = self._layout[int(shuffle_index(np.array([within]), self.rows_per_epoch, (self.seed, epoch))[0])]
         return [int(self._with_target[i]) for i in self._ranking(epoch)[row]]
@@ -376,8 +376,8 @@ class Batches:
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:
     """Join rows of examples to a batch, padded to `context_length` if `full`, otherwise to the longest row.
 
-    Targets are the next ids of the same example, never ids of the following example. Padding has position -1 and
-    id 0, which is never read.
+    Targets are the next ids of the same example, never ids of the following example. Padding has position -1; its
+    id, 0, is never read.
     """
     parts = [_row(row, context_length) for row in rows]
     width = context_length if full else max(part.shape[1] for part in parts)
@@ -399,7 +399,10 @@ def _row(row: Sequence[Example], context_length: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Pack items of these descending lengths by best fit; each row of item indices has at most `room` in total."""
+    """Pack items of these descending lengths by best fit into rows.
+
+    Returns the item indices of each row; a row's total length is at most `room`.
+    """
     rows: list[list[int]] = []
     spaces: list[int] = []
     open_rows: dict[int, list[int]] = {}

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGE = 0.2
-"""Groups of near-duplicates with more than this fraction of the texts are the last to be used for validation."""
+"""Fraction of the texts above which a group of near-duplicates is used for validation last."""
 
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]")
 _SPACE, _LINE_ENDS = b" \t\v\f\x1c\x1d\x1e\x1f", bytes.maketrans(b"\r", b"\n")
@@ -24,17 +24,17 @@ BINS = 64
 EMPTY = 2**32 - 1
 """Value of a bin without lines."""
 SIMILAR = 0.7
-"""Minimum Jaccard similarity of near-duplicates' lines: 17 of 20 lines, or 83 of 100, are in both texts."""
+"""Minimum Jaccard similarity of near-duplicates' lines, such as 17 of 20 lines, or 83 of 100, in both texts."""
 
 FEW_LINES = 6
-"""Texts whose lines fill fewer bins are not compared by lines: such short texts have equal lines by chance."""
+"""Minimum number of bins with lines for a comparison by lines; shorter texts have equal lines by chance."""
 SHORT_LINE = 4
 """Minimum bytes of a line that is compared; shorter lines, such as brackets, are equal by chance."""
 
 KEYS = 4
-"""Two texts are compared if they share one of their KEYS rarest hashes."""
+"""Number of a text's rarest hashes; two texts are compared if they share one of these."""
 COMPARED = 8
-"""Each text is compared with at most this many texts per hash, since some lines (a licence) are in every file."""
+"""Maximum number of comparisons per text and hash, since some lines (of a licence) are in every file."""
 
 
 def group_duplicates(texts: Iterable[Iterable[str]]) -> list[int]:

@@ -72,8 +72,8 @@ _MEDIA: _Unusable = (
 _UNLEARNED = "false excludes a row from training; leave the row out"
 UNUSABLE_IN_ROWS: tuple[_Unusable, ...] = (
     _MEDIA,
-    (("weight",), lambda value: value != 1, "a row cannot be weighted; leave it out, or write it several times"),
-    (("mask",), lambda value: ROLES.get(str(value).lower()) != "user", "only prompts are masked; leave it out"),
+    (("weight",), lambda value: value != 1, "rows cannot be weighted; leave it out, or repeat the row"),
+    (("mask",), lambda value: ROLES.get(str(value).lower()) != "user", "only prompts can be masked; leave it out"),
     (("label",), lambda value: value is False, _UNLEARNED),  # 0 may be a class
     (("kto_tag", *LOSS_KEYS[1:]), lambda value: value in (0, "false", "False", "0"), _UNLEARNED),
 )
@@ -92,11 +92,12 @@ Other values of these fields, and all other fields that are not read, are ignore
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row of a file as a conversation. `place` names the file and the line or row.
+    """A row of a file as a conversation. `place` is the file and the line or row.
 
-    `format` is a key of RECORD_FORMATS; `variables` are additional variables for the chat template, with `tools`.
-    `turns` of a preference are the prompt and the chosen answer, and `rejected` the prompt and the other answer.
-    Answers inside the prompt are not trained on. `seen` is `Example.seen`, once the record has an example.
+    `format` is a key of RECORD_FORMATS. `variables` are additional variables for the chat template, such as
+    `tools`. For a preference, `turns` are the prompt and the chosen answer, and `rejected` are the prompt and the
+    rejected answer. Answers inside the prompt are not trained on. `seen` is `Example.seen`, once
+    the record has an example.
     """
 
     turns: Conversation
@@ -151,11 +152,11 @@ class RecordFormat:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Example:
-    """The `ids` (T,), int32, of a record, and `loss_mask` (T,), bool, True for targets. `place` names the record.
+    """The `ids` (T,), int32, of a record, and `loss_mask` (T,), bool, True for targets. `place` is its location.
 
-    `window_index` numbers the windows of a plain text, which overlap by one id; it is None for a conversation. For
-    a preference, this example has the chosen answer, and `rejected` the other one. `seen` is a digest of the words
-    of a rendered conversation, or of a preference's prompt; plain text has none.
+    `window_index` numbers the windows of a plain text, which overlap by one id; conversations have None. For a
+    preference, `ids` are the prompt and the chosen answer, and `rejected` is the example of the rejected answer.
+    `seen` is a digest of the words of a rendered conversation or a preference's prompt; plain text has none.
     """
 
     ids: NDArray[np.int32]
@@ -176,8 +177,8 @@ class Example:
     def targets(self, context_length: int) -> int:
         """Number of targets that remain if the example is truncated to `context_length` + 1 ids.
 
-        For a preference, the targets of both sides are added. The result is 0, and the pair is skipped, if one
-        side has no target or the truncated sides are equal.
+        For a preference, the sum over both sides. If one side has no target, or the truncated sides are equal, the
+        result is 0 and the pair is skipped.
         """
         counts = [int(side.loss_mask[1 : context_length + 1].sum()) for side in self.sides]
         equal = len({side.ids[: context_length + 1].tobytes() for side in self.sides}) < len(self.sides)
@@ -273,7 +274,7 @@ def _keys(row: Any) -> str:
 
 
 def _at(place: str, read: Callable[..., T], *arguments: Any) -> T:
-    """The result of `read`; if it raises ValueError, `place` is put before the message."""
+    """The result of `read(*arguments)`; `place` is put before the message of a ValueError."""
     try:
         return read(*arguments)
     except (ValueError, RecursionError) as error:
@@ -313,7 +314,7 @@ def _read(name: str, row: Any) -> Conversation:
     if not any(turn.role in ANSWER_ROLES for turn in turns):
         raise ValueError(f"expected an answer, found {', '.join(t.role for t in turns[:9]) or 'no message'}")
     if turns[-1].role not in ANSWER_ROLES and not _is_blank(row.get("chosen")):
-        raise ValueError("chosen: expected rejected beside it; or write the chosen answer as the last message")
+        raise ValueError("chosen: rejected is missing; add it, or write the chosen answer as the last message")
     return turns
 
 
@@ -465,10 +466,11 @@ def _pair(row: dict[str, Any]) -> Conversation:
 
 
 def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
-    """The prompt with the chosen answer, and with the rejected one. Answers in the prompt are not trained on.
+    """The prompt with the chosen answer, and the prompt with the rejected answer.
 
     `chosen` and `rejected` are answers (text, a message, or messages) to a prompt, or complete conversations. The
-    prompt of complete conversations is their common beginning, which must contain the text of a field `prompt`.
+    prompt of complete conversations is their common beginning, which must contain the text of the field `prompt`,
+    if any. Answers inside the prompt are not trained on.
     """
     prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
     size = _shared(chosen, rejected)
@@ -476,22 +478,22 @@ def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
         raise ValueError("chosen and rejected are equal; leave the row out")
     if not any(answer[:1] and answer[0].role == "assistant" for answer in (chosen, rejected)):
         if bad := {turn.full_text.strip() for turn in prompt} - {turn.full_text.strip() for turn in chosen[:size]}:
-            raise ValueError(f"prompt: chosen and rejected do not begin with it: {min(bad)[:40]!r}")
+            raise ValueError(f"chosen and rejected do not begin with the prompt {min(bad)[:40]!r}")
         prompt, chosen, rejected, size = chosen[:size], chosen[size:], rejected[size:], 0
     if not prompt:
-        raise ValueError("chosen and rejected: expected a prompt beside them, or messages that both begin with")
+        raise ValueError("chosen and rejected: expected a prompt field, or equal messages at their beginning")
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         roles = [turn.role for turn in answer] or ["none"]
         if {roles[0], roles[-1]} != {"assistant"} or len(answer) == size:
-            raise ValueError(f"{key}: expected an answer after the equal messages, found {', '.join(roles[:9])}")
+            raise ValueError(f"{key}: expected an answer after the shared messages, found {', '.join(roles[:9])}")
         if not answer[-1].trained:
-            raise ValueError(f"{key}: its last answer is excluded from the loss; leave the mark out, or the row")
+            raise ValueError(f"{key}: its last answer is excluded from the loss; remove the mark or the row")
     prompt = tuple(replace(turn, trained=turn.role not in ANSWER_ROLES) for turn in (*prompt, *chosen[:size]))
     return (*prompt, *chosen[size:]), (*prompt, *rejected[size:])
 
 
 def _shared(chosen: Conversation, rejected: Conversation) -> int:
-    """Number of equal messages at the beginning of a preference's sides; `trained` may differ."""
+    """Number of equal messages at the beginning of both sides of a preference; `trained` may differ."""
     equal = (a == replace(b, trained=a.trained) for a, b in zip(chosen, rejected, strict=False))
     return sum(takewhile(bool, equal))
 
@@ -524,7 +526,7 @@ def _listed(row: dict[str, Any], key: str) -> Conversation:
 
 
 def _history(row: dict[str, Any]) -> Conversation:
-    """Earlier questions and answers (a field of LLaMA-Factory) as turns; these answers are trained on, too."""
+    """The turns in LLaMA-Factory's field `history`, whose answers are also trained on."""
     pairs = [] if _is_blank(value := row.get("history")) else _typed(value, list, "history")
     if any(not isinstance(pair, list | tuple) or [*map(type, pair)] != [str, str] for pair in pairs):
         raise ValueError("history: expected pairs of strings, [user, assistant]")
@@ -552,7 +554,7 @@ def _fields(message: dict[str, Any], role: str, call_keys: Sequence[str]) -> dic
     """The additional fields of a message for a chat template; tool calls may be under any of `call_keys`."""
     given = [key for key in (*call_keys, *REASONING_KEYS) if not _is_blank(message.get(key))]
     if given and role != "assistant":
-        raise ValueError(f"{given[0]}: expected in a message of the assistant, found in one of the {role}")
+        raise ValueError(f"{given[0]}: expected in an assistant message, found in a {role} message")
     texts = [key for key in REASONING_KEYS if key in given]
     texts += [key for key in RESULT_KEYS if role == "tool" and not _is_blank(message.get(key))]
     fields: dict[str, Any] = {key: _text(message, key) for key in texts}
@@ -585,7 +587,7 @@ def _content(message: dict[str, Any], key: str) -> str:
 def _is_trained(message: dict[str, Any], role: str) -> bool:
     """False if one of LOSS_KEYS excludes the message from the loss.
 
-    OpenAI defines `weight` for answers only. Axolotl's fields can also select prompts, which raises ValueError.
+    A `weight` of 1 (OpenAI) has no effect on prompts; axolotl's fields raise ValueError if they select a prompt.
     """
     values = {key: message[key] for key in LOSS_KEYS if message.get(key) is not None}
     for key, value in values.items():
@@ -634,10 +636,11 @@ RECORD_FORMATS = {
 
 
 def split_records(rows: Sequence[Record], share: float = 0.1) -> tuple[list[Record], list[Record]]:
-    """Split records into training and validation: about `share` are for validation, at least one, but never all.
+    """Split records into training and validation.
 
-    The split is by `record_hashes`, so that a record and its copies are on the same side in every run and with
-    every tokenizer. If all records are equal, or `share` is 0, no record is for validation.
+    About `share` of the records are for validation: at least one, but never all. The split is by `record_hashes`,
+    so that a record and its copies are on the same side in every run and with every tokenizer. If all records are
+    equal, or `share` is 0, no record is for validation.
     """
     if not 0 <= share < 1:
         raise ValueError(f"--val-fraction is {share}; it must be at least 0 and below 1")
@@ -651,11 +654,11 @@ def split_records(rows: Sequence[Record], share: float = 0.1) -> tuple[list[Reco
 
 
 def record_hashes(rows: Sequence[Record]) -> list[float]:
-    """Hashes of the records' words, in [0, 1), which decide the split. Near-duplicate texts share a hash.
+    """Hashes of the records' words, in [0, 1), which decide the split.
 
-    Preferences with equal prompts also share a hash, and records whose examples have equal words (`seen`). The
-    hash of a group with more than LARGE of the records is increased by 1, so that it is selected for validation
-    last.
+    Near-duplicate texts share a hash, as do preferences with equal prompts, and records whose examples have equal
+    words (`seen`). A group with more than the fraction LARGE of the records is selected for validation last, since
+    1 is added to its hash.
     """
     hashes = [split_hash(_split_by(row)) for row in rows]
     texts = [i for i, row in enumerate(rows) if row.format == "text"]
@@ -692,9 +695,9 @@ def validation_limit(least: float, most: float, share: float) -> float:
 
 
 def split_hash(turns: Conversation) -> float:
-    """Hash of a conversation's words, in [0, 1): a digest of their JSON, which has one list per turn.
+    """Hash of a conversation in [0, 1), computed from JSON with one list per turn.
 
-    Additional fields of a turn, such as tool calls, come last in its list.
+    A turn's additional fields, such as tool calls, come last in its list.
     """
     hasher = blake2b(digest_size=6)
     for i, turn in enumerate(turns):
@@ -713,8 +716,8 @@ def tokenize_records(
 ) -> Iterator[Example]:
     """Encode records as ids. Targets are the answers with their stop tokens or, with "all", all ids except BOS.
 
-    An answer that its record excludes from the loss is never trained on. Raises ValueError if the tokenizer lacks
-    special tokens, if the template does not support a record, and if a record excludes a prompt from the loss
+    Answers that a record excludes from the loss are never trained on. Raises ValueError if the tokenizer lacks
+    special tokens, if the template does not support a record, or if a record excludes a prompt from the loss
     although `train_on` is "all".
     """
     if train_on not in ("answers", "all"):
@@ -733,7 +736,7 @@ def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: st
     if train_on == "all" and (excluded := [t for t in row.turns if not (t.trained or t.role in ANSWER_ROLES)]):
         raise ValueError(
             f"a {excluded[0].role} message is excluded from the loss, but --train-on all covers prompts; train on "
-            "answers, or leave the mark out"
+            "answers, or remove the mark"
         )
     ids, trained = encode_segments(segments, tokenizer, train_on == "all")
     other, rejected = replace(row, turns=row.rejected, rejected=(), place=f"{row.place}, rejected"), None

@@ -1,10 +1,10 @@
 """List the plain files in sources (files and folders), except files that .gitignore excludes.
 
-Links are not followed by default. A target inside the sources is read in its own folder, or is ignored on purpose.
+Links are not followed by default. A target inside the sources is found without its link, or is ignored on purpose.
 A target outside the sources may be a device, a password file, or an entire disk.
 
 By git's rules (https://git-scm.com/docs/gitignore), the last matching line in the deepest .gitignore decides. A
-line applies to one path, not to the files below it, but excluded folders are never walked.
+line that matches a folder does not match the files below it, but excluded folders are never walked.
 """
 
 import io
@@ -96,11 +96,11 @@ def _is_of_others(folder: Path) -> bool:
 
 
 class Walk:
-    """The files of sources, sorted by name. `skipped` has the names of skipped files for each reason.
+    """The files of sources, sorted by name. `skipped` maps each reason to the names of skipped files.
 
-    `folders` has the modification time (ns) of each folder that was read. The source `stdlib` is the standard
+    `folders` maps each folder that was read to its modification time (ns). The source `stdlib` is the standard
     library of the running Python, and `installed` the code of installed packages. A link that is itself a source
-    is followed; with `follow_links`, any other link to a target outside the sources is followed, too. Raises
+    is always followed; other links are followed only with `follow_links`, to targets outside the sources. Raises
     ValueError for a missing source.
     """
 
@@ -215,7 +215,7 @@ def rules_above(path: Path, is_folder: bool) -> Rules | None:
 
 
 def is_ignored(path: Path, is_folder: bool, rules: Rules) -> bool:
-    """True if the rules exclude this path. The path must be resolved, and its parents not excluded."""
+    """True if the rules exclude this path, which must be resolved and must not have excluded parents."""
     for base, lines in reversed(rules):
         name = path.relative_to(base).as_posix()
         for regex, excludes, folders in reversed(lines):
@@ -264,7 +264,7 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
 
 
 def source_roots(source: str | Path) -> dict[Path, Rules]:
-    """The file or folders of a source, `stdlib` and `installed` with rules. Raises ValueError if it is missing."""
+    """A source's file or folders, with rules for `stdlib` and `installed`. Raises ValueError if it is missing."""
     if not is_path(source):
         stdlib = {Path(sysconfig.get_paths()["stdlib"]).resolve(): STDLIB_TESTS}
         roots = stdlib if str(source) == STDLIB else installed_roots(str(source))

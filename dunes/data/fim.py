@@ -6,9 +6,9 @@ The sentinels are spelled and placed as in Qwen2.5-Coder, https://arxiv.org/abs/
     prefix, suffix, middle:  <|fim_prefix|> P <|fim_suffix|> S <|fim_middle|> M <|endoftext|>
     suffix, prefix, middle:  <|fim_prefix|> <|fim_suffix|> S <|fim_middle|> P M <|endoftext|>
 
-In the second order, prefix and middle are one text and are encoded together. Each character that a user types then
-only extends the key-value cache of suffix and prefix. In the first order, the suffix comes after the typed
-character and has to be evaluated again.
+In the second order, prefix and middle are one text and are encoded together, so each character that a user types
+only extends the key-value cache of suffix and prefix. In the first order, the suffix follows the typed character
+and has to be evaluated again.
 """
 
 # Shapes: N ids of a window.
@@ -67,7 +67,7 @@ def sentinels(tokenizer: Tokenizer) -> Sentinels:
 class FillInMiddle:
     """Rearranges a window of ids (N,) with probability `rate`, half of the time in each order; returns ids (N,).
 
-    Only the longest text of one document in the window is rearranged, without its file header; other ids keep
+    In a window, only the longest text from one document is rearranged, without its file header; other ids keep
     their places. Cuts are between characters. Half of the middles go from a random character to the end of its
     line; the others span up to SPAN_LINES lines. The end of the suffix is cut off to keep the window's length. A
     window is unchanged if its text is short, or if none of TRIES cuts fits because the middle ends too late.

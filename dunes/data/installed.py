@@ -1,8 +1,8 @@
 """Code that is installed on this machine: packages of Python, Node, Go and Rust, and headers of C.
 
 `installed` is a source of text like `stdlib`; `installed:python,go` limits it to these languages. Headers are read
-only if `c` is named, since every machine has them. Tests are left out. If there are more than CAP bytes, each
-package contributes the same number of bytes, and smaller packages all of theirs.
+only if `c` is listed, since every machine has them. Tests are left out. If there are more than CAP bytes, all
+packages have the same limit, and packages below the limit are read completely.
 """
 
 import json
@@ -60,13 +60,13 @@ LANGUAGES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[Path]]]] = {
     "rust": ((".rs",), _rust_folders),
     "c": ((".h", ".hh", ".hpp", ".hxx"), lambda: [Path("/usr/include"), Path("/usr/local/include")]),
 }
-"""Suffixes of files, and folders that may have packages, by language. The last language is read only if named."""
+"""Suffixes of files, and folders that may have packages, by language. `installed` alone omits C, the last."""
 
 
 def installed_roots(source: str) -> dict[Path, list[str]]:
     """The folders of a source `installed` or `installed:LANGUAGE,...`, with .gitignore lines that select files.
 
-    A suffix such as `ts` also names its language. Raises ValueError for an unknown language or without folders.
+    LANGUAGE may also be a suffix such as `ts`. Raises ValueError if a language is unknown or no folder exists.
     """
     aliases = {suffix[1:]: name for name, (suffixes, _) in LANGUAGES.items() for suffix in suffixes}
     asked = source.partition(":")[2].lower().split(",") if ":" in source else [*LANGUAGES][:-1]
@@ -84,13 +84,13 @@ def installed_roots(source: str) -> dict[Path, list[str]]:
 
 
 def package_folder(path: Path, name: str) -> str:
-    """The folder of an installed file's package, or the file itself; `name` is its path within its root."""
+    """The folder of an installed file's package, or the file itself; `name` is the file's path within its root."""
     match = _PACKAGE.match(name)
     return f"{str(path)[: -len(name)]}{match[0] if match else name}"
 
 
 def select_files(files: Sequence[tuple[str, str, int]], cap: float = CAP) -> set[tuple[str, str]]:
-    """(package, name) of the files to read, given (package, name, size), with at most `cap` bytes in all."""
+    """Select from `files` (package, name, size) at most `cap` bytes in total; returns (package, name) of each."""
     package_bytes, ordered = Counter[str](), []
     for package, name, size in sorted(files, key=lambda file: blake2b(os.fsencode(file[1])).digest()):
         package_bytes[package] += size

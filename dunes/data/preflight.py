@@ -92,8 +92,8 @@ class DataReport:
     @property
     def _leaks(self) -> str:
         if self.noun == "pair":
-            pairs = plural(self.leaked, "validation pair has", "validation pairs have")
-            return f"{pairs} a prompt of the training data"
+            pairs = plural(self.leaked, "validation pair repeats", "validation pairs repeat")
+            return f"{pairs} a training prompt"
         return f"{_are(self.leaked, 'validation example')} in the training data"
 
 

@@ -55,7 +55,7 @@ def rows(
 ) -> Iterator[tuple[str, Any]]:
     """Yield each row with its place (file and line or row). With `fields`, only these columns of tables are read.
 
-    Fields are renamed from the values of `names` to its keys; another field with such a key gets a new name.
+    `names` maps new names to the file's field names; an unmapped field that has one of the new names is renamed.
     Raises ValueError that names the file, the line or row, the expected value and the actual one.
     """
     if not names:
@@ -75,7 +75,7 @@ def rows(
 
 
 def rename_fields(row: Any, names: Mapping[str, str]) -> Any:
-    """The row with fields renamed as by `rows`; unchanged if it is no object."""
+    """The row with fields renamed as in `rows`; a row that is not an object is returned unchanged."""
     if not isinstance(row, dict):
         return row
     others = {key: value for key, value in row.items() if key not in names.values()}

@@ -4,8 +4,8 @@ A shard is a folder with `tokens.bin` (little-endian ids; each text has its star
 (the index of each text's first id, in eight bytes) and `shard.json`. The shard's key is a hash of the documents'
 contents, the tokenizer and the settings, so a changed corpus or tokenizer gets a new shard.
 
-A shard is written in batches. `batches.bin` has each batch's sizes and digest, so that a killed writer's work is
-continued.
+A shard is written in batches. `batches.bin` has each batch's sizes and digest, so that a new writer can continue
+the work of a killed one.
 """
 
 import json
@@ -38,13 +38,13 @@ FORMAT = 2
 """Format version; increase it if the ids, or their division into batches, change."""
 BATCHES = "batches.bin"
 ENTRY = Struct("<II32s")
-"""Bytes of a batch's ids, bytes of its starts, and the SHA-256 of both."""
+"""Size in bytes of a batch's ids, size in bytes of its starts, and the SHA-256 of both."""
 AHEAD = 4
 """Number of batches that are tokenized before the first of them is written."""
 Batch = tuple[int, list[str | list[int] | None]]
-"""Texts: their size in bytes, and their parts: None before each text, strings to encode, and ids around a text."""
+"""Size of the texts in bytes, and a list with None before each text, strings to encode, and ids around a text."""
 Encoded = tuple[int, NDArray[np.uint32], NDArray[np.int64]]
-"""Encoded texts: their size in bytes, their ids, and the index of each text's first id."""
+"""Size of the texts in bytes, their ids, and the index of each text's first id."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TokenFile:
         return self.length
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """The ids (N, T) at an index (N, T). Each row is read at once, from its smallest to its largest index."""
+        """The ids (N, T) at an index (N, T). One read per row covers its smallest to its largest index."""
         if self._stat() != self._initial_stat:
             raise ValueError(f"{self.path}: the tokens changed while they were in use; start again")
         return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])
@@ -135,11 +135,11 @@ def token_shard(
                 shutil.rmtree(folder, ignore_errors=True)  # a damaged shard, if any
                 staged.rename(folder)
                 (folder / BATCHES).unlink()
-                for name in ("tokens.bin", "starts.bin"):  # not earlier: a killed writer's files are continued
+                for name in ("tokens.bin", "starts.bin"):  # not earlier, so that another writer can resume
                     (folder / name).chmod(0o400)
             shutil.rmtree(staged, ignore_errors=True)
     shard = _read(folder, card)
-    assert shard is not None, "a shard that was just written reads back"
+    assert shard is not None, "a shard that was just written cannot be read"
     return shard
 
 
@@ -169,7 +169,7 @@ def _key(documents: Sequence[Document], tokenizer: Tokenizer, headers: bool) -> 
     for document in documents:
         hasher.update(document.digest.encode())
         if headers:
-            hasher.update(repr(document.header).encode())  # unlike digests, it has quotation marks
+            hasher.update(repr(document.header).encode())  # quotation marks distinguish headers from digests
     return hasher.hexdigest()
 
 
@@ -202,7 +202,7 @@ def _write(
 
 
 def _resume(tokens: BinaryIO, starts: BinaryIO, entries: BinaryIO, digest: Any) -> int:
-    """Truncate a killed writer's files after its intact batches, and return their number.
+    """Truncate a killed writer's files after its intact batches, and return the number of these batches.
 
     The digest is updated with the ids of these batches.
     """
@@ -288,5 +288,5 @@ def open_shard(folder: Path) -> Shard:
         raise ValueError(f"{folder}: format {format!r}; this version reads {FORMAT}")
     size = shard.length * _dtype(shard.vocab).itemsize
     if hasher.hexdigest() != digest or (folder / "tokens.bin").stat().st_size != size:
-        raise ValueError(f"{folder}: the SHA-256 or size of tokens.bin and starts.bin is not that in shard.json")
+        raise ValueError(f"{folder}: the SHA-256 or size of tokens.bin and starts.bin does not match shard.json")
     return shard

@@ -53,9 +53,9 @@ class Corpus:
     """A corpus: documents for training, validation and test, and the names of skipped files for each reason.
 
     `notes` are lines on records and near-duplicates. With `split` "files", entire files and records are for
-    validation; with "tails", the tail of each document is. `duplicates` maps the digest of each near-duplicate to
-    the digest of the first file in its group. `packages` are the installed packages whose code was collected, with
-    versions and licences. `share` is the fraction of the text for validation.
+    validation; with "tails", the last part of each document. `duplicates` maps the digest of each near-duplicate
+    to the digest of the first file in its group. `packages` are the installed packages whose code was collected,
+    with versions and licences. `share` is the fraction of the text for validation.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -102,10 +102,11 @@ def collect_corpus(
     The source `stdlib` is the standard library of the running Python, and `installed` is the code of installed
     packages (`dunes.data.installed`) without near-duplicates. About `share` of the text (default
     `validation_share`) is for validation. A text file is entirely for training or for validation; files of records
-    are divided record by record. Of several items, at least one is for validation, but never all. Near-duplicates
-    are on the same side. Links to files outside the sources are followed only with `follow_links`. If `text_field`
-    is given, only these fields of records are read; `names` are as for `read_records`. Raises ValueError if a
-    source is missing, if a file of records that the user named cannot be read, or if there is no text.
+    are divided record by record. Of several files or records, at least one is for validation, but never all.
+    Near-duplicates are on the same side. Links to files outside the sources are followed only with `follow_links`.
+    If `text_field` is given, only these fields of records are read; `names` are as for `read_records`. Raises
+    ValueError if a source is missing, if a file of records that the user named cannot be read, or if there is no
+    text.
     """
     walk = Walk(sources, follow_links)
     corpus = Corpus(skipped=walk.skipped)
@@ -143,15 +144,15 @@ def collect_corpus(
 
 
 def validation_share(size: float) -> float:
-    """The fraction of `size` bytes of text for validation: SHARE, or enough for LEAST bytes, but at most MOST."""
+    """Validation fraction for `size` bytes of text: SHARE, or more to reach LEAST bytes, but at most MOST."""
     return min(MOST, max(SHARE, LEAST / max(1.0, size)))
 
 
 def hold_out_test(corpus: Corpus, share: float = TESTED) -> Corpus:
     """The corpus with about `share` of its text in the test split, taken from the training split.
 
-    Of three or more files, at least one is for the test, but training data always remains. Near-duplicates are on
-    the same side. Records are not divided again. The documents of each split are sorted by path.
+    Of three or more files, at least one is in the test split, but training data always remains. Near-duplicates
+    are in the same split. Records stay in their split. The documents of each split are sorted by path.
     """
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]
@@ -167,17 +168,17 @@ def hold_out_test(corpus: Corpus, share: float = TESTED) -> Corpus:
 
 
 def _left_out_line(files: Sequence[tuple[int, str]]) -> str:
-    """One line on the files (bytes, name) that are skipped for one of LEFT_OUT; empty for none."""
+    """One line on skipped `files` (bytes, name), for reasons in LEFT_OUT; empty if there are none."""
     (size, name), total = max(files, default=(0, "")), format_bytes(sum(size for size, _ in files))
     largest = f"{total}, the largest {header_name(name)[:200]}, {format_bytes(size)}"
     text = f"left out: {plural(len(files), 'file')} of generated or third-party text or data ({largest})"
-    return f"{text}; to read one, name it as a source" if files else ""
+    return f"{text}; to read one, pass it as a source" if files else ""
 
 
 def _read_records(
     file: SourceFile, share: float, fields: Sequence[str], names: Mapping[str, str] | None, notes: list[str]
 ) -> Sequence[Document] | str:
-    """The documents in a file of records, or the reason to skip it. Raises ValueError if the user named it."""
+    """The documents in a file of records, or the reason to skip the file (ValueError if the user named it)."""
     try:
         return record_documents(file, share, fields, names)
     except ValueError as error:
@@ -208,7 +209,7 @@ class _Group:
 def _find_duplicates(corpus: Corpus, documents: dict[str, Document], installed: Collection[str]) -> None:
     """Set `corpus.duplicates`, and add a note. The first file of a group is the file with the shortest path.
 
-    Near-duplicates with digests in `installed` are removed from `documents` instead.
+    Near-duplicates of installed code (digests in `installed`) are instead removed from `documents`.
     """
     files = sorted(_files([*documents.values()]), key=lambda d: (len(d.name), d.name))
     firsts = group_duplicates(d.text() for d in files) if len(files) > 1 else [0] * len(files)
@@ -244,8 +245,8 @@ def _order_for_selection(groups: Sequence[_Group], share: float) -> tuple[list[_
     """The groups in the order in which they are selected for validation, and the number of selected groups.
 
     The selected groups have about `share` of the text of each suffix and size, and are selected by their hashes.
-    If a group is too large to be selected, smaller groups make up for it. Groups that alone have more than a
-    quarter of the share come last.
+    If a group is too large to be selected, smaller groups make up for it. Groups that have more than a quarter of
+    the share each come last.
     """
     size, suffixes = sum(g.size for g in groups), Counter(g.suffix for g in groups)
     large = {id(g) for g in groups if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 4}
@@ -268,7 +269,10 @@ def _group_order(group: _Group) -> tuple[float, str]:
 
 
 def _divide(corpus: Corpus, documents: Sequence[Document], share: float) -> None:
-    """Set `corpus.train` and `corpus.valid`. Of several files, `valid` gets one or more unless it has records."""
+    """Set `corpus.train` and `corpus.valid`.
+
+    Without validation records, at least one of several files is for validation.
+    """
     records = [d for d in documents if isinstance(d, RecordDocument)]
     groups = _groups(corpus, documents)
     valid: list[Document] = [d for d in records if d.validation]
@@ -283,7 +287,7 @@ def _divide(corpus: Corpus, documents: Sequence[Document], share: float) -> None
 def without_files(corpus: Corpus) -> Corpus:
     """The corpus with the tails of its documents for validation. Of near-duplicates, only the first is kept.
 
-    Otherwise, the validation tail of one near-duplicate would be in the training text of another.
+    Another near-duplicate's training text would contain the validation tail of the first.
     """
     documents = [d for d in corpus.documents if d.digest not in corpus.duplicates]
     notes = [note for note in corpus.notes if not note.startswith(NEAR_DUPLICATES)]

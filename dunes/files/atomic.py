@@ -63,8 +63,8 @@ def open_handle(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
     """Lock a folder or a file; the system releases the lock when the process ends.
 
-    With `wait`, a thread that has the lock may take it again. Without `wait`, raises BlockingIOError if the folder
-    is locked already, by this or another thread or process.
+    With `wait`, a thread may take a lock that it already has. Without `wait`, raises BlockingIOError if the folder
+    is already locked, even by this thread.
     """
     # NFS locks only files that are open for writing.
     with open_handle(folder, os.O_RDONLY if folder.is_dir() else os.O_RDWR) as handle:
@@ -79,15 +79,15 @@ def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
             yield
         finally:
             locked.discard(key)
-            fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked meanwhile has the handle, too
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked meanwhile also has the handle
 
 
 @contextmanager
 def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
     """Create a folder beside `path`, on the same disk, and yield it; it is removed afterwards.
 
-    Staging folders of dead writers beside `path` are removed first. The name `kept` is for work that can be
-    continued: the folder is not removed afterwards, and the next writer of this name gets it with its content.
+    Staging folders of dead writers beside `path` are removed first. `kept` is a name for work that can be
+    continued. A folder with such a name is not removed, and the next writer of this name gets it with its content.
     """
     with folder_lock(path.parent):
         for name in (
@@ -172,7 +172,7 @@ def tensor_digests(
     tensor: "torch.Tensor", dtypes: "Sequence[torch.dtype]", block: int = DIGEST_BLOCK
 ) -> list[str]:
     """SHA-256 (hex) of a tensor's bytes after a cast to each dtype. Each block fits into the CPU's cache."""
-    import torch  # late, since `dunes complete` asks a server without torch
+    import torch  # imported late, since `dunes complete` with a server needs no torch
 
     hashes = [hashlib.sha256() for _ in dtypes]
     for part in torch.split(tensor.detach().cpu().contiguous().flatten(), block):
@@ -199,7 +199,7 @@ def replace_file(path: Path, write: Callable[[Path], T]) -> T:
 def require_free_space(folder: Path, size: int) -> None:
     """Raise OSError if fewer than `size` bytes are free on the folder's disk."""
     for existing in (folder, *folder.absolute().parents):
-        with suppress(FileNotFoundError):  # another process may be moving it
+        with suppress(FileNotFoundError):  # another process may be moving the folder
             free = shutil.disk_usage(existing).free
             break
     if free < size:

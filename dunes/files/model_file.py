@@ -1,4 +1,4 @@
-"""Find and open the files of an untrusted model folder, and permit running code that its model card names.
+"""Find and open the files of an untrusted model folder, and permit imports of functions named in its model card.
 
 Each file must be a regular file in that folder, have a limited size, and not be a placeholder for a download.
 """
@@ -70,7 +70,7 @@ def require_inside(folder: Path, path: Path, index: str = "") -> Path:
     if real.parent not in allowed:
         raise ValueError(f"{path}: leads out of the folder, to {real}; put the file itself there")
     if mode is None:
-        raise ValueError(f"{path}: no such file{f', and {index} names it' if index else ''}; fetch it")
+        raise ValueError(f"{path}: no such file{f', but {index} lists it' if index else ''}; fetch it")
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path}: not a regular file")
     if os.path.lexists(f"{path}.aria2"):  # aria2 allocates the full size first

@@ -45,7 +45,7 @@ def merge_pairs(
 
 
 def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
-    """Pre-tokenizers that keep text from becoming a token that merges cannot produce, by splitting its spelling.
+    """Pre-tokenizers that split text spelled like tokens that merges cannot produce, so that it stays text.
 
     `lookalikes` maps each of these tokens to the parts into which merges encode its spelling.
     """
@@ -54,7 +54,7 @@ def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokeni
         ends = [len("".join(parts[:n])) for n in range(1, len(parts))]
         end = next((e for e in ends if text[:e] not in lookalikes and text[e:] not in lookalikes), None)
         if end is None:
-            raise ValueError(f"a tokenizer whose {text!r} cannot be told from plain text is not supported")
+            raise ValueError(f"a tokenizer whose {text!r} is indistinguishable from plain text is not supported")
         splits.append(rf"{re.escape(text[:end])}(?={re.escape(text[end:])}\z)")
     pattern = rf"\A(?:{'|'.join(splits)})"
     return [pre_tokenizers.Split(Regex(pattern), "isolated")] if splits else []

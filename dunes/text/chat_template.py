@@ -1,7 +1,7 @@
 """Read and render a model's chat template, which converts messages to the text format of the model's training.
 
-The template comes with a model, so it is untrusted: jinja2's sandbox protects Python's objects and the machine's
-files, and limits `range` (https://huggingface.co/docs/transformers/chat_templating,
+The template comes with a model, so it is untrusted. It runs in jinja2's sandbox, which protects Python's objects
+and the machine's files, and limits `range` (https://huggingface.co/docs/transformers/chat_templating,
 https://jinja.palletsprojects.com/en/stable/sandbox/).
 """
 
@@ -38,7 +38,7 @@ def read_template(folder: Path | str) -> str | None:
 
 
 def template_from_files(files: Mapping[str, bytes], folder: Path) -> str | None:
-    """The same as `read_template`, for the contents of `files` by name; errors name them as files in `folder`."""
+    """Like `read_template`, but from `files`, which maps names to contents; `folder` is for error messages."""
     if (content := files.get(JINJA)) is not None:
         return decode_text(content, str(folder / JINJA))
     if CONFIG not in files:

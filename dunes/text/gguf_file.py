@@ -30,13 +30,13 @@ SCALARS = dict(enumerate("BbHhIif?", start=0)) | {10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 
 BYTE_PAIRS = ("gpt2", "gemma4")
-"""Kinds of tokenizers that merge pairs by rank within words; `llama` merges by score."""
+"""Kinds of tokenizers that merge pairs by rank within words, unlike `llama`, which merges by score."""
 JSON = "huggingface.json"
 KNOWN = (
     *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
     *("add_space_prefix", "add_bos_token", "add_eos_token"),
 )
-"""Keys of a tokenizer that are read or do not change ids; keys that end in `_token_id` are known, too."""
+"""Keys of a tokenizer that are read or do not change ids, in addition to keys that end in `_token_id`."""
 OFF = ("remove_extra_whitespaces", "add_sep_token", "precompiled_charsmap")
 """Keys of a tokenizer that must be false or empty."""
 
@@ -52,7 +52,7 @@ class TensorInfo(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The metadata of a file by key, and its tensors. A string is `str`, but strings in arrays are `bytes`."""
+    """The metadata of a file by key, and its tensors. Strings are `str`, but `bytes` in arrays."""
 
     fields: Mapping[str, Any]
     tensors: Sequence[TensorInfo]
@@ -61,7 +61,7 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """The header of a file. If the file is the first of several parts, the header has the tensors of all parts.
 
-    The last header is cached while its file does not change, since a load needs it several times. Raises
+    The last header is cached until its file changes, since loading a model reads it several times. Raises
     ValueError unless the file has a complete, little-endian GGUF header of version 2 or 3 and is not a later part.
     """
     status = path.stat()
@@ -83,13 +83,13 @@ def _other_parts(path: Path, fields: Mapping[str, Any]) -> Iterator[Path]:
     ending = f"-00001-of-{count:05}{SUFFIX}"
     if not path.name.endswith(ending) or fields.get("split.no") != 0:
         raise ValueError(
-            f"{path}: one of {count} parts; name the first, whose name ends in {ending}; to join them: "
+            f"{path}: one of {count} parts; pass the first, whose name ends in {ending}; to join all: "
             "llama-gguf-split --merge FIRST OUT"
         )
     for i in range(2, count + 1):
         part = path.with_name(f"{path.name.removesuffix(ending)}-{i:05}-of-{count:05}{SUFFIX}")
         if find_file(path.parent, part.name) is None:
-            raise ValueError(f"{path}: {part.name} is missing, one of its {count} parts; fetch it, too")
+            raise ValueError(f"{path}: {part.name} is missing; fetch all {count} parts")
         yield part
 
 
@@ -182,7 +182,7 @@ def has_tokenizer(path: Path) -> bool:
 def build_tokenizer(
     fields: Mapping[str, Any], parse: Callable[[bytes], tokenizers.Tokenizer]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer in a header. `parse` reads a tokenizer.json; without one, tokens and merges are converted.
+    """The tokenizer in a header, from its tokenizer.json (read by `parse`), otherwise from its tokens and merges.
 
     For damaged fields and unsupported kinds, raises ValueError that names the key and index, but not the file.
     """
@@ -210,7 +210,7 @@ def build_tokenizer(
 
 
 def check_same_tokens(inner: tokenizers.Tokenizer, fields: Mapping[str, Any], name: str) -> None:
-    """Raise ValueError if the tokenizer.json `name` has more tokens, or over half of the normal tokens differ."""
+    """Raise ValueError if `inner` has more tokens than `fields`, or if over half of the normal tokens differ."""
     tokens, types = vocabulary(fields)
     normal = [i for i, type in enumerate(types) if type == NORMAL]
     other = [i for i in normal if inner.id_to_token(i) != tokens[i]]
@@ -244,7 +244,7 @@ def byte_pairs(
 ) -> tokenizers.Tokenizer:
     """A byte-pair tokenizer that splits words by the rule of this name and has no added tokens."""
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
-    # Of equal merges, llama.cpp uses the first, but the library the last.
+    # If a merge is listed twice, llama.cpp uses the first entry, the library the last.
     pairs = [tuple(merge.split(" ", 1)) for merge in dict.fromkeys(merges)]
     patterns, whole_words, metaspace, _ = split_rule(rule)
     settings = {"ignore_merges": whole_words, "byte_fallback": metaspace}
@@ -298,7 +298,7 @@ _T = TypeVar("_T")
 
 
 def value(fields: Mapping[str, Any], name: str, value_type: type[_T], default: _T | None = None) -> _T:
-    """The value of `tokenizer.NAME`, or the default. Raises ValueError if it is missing or of another type."""
+    """The value of `tokenizer.NAME`, or the default. Raises ValueError for neither, or for another type."""
     key = f"tokenizer.{name}"
     if type(given := fields.get(key, default)) is not value_type:
         raise ValueError(f"{key} is {hf_tokenizers.abbreviate(given)}; expected {value_type.__name__}")
@@ -328,7 +328,7 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
     """The special ids in a header. `add_bos_token`, or by default the kind, decides if texts start with BOS.
 
-    As in llama.cpp, BOS and EOS of the kind `llama` are 1 and 2 by default, and `gemma4` always adds BOS. Raises
+    As in llama.cpp, BOS is 1 and EOS 2 by default for the kind `llama`, and `gemma4` always adds BOS. Raises
     ValueError for a BOS or EOS that is added but has no id.
     """
     count, rule = len(value(fields, "ggml.tokens", list)), RULES.get(rule_name(fields))
@@ -340,6 +340,6 @@ def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
     adds |= rule is not None and rule.metaspace
     for name, i, added in (("bos", bos, adds), ("eos", eos, value(fields, "ggml.add_eos_token", bool, False))):
         if added and i is None:
-            raise ValueError(f"tokenizer.ggml.{name}_token_id is missing, and each text gets this token")
+            raise ValueError(f"tokenizer.ggml.{name}_token_id is missing, but each text gets this token")
     stops = frozenset(i for i in (eos, turn, message) if i is not None)
     return SpecialTokens((bos,) if adds and bos is not None else (), eos, stops)

@@ -1,8 +1,8 @@
-"""Write a tokenizer's vocabulary for a GGUF file, and check that llama.cpp gives the same ids with it.
+"""Write a tokenizer's vocabulary for a GGUF file, and check that llama.cpp computes the same ids from it.
 
-Two of llama.cpp's algorithms are used. `gpt2` is byte-level BPE within words; a named pattern splits text into
-words. `llama` is sentencepiece's algorithm: text is not split, and the neighbours whose merged text has the
-highest score are merged first. `llama` also serves tokenizers trained here, whose merges cross spaces.
+Two of llama.cpp's algorithms are used. `gpt2` splits text into words by a named pattern, then uses byte-level BPE.
+`llama` is sentencepiece's algorithm: text is not split, and the neighbours whose merged text has the highest score
+are merged first. `llama` also serves tokenizers trained here, whose merges cross spaces.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -28,18 +28,18 @@ def vocabulary_fields(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     """The values whose keys start with `tokenizer.` in a GGUF file, for an embedding with `rows` rows.
 
     Raises ValueError if llama.cpp has no algorithm for the tokenizer, or would produce other ids. Warns if ids may
-    differ: for text that the tokenizer changes to NFC, around special tokens, and for case-sensitive patterns.
+    differ for text that the tokenizer changes to NFC, around special tokens, or with case-sensitive patterns.
     """
     content = json.loads(tokenizer.json())
     model = content["model"]
     if model["type"] != "BPE":
-        raise ValueError(f"no tokenizer of type {model['type']} is written for llama.cpp; train one with bpe")
+        raise ValueError(f"a tokenizer of type {model['type']} cannot be written for llama.cpp; train with bpe")
     metaspace = tokenizer.byte_decoder.metaspace
     by_score = tokenizer.line_separable or (metaspace and tokenizer.split_rule not in BYTE_PAIRS)
     merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     tokens, types = zip(*_tokens(tokenizer, by_score, {"".join(m) for m in merges}, rows), strict=True)
     if len(set(tokens)) < rows:
-        raise ValueError("two tokens have the same spelling in llama.cpp's vocabulary, which it cannot tell apart")
+        raise ValueError("two tokens would have the same spelling in llama.cpp's vocabulary")
     fields: dict[str, Any] = {"ggml.tokens": tokens, "ggml.token_type": types, JSON: tokenizer.json()}
     if by_score:
         spelled = {*tokens, b" "}  # llama.cpp never looks up a space as a byte
@@ -96,7 +96,7 @@ def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
                 continue
             if not _moves_spaces(tokenizer, text, actual, expected, special):
                 ids = f"{actual[:9]}, but the tokenizer as {expected[:9]}"
-                raise ValueError(f"llama.cpp would read {ascii(text)[:60]} as ids {ids}; export it with --to hf")
+                raise ValueError(f"llama.cpp would read {ascii(text)[:60]} as ids {ids}; export with --to hf")
             texts.append(text)
     if texts:
         warnings.warn(f"llama.cpp puts other spaces around special tokens, as in {texts[0][:60]!a}", stacklevel=4)
@@ -110,7 +110,7 @@ def _joined_bytes(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _same_text(tokenizer: Tokenizer, text: str, actual: list[int], expected: list[int]) -> bool:
-    """True if only the merges differ: llama.cpp merges characters, a tokenizer trained here merges bytes."""
+    """True if ids differ only because llama.cpp merges characters and a tokenizer trained here merges bytes."""
     if not tokenizer.line_separable or text.isascii():
         return False
     return SPACE in text or _text_bytes(tokenizer, actual) == _text_bytes(tokenizer, expected)  # SPACE is decoded
@@ -139,7 +139,7 @@ def _texts(tokenizer: Tokenizer, inner: tokenizers.Tokenizer, special: list[str]
     steps = hf_tokenizers.steps(hf_tokenizers.pipeline(inner), "normalizer")
     if not any(step["type"] == "NFC" for step in steps):
         return texts
-    warnings.warn("llama.cpp does not change text to NFC: decomposed accents have other ids there", stacklevel=5)
+    warnings.warn("llama.cpp does not change text to NFC: decomposed accents get other ids", stacklevel=5)
     return [*map(normalizers.NFC().normalize_str, texts)]
 
 
@@ -149,13 +149,13 @@ def _rule_name(tokenizer: Tokenizer, whole_words: bool) -> str:
     if not names:
         raise ValueError(
             f"the tokenizer's pre_tokenizer ({', '.join(step['type'] for step in steps)}), with ignore_merges "
-            f"{whole_words}, splits text in another way than llama.cpp's {', '.join(RULES)}; export it with "
+            f"{whole_words}, splits text in another way than llama.cpp's {', '.join(RULES)}; export with "
             "--to hf"
         )
     name = tokenizer.split_rule if tokenizer.split_rule in names else names[0]
     if any(r"\p{Lu}" in pattern for pattern in RULES[name].patterns):
         warnings.warn(
-            f"llama.cpp ends words of {name} at combining marks, not at capitals beyond ASCII", stacklevel=4
+            f"with {name}, llama.cpp ends words at combining marks, not at capitals beyond ASCII", stacklevel=4
         )
     return name
 
@@ -205,7 +205,7 @@ def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
     if len(begin) > 1 or end not in ([], [ids.get("eos_token")]):
         added = [tokenizer.inner.id_to_token(i) for i in (begin if len(begin) > 1 else end)]
         raise ValueError(
-            f"the tokenizer's post_processor adds {added}, but llama.cpp only BOS and EOS; export it with --to hf"
+            f"the tokenizer's post_processor adds {added}, llama.cpp only BOS and EOS; export with --to hf"
         )
     ids |= {"bos_token": begin[0]} if begin else {}
     names = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
@@ -221,7 +221,7 @@ def _special_fields(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
-    """llama.cpp's tokenizer for these `vocabulary_fields`: a function of a text and a flag that returns ids.
+    """llama.cpp's tokenizer for these `vocabulary_fields`: a function that maps a text and a flag to ids.
 
     If the flag is True, special tokens in the text are parsed, and BOS and EOS are added. User-defined tokens are
     always parsed. The text is not normalized. (llama.cpp supports lstrip and rstrip only for a few named models.)
@@ -253,7 +253,7 @@ def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
 
 
 def _split(text: str, special: Mapping[str, int]) -> list[str | int]:
-    """Split a text into ids of special tokens and the texts around them; tokens are searched one after another."""
+    """Split a text at special tokens, in the order of `special`; returns their ids and the texts around them."""
     parts: list[str | int] = [text]
     for token, i in ((token, i) for token, i in special.items() if token in text):
         pieces = ([part] if isinstance(part, int) else re.split(f"({re.escape(token)})", part) for part in parts)

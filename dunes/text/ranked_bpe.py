@@ -5,13 +5,13 @@ the text into words. A word in the vocabulary becomes one token; within any othe
 merged first.
 
 In a tekken.json (NeMo, Pixtral, Mistral Small 3) special tokens have the first ids
-(https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py). Llama 3's file has one line per token:
-the token's bytes in base64, and its rank (https://github.com/openai/tiktoken/blob/main/tiktoken/load.py). The
-pattern and the special tokens are in Llama's code. The 256 special tokens have the last ids. Their spelling
-varies: Llama 3 (https://github.com/meta-llama/llama3, llama/tokenizer.py) names only the special tokens of texts
-and turns, Llama 3.1 names three more, and later code (https://github.com/meta-llama/llama-models, models/llama3)
-names another two. The file does not record its version, so special tokens are spelled here as in the folders of
-Llama 3.1 on the Hub.
+(https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py). Llama 3's file has one line per token,
+with the token's bytes in base64 and its rank (https://github.com/openai/tiktoken/blob/main/tiktoken/load.py). The
+pattern and the 256 special tokens, which have the last ids, are not in the file but in Llama's code. Llama 3
+(https://github.com/meta-llama/llama3, llama/tokenizer.py) only defines the special tokens of texts and turns and
+reserves the others. Llama 3.1 defines three more, and later code (https://github.com/meta-llama/llama-models,
+models/llama3) another two. The file does not record its version, so special tokens are spelled as in Llama 3.1's
+folders on the Hub.
 """
 
 import base64
@@ -60,15 +60,15 @@ def convert_llama3(data: bytes) -> tokenizers.Tokenizer:
 
 
 def is_llama3_file(data: bytes) -> bool:
-    """True if a `tokenizer.model` has Llama 3's format: it starts with a token in base64 and a number."""
+    """True if a `tokenizer.model` has Llama 3's format, which starts with a token in base64 and a number."""
     return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data[:4096]) is not None
 
 
 def _spelled(token: bytes | str, number: int, rank: int) -> str:
-    """The byte-level spelling of a token in base64. Raises ValueError if its `number` is not the rank."""
+    """The byte-level spelling of a token in base64. Raises ValueError if `number` is not `rank`."""
     raw = base64.b64decode(token, validate=True)
     if number != rank or not raw:
-        raise ValueError(f"token {rank} is {raw[:20]!r} of rank {number}; the ranks do not count from 0")
+        raise ValueError(f"token {rank}, {raw[:20]!r}, has rank {number}; ranks must count up from 0")
     return "".join(BYTE_TO_CHAR[byte] for byte in raw)
 
 
@@ -84,9 +84,9 @@ def convert_tekken(data: bytes) -> tokenizers.Tokenizer:
     if (entries := content.get("special_tokens")) is not None:
         special = [entry["token_str"] for entry in entries]
         if [entry["rank"] for entry in entries] != [*range(len(entries))]:
-            raise ValueError("the special tokens' ranks do not count from 0")
+            raise ValueError("the ranks of special tokens must count up from 0")
     if not 256 <= size - count <= len(listed) or len(special) > count:
-        raise ValueError(f"{size} ids, {count} of them special; {len(listed)} and {len(special)} are listed")
+        raise ValueError(f"expected {size} ids, {count} special; found {len(listed)} and {len(special)} special")
     special = [*special, *(f"<SPECIAL_{i}>" for i in range(len(special), count))]
     tokens = [_spelled(t["token_bytes"], t["rank"], rank) for rank, t in enumerate(listed[: size - count])]
     begin = "<s>" if "<s>" in special else None
@@ -96,7 +96,7 @@ def convert_tekken(data: bytes) -> tokenizers.Tokenizer:
 def _build(
     pattern: str, tokens: Sequence[str], special: Mapping[str, int], first: int, begin: str | None
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer. The `tokens` are in the order of their ranks, and their ids start at `first`.
+    """A byte-level BPE tokenizer. `tokens` are sorted by rank, and their ids start at `first`.
 
     `begin` is put before a text if special tokens are requested. Raises ValueError for duplicate tokens.
     """

@@ -3,9 +3,9 @@
 The file is a protobuf message; only the fields that determine ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,
 https://protobuf.dev/programming-guides/encoding/). For BPE, sentencepiece merges the two neighbours whose merged
-piece has the highest score; of equal scores, it merges the leftmost first. Only the last merge in the encoding of
-a piece can produce the piece, so one merge per piece, ordered by score, gives the same ids. Unigram models, and
-models that normalize characters, raise ValueError: LLaMA and Mistral use neither.
+piece has the highest score, and the leftmost of equal scores. Only the last merge in the encoding of a piece can
+produce the piece, so one merge per piece, ordered by score, gives the same ids. Unigram models and models that
+normalize characters, which LLaMA and Mistral do not use, raise ValueError.
 """
 
 import math
@@ -23,7 +23,7 @@ from dunes.text.byte_pairs import SPACE, add_special, merge_pairs, split_lookali
 from dunes.units import plural
 
 MAX_PIECE = 512
-"""Maximum bytes of a piece. The time to find the merges of a piece is quadratic in its length."""
+"""Maximum bytes of a piece, since the time to find its merges is quadratic in its length."""
 
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)

@@ -1,9 +1,10 @@
 r"""Rules that split a text into words for byte-pair tokenizers, with llama.cpp's names.
 
-A GGUF file names the rule of its tokenizer in `tokenizer.ggml.pre`. The patterns of a rule are applied one after
+In a GGUF file, `tokenizer.ggml.pre` is the name of the rule. The patterns of a rule are applied one after
 another; each pattern isolates its matches within the parts that earlier patterns left. The patterns come from
 `llm_tokenizer_bpe` in https://github.com/ggml-org/llama.cpp/blob/master/src/llama-vocab.cpp. Where possible, they
-have the form of the original tokenizer, which llama.cpp's own matcher can only approximate ((?i:...), \p{Lu}).
+are written as in the original tokenizer; llama.cpp's own matcher only approximates some of these forms
+((?i:...), \p{Lu}).
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,8 +51,8 @@ class SplitRule(NamedTuple):
     """Patterns that split a text into words, and how a word becomes tokens.
 
     With `whole_words`, a word in the vocabulary becomes one token without merges (`ignore_merges`). Merges start
-    from the bytes of a word or, with `metaspace`, from its characters, with a mark for each space. With `bos`, a
-    text starts with BOS unless the file says otherwise.
+    from a word's bytes; with `metaspace`, from its characters, after each space is replaced by a mark. With `bos`,
+    a text starts with BOS by default; the file may override this.
     """
 
     patterns: tuple[str, ...]
@@ -92,7 +93,7 @@ RULES: Mapping[str, SplitRule] = {
     "gemma4": SplitRule((_LINES,), metaspace=True, bos=True),
     "default": SplitRule((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
-"""Rules by name. Of equal rules, the first name is written for a tokenizer that was not read from a GGUF file."""
+"""Rules by name. If equal rules fit a tokenizer that is not from a GGUF file, the first name is exported."""
 
 
 def split_rule(name: str) -> SplitRule:
@@ -108,7 +109,7 @@ def split_rule(name: str) -> SplitRule:
 def rule_names(steps: Sequence[Mapping[str, Any]], whole_words: bool) -> list[str]:
     """Names of the rules that split like these pre-tokenizers of a tokenizer.json.
 
-    A Split after ByteLevel is ignored: it separates text spelled like a special token.
+    A Split after ByteLevel is ignored, since it only separates text spelled like a special token.
     """
     levels = [i for i, step in enumerate(steps) if step["type"] == "ByteLevel"]
     words = steps[: levels[0] + 1] if levels else steps

@@ -2,7 +2,7 @@
 
 A template turns a conversation into segments. Each segment is tokenized separately and the ids are concatenated,
 so that a prompt has the same ids in training and in generation, independent of the start of the answer. Special
-tokens are separate segments that are inserted as ids: they are never parsed from a user's text.
+tokens are separate segments that are inserted as ids and never parsed from a user's text.
 
 Sources of the templates: alpaca (both prompts) https://github.com/tatsu-lab/stanford_alpaca/blob/main/train.py;
 llama2 https://github.com/meta-llama/llama/blob/main/llama/generation.py; llama3
@@ -76,7 +76,7 @@ EQUAL_ROLES = {"developer": "system"}
 class Segment:
     """A text that is tokenized separately. If `special`, the text is the spelling of one special token.
 
-    A `masked` segment is never trained on: it is part of an answer that the record excludes from the loss.
+    A `masked` segment is part of an answer that the record excludes from the loss, so it is never trained on.
     """
 
     text: str
@@ -96,15 +96,15 @@ class Template(ABC):
 
     If the template has `{% generation %}` tags, answers are exactly the bodies of these tags, as in transformers
     (https://huggingface.co/docs/transformers/chat_templating); the end token is not trained on if it is outside a
-    tag. In other templates an answer starts after the rendered text of the messages before it, including the
-    generation prompt, and ends with `end`. If a longer conversation renders these messages differently, an answer
-    starts after the last message before it, with as much of the generation prompt as the text has. A prompt is
-    rendered even if the places of its answers are unknown.
+    tag. In other templates, an answer starts after its prompt (the rendered messages before it and the generation
+    prompt), and ends with `end`. If these messages are rendered differently in a longer conversation, the answer
+    starts after the last of them and the part of the generation prompt that the text has. A prompt is rendered
+    even if the positions of earlier answers are unknown.
 
     ValueError is raised if the rendered text lacks a part of the record: a message, a tool call, or the name of a
-    tool. Earlier answers may lack reasoning that the template writes in the last answer. The text is rendered once
-    more with a mark in each string, to distinguish equal strings. If marks change the rest of the text, they are
-    not used, and a missing string may be taken for an equal one.
+    tool. An earlier answer may lack reasoning that the template writes if the answer is last. To
+    distinguish equal strings, the text is rendered again with a mark in each string. If the marks change the rest
+    of the text, they are not used, and a missing string may be mistaken for an equal one.
 
     `special_tokens` maps each token to two flags: True if spaces to its left (right) are stripped. A `complete`
     template writes everything in a conversation, and needs no marks.
@@ -114,7 +114,7 @@ class Template(ABC):
     earlier_end = ""
     """The special token after an answer that is not the last message, if it differs from `end`."""
     closing = ""
-    """The text from an answer to `end`, for a template that writes `end` only before the next message."""
+    """The text between an answer and `end`, if the template writes `end` only before the next message."""
     tagged = False
     complete = False
     source: str
@@ -190,7 +190,7 @@ class Template(ABC):
         else:
             raise ValueError(
                 f"the chat template has {len(pieces) // 2} generation tags for {len(answers)} answers, so none of "
-                "the answers can be excluded from the loss; leave the mark out"
+                "the answers can be excluded from the loss; remove the mark"
             )
         for i, window in zip(answers, windows, strict=True):
             self._check_answer(messages[i], window, partial(draw, i + 1))
@@ -201,19 +201,19 @@ class Template(ABC):
         return False
 
     def writes(self, role: str) -> bool:
-        """True if the template writes a message of this role at its usual place; a test message is rendered."""
+        """True if the template writes a message of this role at its usual place, found by rendering one."""
         return PROBE in self._probe(role)
 
     @cached_property
     def _roles(self) -> dict[str, str]:
         """EQUAL_ROLES, except that a role with a form of its own in the template is mapped to itself."""
-        # A template that writes any role by its name has no form of its own for a role.
+        # If the template only inserts the role's name, it has no form of its own for the role.
         unknown = self._probe(UNKNOWN_ROLE)
         own = (r for r in EQUAL_ROLES if self.writes(r) and self._probe(r) != unknown.replace(UNKNOWN_ROLE, r))
         return {**EQUAL_ROLES, **{role: role for role in own}}
 
     def _unwritten(self, *roles: str) -> str:
-        """The end of an error message if the template writes one of these roles nowhere, otherwise empty."""
+        """The end of an error message if the template never writes one of these roles; otherwise empty."""
         if (role := next((role for role in roles if not self.writes(role)), None)) is None:
             return ""
         written = filter(self.writes, ("system", *EQUAL_ROLES, "user", "assistant", "tool"))
@@ -243,7 +243,7 @@ class Template(ABC):
     def _mark(
         self, text: str, messages: list[dict[str, Any]], is_open: bool, values: dict[str, Any]
     ) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
-        """The text, messages and variables with marks, or without marks if these change the rest of the text."""
+        """The text, messages and variables with marks, or unchanged if marks would change the rest of the text."""
         marks = (chr(0xD810 + k // 496 % 496) + chr(0xDA00 + k % 496) for k in count())
         marked, asked = [], dict[str, dict[str, Any]]()
         for message in messages:
@@ -261,7 +261,7 @@ class Template(ABC):
         return (marked_text, marked, variables) if is_same else (text, messages, values)
 
     def _check(self, subject: str, value: Any, text: str) -> None:
-        """Raise ValueError, naming the subject, if the text lacks this value of a record."""
+        """Raise ValueError if the text lacks this value of a record; `subject` describes it in the message."""
         if not _is_written(value, text):
             raise ValueError(
                 f"the chat template ({self.name}) leaves out or changes {subject}; leave it out, or use a "
@@ -269,7 +269,7 @@ class Template(ABC):
             )
 
     def _check_answer(self, message: Mapping[str, Any], text: str, as_last: Callable[[], str]) -> None:
-        """Raise ValueError if the text lacks a part of this answer; `as_last` renders it as the last message."""
+        """Raise ValueError if the text lacks a part of the answer, which `as_last` renders as the last message."""
         *thoughts, answer = re.split("</?think>", message["content"] or "")
         self._check("an answer", answer, text)
         for call in message.get("tool_calls") or ():
@@ -307,7 +307,7 @@ class Template(ABC):
         return [*pieces, text[stop:]]
 
     def _answer_start(self, text: str, prompt: str, before: int, stop: int) -> int:
-        """Index at which the answer to this prompt starts; the previous answer is from `before` to `stop`."""
+        """Index at which the answer to `prompt` starts; the previous answer spans `before` to `stop`."""
         if text.startswith(prompt) and len(prompt) >= stop:
             return len(prompt)
         # Some templates write tools only before the last question, or reasoning only in the last answer.
@@ -319,14 +319,14 @@ class Template(ABC):
             if part and start >= max(stop, len(part)):
                 return start
         raise ValueError(
-            f"the chat template ({self.name}) writes the beginning of a conversation differently once it is "
-            "longer, so the start of an answer is unknown; write {% generation %} tags around the answers in it, "
-            "or leave the row out"
+            f"the chat template ({self.name}) renders the same messages differently in a longer conversation, so "
+            "the start of an answer is unknown; write {% generation %} tags around answers in the template, or "
+            "leave the row out"
         )
 
     @cached_property
     def _commands(self) -> re.Pattern[str]:
-        """Matches words such as `/no_think` that the template names; it may obey them instead of writing them."""
+        """Matches words in the template such as `/no_think`, which it may obey instead of writing them."""
         words = re.findall(r"""(?<=["'])/\w+(?=["'])""", self.source)
         return re.compile("|".join(sorted(words, key=len, reverse=True)) or r"(?!)")
 
@@ -443,10 +443,10 @@ class NamedTemplate(Template):
 class ModelTemplate(Template):
     """The chat template that came with a model. An answer is rendered to determine the stop token.
 
-    The stop token is the first special token after the answer; if a last answer has none, the first special token
-    between an answer and the next question. Tokens that are also between the generation prompt and the answer,
-    such as the tags around an empty thought, do not count. If there is no such token, EOS is the stop token, and
-    records cannot be trained on. Raises ValueError if the template fails on a question and an answer.
+    The stop token is the first special token after the answer or, if there is none after a last answer, between an
+    answer and the next question. Tokens that are also between the generation prompt and the answer, such as the
+    tags around an empty thought, do not count. If no token is left, EOS is the stop token, and records cannot be
+    trained on. Raises ValueError if the template fails on a question and an answer.
     """
 
     name = "the model's own"
@@ -471,7 +471,7 @@ class ModelTemplate(Template):
         self.earlier_end = later[0][0] if later and later[0][0] != self.end else ""
 
     def _around(self, answer: str, question: Messages, text: str) -> tuple[str, str]:
-        """The text between the generation prompt to the question and an answer, and the text after the answer."""
+        """The text between the generation prompt and an answer to `question`, and the text after the answer."""
         prompt = chat_template.render(self.source, question, True, self.token_names)
         start = next((i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
         at = text.rfind(answer)
@@ -509,10 +509,10 @@ def _function(entry: Any) -> Mapping[str, Any]:
 
 
 def _mark(value: Any, marks: Iterator[str]) -> Any:
-    """Messages, tools or calls with marks in the strings under MARKED_KEYS that are not blank.
+    """Messages, tools or calls, with a mark in each nonblank string under MARKED_KEYS.
 
     A mark stands before the last word or after a single word, since templates check the first and the last word.
-    `<think>` and `</think>` separate strings.
+    A string is split at `<think>` and `</think>`, and each part is marked.
     """
 
     def mark(text: str) -> str:
@@ -546,7 +546,7 @@ def _is_written(value: Any, text: str) -> bool:
 
 
 def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """The tokens named in the config files, such as `bos_token`, even if no text starts with this token.
+    """Special tokens by their keys in the config files, such as `bos_token`, even if texts do not start with BOS.
 
     As in transformers, special_tokens_map.json overrides a tokenizer_config.json without `added_tokens_decoder`.
     """
@@ -569,7 +569,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
 def encode_segments(
     segments: Sequence[Segment], tokenizer: Tokenizer, train_all: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """The ids of the segments, and a mask of trained ids. `train_all` trains all but BOS and masked segments.
+    """The ids of the segments, and a mask of trained ids (with `train_all`, all but BOS and masked segments).
 
     Raises ValueError for a special token that the tokenizer lacks.
     """
@@ -603,7 +603,7 @@ def encode_prompt(
 ) -> list[int]:
     """The ids of a prompt, which are the same as the ids before its answer in training.
 
-    With `continues`, the last message is the beginning of the answer. Raises ValueError if it is no answer.
+    With `continues`, the last message is the beginning of the answer; raises ValueError for any other message.
     """
     template.check_tokenizer(tokenizer)
     if continues and (not turns or turns[-1].role not in ANSWER_ROLES or "tool_calls" in turns[-1].fields):
@@ -623,7 +623,7 @@ def encode_prompt(
 
 
 def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
-    """A copy of the tokenizer whose extra files have the template and its stop token, for other tools.
+    """A copy of the tokenizer whose extra files include the template and its stop token, for other tools.
 
     Raises ValueError if the tokenizer lacks tokens that the template needs.
     """
@@ -639,7 +639,7 @@ def attach_template(template: Template, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | None:
-    """The template that a model's card names, otherwise the model's own template; None if it has neither.
+    """The template named in the model card, otherwise the model's own template; None if there is neither.
 
     Raises ValueError if the tokenizer lacks tokens that the template needs, or if the template has no stop token.
     """

@@ -166,7 +166,7 @@ class Tokenizer:
         config: dict[str, Any] = {f"{key}_id": self.token_id(token) for key, token in special}
         if name in self.extra_files:
             config = json_file.parse(self.extra_files[name], self.config_path.with_name(name))
-        # EOS comes first: readers take the first id for EOS unless another file names EOS.
+        # EOS comes first, since readers use the first id as EOS unless another file sets EOS.
         stop_ids = [self.eos, *sorted(result.stops - {self.eos})]
         content = json.dumps(config | {"eos_token_id": stop_ids}, indent=2) + "\n"
         result.extra_files = self.extra_files | {name: content.encode()}
@@ -174,7 +174,7 @@ class Tokenizer:
 
     @staticmethod
     def find_file(folder: Path) -> Path | None:
-        """The file that `load` reads, also if `folder` is itself a GGUF file; None if no such file exists.
+        """The file that `load` reads (`folder` itself if it is a GGUF file); None if no such file exists.
 
         Raises ValueError for a link that leads out of the folder, and for anything but a regular file.
         """
@@ -207,7 +207,7 @@ class Tokenizer:
 
     @property
     def document_start(self) -> list[int]:
-        """Ids that start a document: `bos`, or `eos` of the previous document for a tokenizer trained here."""
+        """Ids that start a document: `bos`; for a tokenizer trained here, the `eos` of the previous document."""
         return [self.eos] if self.line_separable and self._special.bos is None else self.bos
 
     @property
@@ -261,7 +261,7 @@ class Tokenizer:
         return {f"{name}_token": token for name, token in tokens.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of a prompt: `bos` and the text. An empty text gives `document_start`, or EOS if that is empty.
+        """The ids of a prompt: `bos` and the text. For an empty text, `document_start`, or EOS if that is empty.
 
         For a tokenizer trained here, no EOS is put before a text, since a prompt rarely starts a document.
         """
@@ -274,7 +274,7 @@ class Tokenizer:
 
     @cached_property
     def splits(self) -> str:
-        """The parts into which a tokenizer trained here splits text, a value of _SPLITS; otherwise empty."""
+        """Splitting unit of a tokenizer trained here, a value of _SPLITS; empty for other tokenizers."""
         pre_tokenizer = self.inner.pre_tokenizer
         return "" if pre_tokenizer is None else _SPLITS.get(pre_tokenizer.__getstate__(), "")
 
@@ -288,7 +288,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of the text, without parsing special tokens.
 
-        Raises ValueError if the tokenizer fails on the text: a regex in a tokenizer.json may backtrack too much.
+        Raises ValueError if the tokenizer fails on the text, for example if a regex backtracks too much.
         """
         return self._ids(self.inner, text)
 
@@ -301,7 +301,7 @@ class Tokenizer:
         return f"{self.config_path.parent}: the tokenizer fails"
 
     def encode_continuation(self, text: str) -> list[int]:
-        """The ids of a text that continues another text, so no tokenizer puts a space before it."""
+        """The ids of a text that continues another text, without the space that some tokenizers put first."""
         return self._ids(self._without_prefix, text)
 
     @cached_property
@@ -399,7 +399,7 @@ def _parse_json(data: bytes) -> tokenizers.Tokenizer:
 
 
 def _config_for_json(config: dict[str, Any]) -> bytes:
-    """The tokenizer_config.json for a converted tokenizer.json; its class reads all of the tokenizer.json."""
+    """The tokenizer_config.json for a converted tokenizer.json; `tokenizer_class` reads every tokenizer.json."""
     settings = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
