@@ -81,7 +81,7 @@ def require_ids(model: nn.Module, ids: Any) -> None:
 def calibrate_blocks(
     model: nn.Module, ids: Tensor, places: Collection[str], solve: Solve, *, sequential: bool = False
 ) -> Iterator[None]:
-    """Let `solve` change the linear layers at `places`, block by block, from their inputs for ids (S, T) int64.
+    """Change the linear layers at `places` by `solve`, block by block, given their inputs for ids (S, T) int64.
 
     For each block, `solve` is called with the `Gram` of every place in it. Layers that read the same tensor share
     a `Gram`. The `Gram` of an expert counts only tokens routed to it. The next block reads the changed block's
@@ -141,7 +141,7 @@ def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict
     """Run the hidden states (S, T, D) through `run`; return the `Gram` of the inputs of each linear layer called.
 
     The result is a dict keyed by layer name, in execution order. The first forward counts the calls of each layer;
-    later forwards stop after that many calls, at least one. Layers that read the same tensor share a `Gram`.
+    later forwards stop after equally many calls (at least one). Layers that read the same tensor share a `Gram`.
     """
     grams: dict[str, Gram] = {}
     calls, awaited = Counter[str](), Counter[str]()
@@ -153,7 +153,7 @@ def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict
             x = inputs[0]
             first = last[0][1] if last and last[0][0] is x else name
             if readers.setdefault(name, first) != first:
-                raise ValueError(f"{name}: reads the same tensor as {readers[name]} in some calls only")
+                raise ValueError(f"{name}: reads the same tensor as {readers[name]} in only some calls")
             if first == name:
                 if name not in grams:
                     grams[name] = Gram.zeros(module.in_features, module.weight.device)
@@ -226,7 +226,8 @@ def calibration_tokens(model: nn.Module) -> int:
 
 
 def require_text(model: nn.Module, ids: Any, linears: Mapping[str, nn.Linear]) -> None:
-    """Raise ValueError for invalid `ids`, and for fewer tokens than a layer outside of experts has inputs."""
+    """Raise ValueError for invalid `ids`, or if a layer outside of experts has more inputs than there are
+    tokens."""
     require_ids(model, ids)
     layers = {name: linear for name, linear in linears.items() if ".experts." not in name} or linears
     name, widest = max(((n, m.in_features) for n, m in layers.items()), key=lambda pair: pair[1])

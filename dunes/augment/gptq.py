@@ -167,7 +167,7 @@ def round_columns(
 def column_blocks(inputs: int, width: int) -> dict[int, int]:
     """The start and stop of each block of columns; `width` is the size of a quantization group.
 
-    A group never straddles two blocks, unless it is wider than a block; then it starts at a block boundary.
+    A group wider than a block starts at a block boundary; any other group lies inside one block.
     """
     span = width if width > BLOCK else BLOCK // width * width
     spans = [range(first, min(first + span, inputs), BLOCK) for first in range(0, inputs, span)]

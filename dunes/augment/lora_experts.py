@@ -53,7 +53,7 @@ class ExpertAdapter(Adapter):
     """
 
     depends_on_input = True
-    for_each_choice = False, False  # True if A (B) is multiplied once for each of a token's experts
+    for_each_choice = False, False  # True if each token is multiplied by A (B) `top_k` times, else once
     router: nn.Parameter | None
 
     def __init__(
@@ -130,8 +130,7 @@ class ExpertAdapter(Adapter):
 class HiddenExperts(ExpertAdapter):
     """LoRA experts of an MLP's gate or up projection, if experts are MLPs (MixLoRA).
 
-    It returns one output for each selected expert, so the MLP computes its activation for the frozen output and
-    for each of these.
+    Returns the frozen output and one output per selected expert, so that the MLP computes an activation for each.
     """
 
     keeps_shape = False
@@ -223,7 +222,7 @@ def router_groups(model: nn.Module, change: Change) -> dict[nn.Module, list[str]
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Wrap the modules at the places and activate the adapter; a group's router is in its first adapter.
+    """Wrap the modules at the places and activate the adapter; a group's first adapter contains the router.
 
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """

@@ -190,7 +190,7 @@ def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) ->
                 f"{len(moe.experts)}, and a linear router"
             )
         if moe.groups > 1:
-            raise ValueError(f"{name}: experts cannot be removed from groups; remove neurons or blocks instead")
+            raise ValueError(f"{name}: experts routed in groups cannot be removed; remove neurons or blocks")
         downs = [f"{name}.experts.{e}.down" for e in range(len(moe.experts))]
         if missing := [e for e, down in zip(moe.experts, downs, strict=True) if down not in scores]:
             raise ValueError(
@@ -259,7 +259,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 
 
 def _name_before(name: str, places: Mapping[str, Any]) -> str:
-    """The name of a tensor in the original model, where blocks and experts had other numbers."""
+    """The name of a tensor in the original model, where blocks and experts had other indices."""
     segments = name.split(".")
     if segments[0] == "blocks" and "blocks" in places:
         segments[1] = str(places["blocks"]["blocks"][int(segments[1])])

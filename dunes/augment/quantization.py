@@ -37,7 +37,7 @@ def dequantize(model: nn.Module) -> list[str]:
 Solver = Callable[..., Iterator[tuple[dict[str, QuantParams], list[str]]]]
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 SOLVERS: dict[str, Solver] = {"gptq": gptq.solve}
-"""Methods other than rounding to nearest: functions like `gptq.solve`, with `ids` None if they read no text."""
+"""Functions like `gptq.solve` of methods other than rounding; `ids` is None for a method that reads no text."""
 METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
 GROUP = 64
@@ -132,9 +132,7 @@ def _dense_layers(
     rules: list[tuple[list[str], str]] = [(globs, kind), *(([glob], other) for glob, other in overrides)]
     tied = getattr(model, "head", True) is None
     if tied and any("head" in where and tree.matches(where, "head") and k != DENSE for where, k in rules):
-        raise ValueError(
-            "head: has the embedding's matrix, which is not quantized; omit it, or exclude it ('!head')"
-        )
+        raise ValueError("head: tied to the embedding, which is not quantized; omit it, or exclude it ('!head')")
     selected, kinds = dict[str, Any](), dict[str, str]()
     is_linear = lambda module: isinstance(tree.innermost(module), nn.Linear | Quantized)
     for where, other in rules:
@@ -196,8 +194,8 @@ def _layer(base: Any, change: Change, place: str) -> Quantized:
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
     """Let the method change the weights, block by block, and yield each part with its scales and zero points.
 
-    The record of a place that got too few tokens has the method "rtn": it is rounded to nearest. Raises
-    ValueError, before anything is changed, for weights that are not finite.
+    A place that got too few tokens is rounded to nearest and recorded with the method "rtn". Raises ValueError,
+    before anything is changed, for weights that are not finite.
     """
     _require_finite(model, change)
     parts = change.parts()

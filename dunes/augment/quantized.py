@@ -339,7 +339,7 @@ def _level(codes: Tensor) -> Tensor:
 
 def codebook(device: torch.device | str = "cpu") -> Tensor:
     """NF4's levels (16,) float32, in a new tensor: a tensor cached under a fake tensor mode would have no data."""
-    if torch.compiler.is_exporting():  # exported graphs keep tensor constants out of line, unseen by native code
+    if torch.compiler.is_exporting():  # native code cannot read an exported graph's constants
         return torch.cat([torch.full((1,), level, device=device) for level in LEVELS])
     return torch.tensor(LEVELS, device=device)
 
@@ -376,12 +376,12 @@ class _Cached(NamedTuple):
     state: list[tuple[int, int]]
     """(`id(t)`, `t._version`) of each tensor `t` that the matrix was made from, to notice changes."""
     parts: list[Tensor]
-    """References to these tensors except the codes: the cache refers to the codes weakly, as its keys."""
+    """References to these tensors, except to the codes, to which the cache has weak references as its keys."""
 
 
 PACKED: MutableMapping[Tensor, _Cached] = WeakTensorKeyDictionary()
-"""Cache of matrices in the kernel's layout. The keys are the tensors of codes: an entry is freed together with its
-codes. The cache is neither copied nor saved with a model."""
+"""Cache of matrices in the kernel's layout. The keys are weak references to tensors of codes, so an entry is freed
+together with its codes. The cache is neither copied nor saved with a model."""
 
 
 class GroupInt(Quantized):
