@@ -36,7 +36,7 @@ LARGE = 1 << 20
 STACK = 1 << 20
 """Maximum bytes of the buffers that native code puts on the stack of its thread."""
 FEW = 4
-"""Maximum tokens of the larger step; it takes 1.9 times as long as the step for one (for 8 tokens, 3.5 times)."""
+"""Maximum tokens of the larger step, which takes 1.9 times as long as a one-token step (for 8 tokens: 3.5)."""
 TEXT, ROWS = 0, -1
 """Keys of the steps for any number of tokens at the start of a text, and for one token in each of several rows."""
 
@@ -119,7 +119,7 @@ class TextGraph(DecodeGraph):
 
 
 class RowGraph(DecodeGraph):
-    """A step for one new token in each of R rows; its matrix products are calls of a library."""
+    """A step for one new token in each of R rows; its matrix products are library calls."""
 
     def forward(  # type: ignore[override]
         self,
@@ -196,7 +196,7 @@ class _StepContext(ForwardContext):
         self.keys, self.values, self.slots, self.slot_positions = keys, values, slots, slot_positions
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        readable = self.slot_positions.shape[0]  # `len` would make it a constant
+        readable = self.slot_positions.shape[0]  # with `len`, the graph would contain a constant
         for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
             cache.index_copy_(2, self.slots, x.to(cache.dtype))
         return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
@@ -357,7 +357,7 @@ def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
 
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     if 0 <= stack < 2 * STACK:
-        raise ValueError(f"native code needs threads with a stack of {2 * STACK} bytes, and theirs has {stack}")
+        raise ValueError(f"native code needs threads with a stack of {2 * STACK} bytes; the stack has {stack}")
     # Inductor's loader imports its compiler first, which takes two seconds; the loader of packages leaves files
     # behind if the process is killed. A mapped file must not change, so a copy is loaded, and removed at once.
     with TemporaryDirectory() as folder:
@@ -373,7 +373,7 @@ def _with_weights(runner: Any, weights: Mapping[str, Tensor]) -> Run:
     names = runner.get_constant_names_to_original_fqns()
     constants = {constant: weights[name].detach() for constant, name in names.items()}
     runner.update_constant_buffer(constants, False, False, True)
-    # The runner does not own the constants, so the function keeps them.
+    # The runner does not own the constants, so the function keeps references to them.
     return lambda inputs, owned=constants: runner.run(inputs)  # type: ignore[misc]
 
 
@@ -435,7 +435,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _OneRow(TorchFunctionMode):
-    """A torch function mode that replaces each operation in the keys of `forms` by its value."""
+    """A torch function mode that replaces each operation that is a key in `forms` by the value."""
 
     def __init__(self, forms: Mapping[Function, Function]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A KV cache that records its ids: of a new text, only the ids after the common prefix are evaluated.
+"""A KV cache that records its ids, so that only the ids of a new text after the common prefix are evaluated.
 
 Long texts are prefilled in pieces; between two pieces, other work can run, or the request can be cancelled.
 """
@@ -42,7 +42,7 @@ class PrefixCache:
 
     `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
     all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row, or one
-    token of each of several rows. `format` quantizes keys and values; no step is used then.
+    token of each of several rows. `format` quantizes keys and values; with it, `step` is not used.
     """
 
     def __init__(

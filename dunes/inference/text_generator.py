@@ -44,7 +44,7 @@ class TextGenerator:
     and for a `format` if the model has recurrent states.
 
     The KV cache of the last text is kept. If the next text has the same prefix, like the next turn of a
-    conversation, only the ids after it are evaluated. A prompt is a text or its ids. Before each token,
+    conversation, only the ids after the prefix are evaluated. A prompt is a text or its ids. Before each token,
     `find_step()` is called for a compiled step; with a cache `format`, no step is used.
     """
 

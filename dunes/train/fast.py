@@ -111,7 +111,7 @@ class Unit:
         self.params = [p for p in trainer.parameters() if p.requires_grad]
         groups = trainer.optimizer.param_groups
         self.groups = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        # The rate is an argument instead: as a constant, each new value would cause a compilation.
+        # The rate is an argument, since each new value of a constant would cause a compilation.
         self.settings = [{k: v for k, v in group.items() if k not in ("lr", "params")} for group in groups]
         self.states: list[State] = [trainer.optimizer.state.get(p, {}) for p in self.params]
         self.buffers = trainer.buffers()
@@ -190,7 +190,7 @@ def _compile_options(device: torch.device, draws: bool) -> dict[str, Any]:
         return {**options, "triton.cudagraphs": True}
     # Calling kernels from C++ instead of Python saves a tenth of a small step's time. The settings in `start` help
     # later processes to read the unit from Inductor's cache: one skips a test of vector instructions (1 s), since
-    # a compiler for torch's headers knows them; the other lets the cache store calls of autocast.
+    # any compiler of torch's headers supports them; the other lets the cache store calls of autocast.
     autocast = {f"torch.amp.autocast_mode._{name}_autocast": "dunes 1" for name in ("enter", "exit")}
     start = {"cpp.vec_isa_ok": True, "unsafe_marked_cacheable_functions": autocast}
     return {**options, **start, "cpp_wrapper": True, "post_grad_custom_post_pass": SmallProducts()}
@@ -228,7 +228,7 @@ def _run_units(
             trainer.raise_if_diverged(step)
         if len(seconds) == 1 + TIMED_CALLS:
             fast = min(seconds[1:])
-            steps_take = f"{1e3 * fast:.2f} ms a step against {1e3 * plain:.2f} plain"
+            steps_take = f"{1e3 * fast:.2f} ms per step, the plain loop {1e3 * plain:.2f}"
             times = f"{steps_take} (processor time on a CPU), after {compiling:.1f} s of compiling"
             if fast > plain:
                 line(f"plain loop: the compiled loop takes {times}")

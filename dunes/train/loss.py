@@ -55,7 +55,7 @@ def mean_squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor
     x, y = batch
     guess = model(x)
     if guess.shape != y.shape:
-        raise ValueError(f"the model gives {tuple(guess.shape)} where the targets are {tuple(y.shape)}")
+        raise ValueError(f"the model's outputs are {tuple(guess.shape)}, but the targets {tuple(y.shape)}")
     return (guess.float() - y).square().sum(), torch.tensor(y.numel(), device=y.device)
 
 

@@ -242,7 +242,7 @@ class CombinedOptimizer(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[Group]) -> None:
-        assert not groups, "the optimizers have the groups; Optimizer.__init__ begins with none"
+        assert not groups, "the groups belong to the optimizers; Optimizer.__init__ sets an empty list"
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the last optimizer, which is AdamW in the result of `muon`."""
@@ -376,13 +376,13 @@ class NamedOptimizer(NamedTuple):
     build: Callable[[nn.Module, float, float | None, torch.dtype], Optimizer]
     """Called with the model, the learning rate, the weight decay or None, and the dtype of matrix products."""
     lr: tuple[float, float] | float = 1.0
-    """Default rates of a new model and of one that is trained on, or a factor of AdamW's rate for the width."""
+    """Default rates for a new model and for continued training, or a factor on AdamW's rate for this width."""
     flops: Callable[[nn.Module], float] = lambda model: 0.0
     """FLOPs per step of the matrix products of its updates."""
 
 
 OPTIMIZERS = {
-    # A third of the rate for a new model (docs/log/training.md, "Training on").
+    # Continued training gets a third of the rate for a new model (docs/log/training.md, "Training on").
     "muon": NamedOptimizer(
         lambda model, lr, decay, products: muon(
             model, lr, lr / 2, decay=0.01 if decay is None else decay, adam_decay=decay or 0.0, products=products
