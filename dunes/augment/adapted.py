@@ -19,7 +19,7 @@ from dunes.ops.operation import autocast_enabled, without_autocast
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Settings of the adapter of one module; `scale` is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
+    """Settings of a module's adapter; `scale` is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
 
     rank: int
     alpha: float
@@ -27,7 +27,7 @@ class LoraConfig:
     dropout: float = 0.0
 
     def __repr__(self) -> str:
-        """The text that structure digests in saved folders contain; it must not change."""
+        """A text that is part of the structure digests in saved folders, so it must not change."""
         settings = f"rank={self.rank}, alpha={self.alpha}, rslora={self.rslora}, dora=False, pissa=False"
         return f"LoraConfig({settings}, dropout={self.dropout})"
 
@@ -241,7 +241,7 @@ def dense(module: nn.Module) -> Tensor:
 def linear_of(
     weight: nn.Parameter, bias: nn.Parameter | None, training: bool, cls: type[nn.Linear] = nn.Linear
 ) -> nn.Linear:
-    """A linear layer of class `cls` with these parameters, without a copy."""
+    """A linear layer of class `cls` with these parameters, which are not copied."""
     rows, columns = weight.shape
     with torch.device("meta"):
         linear = cls(columns, rows, False)

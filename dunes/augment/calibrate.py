@@ -88,8 +88,8 @@ def calibrate_blocks(
     outputs. With `sequential`, the layers of a block are solved in execution order; the inputs of a layer then
     reflect the changes of the layers before it. If the head is one of the places, it comes last.
 
-    Yields after each block that contains places, and after the head. At a yield, the generator has no reference to
-    the layers of the block, so the caller may replace them.
+    Yields after each block that contains places, and after the head. At a yield, the generator holds no reference
+    to the layers of the block, so the caller may replace them.
 
     Memory: the hidden states of all tokens, and the Gram matrices of one block. Raises ValueError, before any
     change, for invalid ids, and for a place that is neither a plain linear layer of a block nor the head.
@@ -125,7 +125,7 @@ def calibrate_blocks(
 def _solve_layers(
     run: Forward, states: Tensor, rows: Rows, linears: Linears, solve: Solve, sequential: bool
 ) -> None:
-    """Let `solve` change these layers of a block: all at once, or with `sequential` in stages."""
+    """Change these layers of a block by `solve`, all at once, or in stages if `sequential`."""
     stages = _stages(run, states, rows[:1], linears) if sequential and len(linears) > 1 else [linears]
     for stage in filter(None, stages):
         grams = _collect(run, states, rows, stage)
@@ -210,7 +210,7 @@ def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Lin
                 f"{name} is {actual}; calibration needs dense linear layers: {how_to_make_dense(module)}"
             )
         if not name.startswith("blocks.") and name != "head":
-            raise ValueError(f"{name}: only layers of blocks and the head are calibrated")
+            raise ValueError(f"{name}: only the head and layers of blocks can be calibrated")
     return {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
 
 

@@ -34,7 +34,7 @@ TOKENS = 8
 
 
 def decide(model: nn.Module, options: Expand) -> Change:
-    """The record of the change. Its `places` are the new blocks, each with the index of the block that it copies.
+    """The record of the change. `places` are the new blocks, each with the index of the block that it copies.
 
     Raises ValueError if the model is no decoder or not dense, and for block indices out of range.
     """

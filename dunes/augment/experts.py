@@ -61,9 +61,7 @@ def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
         )
     upcycle.require_experts(experts - shared, request["top_k"])
     if by_importance != (ids is not None):
-        raise ValueError(
-            f"split is {request['split']!r}; calibration text goes with 'importance', and only with it"
-        )
+        raise ValueError(f"split is {request['split']!r}; calibration text is for 'importance', which needs it")
     if ids is not None and (ids.dim() != 2 or len(ids) < experts or ids.shape[1] < 2):
         raise ValueError(
             f"the calibration text is too short: ids of shape {tuple(ids.shape)}; expected at least {experts} "

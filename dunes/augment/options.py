@@ -40,7 +40,7 @@ TRAIN_NEW = "next: dunes train SOURCE --from {out} --trainable new --out RUN"
 
 
 def targets(default: str) -> Any:
-    """The flag --target-modules GLOB, which selects modules; `default` is the text of its default in the help."""
+    """The flag --target-modules GLOB, which selects modules; the help shows `default` as its default."""
     return tyro.conf.arg(name="target-modules", metavar="GLOB", help_behavior_hint=f"(default: {default})")
 
 
@@ -298,8 +298,8 @@ class LoraExperts(Options):
     )
     """Modules that get experts; ! excludes, the last match wins."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
-    """linear: a router for each linear layer; shared: one for each attention and MLP, which reads the input of its
-    first layer; mlp: experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
+    """linear: a router for each linear layer; shared: a router for the layers of each attention and MLP, which
+    reads the input of the first one; mlp: experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
     experts: Count = 8
     """Low-rank experts at each place; 1 is plain LoRA, without a router."""
     top_k: Count = 2

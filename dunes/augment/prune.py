@@ -27,7 +27,7 @@ VERSION = 1
 BLOCK = 128
 """Columns that SparseGPT prunes at once."""
 DAMP = 0.01
-"""Damping of the Hessian's diagonal in SparseGPT, as a fraction of its mean."""
+"""Damping of the Hessian's diagonal in SparseGPT, as a fraction of the diagonal's mean."""
 HALF = 0.5
 """Default fraction of weights to set to zero."""
 REFITS, REFIT_TOLERANCE = 10, 1e-4  # maximum iterations of `refit`; relative squared gradient at which it stops
@@ -77,7 +77,7 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 
 @torch.no_grad()
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
-    """Prune the layers, block by block; the record of a layer gets its numbers of weights and of nonzero weights.
+    """Prune the layers, block by block; the record gets the numbers of weights and of nonzero weights per layer.
 
     A layer that gets fewer calibration tokens than it has inputs, such as a rarely used expert, is pruned by
     magnitude and recorded with the method "magnitude".

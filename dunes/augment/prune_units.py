@@ -159,7 +159,7 @@ def _kept_units(
 ) -> dict[str, dict[str, Any]]:
     """The indices of the units that each place keeps: the most important units of each layer.
 
-    With `uneven`, they are the most important units of all layers together, but at least one unit of each layer.
+    With `uneven`, the units of all layers are ranked together, and each layer keeps at least one unit.
     """
     places: dict[str, dict[str, Any]] = {}
     for unit in ("groups", "neurons"):

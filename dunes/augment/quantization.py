@@ -59,9 +59,7 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
     overrides = [_override(text) for text in options.override]
     request = _request(options, check_kinds(options.kind, options.override, method), method)
     if (ids is not None) != (method in CALIBRATED):
-        raise ValueError(
-            f"method is {method!r}; calibration text goes with {', '.join(CALIBRATED)}, and only with it"
-        )
+        raise ValueError(f"method is {method!r}; calibration text is for {', '.join(CALIBRATED)}, which needs it")
     globs = options.request()["where"]
     modules, kind_of = _dense_layers(model, globs, options.kind, overrides)
     if ids is not None:

@@ -61,7 +61,7 @@ class Grid:
     symmetric: bool = False
 
     def __repr__(self) -> str:
-        """The text from which saved folders' structure digests were computed; it must not change."""
+        """A text that is part of the structure digests in saved folders, so it must not change."""
         settings = f"bits={self.bits}, group={self.group}, symmetric={self.symmetric}, real_zero=False"
         return f"Grid({settings})"
 
@@ -278,7 +278,7 @@ class NF4(Quantized):
         if self.outer is None or self.middle is None:
             self.scale.copy_(scale)
             return
-        # In float64, since otherwise the result would depend on the number of threads.
+        # In float32, the mean would depend on the number of threads.
         self.middle.copy_(scale.double().mean())
         rows = _rows(scale - self.middle, OUTER)
         self.outer.copy_(rows.abs().amax(1, keepdim=True) / 127)
@@ -482,7 +482,7 @@ class GroupInt(Quantized):
         scale, bits = self.scale.float(), self.grid.bits
         if self.zero is None:
             return QuantParams(scale, torch.full_like(scale, 2 ** (bits - 1)))
-        packed = self.zero.shape != scale.shape  # layers from `for_step` have it unpacked
+        packed = self.zero.shape != scale.shape  # `for_step` unpacks the zero points
         return QuantParams(scale, (unpack(self.zero, bits, scale.shape[1]) if packed else self.zero).float())
 
     def dense(self) -> Tensor:

@@ -103,7 +103,7 @@ def generate(
 def generate_all(
     model: nn.Module, requests: Sequence[Request | None], *, context_length: int, cache: PrefixCache | None = None
 ) -> Iterator[list[Token | None]]:
-    """Yield the next token per request; None for a text that has ended or waits while others accept proposals.
+    """Yield the next token per request; None if its text has ended, or waits while other rows accept proposals.
 
     Each text is the same as if it were generated alone. Between two tokens the caller may replace an entry of
     `requests` by another request or None. A `cache` needs one row per request; cached prefixes of texts are not

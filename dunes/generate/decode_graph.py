@@ -221,8 +221,8 @@ def export_decode_graph(
 
     A graph of a part of the model needs an example `x` of its inputs (1, tokens, dim).
 
-    The graph of a `TextGraph` takes any number of tokens above FEW. In any other graph, operations are
-    replaced by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
+    The graph of a `TextGraph` accepts any number of tokens above FEW. In any other graph, operations are replaced
+    by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
     """
     args: tuple[Any, ...]
     shapes: dict[str, Any] = {}
@@ -530,7 +530,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if is_causal or dropout_p:
-        raise ValueError("attention to earlier tokens needs a mask, and no dropout")
+        raise ValueError("attention to earlier tokens must have a mask and no dropout")
     q = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:]).unsqueeze(-2)
     k, v = (x[:, :, None, None].float() for x in (key, value))
     scores = (q.float() * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)

@@ -120,7 +120,7 @@ def penalise(penalty: float, last: int, logits: Tensor, ids: Sequence[int]) -> T
 
 
 def scale_logits(temperature: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Subtract the largest logit, then divide by the temperature: the largest becomes 0 at any temperature."""
+    """Subtract the largest logit, then divide by the temperature, so that the largest is 0 at any temperature."""
     return (logits - logits.amax()) / min(max(temperature, 1 / LARGEST_TEMPERATURE), LARGEST_TEMPERATURE)
 
 
@@ -168,7 +168,7 @@ class Rule:
     """A sampling setting: its function on logits, its range, and its names in requests to servers."""
 
     process: Callable[..., Tensor] | None
-    """Function that ends with a processor's two arguments; None for an argument of another rule's function."""
+    """Function whose last two arguments are those of a processor; None for an argument of another rule."""
     neutral: float
     """The value that leaves the logits unchanged."""
     bounds: tuple[float, float]

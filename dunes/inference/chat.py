@@ -295,7 +295,7 @@ class Chat:
                 self.talk, self.pending = before, pending
 
     def undo(self) -> str:
-        """Drop the last message and its answer; returns the message. Raises ValueError if there is none."""
+        """Drop the last message and its answer; returns the message. Raises ValueError if the chat has none."""
         if not self.talk:
             raise ValueError("there is no message yet")
         last = max(i for i, turn in enumerate(self.talk) if turn.role == "user")

@@ -51,7 +51,8 @@ def fast_run(
 
     If any other setting of the optimizer's groups, its state, or a parameter's `requires_grad` changes, the plain
     loop runs from then on, and `line` is called with the change. Raises ValueError for tensors of different
-    lengths, and if such a change happens between the steps of one unit. Also raises the errors of `Trainer.run`.
+    lengths, and for a change of these inputs between the steps of one unit. Also raises the errors of
+    `Trainer.run`.
     """
     if len(lengths := {len(t) for t in tensors}) != 1:  # rows must correspond
         raise ValueError(f"tensors of {sorted(lengths)} rows; expected at least one, all of one length")
