@@ -194,7 +194,7 @@ def _stages(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> list[
 def assign_weight(linear: nn.Linear, weight: Tensor) -> None:
     """Replace the weight of a linear layer by `weight` (O, I), cast to the layer's dtype.
 
-    The old tensor is not overwritten: if it is memory-mapped from a file, written pages would stay in memory.
+    The old tensor is not overwritten, since written pages of a memory-mapped tensor would stay in memory.
     """
     linear.weight.data = weight.to(linear.weight.dtype)
 

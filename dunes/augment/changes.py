@@ -51,8 +51,8 @@ def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **r
 
     `request` are the options of the change; `ids` (S, T) int64 is the calibration text, if the change reads any.
     In a change that is made block by block, `spill` is called with the tensors of each finished block. Raises
-    ValueError for invalid options, before anything is changed. If a change fails midway (for example at inputs
-    that are not finite), earlier blocks stay changed: load the model again.
+    ValueError for invalid options, before anything is changed. If a change fails midway (for example because
+    inputs are not finite), earlier blocks stay changed, so load the model again.
     """
     try:
         return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)

@@ -46,8 +46,8 @@ class Hessian(NamedTuple):
 def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
     """Compute the Hessian from a Gram matrix; the damping is raised tenfold until the Hessian can be inverted.
 
-    Raises ValueError that names the place if the Gram matrix has values that are not finite, or if the Hessian
-    cannot be inverted with a damping up to MOST_DAMPING.
+    Raises ValueError with the name of the place if the Gram matrix has values that are not finite, or if the
+    Hessian cannot be inverted with a damping up to MOST_DAMPING.
     """
     if not gram.matrix.isfinite().all():
         raise ValueError(f"{place}: the inputs of the calibration text are not finite; check the model's weights")

@@ -132,7 +132,7 @@ def adapter_class(request: Mapping[str, Any]) -> type[Adapter]:
 def decide(model: nn.Module, options: Lora) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    Raises ValueError that names the place if an option is invalid.
+    Raises ValueError with the name of the place if an option is invalid.
     """
     change = adapter_change("lora", VERSION, model, options)
     check(model, change)
@@ -158,7 +158,7 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
 
 
 def check(model: nn.Module, change: Change) -> None:
-    """Raise ValueError that names the place and a remedy if the change cannot be made to this model."""
+    """Raise ValueError with the place and a remedy if the change cannot be made to this model."""
     request = change.request
     tied = isinstance(model, Decoder) and model.head is None
     for place, module in check_places(model, change):
@@ -196,7 +196,7 @@ def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]
         if isinstance(module, Adapted) and name in module.adapters:
             raise ValueError(
                 f"{place}: it already has an adapter {name!r}; start from the model without it, or merge it first "
-                "(dunes augment merge); in Python, adapter= gives the new one another name"
+                "(dunes augment merge); in Python, pass another name as adapter="
             )
     return [(place, modules[place]) for place in change.places]
 

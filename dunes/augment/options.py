@@ -110,7 +110,7 @@ class Expand(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Narrow(Options):
-    """Remove the least important heads, neurons, experts and blocks: the model gets smaller, faster and worse.
+    """Remove the least important heads, neurons, experts and blocks for a smaller, faster and worse model.
 
     Continue training with dunes train --from, since a few hundred steps recover much of the loss.
 
@@ -209,7 +209,7 @@ class Upcycle(Options):
     granularity: Count = 1
     """Cut each MLP into this many pieces first; tokens are routed to complete sets of pieces."""
     drop: Annotated[float, flag("FRACTION")] = 0.0
-    """Reinitialise this fraction of each expert's neurons (Drop-Upcycling): worse at first, better later."""
+    """Reinitialise this fraction of neurons per expert (Drop-Upcycling), which is worse at first, better later."""
     balance: NotOffered[float] = 0.01
     """Coefficient of the load-balancing loss."""
     seed: Count = 0
@@ -238,7 +238,8 @@ class Experts(Options):
     top_k: Count = 2
     """Experts that each token is routed to."""
     shared: Count = 0
-    """With --split importance, number of shared experts: they get every token and the most important neurons."""
+    """With --split importance, number of shared experts, which process every token with the most important
+    neurons."""
     split: Annotated[Split, flag("|".join(get_args(Split)))] = "random"
     """Split neurons at random, by balanced k-means over the weights, or by importance on calibration text."""
     gate: Annotated[Gate, flag("|".join(get_args(Gate)))] = "linear"

@@ -195,7 +195,7 @@ def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) ->
         if missing := [e for e, down in zip(moe.experts, downs, strict=True) if down not in scores]:
             raise ValueError(
                 f"{name}: its experts are {type(missing[0]).__name__}; expected MLP or GatedMLP, whose neurons "
-                "are compared"
+                "can be ranked"
             )
         sums = torch.stack([scores[down].sum() for down in downs])
         if experts < len(downs):

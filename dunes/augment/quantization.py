@@ -1,4 +1,4 @@
-"""Quantization of linear layers by rounding to nearest or by calibration: registered in `changes.CHANGES`."""
+"""Quantization of linear layers, by rounding to nearest or with calibration (registered in `changes.CHANGES`)."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence

@@ -338,7 +338,7 @@ def _level(codes: Tensor) -> Tensor:
 
 
 def codebook(device: torch.device | str = "cpu") -> Tensor:
-    """NF4's levels (16,) float32, in a new tensor: a tensor cached under a fake tensor mode would have no data."""
+    """NF4's levels (16,) float32, in a new tensor, since one cached under a fake tensor mode would lack data."""
     if torch.compiler.is_exporting():  # native code cannot read an exported graph's constants
         return torch.cat([torch.full((1,), level, device=device) for level in LEVELS])
     return torch.tensor(LEVELS, device=device)

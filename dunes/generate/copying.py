@@ -131,7 +131,7 @@ def is_word(character: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Sources:
-    """Texts to copy from: `near` has the text above the cursor and the rest of the file, `far` other files."""
+    """Texts to copy from: `near` is the text above the cursor and the rest of the file, `far` is other files."""
 
     near: Sequence[TextSource]
     far: Sequence[TextSource]
@@ -194,8 +194,8 @@ class Copies:
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
     def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
-        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the last one
-        in the first source is used."""
+        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the last
+        match in the first source is used."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         length, positions, text = longest_match((*sources.near, *sources.far), context)

@@ -44,8 +44,8 @@ TEXT, ROWS = 0, -1
 class DecodeGraph(nn.Module):
     """Computes float32 logits (T, V) after each new token, and a summary; writes keys and values into the cache.
 
-    Each row of the summary (T, 3), float64, has the most probable id, its logit `top`, and
-    `logsumexp(logits - top)`. Raises ValueError unless the model's class is `Decoder` itself.
+    Each row of the summary (T, 3), float64, contains the most probable id, its logit `top`, and `logsumexp(logits
+    - top)`. Raises ValueError unless the model's class is `Decoder` itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,12 +89,12 @@ class LayerGraph(nn.Module):
     ) -> Tensor:
         """The block's outputs for inputs x (1, T, dim); other arguments are as in `DecodeGraph`, for one layer.
 
-        Raises ValueError for a block that hands tensors to later blocks, or whose outputs have another dtype.
+        Raises ValueError for a block that passes tensors to later blocks, or whose outputs have another dtype.
         """
         ctx = _StepContext(keys, values, slots, slot_positions)
         y: Tensor = self.block(x, ctx, 0)
         if ctx.carried or y.dtype != x.dtype:
-            raise ValueError("expected a block that hands no tensors to later blocks and keeps the dtype")
+            raise ValueError("expected a block that passes no tensors to later blocks and keeps the dtype")
         return y
 
 
@@ -411,7 +411,7 @@ def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model for export: its matrices have this dtype and no data."""
+    """A copy of the model for export, whose matrices have this dtype and no data."""
     memo: dict[int, Any] = {id(t): t for t in named_tensors(model).values()}
     memo |= {id(t): nn.Parameter(torch.empty_like(t, dtype=dtype), False) for t in _matrices(model)}
     memo |= {id(model.get_submodule(name)): layer for name, layer in _step_layers(model).items()}

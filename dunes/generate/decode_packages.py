@@ -156,7 +156,7 @@ def _files() -> dict[Path, int]:
 def compile_step(
     model: nn.Module, context_length: int, dtype: torch.dtype | None = None, whole: bool = False
 ) -> tuple[Path, torch.dtype]:
-    """Compile the package that `load_step` will choose, unless it exists; returns its folder and dtype.
+    """Compile the package that `load_step` will choose, unless the package exists; returns its folder and dtype.
 
     The default dtype is recorded for these weights. Without a record, float32 matrices are rounded to the faster
     of bfloat16 and float16 for which greedy decoding gives the same ids. Steps for FEW tokens, for the start of a

@@ -24,7 +24,7 @@ from dunes.ops.float32_products import float32_products, multiplies_in_float32
 from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 
 CHUNK = 2048
-"""Maximum tokens of a prompt per forward: shorter chunks are no faster, longer ones take more memory."""
+"""Maximum tokens of a prompt per forward. Shorter chunks are not faster, and longer chunks take more memory."""
 MAX_STEPPED = 16
 """Maximum number of new ids that compiled code for FEW tokens computes instead of a forward. Code and forward take
 equally long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""

@@ -98,7 +98,7 @@ class Sampler:
 
 
 def limit_vocab(count: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Keep the logits of ids below `count`: an embedding may have more rows than the tokenizer has ids."""
+    """Keep the logits of ids below `count`, since an embedding may have more rows than the tokenizer has ids."""
     return logits[:count]
 
 

@@ -173,8 +173,8 @@ def load_chat_engine(
 
     With `compiles` and without `adapters`, a step for decoding is compiled in the background; with a cache
     `format`, no step is used. Before anything is loaded, raises ValueError for a folder that is not an adapter,
-    for two adapters of the same name, for adapters trained on differently quantized bases, and for adapters of
-    another base unless `any_base`.
+    for two adapters of the same name, and for adapters trained on differently quantized bases. Without `any_base`,
+    also raises ValueError for adapters of another base.
     """
     folder = checkpoint.locate_model(model).folder
     folders = [*adapters, *([folder] if is_adapter(folder) else [])]

@@ -1,4 +1,4 @@
-"""A training loop for small networks: several steps are compiled into one unit; the data is in memory.
+"""A training loop for small networks, with data in memory, that compiles several steps into one unit.
 
 In a small network, the operations of a step take less time than their dispatch by Python and autograd. Here the
 forward pass, backward pass and update of a few mini-batches are one graph, and the rows of all these batches are
@@ -51,8 +51,7 @@ def fast_run(
 
     If any other setting of the optimizer's groups, its state, or a parameter's `requires_grad` changes, the plain
     loop runs from then on, and `line` is called with the change. Raises ValueError for tensors of different
-    lengths, and for a change of these inputs between the steps of one unit. Also raises the errors of
-    `Trainer.run`.
+    lengths, and for any such change between the steps of one unit. Also raises the errors of `Trainer.run`.
     """
     if len(lengths := {len(t) for t in tensors}) != 1:  # rows must correspond
         raise ValueError(f"tensors of {sorted(lengths)} rows; expected at least one, all of one length")
@@ -216,7 +215,7 @@ def _run_units(
         except (Diverged, ValueError):
             raise
         except Exception as error:  # any error of the compiler, before the unit runs
-            if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # raised before the unit runs, too
+            if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # also raised before the unit runs
                 raise
             line(f"plain loop: torch.compile cannot compile this step: {one_line(error)}")
             return chain(group, stream)

@@ -163,9 +163,9 @@ class Muon(Optimizer):
     """`torch.optim.Muon` that orthogonalises matrices of equal shape together. https://arxiv.org/abs/2502.16982
 
     Tall matrices are transposed and batched with wide ones. The update equals PyTorch's up to bfloat16 rounding;
-    for small matrices, it takes a third of the time. `products` is the dtype of Muon's matrix products. None
-    selects bfloat16 if the device multiplies it fast, else float32 (with AVX2 alone, bfloat16 has 0.9 GFLOP/s,
-    float32 has 54).
+    for small matrices, computing it takes a third of the time. `products` is the dtype of Muon's matrix products.
+    None selects bfloat16 if the device multiplies it fast, else float32 (with AVX2 alone, bfloat16 has 0.9
+    GFLOP/s, float32 has 54).
     """
 
     def __init__(
@@ -214,7 +214,7 @@ def _shared(wide: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Orthogonalise wide matrices (N, rows, columns): all singular values of the results are near 1.
+    """Orthogonalise wide matrices (N, rows, columns), so that all singular values are near 1.
 
     Uses a Newton-Schulz iteration in `dtype` with the coefficients of https://kellerjordan.github.io/posts/muon/
     """
@@ -228,7 +228,7 @@ def orthogonalise(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.b
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers used as one: their parameter groups are concatenated, their states stay separate."""
+    """Several optimizers used as one, with concatenated parameter groups and separate states."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers: list[Optimizer] = []

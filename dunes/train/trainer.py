@@ -30,8 +30,8 @@ class Step:
     """The result of one step. `loss` is the mean over `count` targets, and may be NaN.
 
     `grad_norm` is the gradient norm before clipping, `lr_scale` is the factor on the learning rates, and `skipped`
-    is True if the weights did not change. A count that is not finite is reported as 0. `metrics` has the means of
-    the loss's metrics: floats, and lists of floats for vectors.
+    is True if the weights did not change. A count that is not finite is reported as 0. `metrics` contains the
+    means of the loss's metrics: floats, and lists of floats for vectors.
     """
 
     number: int
@@ -58,7 +58,7 @@ class Trainer:
     optimizer's groups during that step. Between steps, the groups' rates are unscaled, so PyTorch's schedulers and
     `group["lr"] = x` can be used in the loop body. `seed` seeds all randomness inside a step; random numbers drawn
     between steps do not affect it. Gradients are computed for the parameters of the model, of the optimizer, and
-    of a loss that is a module. A UserWarning names, once, parameters that have a gradient but are in no group of
+    of a loss that is a module. A UserWarning lists, once, parameters that have a gradient but are in no group of
     the optimizer. A step whose loss or gradient is not finite, or whose count is 0, changes no weight and is
     marked as skipped; after `patience` such steps in a row, Diverged is raised. In all other steps, the modules'
     methods `before_step` and `after_step` are called before and after the update. For example, `after_step` may
@@ -453,7 +453,7 @@ def deterministic_algorithms() -> Iterator[None]:
 
     An operation without a deterministic algorithm warns, or raises an error if the caller enabled errors.
     """
-    if torch.are_deterministic_algorithms_enabled():  # the caller may want errors
+    if torch.are_deterministic_algorithms_enabled():  # the caller may have enabled errors
         yield
         return
     before = torch.is_deterministic_algorithms_warn_only_enabled()
