@@ -225,7 +225,7 @@ def order_matters(model: nn.Module) -> str:
 def how_to_make_dense(module: nn.Module | None) -> str:
     """Advice on how to get a plain linear layer, for the end of an error message."""
     if isinstance(module, Adapted) and any(a.depends_on_input for a in module.adapters.values()):
-        return "a mixture of LoRA experts cannot be merged: make this change before that one"
+        return "a mixture of LoRA experts cannot be merged: make this change before you add the mixture"
     return (
         "merge adapters (dunes augment merge), and start from the model before it was quantized "
         "or from its dense weights (dunes export --to hf)"

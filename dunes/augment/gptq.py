@@ -26,7 +26,7 @@ BLOCK = 128
 DAMP = 0.01
 """Damping added to the Hessian's diagonal, as a fraction of the diagonal's mean."""
 MOST_DAMPING = 1e4
-"""Maximum damping, as a multiple of the mean diagonal; with more, the Gram matrix would no longer matter."""
+"""Maximum damping, as a multiple of the mean diagonal; with more damping, the Gram matrix would not matter."""
 
 
 class Hessian(NamedTuple):
@@ -77,8 +77,8 @@ Column = Callable[[int, Tensor], Tensor]
 def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: Column) -> None:
     """Set each column j of `columns` (I, O) in place to `replace(j, columns)`, in order.
 
-    After each column, the later columns are adjusted to compensate for its error. `factor` (I, I) comes from
-    `Hessian`. `blocks` maps the start of each block of columns to its stop. The error of a column updates the
+    After each column, the later columns are adjusted to compensate for the column's error. `factor` (I, I) comes
+    from `Hessian`. `blocks` maps the start of each block of columns to its stop. The error of a column updates the
     later columns of its block immediately, and columns after the block at the block's end.
     """
     for start, stop in blocks.items():

@@ -60,7 +60,7 @@ def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Chang
 
 
 def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
-    """The linear layers to prune, by name. Raises ValueError for a layer that is not dense or a tied head."""
+    """The linear layers to prune, by name. Raises ValueError for a tied head and for layers that are not dense."""
     if getattr(model, "head", True) is None and tree.matches(globs, "head"):
         raise ValueError("head: tied to the embedding, which is not pruned; exclude it with '!head'")
     linears = {}

@@ -378,7 +378,7 @@ def _with_weights(runner: Any, weights: Mapping[str, Tensor]) -> Run:
 
 
 def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
-    """A step's code from the code of each block and of the head; embeddings are computed by the model's module."""
+    """Join the code of blocks and head into a step's code; the model's own module computes embeddings."""
     decoder: Any = DecodeGraph(model).model
     embed = copy.deepcopy(decoder.embed, {id(t): t for t in named_tensors(model).values()}).eval()
 

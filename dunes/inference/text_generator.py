@@ -121,7 +121,7 @@ class TextGenerator:
     def _use_step(self, cache: PrefixCache, requests: Sequence[Request | None]) -> None:
         if cache.format is None:
             step, proposes = self._find_step(), any(r and r.proposer for r in requests)
-            # A step's logits differ slightly from the model's, so a proposer needs a step that can verify proposals.
+            # A step's logits differ slightly from the model's, so a proposer needs a step that verifies proposals.
             verifies = step and cache.cache and step.most(cache.cache, 0) > 1
             cache.step = step if verifies or not proposes else None
 

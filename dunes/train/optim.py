@@ -164,7 +164,7 @@ class Muon(Optimizer):
 
     Tall matrices are transposed and batched with wide ones. The update equals PyTorch's up to bfloat16 rounding;
     for small matrices, computing it takes a third of the time. `products` is the dtype of Muon's matrix products.
-    None selects bfloat16 if the device multiplies it fast, else float32 (with AVX2 alone, bfloat16 has 0.9
+    None selects bfloat16 if the device multiplies bfloat16 fast, else float32 (with AVX2 alone, bfloat16 has 0.9
     GFLOP/s, float32 has 54).
     """
 
