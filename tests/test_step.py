@@ -646,7 +646,7 @@ def test_a_step_by_layer_gives_equal_greedy_ids(name, monkeypatch, home):
 def test_native_code_is_not_loaded_where_threads_have_small_stacks(tmp_path):
     before = threading.stack_size(1 << 18)
     try:
-        with pytest.raises(ValueError, match="needs threads with a stack of 2097152 bytes, and theirs has 262144"):
+        with pytest.raises(ValueError, match="needs threads with a stack of 2097152 bytes; the stack has 262144"):
             load_native(tmp_path / "native.so", {})
     finally:
         threading.stack_size(before)
@@ -828,8 +828,8 @@ def test_experts_that_run_one_by_one_and_changing_buffers_are_refused(home):
     model.blocks[0].mlp = Counting()
     refuses("count: a buffer that forward changes", make_step, model, torch.float32)
     model.register_forward_hook(lambda *arguments: None)
-    refuses("has no hooks", make_step, model, torch.float32)
-    refuses("is in float32, float16 or bfloat16", make_step, model_of().double(), torch.float64)
+    refuses("without hooks", make_step, model, torch.float32)
+    refuses("in float32, float16 or bfloat16", make_step, model_of().double(), torch.float64)
 
 
 class Mixing(nn.Module):

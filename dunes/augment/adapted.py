@@ -19,7 +19,7 @@ from dunes.ops.operation import autocast_enabled, without_autocast
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Settings of the adapter of one module; `scale` is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
+    """Settings of a module's adapter; `scale` is alpha / rank, or alpha / sqrt(rank) with `rslora`."""
 
     rank: int
     alpha: float
@@ -27,7 +27,7 @@ class LoraConfig:
     dropout: float = 0.0
 
     def __repr__(self) -> str:
-        """The text that structure digests in saved folders contain; it must not change."""
+        """A text that is part of the structure digests in saved folders, so it must not change."""
         settings = f"rank={self.rank}, alpha={self.alpha}, rslora={self.rslora}, dora=False, pissa=False"
         return f"LoraConfig({settings}, dropout={self.dropout})"
 
@@ -43,9 +43,9 @@ class Adapter(nn.Module):
         "A": ("RI", "lora_A.weight"),
         "B": ("OR", "lora_B.weight"),
     }
-    """The trained tensors: attribute, dimensions, and name in PEFT's files. A subclass adds its own to these."""
+    """The trained tensors: attribute, dimensions, and name in PEFT's files. A subclass adds its own tensors."""
     PEFT_SETTING: ClassVar[str] = ""
-    """The setting in PEFT's adapter_config.json that is true for this variant; "" if the file is plain LoRA's."""
+    """The key of PEFT's adapter_config.json that is true for this variant; "" if PEFT's format is plain LoRA."""
     A: nn.Parameter
     B: nn.Parameter
     supports_packing = True
@@ -59,7 +59,7 @@ class Adapter(nn.Module):
     def __init__(self, base: nn.Module, config: LoraConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        vars(self)["magnitude"] = None  # structure digests in saved folders contain it for plain LoRA
+        vars(self)["magnitude"] = None  # part of structure digests in saved folders, also for plain LoRA
         device = next(t.device for t in (*base.parameters(), *base.buffers()))
         size = {"R": config.rank, **dict(zip("IO", sides(base), strict=True))}
         for name, (dims, _) in self.PARAMETERS.items():
@@ -74,14 +74,14 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, base: nn.Module) -> Tensor:
         """Add the update: input x (..., I) and the base's output y (..., O) -> (..., O) in y's dtype."""
-        if keeps_zeros(base) and not self.depends_on_input:  # a pruned base also masks the update
+        if keeps_zeros(base) and not self.depends_on_input:  # the update of a pruned base is masked, too
             x = F.dropout(x, self.config.dropout, self.training).to(self.A.dtype)
             change = self.updated(base, torch.float32).to(x.dtype) - dense(base).to(x.dtype)
             return (y + F.linear(x, change)).to(y.dtype)
         return self.add(y, self.update(x), base).to(y.dtype)
 
     def add(self, y: Tensor, update: Tensor, base: nn.Module) -> Tensor:
-        """The output (..., O) for the output y (..., O) of `base` and the update (..., O)."""
+        """The adapted output (..., O), from the output y (..., O) of `base` and the update (..., O)."""
         return y + update
 
     def base_input(self, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Adapter(nn.Module):
         return F.linear(F.linear(x, self.A), self.B) * self.config.scale
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Factors A and B of the update of the matrix, scale * B A; their rank may differ from R."""
+        """Matrices A and B such that scale * B A updates the base's weight; their rank may differ from R."""
         return self.A, self.B
 
     def products(self) -> list[tuple[int, int]]:
@@ -225,7 +225,7 @@ def order_matters(model: nn.Module) -> str:
 def how_to_make_dense(module: nn.Module | None) -> str:
     """Advice on how to get a plain linear layer, for the end of an error message."""
     if isinstance(module, Adapted) and any(a.depends_on_input for a in module.adapters.values()):
-        return "a mixture of LoRA experts cannot be merged: make this change before that one"
+        return "a mixture of LoRA experts cannot be merged: make this change before you add the mixture"
     return (
         "merge adapters (dunes augment merge), and start from the model before it was quantized "
         "or from its dense weights (dunes export --to hf)"
@@ -241,7 +241,7 @@ def dense(module: nn.Module) -> Tensor:
 def linear_of(
     weight: nn.Parameter, bias: nn.Parameter | None, training: bool, cls: type[nn.Linear] = nn.Linear
 ) -> nn.Linear:
-    """A linear layer of class `cls` with these parameters, without a copy."""
+    """A linear layer of class `cls` with these parameters, which are not copied."""
     rows, columns = weight.shape
     with torch.device("meta"):
         linear = cls(columns, rows, False)

@@ -81,15 +81,15 @@ def require_ids(model: nn.Module, ids: Any) -> None:
 def calibrate_blocks(
     model: nn.Module, ids: Tensor, places: Collection[str], solve: Solve, *, sequential: bool = False
 ) -> Iterator[None]:
-    """Let `solve` change the linear layers at `places`, block by block, from their inputs for ids (S, T) int64.
+    """Change the linear layers at `places` by `solve`, block by block, given their inputs for ids (S, T) int64.
 
     For each block, `solve` is called with the `Gram` of every place in it. Layers that read the same tensor share
     a `Gram`. The `Gram` of an expert counts only tokens routed to it. The next block reads the changed block's
     outputs. With `sequential`, the layers of a block are solved in execution order; the inputs of a layer then
     reflect the changes of the layers before it. If the head is one of the places, it comes last.
 
-    Yields after each block that contains places, and after the head. At a yield, the generator has no reference to
-    the layers of the block, so the caller may replace them.
+    Yields after each block that contains places, and after the head. At a yield, the generator holds no reference
+    to the layers of the block, so the caller may replace them.
 
     Memory: the hidden states of all tokens, and the Gram matrices of one block. Raises ValueError, before any
     change, for invalid ids, and for a place that is neither a plain linear layer of a block nor the head.
@@ -125,7 +125,7 @@ def calibrate_blocks(
 def _solve_layers(
     run: Forward, states: Tensor, rows: Rows, linears: Linears, solve: Solve, sequential: bool
 ) -> None:
-    """Let `solve` change these layers of a block: all at once, or with `sequential` in stages."""
+    """Change these layers of a block by `solve`, all at once, or in stages if `sequential`."""
     stages = _stages(run, states, rows[:1], linears) if sequential and len(linears) > 1 else [linears]
     for stage in filter(None, stages):
         grams = _collect(run, states, rows, stage)
@@ -141,7 +141,7 @@ def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict
     """Run the hidden states (S, T, D) through `run`; return the `Gram` of the inputs of each linear layer called.
 
     The result is a dict keyed by layer name, in execution order. The first forward counts the calls of each layer;
-    later forwards stop after that many calls, at least one. Layers that read the same tensor share a `Gram`.
+    later forwards stop after equally many calls (at least one). Layers that read the same tensor share a `Gram`.
     """
     grams: dict[str, Gram] = {}
     calls, awaited = Counter[str](), Counter[str]()
@@ -153,7 +153,7 @@ def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict
             x = inputs[0]
             first = last[0][1] if last and last[0][0] is x else name
             if readers.setdefault(name, first) != first:
-                raise ValueError(f"{name}: reads the same tensor as {readers[name]} in some calls only")
+                raise ValueError(f"{name}: reads the same tensor as {readers[name]} in only some calls")
             if first == name:
                 if name not in grams:
                     grams[name] = Gram.zeros(module.in_features, module.weight.device)
@@ -194,7 +194,7 @@ def _stages(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> list[
 def assign_weight(linear: nn.Linear, weight: Tensor) -> None:
     """Replace the weight of a linear layer by `weight` (O, I), cast to the layer's dtype.
 
-    The old tensor is not overwritten: if it is memory-mapped from a file, written pages would stay in memory.
+    The old tensor is not overwritten, since written pages of a memory-mapped tensor would stay in memory.
     """
     linear.weight.data = weight.to(linear.weight.dtype)
 
@@ -210,7 +210,7 @@ def _plain_linears(decoder: Decoder, names: Collection[str]) -> dict[str, nn.Lin
                 f"{name} is {actual}; calibration needs dense linear layers: {how_to_make_dense(module)}"
             )
         if not name.startswith("blocks.") and name != "head":
-            raise ValueError(f"{name}: only layers of blocks and the head are calibrated")
+            raise ValueError(f"{name}: only the head and layers of blocks can be calibrated")
     return {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
 
 
@@ -226,7 +226,8 @@ def calibration_tokens(model: nn.Module) -> int:
 
 
 def require_text(model: nn.Module, ids: Any, linears: Mapping[str, nn.Linear]) -> None:
-    """Raise ValueError for invalid `ids`, and for fewer tokens than a layer outside of experts has inputs."""
+    """Raise ValueError for invalid `ids`, or if a layer outside of experts has more inputs than there are
+    tokens."""
     require_ids(model, ids)
     layers = {name: linear for name, linear in linears.items() if ".experts." not in name} or linears
     name, widest = max(((n, m.in_features) for n, m in layers.items()), key=lambda pair: pair[1])

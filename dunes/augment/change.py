@@ -16,9 +16,9 @@ from dunes.units import plural
 class Change:
     """The record of a change to a model; its fields have JSON values.
 
-    `name` is a key of CHANGES, and `version` is the VERSION of that entry. `request` has the value of every
-    option. `places` has the settings decided for each changed module. `new` has globs of the added parameters. If
-    the change can be undone exactly, `before` identifies the original weights.
+    `name` is a key of CHANGES, and `version` is the VERSION of that entry. `request` maps every option to its
+    value. `places` maps each changed module to the settings decided for it. `new` contains globs of the added
+    parameters. If the change can be undone exactly, `before` identifies the original weights.
     """
 
     name: str
@@ -81,7 +81,7 @@ def part_name(place: str) -> str:
 
 
 def modules_at(model: nn.Module, places: Collection[str]) -> dict[str, Any]:
-    """The modules with these names, by name; a wrapped module is returned with its wrappers."""
+    """A dict of the modules with these names; a wrapped module is returned with its wrappers."""
     return {p.name: p.module for p in tree.places(model) if p.name in places}
 
 
@@ -100,6 +100,6 @@ def float_dtype(name: Any) -> torch.dtype:
 
 
 def generator(*key: Any) -> torch.Generator:
-    """A random generator whose seed depends only on the key: usually a seed, names and places."""
+    """A random generator seeded by a digest of `key`, which usually contains a seed, names and places."""
     digest = sha256(" ".join(map(str, key)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -27,7 +27,7 @@ CHANGES: dict[str, Any] = {
 }
 """The kinds of change, by name. Each is a Python module that defines:
 
-- `VERSION`: raised when an existing record would give another model.
+- `VERSION`: a number to increase when an existing record would give another model.
 - `decide(model, options) -> Change`: decides every setting and changes nothing; `options` are of the class in
   OPTIONS. It may read weights and, if it takes calibration text `ids`, run the model.
 - `solve(model, change, ids) -> Iterator[Part]`, for a change that is made block by block. For each of
@@ -35,7 +35,7 @@ CHANGES: dict[str, Any] = {
   `Part`. Each part is shaped and filled before the next part is solved.
 - `shape(model, change)`: changes the structure without reading values, so it also runs on the meta device.
 - `fill(model, change, weights)`, if the change computes new weights; `weights` is the state dict before `shape`.
-  With `solve`, it is `fill(model, change, weights, solved)`, where `solved` comes from the `Part`.
+  If there is a `solve`, the call is `fill(model, change, weights, part.solved)`.
 - `calibration_tokens(model) -> int`, if more calibration text than usual improves the result.
 - `describe(change) -> str`: one sentence for users, if they should see the decisions.
 - `undo(model, change)`, if the change can be undone; `RESTORES = True` if this restores the weights bit for bit.
@@ -51,8 +51,8 @@ def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **r
 
     `request` are the options of the change; `ids` (S, T) int64 is the calibration text, if the change reads any.
     In a change that is made block by block, `spill` is called with the tensors of each finished block. Raises
-    ValueError for invalid options, before anything is changed. If a change fails midway (for example at inputs
-    that are not finite), earlier blocks stay changed: load the model again.
+    ValueError for invalid options, before anything is changed. If a change fails midway (for example because
+    inputs are not finite), earlier blocks stay changed, so load the model again.
     """
     try:
         return make_change(model, decide_change(model, name, **request), request.get("ids"), spill)
@@ -74,9 +74,9 @@ def decide_change(model: nn.Module, name: str, **request: Any) -> Change:
 
 
 def make_change(model: nn.Module, change: Change, ids: Tensor | None = None, spill: Spill | None = None) -> Change:
-    """Make a change that is already decided: structure and initial weights. Returns the record.
+    """Make a decided change: change the structure and set the initial weights. Returns the record.
 
-    `ids` (S, T) int64 is the calibration text. If the change has a `solve`, that function completes the record.
+    `ids` (S, T) int64 is the calibration text. If the change defines `solve`, that function completes the record.
     """
     entry, places = _entry(change), dict[str, Any]()
     for part in entry.solve(model, change, ids) if hasattr(entry, "solve") else [Part(change)]:
@@ -141,9 +141,9 @@ def _entry(change: Change) -> Any:
 def attach(model: nn.Module, **request: Any) -> Change:
     """Add an untrained LoRA adapter to linear layers of the model and activate it; return the record.
 
-    `request` are fields of `options.Lora`. No parameter is frozen. `change.new` has globs of the new parameters;
-    `tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])` freezes all others. Raises ValueError for
-    invalid options, before anything is changed.
+    `request` are fields of `options.Lora`. No parameter is frozen. `change.new` contains globs of the new
+    parameters; `tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])` freezes all others. Raises
+    ValueError for invalid options, before anything is changed.
     """
     return apply_change(model, "lora", **request)
 
@@ -151,7 +151,7 @@ def attach(model: nn.Module, **request: Any) -> Change:
 def quantize(model: nn.Module, **request: Any) -> Change:
     """Quantize linear layers, also inside wrappers such as adapters; return the record.
 
-    `request` are fields of `options.Quantize`, and the calibration text `ids` (S, T) int64 if the method needs it.
+    `request` are fields of `options.Quantize`, and `ids` (S, T) int64, the text for a method that calibrates.
     Raises ValueError for invalid options, before anything is changed.
     """
     return apply_change(model, "quantize", **request)

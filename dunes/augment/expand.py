@@ -1,4 +1,4 @@
-"""Block expansion (LLaMA Pro): insert copies of blocks, with output projections of zero; only these are trained.
+"""Block expansion (LLaMA Pro): insert copies of blocks with zeroed output projections, and train only the copies.
 
 https://arxiv.org/abs/2401.02415. This module is registered in the table `CHANGES` in `changes.py`.
 """
@@ -30,11 +30,11 @@ OUTPUTS = ("attn.out", "mlp.down", "mlp.**.down", "!mlp.router.**")
 COPIED = 0.5
 """Progress, from 0 to 1, after copying the blocks and before comparing the logits."""
 TOKENS = 8
-"""Sequence length of the batch of 2 on which the logits are compared."""
+"""Length of each of the two sequences on which the logits are compared."""
 
 
 def decide(model: nn.Module, options: Expand) -> Change:
-    """The record of the change. Its `places` are the new blocks, each with the index of the block that it copies.
+    """The record of the change. `places` are the new blocks, each with the index of the block that it copies.
 
     Raises ValueError if the model is no decoder or not dense, and for block indices out of range.
     """
@@ -97,7 +97,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
                 parameter.fill_(-1.0 if isinstance(norm, ZeroCenteredRMSNorm) else 0.0)
         for place in tree.places(block):
             is_output = isinstance(place.module, nn.Linear) and tree.matches(OUTPUTS, place.name)
-            # A projection before a norm stays: the norm's gradient at zero would be huge.
+            # A projection before a norm is not zeroed, since the norm's gradient at zero would be huge.
             if is_output and place.name.split(".")[0] not in normed:
                 for parameter in place.module.parameters():
                     parameter.zero_()
@@ -106,8 +106,8 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
     if not all(map(torch.equal, _logits(_decoder(model)), after)):
         raise ValueError(
             "the new blocks would change the model's outputs: a block adds more to the hidden states than the "
-            f"linear layers {' and '.join(OUTPUTS[:2])}; replace that part, or expand blocks without it. Are its "
-            "weights finite? dunes inspect --values lists them"
+            f"linear layers {' and '.join(OUTPUTS[:2])}; replace that part, or expand blocks without it. If "
+            "weights are not finite, dunes inspect --values lists them"
         )
     for index, block in new.items():
         tree.insert(model, "blocks", index, block)

@@ -39,8 +39,8 @@ def decide(model: nn.Module, options: Experts, ids: Tensor | None = None) -> Cha
     For a split by importance, the sequences of `ids` (S, T) int64 are clustered into groups, one per routed
     expert. An expert gets the neurons most important to its group; a neuron may be in several experts. With shared
     experts, each neuron is in one expert, and shared experts get the neurons that most groups rank high. The
-    outputs of routed experts are multiplied by the number of routed experts (scale `unbiased`: their mean is the
-    dense MLP), or by this number divided by `top_k` (`official`). Raises ValueError for invalid options.
+    outputs of routed experts are multiplied by the number of routed experts (`unbiased`, so that the experts' mean
+    is the dense MLP), or by this number divided by `top_k` (`official`). Raises ValueError for invalid options.
     """
     request = options.request()
     _check_request(request, ids)
@@ -61,9 +61,7 @@ def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
         )
     upcycle.require_experts(experts - shared, request["top_k"])
     if by_importance != (ids is not None):
-        raise ValueError(
-            f"split is {request['split']!r}; calibration text goes with 'importance', and only with it"
-        )
+        raise ValueError(f"split is {request['split']!r}; calibration text is for 'importance', which needs it")
     if ids is not None and (ids.dim() != 2 or len(ids) < experts or ids.shape[1] < 2):
         raise ValueError(
             f"the calibration text is too short: ids of shape {tuple(ids.shape)}; expected at least {experts} "
@@ -74,7 +72,7 @@ def _check_request(request: Mapping[str, Any], ids: Tensor | None) -> None:
 def _choose_neurons(
     model: nn.Module, mlps: Mapping[str, Any], ids: Tensor | None, request: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """The neurons of each expert, (E, W) by the MLP's name; with `ids` they are chosen by importance."""
+    """Neuron indices of the experts, (E, W) by MLP name; with `ids`, neurons are chosen by importance."""
     neurons, experts, shared, seed = {}, request["experts"], request["shared"], request["seed"]
     if ids is not None:
         groups = importances(model, mlps, ids, experts - shared, generator(seed, "experts"))
@@ -234,7 +232,7 @@ def importances(
 
 
 def input_gradients(model: nn.Module, ids: Tensor, layers: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Inputs of these layers times the gradients of the loss for the inputs: (S, T, I) float32 by layer name.
+    """Inputs of these layers times the loss's gradients for these inputs: (S, T, I) float32 by layer name.
 
     Layers that the forward does not call are missing in the result.
     """

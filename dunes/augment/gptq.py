@@ -26,7 +26,7 @@ BLOCK = 128
 DAMP = 0.01
 """Damping added to the Hessian's diagonal, as a fraction of the diagonal's mean."""
 MOST_DAMPING = 1e4
-"""Maximum damping, as a multiple of the mean diagonal; with more, the Gram matrix would no longer matter."""
+"""Maximum damping, as a multiple of the mean diagonal; with more damping, the Gram matrix would not matter."""
 
 
 class Hessian(NamedTuple):
@@ -46,8 +46,8 @@ class Hessian(NamedTuple):
 def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
     """Compute the Hessian from a Gram matrix; the damping is raised tenfold until the Hessian can be inverted.
 
-    Raises ValueError that names the place if the Gram matrix has values that are not finite, or if the Hessian
-    cannot be inverted with a damping up to MOST_DAMPING.
+    Raises ValueError with the name of the place if the Gram matrix has values that are not finite, or if the
+    Hessian cannot be inverted with a damping up to MOST_DAMPING.
     """
     if not gram.matrix.isfinite().all():
         raise ValueError(f"{place}: the inputs of the calibration text are not finite; check the model's weights")
@@ -77,9 +77,9 @@ Column = Callable[[int, Tensor], Tensor]
 def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: Column) -> None:
     """Set each column j of `columns` (I, O) in place to `replace(j, columns)`, in order.
 
-    After each column, the later columns are adjusted to compensate for its error. `factor` (I, I) comes from
-    `Hessian`. `blocks` maps the start of each block of columns to its stop. An error updates the later columns of
-    its own block immediately, and columns after the block at the end of the block.
+    After each column, the later columns are adjusted to compensate for the column's error. `factor` (I, I) comes
+    from `Hessian`. `blocks` maps the start of each block of columns to its stop. The error of a column updates the
+    later columns of its block immediately, and columns after the block at the block's end.
     """
     for start, stop in blocks.items():
         block, rows = columns[start:stop], factor[start:stop, start:stop]
@@ -167,7 +167,7 @@ def round_columns(
 def column_blocks(inputs: int, width: int) -> dict[int, int]:
     """The start and stop of each block of columns; `width` is the size of a quantization group.
 
-    A group never straddles two blocks, unless it is wider than a block; then it starts at a block boundary.
+    A group wider than a block starts at a block boundary; any other group lies inside one block.
     """
     span = width if width > BLOCK else BLOCK // width * width
     spans = [range(first, min(first + span, inputs), BLOCK) for first in range(0, inputs, span)]

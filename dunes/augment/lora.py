@@ -42,7 +42,7 @@ from dunes.progress import each
 
 VERSION = 1
 TINY = 1e-30
-"""Minimum for the squared norm of a row: untrained output projections have rows of zeros."""
+"""Minimum for the squared norm of a row, since untrained output projections have rows of zeros."""
 
 
 class DoRA(Adapter):
@@ -60,7 +60,7 @@ class DoRA(Adapter):
         ratio = self.magnitude / self.norms(base)
         bias = getattr(base, "bias", None)
         product = y if bias is None else y - bias
-        # This form is exact while the ratio is one, as initially.
+        # While the ratio is one, as initially, this form adds exactly `update`.
         return y + (ratio - 1) * product + ratio * update
 
     @torch.no_grad()
@@ -86,9 +86,9 @@ class DoRA(Adapter):
 class PiSSA(Adapter):
     """LoRA initialised from the base weight; the update is scale * (B A - B0 A0). https://arxiv.org/abs/2404.02948
 
-    `A0` and `B0` are the initial values of `A` and `B`. (The paper subtracts B0 A0 from the base instead. Here
-    adapters share the base, so it never changes, and an untrained adapter changes no bit of the output.) Its file
-    for PEFT is a plain LoRA of rank 2 R.
+    `A0` and `B0` are the initial values of `A` and `B`. (The paper subtracts B0 A0 from the base instead. Here the
+    base never changes, since adapters share it, and an untrained adapter changes no bit of the output.) In PEFT's
+    format, the adapter is a plain LoRA of rank 2 R.
     """
 
     A0: Tensor
@@ -118,11 +118,11 @@ class PiSSA(Adapter):
 
 
 VARIANTS: dict[str, type[Adapter]] = {"dora": DoRA, "pissa": PiSSA}
-"""The class of each name in `options.VARIANTS`; a name without a class is an option of plain LoRA."""
+"""The adapter class of each name in `options.VARIANTS`; the other names are options of plain LoRA."""
 
 
 def adapter_class(request: Mapping[str, Any]) -> type[Adapter]:
-    """The class of the adapters that these options ask for; it combines the classes of several variants."""
+    """The adapter class for these options; for several variants, a class that combines theirs."""
     classes = tuple(cls for name, cls in VARIANTS.items() if OPTIONS_OF[name].items() <= request.items())
     if len(classes) < 2:
         return next(iter(classes), Adapter)
@@ -132,7 +132,7 @@ def adapter_class(request: Mapping[str, Any]) -> type[Adapter]:
 def decide(model: nn.Module, options: Lora) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    Raises ValueError that names the place if an option is invalid.
+    Raises ValueError with the name of the place if an option is invalid.
     """
     change = adapter_change("lora", VERSION, model, options)
     check(model, change)
@@ -154,11 +154,11 @@ def _select(model: nn.Module, where: Sequence[str]) -> list[tree.Place]:
     selected = [
         p for p in tree.places(model) if p.name in named or (tree.linear(p.module) and tree.matches(where, p.name))
     ]
-    return selected or tree.find(model, where, tree.linear)  # raises ValueError with the existing places
+    return selected or tree.find(model, where, tree.linear)  # raises ValueError that lists the model's places
 
 
 def check(model: nn.Module, change: Change) -> None:
-    """Raise ValueError that names the place and a remedy if the change cannot be made to this model."""
+    """Raise ValueError with the place and a remedy if the change cannot be made to this model."""
     request = change.request
     tied = isinstance(model, Decoder) and model.head is None
     for place, module in check_places(model, change):
@@ -182,7 +182,7 @@ def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]
     """
     name, dropout = change.request["adapter"], change.request["dropout"]
     if not re.fullmatch(r"\w+", name) or hasattr(nn.ModuleDict, name):
-        raise ValueError(f"adapter name {name!r}; expected letters, digits and _, and no method of ModuleDict")
+        raise ValueError(f"adapter name {name!r}; expected letters, digits and _, not a ModuleDict method")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout!r}; it must be from 0 to below 1")
     modules = modules_at(model, change.places)
@@ -190,13 +190,13 @@ def check_places(model: nn.Module, change: Change) -> list[tuple[str, nn.Module]
         module, rank, alpha = modules[place], settings["rank"], settings["alpha"]
         if not 1 <= rank <= min(sides(module)) or not 0 < alpha < math.inf:
             raise ValueError(
-                f"{place}: rank {rank}, alpha {alpha}; expected 1 to {min(sides(module))}, the shorter side, "
-                "and a positive number"
+                f"{place}: rank {rank}, alpha {alpha}; expected a rank from 1 to {min(sides(module))}, "
+                "the shorter side, and a positive alpha"
             )
         if isinstance(module, Adapted) and name in module.adapters:
             raise ValueError(
                 f"{place}: it already has an adapter {name!r}; start from the model without it, or merge it first "
-                "(dunes augment merge); in Python, adapter= gives the new one another name"
+                "(dunes augment merge); in Python, pass another name as adapter="
             )
     return [(place, modules[place]) for place in change.places]
 
@@ -289,7 +289,7 @@ def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None
     """A context in which row i of the batch uses the adapter `names[i]`; None selects the base model.
 
     Raises ValueError for an unknown name. Different names also raise ValueError if adapters are in experts or are
-    MLPs, or if a part may mix tokens: the rows of an adapter's input may then differ from the batch's.
+    MLPs, or if a part may mix tokens, since the rows of such an adapter's input may differ from the batch's rows.
     """
     if len(set(names)) == 1:
         with adapter_active(model, names[0]):
@@ -301,7 +301,7 @@ def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None
     experts = [e for m in model.modules() if isinstance(m, MoE) for e in m.modules()]
     reshaping = [a for m in modules.values() for a in m.adapters.values() if not cast(Adapter, a).keeps_shape]
     if reshaping or undeclared_modules(model) or any(isinstance(e, Adapted) for e in experts):
-        raise ValueError("adapters in experts or as MLPs, or beside parts that may mix tokens: use one at a time")
+        raise ValueError("adapters in experts, as MLPs or with parts that may mix tokens: use one at a time")
     for module in modules.values():
         module._row_adapters = names
     try:
@@ -339,7 +339,8 @@ class Merged(NamedTuple):
 
     An error is the norm of the rounding error divided by the norm of the update. Errors are about 1e-7 in float32,
     and 0.1 or more in bfloat16, where an update that is small compared with the weights is mostly rounded away.
-    `share` is the fraction of the update that survives rounding: the weights' change, projected on the update.
+    `share` is the fraction of the update that survives rounding: the change of the weights, projected onto the
+    update.
     """
 
     errors: dict[str, float]
@@ -358,8 +359,8 @@ def merge(model: nn.Module, adapter: str | None = None, dtype: torch.dtype | Non
     for place, outer in selected.items():
         if mixtures := [n for n, a in outer.adapters.items() if a.depends_on_input and adapter in (None, n)]:
             raise ValueError(
-                f"{place}: {mixtures[0]!r} is a mixture of LoRA experts, which depend on the input: no matrix "
-                "equals it; use the model as it is"
+                f"{place}: {mixtures[0]!r} is a mixture of LoRA experts, which depends on the input, so no "
+                "matrix equals it; use the model without merging"
             )
         if len(outer.adapters) > 1:
             raise ValueError(f"{place}: adapters {', '.join(outer.adapters)}; detach the others before the merge")
@@ -375,8 +376,8 @@ def merge(model: nn.Module, adapter: str | None = None, dtype: torch.dtype | Non
 def _merge_place(outer: Adapted, dtype: torch.dtype | None) -> tuple[float, tuple[float, float], nn.Module]:
     """The relative rounding error of the merged weight, two dot products, and the merged module.
 
-    The dot products are (change, update) and (update, update). The change is the difference of the rounded weights
-    after and before; the update is not rounded.
+    The dot products are (change, update) and (update, update). The change is the merged weight minus the base
+    weight, both rounded; the update is not rounded.
     """
     (name,) = outer.adapters
     base = dense(outer.base)
@@ -385,7 +386,7 @@ def _merge_place(outer: Adapted, dtype: torch.dtype | None) -> tuple[float, tupl
     rounding, update = weight.double() - exact, exact - base.double()
     square = update.square().sum().item()
     error = rounding.norm().item() / square**0.5 if square else 0.0
-    change = weight.double() - base.to(weight.dtype).double()  # the rounding of the base itself is no change
+    change = weight.double() - base.to(weight.dtype).double()  # rounding the base is no change
     return error, ((change * update).sum().item(), square), _plain(outer.base, weight).train(outer.training)
 
 

@@ -53,7 +53,7 @@ class ExpertAdapter(Adapter):
     """
 
     depends_on_input = True
-    for_each_choice = False, False  # True if A (B) is multiplied once for each of a token's experts
+    for_each_choice = False, False  # True if each token is multiplied by A (B) `top_k` times, else once
     router: nn.Parameter | None
 
     def __init__(
@@ -123,15 +123,14 @@ class ExpertAdapter(Adapter):
         return [p for p, n in zip(super().products(), times, strict=True) for _ in range(n)] + router
 
     def updated(self, base: nn.Module, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Raises ValueError: the update depends on the input, so no matrix equals it."""
+        """Raises ValueError, since no matrix equals an update that depends on the input."""
         raise ValueError("a mixture of LoRA experts depends on the input: it cannot be merged or exported")
 
 
 class HiddenExperts(ExpertAdapter):
     """LoRA experts of an MLP's gate or up projection, if experts are MLPs (MixLoRA).
 
-    It returns one output for each selected expert, so the MLP computes its activation for the frozen output and
-    for each of these.
+    Returns the frozen output and one output per selected expert, so that the MLP computes an activation for each.
     """
 
     keeps_shape = False
@@ -146,7 +145,7 @@ class HiddenExperts(ExpertAdapter):
 
 
 class OutputExperts(ExpertAdapter):
-    """LoRA experts of an MLP's down projection, if experts are MLPs: returns the weighted sum of their outputs.
+    """LoRA experts of an MLP's down projection, if experts are MLPs. Returns the weighted sum of their outputs.
 
     Let h be the activation of the frozen MLP, h_e the activation of expert e, and W the frozen projection. The
     output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, this
@@ -173,8 +172,8 @@ class OutputExperts(ExpertAdapter):
 def decide(model: nn.Module, options: LoraExperts) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    Raises ValueError that names the place if an option is invalid, if the place is an embedding, or if `balance`
-    is above 0 inside the experts of a mixture, since experts cannot know the padding among their tokens.
+    Raises ValueError with the name of the place if an option is invalid, if the place is an embedding, or if
+    `balance` is above 0 inside the experts of a mixture, since experts cannot know the padding among their tokens.
     """
     change = lora.adapter_change("lora-experts", VERSION, model, options)
     check(model, change)
@@ -182,7 +181,7 @@ def decide(model: nn.Module, options: LoraExperts) -> Change:
 
 
 def check(model: nn.Module, change: Change) -> None:
-    """Raise ValueError that names the place and a remedy if the change cannot be made to this model."""
+    """Raise ValueError with the place and a remedy if the change cannot be made to this model."""
     experts, top_k, balance = (change.request[key] for key in ("experts", "top_k", "balance"))
     if not 1 <= top_k <= experts:
         raise ValueError(f"top_k is {top_k!r}; expected 1 to {experts}, the number of experts")
@@ -223,7 +222,7 @@ def router_groups(model: nn.Module, change: Change) -> dict[nn.Module, list[str]
 
 
 def shape(model: nn.Module, change: Change) -> None:
-    """Wrap the modules at the places and activate the adapter; a group's router is in its first adapter.
+    """Wrap the modules at the places and activate the adapter; a group's first adapter contains the router.
 
     Raises ValueError, before anything is changed, if the change does not fit the model.
     """

@@ -19,7 +19,7 @@ Where = tuple[str, ...]
 
 Kind = Literal["int8", "int4", "int3", "nf4"]
 Method = Literal["rtn", "gptq"]
-"""Methods of quantization; `quantization.SOLVERS` has their functions."""
+"""Methods of quantization; their functions are in `quantization.SOLVERS`."""
 RTN, CALIBRATED = "rtn", ("gptq",)  # CALIBRATED methods need text; the first is the default if there is text
 Variant = Literal["lora", "rslora", "dora", "pissa"]
 Pruning = Literal["sparsegpt", "wanda", "magnitude"]
@@ -40,7 +40,7 @@ TRAIN_NEW = "next: dunes train SOURCE --from {out} --trainable new --out RUN"
 
 
 def targets(default: str) -> Any:
-    """The flag --target-modules GLOB, which selects modules; `default` is the text of its default in the help."""
+    """The flag --target-modules GLOB, which selects modules; the help shows `default` as its default."""
     return tyro.conf.arg(name="target-modules", metavar="GLOB", help_behavior_hint=f"(default: {default})")
 
 
@@ -60,7 +60,7 @@ class Options:
     """Help text of --undo."""
 
     READERS: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Maps an option's name to its values that need calibration text. If empty, the change always needs text."""
+    """Maps an option to those of its values that need calibration text. If empty, the change always needs text."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -105,14 +105,14 @@ class Expand(Options):
     blocks: Annotated[int | None, flag("N", "a quarter of the model's blocks")] = None
     """Number of new blocks, spread evenly."""
     after: Annotated[tuple[int, ...], flag("BLOCK", "all blocks")] = ()
-    """Indices, from 0, of blocks after which new blocks may be inserted."""
+    """Insert new blocks only after these blocks (indices from 0)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Narrow(Options):
-    """Remove the least important heads, neurons, experts and blocks: the model gets smaller, faster and worse.
+    """Remove the least important heads, neurons, experts and blocks for a smaller, faster and worse model.
 
-    Continue training with dunes train --from: a few hundred steps recover much of the loss.
+    Continue training with dunes train --from, since a few hundred steps recover much of the loss.
 
     Example: dunes augment narrow ~/models/llama ~/models/llama-small --neurons 4096 --blocks 24
     """
@@ -129,21 +129,21 @@ class Narrow(Options):
     blocks: KeepCount = None
     """Blocks to keep."""
     uneven: bool = False
-    """Rank heads and neurons across layers, which then differ in size; only dunes opens the result."""
+    """Rank heads and neurons across layers; the layers then differ in size, and only dunes opens the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prune(Options):
     """Set weights of linear layers to zero; they stay zero in training and finetuning.
 
-    Files get no smaller, and on a CPU nothing gets faster.
+    Files do not get smaller, and the model does not get faster on a CPU.
 
     Example: dunes augment prune ~/models/llama ~/models/llama-half
 
     Example: dunes augment prune ~/models/llama ~/models/llama-24 --pattern 2:4 --calibration corpus.txt
     """
 
-    NEXT = f"{TRAIN}   trains the other weights; the zeros stay"
+    NEXT = f"{TRAIN}   trains the other weights; zeros stay zero"
     SCORED = True
     TEXT, READERS = "Text for SparseGPT and Wanda.", {"method": ("sparsegpt", "wanda")}
 
@@ -190,14 +190,14 @@ class Quantize(Options):
     act_order: bool = True
     """With gptq, round the columns with the largest inputs first."""
     override: Annotated[tuple[str, ...], flag("GLOB=KIND", "none")] = ()
-    """Other kinds for some modules, or dense to leave them as they are; the last match wins."""
+    """Another kind for the modules that match GLOB, or dense to leave them as they are; the last match wins."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycle(Options):
     """Copy each MLP of a dense model into the experts of a mixture; the outputs stay the same.
 
-    Continue training with dunes train --from: the experts diverge. A LLaMA or Mistral becomes a Mixtral.
+    Continue with dunes train --from so that the experts diverge. A LLaMA or Mistral becomes a Mixtral.
 
     Example: dunes augment upcycle ~/models/llama ~/models/mixture
     """
@@ -209,7 +209,7 @@ class Upcycle(Options):
     granularity: Count = 1
     """Cut each MLP into this many pieces first; tokens are routed to complete sets of pieces."""
     drop: Annotated[float, flag("FRACTION")] = 0.0
-    """Reinitialise this fraction of each expert's neurons (Drop-Upcycling): worse at first, better later."""
+    """Reinitialise this fraction of neurons per expert (Drop-Upcycling), which is worse at first, better later."""
     balance: NotOffered[float] = 0.01
     """Coefficient of the load-balancing loss."""
     seed: Count = 0
@@ -238,13 +238,14 @@ class Experts(Options):
     top_k: Count = 2
     """Experts that each token is routed to."""
     shared: Count = 0
-    """With --split importance, number of experts that get every token; they have the most important neurons."""
+    """With --split importance, number of shared experts, which process every token with the most important
+    neurons."""
     split: Annotated[Split, flag("|".join(get_args(Split)))] = "random"
-    """Split neurons at random, by balanced k-means over the weights, or by importance for calibration text."""
+    """Split neurons at random, by balanced k-means over the weights, or by importance on calibration text."""
     gate: Annotated[Gate, flag("|".join(get_args(Gate)))] = "linear"
-    """Router: one linear layer (linear), or as published, two layers with noise (noisy)."""
+    """Router: one linear layer (linear), or two layers with noise as published (noisy)."""
     scale: Annotated[Scale, flag("|".join(get_args(Scale)))] = "unbiased"
-    """Expert outputs are multiplied by the number of routed experts; official divides this factor by --top-k."""
+    """Factor on expert outputs: the number of routed experts (unbiased), or this number / --top-k (official)."""
     balance: NotOffered[float] = 0.01
     """Coefficient of the load-balancing loss."""
     seed: Count = 0
@@ -255,14 +256,14 @@ class Experts(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Options):
-    """Add an untrained low-rank adapter to linear layers. dunes finetune makes and trains one.
+    """Add an untrained low-rank adapter to linear layers. `dunes finetune` adds and trains such an adapter.
 
     The defaults, all linear layers and alpha 32 for any rank, follow https://thinkingmachines.ai/blog/lora/, which
     also recommends ten times the learning rate of full finetuning.
     """
 
     where: Where = LINEARS
-    """Globs of linear layers; an embedding is selected by its exact place only."""
+    """Globs of linear layers; an embedding is selected only by its exact name."""
     rank: int = 16
     alpha: float = 32.0
     """Scaling: the adapter's output is multiplied by alpha / rank."""
@@ -279,7 +280,7 @@ class Lora(Options):
 
 
 VARIANTS: dict[str, Any] = {n: {n: True} for n in get_args(Variant)} | {"lora": {}, "pissa": {"init": "pissa"}}
-"""The options of `Lora` by the name of a variant of LoRA, which is also a method of finetuning."""
+"""Maps each variant of LoRA, which is also a method of finetuning, to its options of `Lora`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,12 +299,12 @@ class LoraExperts(Options):
     )
     """Modules that get experts; ! excludes, the last match wins."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
-    """linear: a router for each linear layer; shared: one for each attention and MLP, which reads the input of its
-    first layer; mlp: experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
+    """linear: a router for each linear layer; shared: a router for the layers of each attention and MLP, which
+    reads the input of the first one; mlp: experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
     experts: Count = 8
     """Low-rank experts at each place; 1 is plain LoRA, without a router."""
     top_k: Count = 2
-    """Experts that process each token; with all experts, the mixture is dense."""
+    """Experts that process each token; if all of them do, the mixture is dense."""
     rank: Count = 16
     """Rank of each expert."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0

@@ -27,7 +27,7 @@ VERSION = 1
 BLOCK = 128
 """Columns that SparseGPT prunes at once."""
 DAMP = 0.01
-"""Damping of the Hessian's diagonal in SparseGPT, as a fraction of its mean."""
+"""Damping of the Hessian's diagonal in SparseGPT, as a fraction of the diagonal's mean."""
 HALF = 0.5
 """Default fraction of weights to set to zero."""
 REFITS, REFIT_TOLERANCE = 10, 1e-4  # maximum iterations of `refit`; relative squared gradient at which it stops
@@ -60,9 +60,9 @@ def decide(model: nn.Module, options: Prune, ids: Tensor | None = None) -> Chang
 
 
 def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
-    """The linear layers to prune, by name. Raises ValueError for a layer that is not dense or a tied head."""
+    """The linear layers to prune, by name. Raises ValueError for a tied head and for layers that are not dense."""
     if getattr(model, "head", True) is None and tree.matches(globs, "head"):
-        raise ValueError("head: has the embedding's matrix, which is not pruned; exclude it with '!head'")
+        raise ValueError("head: tied to the embedding, which is not pruned; exclude it with '!head'")
     linears = {}
     for place in tree.find(model, globs, tree.linear):
         if isinstance(place.module, nn.Linear):
@@ -77,10 +77,10 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 
 @torch.no_grad()
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
-    """Prune the layers, block by block; the record of a layer gets its numbers of weights and of nonzero weights.
+    """Prune the layers, block by block; the record gets the numbers of weights and of nonzero weights per layer.
 
     A layer that gets fewer calibration tokens than it has inputs, such as a rarely used expert, is pruned by
-    magnitude; its record then has the method "magnitude".
+    magnitude and recorded with the method "magnitude".
     """
     linears = modules_at(model, change.places)
     places: dict[str, dict[str, Any]] = {}
@@ -146,7 +146,7 @@ class MaskedLinear(nn.Linear):
     """
 
     structure_name = "Linear"  # the mask is no part of the structure
-    keeps_zeros = True  # adapters on this layer keep them, too
+    keeps_zeros = True  # adapters on this layer keep its zeros, too
     _zeros: Tensor | None = None
 
     @torch.no_grad()
@@ -205,7 +205,7 @@ class Sparsity(NamedTuple):
 
     @classmethod
     def of(cls, fraction: float | None, pattern: str | None) -> "Sparsity":
-        """Parse a pattern like "2:4". The fraction defaults to the pattern's fraction, without a pattern to 0.5.
+        """Parse a pattern like "2:4". The fraction defaults to the pattern's, or to 0.5 without a pattern.
 
         Raises ValueError for other text, and if the fraction contradicts the pattern.
         """

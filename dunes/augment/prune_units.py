@@ -159,7 +159,7 @@ def _kept_units(
 ) -> dict[str, dict[str, Any]]:
     """The indices of the units that each place keeps: the most important units of each layer.
 
-    With `uneven`, they are the most important units of all layers together, but at least one unit of each layer.
+    With `uneven`, the units of all layers are ranked together, and each layer keeps at least one unit.
     """
     places: dict[str, dict[str, Any]] = {}
     for unit in ("groups", "neurons"):
@@ -190,12 +190,12 @@ def _kept_experts(model: Decoder, scores: Mapping[str, Tensor], experts: int) ->
                 f"{len(moe.experts)}, and a linear router"
             )
         if moe.groups > 1:
-            raise ValueError(f"{name}: experts cannot be removed from groups; remove neurons or blocks instead")
+            raise ValueError(f"{name}: experts routed in groups cannot be removed; remove neurons or blocks")
         downs = [f"{name}.experts.{e}.down" for e in range(len(moe.experts))]
         if missing := [e for e, down in zip(moe.experts, downs, strict=True) if down not in scores]:
             raise ValueError(
                 f"{name}: its experts are {type(missing[0]).__name__}; expected MLP or GatedMLP, whose neurons "
-                "are compared"
+                "can be ranked"
             )
         sums = torch.stack([scores[down].sum() for down in downs])
         if experts < len(downs):
@@ -259,7 +259,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
 
 
 def _name_before(name: str, places: Mapping[str, Any]) -> str:
-    """The name of a tensor in the original model, where blocks and experts had other numbers."""
+    """The name of a tensor in the original model, where blocks and experts had other indices."""
     segments = name.split(".")
     if segments[0] == "blocks" and "blocks" in places:
         segments[1] = str(places["blocks"]["blocks"][int(segments[1])])

@@ -1,4 +1,4 @@
-"""Quantization of linear layers by rounding to nearest or by calibration: registered in `changes.CHANGES`."""
+"""Quantization of linear layers, by rounding to nearest or with calibration (registered in `changes.CHANGES`)."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -37,7 +37,7 @@ def dequantize(model: nn.Module) -> list[str]:
 Solver = Callable[..., Iterator[tuple[dict[str, QuantParams], list[str]]]]
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 SOLVERS: dict[str, Solver] = {"gptq": gptq.solve}
-"""Methods other than rounding to nearest: functions like `gptq.solve`, with `ids` None if they read no text."""
+"""Functions like `gptq.solve` of methods other than rounding; `ids` is None for a method that reads no text."""
 METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
 GROUP = 64
@@ -59,9 +59,7 @@ def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Ch
     overrides = [_override(text) for text in options.override]
     request = _request(options, check_kinds(options.kind, options.override, method), method)
     if (ids is not None) != (method in CALIBRATED):
-        raise ValueError(
-            f"method is {method!r}; calibration text goes with {', '.join(CALIBRATED)}, and only with it"
-        )
+        raise ValueError(f"method is {method!r}; calibration text is for {', '.join(CALIBRATED)}, which needs it")
     globs = options.request()["where"]
     modules, kind_of = _dense_layers(model, globs, options.kind, overrides)
     if ids is not None:
@@ -132,9 +130,7 @@ def _dense_layers(
     rules: list[tuple[list[str], str]] = [(globs, kind), *(([glob], other) for glob, other in overrides)]
     tied = getattr(model, "head", True) is None
     if tied and any("head" in where and tree.matches(where, "head") and k != DENSE for where, k in rules):
-        raise ValueError(
-            "head: has the embedding's matrix, which is not quantized; omit it, or exclude it ('!head')"
-        )
+        raise ValueError("head: tied to the embedding, which is not quantized; omit it, or exclude it ('!head')")
     selected, kinds = dict[str, Any](), dict[str, str]()
     is_linear = lambda module: isinstance(tree.innermost(module), nn.Linear | Quantized)
     for where, other in rules:
@@ -196,8 +192,8 @@ def _layer(base: Any, change: Change, place: str) -> Quantized:
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
     """Let the method change the weights, block by block, and yield each part with its scales and zero points.
 
-    The record of a place that got too few tokens has the method "rtn": it is rounded to nearest. Raises
-    ValueError, before anything is changed, for weights that are not finite.
+    A place that got too few tokens is rounded to nearest and recorded with the method "rtn". Raises ValueError,
+    before anything is changed, for weights that are not finite.
     """
     _require_finite(model, change)
     parts = change.parts()

@@ -61,7 +61,7 @@ class Grid:
     symmetric: bool = False
 
     def __repr__(self) -> str:
-        """The text from which saved folders' structure digests were computed; it must not change."""
+        """A text that is part of the structure digests in saved folders, so it must not change."""
         settings = f"bits={self.bits}, group={self.group}, symmetric={self.symmetric}, real_zero=False"
         return f"Grid({settings})"
 
@@ -278,7 +278,7 @@ class NF4(Quantized):
         if self.outer is None or self.middle is None:
             self.scale.copy_(scale)
             return
-        # In float64, since otherwise the result would depend on the number of threads.
+        # In float32, the mean would depend on the number of threads.
         self.middle.copy_(scale.double().mean())
         rows = _rows(scale - self.middle, OUTER)
         self.outer.copy_(rows.abs().amax(1, keepdim=True) / 127)
@@ -338,8 +338,8 @@ def _level(codes: Tensor) -> Tensor:
 
 
 def codebook(device: torch.device | str = "cpu") -> Tensor:
-    """NF4's levels (16,) float32, in a new tensor: a tensor cached under a fake tensor mode would have no data."""
-    if torch.compiler.is_exporting():  # exported graphs keep tensor constants out of line, unseen by native code
+    """NF4's levels (16,) float32, in a new tensor, since one cached under a fake tensor mode would lack data."""
+    if torch.compiler.is_exporting():  # native code cannot read an exported graph's constants
         return torch.cat([torch.full((1,), level, device=device) for level in LEVELS])
     return torch.tensor(LEVELS, device=device)
 
@@ -376,12 +376,12 @@ class _Cached(NamedTuple):
     state: list[tuple[int, int]]
     """(`id(t)`, `t._version`) of each tensor `t` that the matrix was made from, to notice changes."""
     parts: list[Tensor]
-    """References to these tensors except the codes: the cache refers to the codes weakly, as its keys."""
+    """References to these tensors, except to the codes, to which the cache has weak references as its keys."""
 
 
 PACKED: MutableMapping[Tensor, _Cached] = WeakTensorKeyDictionary()
-"""Cache of matrices in the kernel's layout. The keys are the tensors of codes: an entry is freed together with its
-codes. The cache is neither copied nor saved with a model."""
+"""Cache of matrices in the kernel's layout. The keys are weak references to tensors of codes, so an entry is freed
+together with its codes. The cache is neither copied nor saved with a model."""
 
 
 class GroupInt(Quantized):
@@ -482,7 +482,7 @@ class GroupInt(Quantized):
         scale, bits = self.scale.float(), self.grid.bits
         if self.zero is None:
             return QuantParams(scale, torch.full_like(scale, 2 ** (bits - 1)))
-        packed = self.zero.shape != scale.shape  # layers from `for_step` have it unpacked
+        packed = self.zero.shape != scale.shape  # `for_step` unpacks the zero points
         return QuantParams(scale, (unpack(self.zero, bits, scale.shape[1]) if packed else self.zero).float())
 
     def dense(self) -> Tensor:

@@ -21,7 +21,7 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 def decide(model: nn.Module, options: Routing) -> Change:
-    """The record of the change: `MoE.extend` with these options on each mixture that `where` selects.
+    """The record of the change, which calls `MoE.extend` with these options on each mixture that `where` selects.
 
     Raises ValueError if `where` selects no mixture, if an option is below 0 or all are 0, and if a mixture already
     trains a selection bias. With `shared`, it also raises ValueError if experts are adapted, quantized or no MLPs.
@@ -29,7 +29,7 @@ def decide(model: nn.Module, options: Routing) -> Change:
     where, shared, bias_rate = options.where, options.shared, options.bias_rate
     values = {"shared": shared, "bias_rate": bias_rate, "z_loss": options.z_loss}
     if not all(0 <= value < math.inf for value in values.values()) or not any(values.values()):
-        raise ValueError(f"routing: {values}; expected numbers of at least 0, one of them above it")
+        raise ValueError(f"routing: {values}; expected numbers from 0, at least one above 0")
     places = {}
     for place in tree.find(model, where, is_mixture):
         moe = cast(MoE, place.module)
@@ -38,7 +38,7 @@ def decide(model: nn.Module, options: Routing) -> Change:
         linears = [m for m in moe.experts[0].modules() if tree.linear(m)]
         is_plain = isinstance(moe.experts[0], MLP | GatedMLP) and all(type(m) is nn.Linear for m in linears)
         if shared and not is_plain:
-            raise ValueError(f"{place.name}: its experts are no plain MLPs; add shared ones before other changes")
+            raise ValueError(f"{place.name}: experts are not plain MLPs; add shared experts before other changes")
         first = len(moe.shared or ())
         places[place.name] = {"shared": [*range(first, first + shared)]}
     new = tuple(f"{name}.shared.{i}.**" for name, decided in places.items() for i in decided["shared"])

@@ -1,4 +1,4 @@
-"""Sparse upcycling: replace each dense MLP by a mixture of copies, whose outputs are equal until it is trained.
+"""Sparse upcycling: replace each dense MLP by a mixture of copies of it, with equal outputs until trained.
 
 Sparse upcycling https://arxiv.org/abs/2212.05055, fine-grained with virtual groups
 https://arxiv.org/abs/2410.07524, Drop-Upcycling https://arxiv.org/abs/2502.19261. Unlike in the second paper, only
@@ -173,7 +173,7 @@ def new_mixture(
 
 
 def dense_mlps(model: nn.Module, places: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The original MLP of each mixture that `places` names, by name; their tensors come from `weights`."""
+    """The original MLPs of the mixtures at `places`, by name, with their tensors from `weights`."""
     paths, mlps = {id(module): f"{path}." for path, module in model.named_modules()}, {}
     for place, moe in modules_at(model, places).items():
         prefix = paths[id(moe)]
@@ -210,5 +210,5 @@ def require_equality(model: nn.Module, mlps: Mapping[str, Any], read: Any = lamb
             put_modules(model, mlps)
             raise ValueError(
                 f"{place}: the experts differ from the dense MLP by {difference:.1e}, more than {tolerance:.1e}; "
-                "the model is as before. Are its weights finite? dunes inspect --values lists them"
+                "the model is as before. If weights are not finite, dunes inspect --values lists them"
             )

@@ -1,7 +1,7 @@
 """A sorted index of all contexts of a text, to look up which items followed a context earlier in the text.
 
 A context is the text before a position, read backwards. In the sorted order, contexts with the same last n items
-are adjacent: their positions form a range. The range for the same last n + 1 items lies inside this range. The
+are adjacent, so their positions form a range. The range for the same last n + 1 items lies inside this range. The
 order is a suffix array of the reversed text, limited to `depth` items and built by prefix doubling.
 https://doi.org/10.1137/0222058
 """

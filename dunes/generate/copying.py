@@ -36,7 +36,7 @@ TOP = 24
 DEPTH_BYTES = 64
 """Maximum length of a match of bytes."""
 CONTEXT_IDS = 48
-"""Number of ids at the end of a text whose bytes are matched."""
+"""Maximum number of final ids of a text whose bytes are matched."""
 CONTINUATIONS = 8
 """Maximum number of positions that are read for a match of bytes."""
 AHEAD = 24
@@ -74,7 +74,8 @@ class Candidates(NamedTuple):
 
 
 class TextSource(NamedTuple):
-    """A text with indexes of bytes (`contexts`) and `ids`; without `contexts`, the search begins at the end."""
+    """A text with indexes of its bytes (`contexts`) and `ids`; without `contexts`, `last_match` searches its
+    bytes."""
 
     text: bytes
     contexts: ContextIndex | None = None
@@ -130,7 +131,7 @@ def is_word(character: bytes) -> bool:
 
 @dataclass(frozen=True)
 class Sources:
-    """Texts to copy from: `near` has the text above the cursor and the rest of the file, `far` other files."""
+    """Texts to copy from: `near` is the text above the cursor and the rest of the file, `far` is other files."""
 
     near: Sequence[TextSource]
     far: Sequence[TextSource]
@@ -142,8 +143,8 @@ class Sources:
     def uses(self) -> NDArray[np.float32]:
         """Features (V, 3) of each id's use in the file, each as `log2(1 + x)`; NAMES are their names.
 
-        The three values x are the id's count, the distance in ids from its last occurrence above the cursor to the
-        cursor (if there is none, the length of the text above), and the length of the text above.
+        The values x are: how often the id occurs; how many ids before the cursor it last occurs (if it does not,
+        the length of the text above the cursor); and the length of the text above the cursor.
         """
         size = len(self.vocabulary.pieces)
         uses = np.zeros((size, len(self.NAMES)), np.float32)
@@ -168,7 +169,7 @@ class Copies:
     typed: bytes = b""
     start: int = 0
 
-    # For lines, "share" marks the first id of the last line; "prob", the fraction of the lines, is left out.
+    # For lines, "share" is 1 for the first id of the last line, else 0; "prob" (fraction of lines) is left out.
     NAMES: ClassVar = (
         *(f"{part} {column}" for part in ("near ids", "far ids") for column in COLUMNS),
         *(f"{part} {column}" for part in ("near lines", "far lines") for column in COLUMNS[1:]),
@@ -193,8 +194,8 @@ class Copies:
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
     def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
-        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the last one
-        in the first source is used."""
+        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the last
+        match in the first source is used."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         length, positions, text = longest_match((*sources.near, *sources.far), context)

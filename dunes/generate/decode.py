@@ -61,8 +61,8 @@ class Request:
         return len(self.ids) < self.end
 
     def window(self, context_length: int) -> list[int]:
-        """The ids that the model attends to. Once the text exceeds the context length, it continues from its last
-        half; a prompt that exceeds it keeps its last `context_length` ids."""
+        """The ids that the model attends to. A prompt longer than the context length is cut to its last ids. If
+        the text outgrows the context length, the window restarts with the last `context_length` // 2 ids."""
         if len(self.ids) - self._start > context_length:
             has_new = len(self.ids) > len(self.prompt)
             self._start = len(self.ids) - (max(1, context_length // 2) if has_new else context_length)
@@ -90,9 +90,9 @@ def generate(
 ) -> Iterator[Token]:
     """Yield up to `max_tokens` tokens after the prompt, or until an id in `stop`, which is not yielded.
 
-    `context_length` is the number of tokens that the model can attend to; a text that exceeds it continues from
-    its last half. By default, decoding is greedy. A `proposer` saves forwards and leaves the distribution of the
-    text unchanged. Raises ValueError for an empty prompt, and for a proposal with unknown ids.
+    `context_length` is the number of tokens that the model can attend to; a text that exceeds this number is
+    continued from its last half. By default, decoding is greedy. A `proposer` saves forwards and leaves the
+    distribution of the text unchanged. Raises ValueError for an empty prompt, and for a proposal with unknown ids.
     """
     request = Request(prompt, max_tokens, sample, stop, proposer=proposer)
     for row in generate_all(model, [request], context_length=context_length, cache=cache):
@@ -103,7 +103,7 @@ def generate(
 def generate_all(
     model: nn.Module, requests: Sequence[Request | None], *, context_length: int, cache: PrefixCache | None = None
 ) -> Iterator[list[Token | None]]:
-    """Yield the next token of each request; None if its text has ended, or while only other rows accept proposals.
+    """Yield the next token per request; None if its text has ended, or waits while other rows accept proposals.
 
     Each text is the same as if it were generated alone. Between two tokens the caller may replace an entry of
     `requests` by another request or None. A `cache` needs one row per request; cached prefixes of texts are not

@@ -36,7 +36,7 @@ LARGE = 1 << 20
 STACK = 1 << 20
 """Maximum bytes of the buffers that native code puts on the stack of its thread."""
 FEW = 4
-"""Maximum tokens of the larger step; it takes 1.9 times as long as the step for one (for 8 tokens, 3.5 times)."""
+"""Maximum tokens of the larger step, which takes 1.9 times as long as a one-token step (for 8 tokens: 3.5)."""
 TEXT, ROWS = 0, -1
 """Keys of the steps for any number of tokens at the start of a text, and for one token in each of several rows."""
 
@@ -44,8 +44,8 @@ TEXT, ROWS = 0, -1
 class DecodeGraph(nn.Module):
     """Computes float32 logits (T, V) after each new token, and a summary; writes keys and values into the cache.
 
-    Each row of the summary (T, 3), float64, has the most probable id, its logit `top`, and
-    `logsumexp(logits - top)`. Raises ValueError unless the model's class is `Decoder` itself.
+    Each row of the summary (T, 3), float64, contains the most probable id, its logit `top`, and `logsumexp(logits
+    - top)`. Raises ValueError unless the model's class is `Decoder` itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -89,12 +89,12 @@ class LayerGraph(nn.Module):
     ) -> Tensor:
         """The block's outputs for inputs x (1, T, dim); other arguments are as in `DecodeGraph`, for one layer.
 
-        Raises ValueError for a block that hands tensors to later blocks, or whose outputs have another dtype.
+        Raises ValueError for a block that passes tensors to later blocks, or whose outputs have another dtype.
         """
         ctx = _StepContext(keys, values, slots, slot_positions)
         y: Tensor = self.block(x, ctx, 0)
         if ctx.carried or y.dtype != x.dtype:
-            raise ValueError("expected a block that hands no tensors to later blocks and keeps the dtype")
+            raise ValueError("expected a block that passes no tensors to later blocks and keeps the dtype")
         return y
 
 
@@ -119,7 +119,7 @@ class TextGraph(DecodeGraph):
 
 
 class RowGraph(DecodeGraph):
-    """A step for one new token in each of R rows; its matrix products are calls of a library."""
+    """A step for one new token in each of R rows; its matrix products are library calls."""
 
     def forward(  # type: ignore[override]
         self,
@@ -196,7 +196,7 @@ class _StepContext(ForwardContext):
         self.keys, self.values, self.slots, self.slot_positions = keys, values, slots, slot_positions
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        readable = self.slot_positions.shape[0]  # `len` would make it a constant
+        readable = self.slot_positions.shape[0]  # with `len`, the graph would contain a constant
         for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
             cache.index_copy_(2, self.slots, x.to(cache.dtype))
         return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
@@ -221,8 +221,8 @@ def export_decode_graph(
 
     A graph of a part of the model needs an example `x` of its inputs (1, tokens, dim).
 
-    The graph of a `TextGraph` takes any number of tokens above FEW. In any other graph, operations are
-    replaced by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
+    The graph of a `TextGraph` accepts any number of tokens above FEW. In any other graph, operations are replaced
+    by functions that Inductor fuses. Raises any error of torch.export for parts that it cannot trace.
     """
     args: tuple[Any, ...]
     shapes: dict[str, Any] = {}
@@ -357,7 +357,7 @@ def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
 
     stack = threading.stack_size() or resource.getrlimit(resource.RLIMIT_STACK)[0]
     if 0 <= stack < 2 * STACK:
-        raise ValueError(f"native code needs threads with a stack of {2 * STACK} bytes, and theirs has {stack}")
+        raise ValueError(f"native code needs threads with a stack of {2 * STACK} bytes; the stack has {stack}")
     # Inductor's loader imports its compiler first, which takes two seconds; the loader of packages leaves files
     # behind if the process is killed. A mapped file must not change, so a copy is loaded, and removed at once.
     with TemporaryDirectory() as folder:
@@ -373,12 +373,12 @@ def _with_weights(runner: Any, weights: Mapping[str, Tensor]) -> Run:
     names = runner.get_constant_names_to_original_fqns()
     constants = {constant: weights[name].detach() for constant, name in names.items()}
     runner.update_constant_buffer(constants, False, False, True)
-    # The runner does not own the constants, so the function keeps them.
+    # The runner does not own the constants, so the function keeps references to them.
     return lambda inputs, owned=constants: runner.run(inputs)  # type: ignore[misc]
 
 
 def join_parts(model: nn.Module, layers: Sequence[Run], head: Run) -> Run:
-    """A step's code from the code of each block and of the head; embeddings are computed by the model's module."""
+    """Join the code of blocks and head into a step's code; the model's own module computes embeddings."""
     decoder: Any = DecodeGraph(model).model
     embed = copy.deepcopy(decoder.embed, {id(t): t for t in named_tensors(model).values()}).eval()
 
@@ -411,7 +411,7 @@ def step_weights(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model for export: its matrices have this dtype and no data."""
+    """A copy of the model for export, whose matrices have this dtype and no data."""
     memo: dict[int, Any] = {id(t): t for t in named_tensors(model).values()}
     memo |= {id(t): nn.Parameter(torch.empty_like(t, dtype=dtype), False) for t in _matrices(model)}
     memo |= {id(model.get_submodule(name)): layer for name, layer in _step_layers(model).items()}
@@ -435,7 +435,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _OneRow(TorchFunctionMode):
-    """A torch function mode that replaces each operation in the keys of `forms` by its value."""
+    """A torch function mode that replaces each operation that is a key in `forms` by the value."""
 
     def __init__(self, forms: Mapping[Function, Function]) -> None:
         super().__init__()
@@ -530,7 +530,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     if is_causal or dropout_p:
-        raise ValueError("attention to earlier tokens needs a mask, and no dropout")
+        raise ValueError("attention to earlier tokens must have a mask and no dropout")
     q = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:]).unsqueeze(-2)
     k, v = (x[:, :, None, None].float() for x in (key, value))
     scores = (q.float() * k).sum(-1) * (q.shape[-1] ** -0.5 if scale is None else scale)

@@ -70,7 +70,8 @@ LAYERS_OF_A_FORM = 8
 """Minimum mean number of blocks per form for compiling each form only once. Compiling one more form takes as long
 as compiling seven more blocks in one file."""
 LAYER_PARAMETERS = 2_000_000
-"""Minimum mean number of linear parameters per block for this; for smaller blocks, calls dominate the time."""
+"""Minimum mean number of linear parameters per block for compiling each form only once. Calls dominate the time of
+smaller blocks."""
 TEXT_OPTIONS: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "cpp.dynamic_threads": True}
 ROW_OPTIONS = TEXT_OPTIONS | {"realize_reads_threshold": 1, "score_fusion_memory_threshold": 1}
 OPTIONS = ROW_OPTIONS | {
@@ -155,14 +156,14 @@ def _files() -> dict[Path, int]:
 def compile_step(
     model: nn.Module, context_length: int, dtype: torch.dtype | None = None, whole: bool = False
 ) -> tuple[Path, torch.dtype]:
-    """Compile the package that `load_step` will choose, unless it exists; returns its folder and dtype.
+    """Compile the package that `load_step` will choose, unless the package exists; returns its folder and dtype.
 
     The default dtype is recorded for these weights. Without a record, float32 matrices are rounded to the faster
     of bfloat16 and float16 for which greedy decoding gives the same ids. Steps for FEW tokens, for the start of a
     text and for several rows are added if the model supports them. If many large blocks have the same form, only
     one block and the head are compiled, for one token and for FEW; `whole` compiles the complete model, so that
-    the files need no module of it. Raises ValueError with the reason if the step cannot be exported or compiled,
-    if it does not support the dtype, or if no C++ compiler exists.
+    the files run without its modules. Raises ValueError with the reason if the step cannot be exported or
+    compiled, if it does not support the dtype, or if no C++ compiler exists.
     """
     check_step(model, dtype)
     folder = _folder(model)
@@ -178,14 +179,15 @@ def compile_step(
 
 
 def _choose_dtype(model: nn.Module, context_length: int) -> torch.dtype:
-    """The fastest half precision in which float32 matrices give the same greedy ids, or else the model's dtype."""
+    """The fastest half precision in which float32 matrices give equal greedy ids, if any, else the model's
+    dtype."""
     own, steps = _dtype(model), dict[torch.dtype, CompiledStep]()
     for half in [d for d in TOLERANCE if d != own] if own == torch.float32 else []:
         with suppress(ValueError):  # weights may be too large for float16
             step = make_step(model, half)
             steps |= {half: step} if _same_greedy_ids(model, context_length, step) else {}
             if steps and layer_forms(model):
-                break  # reading large matrices takes equally long in both
+                break  # reading large matrices takes equally long in bfloat16 and float16
     return _fastest(steps) if steps else own
 
 
@@ -229,7 +231,7 @@ def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole
         if name in digests:
             return
         if reason := why_not_compiled():
-            raise ValueError(f"decoding cannot be compiled: {reason}. The modules decode, several times slower")
+            raise ValueError(f"decoding cannot be compiled: {reason}. Uncompiled, it is several times slower")
         with warnings.catch_warnings(), staging_folder(package / name) as staged:
             warnings.simplefilter("ignore")  # torch warns of its own deprecations
             options = {TEXT: TEXT_OPTIONS, ROWS: ROW_OPTIONS}.get(tokens, OPTIONS)
@@ -257,7 +259,7 @@ def check_step(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     if next(model.parameters()).device.type != "cpu":
         raise ValueError("steps are compiled for the CPU, and this model is on another device")
     if not (choices := _dtypes(model)):
-        raise ValueError("compiled decoding has no hooks and is in float32, float16 or bfloat16; change the model")
+        raise ValueError("compiled decoding needs a model without hooks, in float32, float16 or bfloat16")
     if dtype is not None and dtype not in choices:
         names = ", ".join(str(choice).removeprefix("torch.") for choice in choices)
         raise ValueError(f"--dtype {str(dtype).removeprefix('torch.')}: this model can be compiled in {names}")
@@ -449,7 +451,7 @@ def require_close(subject: str, difference: Tensor, expected: Tensor, dtype: tor
     """Raise ValueError if `difference`, relative to `expected`, exceeds the tolerance of this dtype."""
     worst, largest = difference.abs().max(), expected.abs().max()
     if not worst <= TOLERANCE[dtype] * largest:
-        raise ValueError(f"{subject} differ by {worst:.1e} from the model's, of up to {largest:.1e}")
+        raise ValueError(f"{subject} differ by {worst:.1e} from the model's (max {largest:.1e})")
 
 
 def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
@@ -491,7 +493,7 @@ def compile_graph(
     from torch._inductor.utils import fresh_cache
 
     limit = replace_attribute(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK)
-    # The first compilation in a process, which may be the user's, registers the backends for all.
+    # The first compilation in a process, which may be the user's, registers the backends for later ones.
     common.init_backend_registration()
     cpu = common.device_codegens["cpu"]
     writer = replace_attribute(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)
@@ -505,7 +507,7 @@ def compile_graph(
         archive = f"{folder}/archive.pt2"
         make = partial(aoti_compile_and_package, package_path=archive, inductor_configs=dict(options))
         attempt("torch cannot compile this model", partial(make, graph))
-        with ZipFile(archive) as members:  # code, and calls without a C interface
+        with ZipFile(archive) as members:  # code, and a list of calls without a C interface
             for name in (n for n in members.namelist() if n.endswith((".wrapper.so", ".wrapper.json"))):
                 path.with_suffix(Path(name).suffix).write_bytes(members.read(name))
 
@@ -545,7 +547,7 @@ def buffers_unchanged(model: nn.Module) -> Iterator[None]:
     yield
     for (name, before, version), after in zip(buffers, model.buffers(), strict=True):
         if after is not before or after._version != version:
-            raise ValueError(f"{name}: a buffer that forward changes; compiled code has none; remove it")
+            raise ValueError(f"{name}: a buffer that forward changes, which compiled code cannot do; remove it")
 
 
 def export_graph(export: Callable[[], torch.export.ExportedProgram]) -> torch.export.ExportedProgram:

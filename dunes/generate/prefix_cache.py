@@ -1,4 +1,4 @@
-"""A KV cache that records its ids: of a new text, only the ids after the common prefix are evaluated.
+"""A KV cache that records its ids, so that only the ids of a new text after the common prefix are evaluated.
 
 Long texts are prefilled in pieces; between two pieces, other work can run, or the request can be cancelled.
 """
@@ -24,7 +24,7 @@ from dunes.ops.float32_products import float32_products, multiplies_in_float32
 from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 
 CHUNK = 2048
-"""Maximum tokens of a prompt per forward: shorter chunks are no faster, longer ones take more memory."""
+"""Maximum tokens of a prompt per forward. Shorter chunks are not faster, and longer chunks take more memory."""
 MAX_STEPPED = 16
 """Maximum number of new ids that compiled code for FEW tokens computes instead of a forward. Code and forward take
 equally long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
@@ -42,7 +42,7 @@ class PrefixCache:
 
     `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
     all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row, or one
-    token of each of several rows. `format` quantizes keys and values; no step is used then.
+    token of each of several rows. `format` quantizes keys and values; with it, `step` is not used.
     """
 
     def __init__(

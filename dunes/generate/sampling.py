@@ -98,7 +98,7 @@ class Sampler:
 
 
 def limit_vocab(count: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Keep the logits of ids below `count`: an embedding may have more rows than the tokenizer has ids."""
+    """Keep the logits of ids below `count`, since an embedding may have more rows than the tokenizer has ids."""
     return logits[:count]
 
 
@@ -120,7 +120,7 @@ def penalise(penalty: float, last: int, logits: Tensor, ids: Sequence[int]) -> T
 
 
 def scale_logits(temperature: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Subtract the largest logit, then divide by the temperature: the largest becomes 0 at any temperature."""
+    """Subtract the largest logit, then divide by the temperature, so that the largest is 0 at any temperature."""
     return (logits - logits.amax()) / min(max(temperature, 1 / LARGEST_TEMPERATURE), LARGEST_TEMPERATURE)
 
 
@@ -160,7 +160,7 @@ def keep_typical_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 ABOVE_0, FINITE, COUNT = sys.float_info.min, sys.float_info.max, (-1, 2**31)
-"""ABOVE_0 as a minimum means all numbers above 0. Training flushes denormal numbers to 0, so it is none."""
+"""ABOVE_0 excludes 0. It is the smallest normal number, since training flushes denormal numbers to 0."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Rule:
     """A sampling setting: its function on logits, its range, and its names in requests to servers."""
 
     process: Callable[..., Tensor] | None
-    """Function whose last two arguments are a processor's; None for an argument of another rule's function."""
+    """Function whose last two arguments are those of a processor; None for an argument of another rule."""
     neutral: float
     """The value that leaves the logits unchanged."""
     bounds: tuple[float, float]
@@ -179,7 +179,7 @@ class Rule:
     names: tuple[str, ...] = ()
     """Further names in requests; replies use the first of them."""
     further: tuple[str, ...] = ()
-    """Other settings that `process` takes."""
+    """Other settings that are arguments of `process`."""
     raw: bool = False
     """True for a rule that is applied before all others, and also in greedy decoding."""
 
@@ -209,7 +209,7 @@ class SamplingOptions:  # temperature, filters and penalty of sampling, and the 
     typical_p: Annotated[
         float | None, P, Rule(keep_typical_p, 1.0, (ABOVE_0, 1), "a probability above 0", (0, 1))
     ] = None
-    """Sample from the tokens closest to the expected information content whose probabilities add up to P."""
+    """Sample from the tokens with information content closest to its mean, up to a total probability of P."""
     repetition_penalty: Annotated[
         float,
         Rule(penalise, 1.0, (ABOVE_0, FINITE), "a finite number above 0", (1e-3, 1e3), *REPETITION, raw=True),

@@ -94,7 +94,7 @@ def choose(sample: Sampler, logits: Tensor, ids: Sequence[int], proposal: Propos
 
 
 def _correct(p: Tensor, q: Tensor, proposed: int) -> Tensor:
-    """The distribution to sample from if `proposed` was sampled from `q`; the result then has distribution `p`.
+    """The distribution to sample from after `proposed` was sampled from `q`, so that results follow `p`.
 
     The proposed id gets probability `min(1, p / q)`; the rest is shared in proportion to `max(p - q, 0)`.
     """

@@ -41,7 +41,7 @@ from dunes.units import plural
 NONE = "none"
 """Name of the model without adapter folders; adapters stored inside a model folder are part of the model."""
 ROOM = 4
-"""Conversations are truncated to leave room for an answer of `max_tokens`, but at most 1/ROOM of the context."""
+"""Conversations are truncated to leave `max_tokens` tokens for the answer, but at most 1/ROOM of the context."""
 
 
 class NoTemplate(ValueError):
@@ -89,7 +89,7 @@ class ChatModel:
     def encode(
         self, talk: Conversation, variables: Mapping[str, Any] | None = None, continues: bool = False
     ) -> list[int]:
-        """The ids of a conversation that the model answers or, with `continues`, whose last turn it continues."""
+        """Token ids of a conversation, for the model to answer or, with `continues`, to continue its last turn."""
         return encode_prompt(self.template, talk, self.loaded.require_tokenizer(), variables, continues)
 
     def _supports(self, *talk: Turn) -> bool:
@@ -173,8 +173,8 @@ def load_chat_engine(
 
     With `compiles` and without `adapters`, a step for decoding is compiled in the background; with a cache
     `format`, no step is used. Before anything is loaded, raises ValueError for a folder that is not an adapter,
-    for two adapters of the same name, for adapters trained on differently quantized bases, and for adapters of
-    another base unless `any_base`.
+    for two adapters of the same name, and for adapters trained on differently quantized bases. Without `any_base`,
+    also raises ValueError for adapters of another base.
     """
     folder = checkpoint.locate_model(model).folder
     folders = [*adapters, *([folder] if is_adapter(folder) else [])]
@@ -182,7 +182,7 @@ def load_chat_engine(
     if duplicates := [label for i, label in enumerate(labels) if label in (NONE, *labels[:i])]:
         raise ValueError(f"two adapters are named {duplicates[0]!r}; rename one of the folders")
     if (other := next((path for path in adapters if not is_adapter(path)), None)) is not None:
-        raise ValueError(f"{other}: not an adapter's folder; name the model itself: dunes chat {other}")
+        raise ValueError(f"{other}: not an adapter's folder; chat with the model: dunes chat {other}")
     _check_same_quantization(folders)
     loaded = checkpoint.load_with_tokenizer(folder, any_base=any_base, adapters=adapters)
     of_folder = _chat_models(folder, loaded)
@@ -295,7 +295,7 @@ class Chat:
                 self.talk, self.pending = before, pending
 
     def undo(self) -> str:
-        """Drop the last message and its answer; returns the message. Raises ValueError without a message."""
+        """Drop the last message and its answer; returns the message. Raises ValueError if the chat has none."""
         if not self.talk:
             raise ValueError("there is no message yet")
         last = max(i for i, turn in enumerate(self.talk) if turn.role == "user")
@@ -335,7 +335,7 @@ class Chat:
             usage = [f"{key:14} {effect}" for key, effect in COMMANDS.items()] if word == "/help" else []
             self.note("\n".join([*usage, f"adapters: {names}"]))
         else:
-            hint = "/help lists the commands, and a leading space sends it as a message"
+            hint = "/help lists the commands, and a line that starts with a space is a message"
             raise ValueError(f"{word} is not a command; {hint}")
         return True
 

@@ -44,7 +44,7 @@ class TextGenerator:
     and for a `format` if the model has recurrent states.
 
     The KV cache of the last text is kept. If the next text has the same prefix, like the next turn of a
-    conversation, only the ids after it are evaluated. A prompt is a text or its ids. Before each token,
+    conversation, only the ids after the prefix are evaluated. A prompt is a text or its ids. Before each token,
     `find_step()` is called for a compiled step; with a cache `format`, no step is used.
     """
 
@@ -121,7 +121,7 @@ class TextGenerator:
     def _use_step(self, cache: PrefixCache, requests: Sequence[Request | None]) -> None:
         if cache.format is None:
             step, proposes = self._find_step(), any(r and r.proposer for r in requests)
-            # A step's logits differ slightly from the model's, so it is used only if it can verify proposals, too.
+            # A step's logits differ slightly from the model's, so a proposer needs a step that verifies proposals.
             verifies = step and cache.cache and step.most(cache.cache, 0) > 1
             cache.step = step if verifies or not proposes else None
 

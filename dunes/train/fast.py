@@ -1,4 +1,4 @@
-"""A training loop for small networks: several steps are compiled into one unit; the data is in memory.
+"""A training loop for small networks, with data in memory, that compiles several steps into one unit.
 
 In a small network, the operations of a step take less time than their dispatch by Python and autograd. Here the
 forward pass, backward pass and update of a few mini-batches are one graph, and the rows of all these batches are
@@ -51,7 +51,7 @@ def fast_run(
 
     If any other setting of the optimizer's groups, its state, or a parameter's `requires_grad` changes, the plain
     loop runs from then on, and `line` is called with the change. Raises ValueError for tensors of different
-    lengths, and if such a change happens between the steps of one unit. Also raises the errors of `Trainer.run`.
+    lengths, and for any such change between the steps of one unit. Also raises the errors of `Trainer.run`.
     """
     if len(lengths := {len(t) for t in tensors}) != 1:  # rows must correspond
         raise ValueError(f"tensors of {sorted(lengths)} rows; expected at least one, all of one length")
@@ -111,7 +111,7 @@ class Unit:
         self.params = [p for p in trainer.parameters() if p.requires_grad]
         groups = trainer.optimizer.param_groups
         self.groups = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        # The rate is an argument instead: as a constant, each new value would cause a compilation.
+        # The rate is an argument, since each new value of a constant would cause a compilation.
         self.settings = [{k: v for k, v in group.items() if k not in ("lr", "params")} for group in groups]
         self.states: list[State] = [trainer.optimizer.state.get(p, {}) for p in self.params]
         self.buffers = trainer.buffers()
@@ -190,7 +190,7 @@ def _compile_options(device: torch.device, draws: bool) -> dict[str, Any]:
         return {**options, "triton.cudagraphs": True}
     # Calling kernels from C++ instead of Python saves a tenth of a small step's time. The settings in `start` help
     # later processes to read the unit from Inductor's cache: one skips a test of vector instructions (1 s), since
-    # a compiler for torch's headers knows them; the other lets the cache store calls of autocast.
+    # any compiler of torch's headers supports them; the other lets the cache store calls of autocast.
     autocast = {f"torch.amp.autocast_mode._{name}_autocast": "dunes 1" for name in ("enter", "exit")}
     start = {"cpp.vec_isa_ok": True, "unsafe_marked_cacheable_functions": autocast}
     return {**options, **start, "cpp_wrapper": True, "post_grad_custom_post_pass": SmallProducts()}
@@ -215,7 +215,7 @@ def _run_units(
         except (Diverged, ValueError):
             raise
         except Exception as error:  # any error of the compiler, before the unit runs
-            if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # raised before the unit runs, too
+            if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # also raised before the unit runs
                 raise
             line(f"plain loop: torch.compile cannot compile this step: {one_line(error)}")
             return chain(group, stream)
@@ -228,7 +228,7 @@ def _run_units(
             trainer.raise_if_diverged(step)
         if len(seconds) == 1 + TIMED_CALLS:
             fast = min(seconds[1:])
-            steps_take = f"{1e3 * fast:.2f} ms a step against {1e3 * plain:.2f} plain"
+            steps_take = f"{1e3 * fast:.2f} ms per step, the plain loop {1e3 * plain:.2f}"
             times = f"{steps_take} (processor time on a CPU), after {compiling:.1f} s of compiling"
             if fast > plain:
                 line(f"plain loop: the compiled loop takes {times}")

@@ -55,7 +55,7 @@ def mean_squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor
     x, y = batch
     guess = model(x)
     if guess.shape != y.shape:
-        raise ValueError(f"the model gives {tuple(guess.shape)} where the targets are {tuple(y.shape)}")
+        raise ValueError(f"the model's outputs are {tuple(guess.shape)}, but the targets {tuple(y.shape)}")
     return (guess.float() - y).square().sum(), torch.tensor(y.numel(), device=y.device)
 
 
@@ -103,8 +103,8 @@ def dpo_loss(
 
     The batch is one of `Batches`: ids, targets and positions, each (2B, T), and the reference model's
     log-probabilities (2B,); rows alternate between chosen and rejected answers. The reward of an answer is `beta`
-    times its log-probability minus the reference's; the loss is -log sigmoid(margin); the margin is the difference
-    of the rewards. `label_smoothing` is the probability that a label is wrong (conservative DPO,
+    times its log-probability minus the reference's; the margin is the difference of the rewards, and the loss is
+    -log sigmoid(margin). `label_smoothing` is the probability that a label is wrong (conservative DPO,
     https://ericmitchell.ai/cdpo.pdf). With `length_normalized`, the log-probabilities are divided by the number of
     the answer's targets (section 5 of https://arxiv.org/abs/2411.15124). A pair is not counted if one of its
     answers has no target.

@@ -163,9 +163,9 @@ class Muon(Optimizer):
     """`torch.optim.Muon` that orthogonalises matrices of equal shape together. https://arxiv.org/abs/2502.16982
 
     Tall matrices are transposed and batched with wide ones. The update equals PyTorch's up to bfloat16 rounding;
-    for small matrices, it takes a third of the time. `products` is the dtype of Muon's matrix products. None
-    selects bfloat16 if the device multiplies it fast, else float32 (with AVX2 alone, bfloat16 has 0.9 GFLOP/s,
-    float32 has 54).
+    for small matrices, computing it takes a third of the time. `products` is the dtype of Muon's matrix products.
+    None selects bfloat16 if the device multiplies bfloat16 fast, else float32 (with AVX2 alone, bfloat16 has 0.9
+    GFLOP/s, float32 has 54).
     """
 
     def __init__(
@@ -214,7 +214,7 @@ def _shared(wide: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Orthogonalise wide matrices (N, rows, columns): all singular values of the results are near 1.
+    """Orthogonalise wide matrices (N, rows, columns), so that all singular values are near 1.
 
     Uses a Newton-Schulz iteration in `dtype` with the coefficients of https://kellerjordan.github.io/posts/muon/
     """
@@ -228,7 +228,7 @@ def orthogonalise(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.b
 
 
 class CombinedOptimizer(Optimizer):
-    """Several optimizers used as one: their parameter groups are concatenated, their states stay separate."""
+    """Several optimizers used as one, with concatenated parameter groups and separate states."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers: list[Optimizer] = []
@@ -242,7 +242,7 @@ class CombinedOptimizer(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[Group]) -> None:
-        assert not groups, "the optimizers have the groups; Optimizer.__init__ begins with none"
+        assert not groups, "the groups belong to the optimizers; Optimizer.__init__ sets an empty list"
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group to the last optimizer, which is AdamW in the result of `muon`."""
@@ -376,13 +376,13 @@ class NamedOptimizer(NamedTuple):
     build: Callable[[nn.Module, float, float | None, torch.dtype], Optimizer]
     """Called with the model, the learning rate, the weight decay or None, and the dtype of matrix products."""
     lr: tuple[float, float] | float = 1.0
-    """Default rates of a new model and of one that is trained on, or a factor of AdamW's rate for the width."""
+    """Default rates for a new model and for continued training, or a factor on AdamW's rate for this width."""
     flops: Callable[[nn.Module], float] = lambda model: 0.0
     """FLOPs per step of the matrix products of its updates."""
 
 
 OPTIMIZERS = {
-    # A third of the rate for a new model (docs/log/training.md, "Training on").
+    # Continued training gets a third of the rate for a new model (docs/log/training.md, "Training on").
     "muon": NamedOptimizer(
         lambda model, lr, decay, products: muon(
             model, lr, lr / 2, decay=0.01 if decay is None else decay, adam_decay=decay or 0.0, products=products

@@ -66,8 +66,8 @@ class Clock:
 
     The first step starts at `begin` seconds. Call `update` after each step. Once the pace is known, the clock
     shortens a warm-up that is longer than a fifth of the steps. When the decay has to start, the clock adds a
-    record. Each time that half of the remaining time has passed, it adds another record with a corrected end, so
-    that the run ends in time even if its pace changes.
+    record. Each time that half of the remaining time has passed, the clock adds another record with a corrected
+    end, so that the run ends in time even if its pace changes.
     """
 
     schedule: Schedule

@@ -30,8 +30,8 @@ class Step:
     """The result of one step. `loss` is the mean over `count` targets, and may be NaN.
 
     `grad_norm` is the gradient norm before clipping, `lr_scale` is the factor on the learning rates, and `skipped`
-    is True if the weights did not change. A count that is not finite is reported as 0. `metrics` has the means of
-    the loss's metrics: floats, and lists of floats for vectors.
+    is True if the weights did not change. A count that is not finite is reported as 0. `metrics` contains the
+    means of the loss's metrics: floats, and lists of floats for vectors.
     """
 
     number: int
@@ -55,11 +55,11 @@ class Trainer:
     element or a number. An optional third element maps names to metrics: pairs (sum, count) of scalars or of
     vectors, whose means are in `Step.metrics`. Gradients of `accumulate` batches are added, divided once by the
     total count, then clipped to the norm `clip`. `lr_scale(step)` is a factor on the learning rates of the
-    optimizer's groups during that step. Between steps, the groups have their own rates, so PyTorch's schedulers
-    and `group["lr"] = x` can be used in the loop body. `seed` seeds all randomness inside a step; random numbers
-    drawn between steps do not affect it. Gradients are computed for the parameters of the model, of the optimizer,
-    and of a loss that is a module. A UserWarning names, once, parameters that have a gradient but are in no group
-    of the optimizer. A step whose loss or gradient is not finite, or whose count is 0, changes no weight and is
+    optimizer's groups during that step. Between steps, the groups' rates are unscaled, so PyTorch's schedulers and
+    `group["lr"] = x` can be used in the loop body. `seed` seeds all randomness inside a step; random numbers drawn
+    between steps do not affect it. Gradients are computed for the parameters of the model, of the optimizer, and
+    of a loss that is a module. A UserWarning lists, once, parameters that have a gradient but are in no group of
+    the optimizer. A step whose loss or gradient is not finite, or whose count is 0, changes no weight and is
     marked as skipped; after `patience` such steps in a row, Diverged is raised. In all other steps, the modules'
     methods `before_step` and `after_step` are called before and after the update. For example, `after_step` may
     apply a mask to weights again. With several ranks of torch.distributed, sums and counts are over the batches of
@@ -343,7 +343,7 @@ def _scaled_rates(optimizer: Optimizer, scale: float) -> Iterator[None]:
 
 
 def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that training may change, by name. A module can restrict its own by a list `mutable_buffers`."""
+    """Buffers that training may change, by name. A module can restrict its buffers by a list `mutable_buffers`."""
     buffers: dict[str, Tensor] = {}
     for place, module in model.named_modules():
         named, mutable = module.named_buffers(place, recurse=False), getattr(module, "mutable_buffers", None)
@@ -391,9 +391,9 @@ def _grad_values(p: Tensor) -> Tensor:
 def _check(accumulate: int, clip: float | None, dtype: torch.dtype) -> None:
     """Raise ValueError for invalid settings of a Trainer."""
     if accumulate < 1 or (clip is not None and not clip > 0):
-        raise ValueError(f"accumulate is {accumulate}, clip {clip}; expected at least 1, and above 0 or None")
+        raise ValueError(f"accumulate is {accumulate}, clip {clip}; expected 1 or more, and None or above 0")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"dtype is {dtype}; expected bfloat16 or float16 for autocast, or float32 for none")
+        raise ValueError(f"dtype is {dtype}; expected float32, or bfloat16 or float16 for autocast")
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[Any]:
@@ -453,7 +453,7 @@ def deterministic_algorithms() -> Iterator[None]:
 
     An operation without a deterministic algorithm warns, or raises an error if the caller enabled errors.
     """
-    if torch.are_deterministic_algorithms_enabled():  # the caller may want errors
+    if torch.are_deterministic_algorithms_enabled():  # the caller may have enabled errors
         yield
         return
     before = torch.is_deterministic_algorithms_warn_only_enabled()
