@@ -15,7 +15,7 @@ from dunes.cores import share_cores
 
 
 class Output(FileIO):
-    """A standard stream: a failed write ends the command if `is_result`, and otherwise drops the data."""
+    """A standard stream. A failed write ends the command if `is_result` is true; otherwise the data is dropped."""
 
     is_result = False
 
@@ -42,7 +42,7 @@ def drop_lost_output() -> None:
 
 
 def _open_streams() -> None:
-    """Open the standard streams. Closed ones become /dev/null, so that no other file gets their numbers.
+    """Open the standard streams. Closed streams become /dev/null, so that no other file gets their numbers.
 
     Characters that the locale's encoding lacks are escaped. Streams that a caller has replaced are kept.
     """
@@ -93,7 +93,7 @@ def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
     share_cores()
     try:
         status = work() or 0
-        if not sys.stdout.closed:  # the language server closes it
+        if not sys.stdout.closed:  # the language server closes stdout
             sys.stdout.flush()
     except (ValueError, OSError) as error:
         if os.environ.get("DUNES_TRACEBACK"):

@@ -133,7 +133,7 @@ def _changed(
 
     def check(staged: Path) -> tuple[list[str], Mapping[str, Any]]:
         entries = _check(staged, out, loaded, after, facts)
-        # On validation text, the comparison counts equal tokens.
+        # If validation text is scored, the report already contains the agreement.
         agreed = "" if ids is not None else f"top-1 tokens agree at {agreement:.0%} of positions; "
         lines = [
             *([CHANGES[name].describe(change)] if hasattr(CHANGES[name], "describe") else []),
@@ -199,7 +199,7 @@ def quantize_folder(
     lines = augment_folder(folder, out, "quantize", calibration=sources, validation=validation, **request)
     if method is None and chosen in CALIBRATED:
         source = "the calibration text" if calibration else "the text that the model was trained on"
-        return [*lines, f"method {chosen}, which reads {source}; --method rtn reads none"]
+        return [*lines, f"method {chosen}, which reads {source}; --method rtn needs no text"]
     if method is None and kind in BY_GROUP and missing:
         reason = f"the text of the model's training is gone ({missing}); --calibration FILE uses {CALIBRATED[0]}"
         lines.append(f"method {chosen}: {reason}")
@@ -274,12 +274,12 @@ def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
     """
     new = Change.of(recorded[-1]).new if "new" in globs and (recorded := records(loaded)) else ()
     if "new" in globs and not new:
-        raise ValueError("new: the model's last change added no parameters; name them, or train all")
+        raise ValueError("new: the model's last change added no parameters; pass globs, or train all")
     return tuple(g for each in globs for g in (new if each == "new" else (each,)))
 
 
 def describe_form(loaded: LoadedModel) -> str:
-    """Text that says if the model is saved as a plain Hugging Face folder, or why it cannot be."""
+    """The format in which the model is saved, as text; if it is not plain Hugging Face, with the reason."""
     described = hf_config_of(loaded.model, loaded.context_length)
     if isinstance(described, str):
         return f"a form of its own, which only dunes opens, since no family describes it: {described[:200]}"
