@@ -189,7 +189,7 @@ def test_what_an_own_function_raises_is_one_line(tmp_path, monkeypatch):
     refuses("--parts own.py:other: returned a Linear; expected a Decoder", shape, "other")
     assert shape("build").family == "own.py:build"
     monkeypatch.setattr(ranks, "count", lambda: 2)
-    refuses("--parts own.py:build: a function builds models in one process only", shape, "build")
+    refuses("--parts own.py:build: torchrun cannot use a function", shape, "build")
 
 
 OWN = '''

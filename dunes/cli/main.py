@@ -65,7 +65,7 @@ def _begin_rank(verb: str) -> None:
 
 
 def _report_late(errors: StringIO) -> None:
-    """At exit, print this rank's errors after a delay; if rank 0 failed, too, torchrun ends this process before."""
+    """At exit, print this rank's errors after a delay; if rank 0 failed, torchrun ends this process before."""
     if sys.stderr is errors and errors.getvalue():
         sleep(20)
         print(errors.getvalue(), file=sys.__stderr__, end="")

@@ -351,8 +351,8 @@ def inspect(
     Args:
         values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious ones.
         layers: Print a table of all modules, with shapes, parameters, FLOPs and memory.
-        example: With --layers, sizes of the network's input, including the batch size; without them, only the table
-            of a language model has shapes and FLOPs.
+        example: With --layers, sizes of the model's input, including the batch size; without them, only tables of
+            language models have shapes and FLOPs.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as inspection

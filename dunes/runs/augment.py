@@ -133,7 +133,7 @@ def _changed(
 
     def check(staged: Path) -> tuple[list[str], Mapping[str, Any]]:
         entries = _check(staged, out, loaded, after, facts)
-        # If validation text is scored, the report already contains the agreement.
+        # With validation text, the comparison reports the agreement.
         agreed = "" if ids is not None else f"top-1 tokens agree at {agreement:.0%} of positions; "
         lines = [
             *([CHANGES[name].describe(change)] if hasattr(CHANGES[name], "describe") else []),

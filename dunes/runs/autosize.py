@@ -253,7 +253,7 @@ def _named_parts(config: TrainConfig, vocab: int) -> Architecture:
     if not isinstance(chosen, str):
         return Architecture.of_function(named_parts.build, **shape, **chosen)
     if ranks.count() > 1:
-        raise ValueError(f"--parts {chosen}: a function builds models in one process only; pass named parts with torchrun")
+        raise ValueError(f"--parts {chosen}: torchrun cannot use a function; name parts, or use a single process")
     described = replace(Architecture.of_function(import_build(chosen, Path("--parts")), **shape), family=chosen)
     try:
         with torch.device("meta"):
@@ -408,7 +408,7 @@ def estimate_memory(
 
 
 def fit_memory(places: int, text: int) -> dict[str, float]:
-    """Memory in bytes, by purpose: the index of `text` bytes of text, and fitting the completion gate on `places`."""
+    """Bytes, by purpose: for the index of `text` bytes of text, and for fitting the gate on this many places."""
     indexed = min(text, INDEXED)
     return {"index of the text": INDEX * indexed, FIT: max(2 * places * PLACE_BYTES, INDEXING * indexed)}
 

@@ -98,7 +98,7 @@ class RunConfig(Optimization, Hardware):
     FREE: ClassVar[tuple[str, ...]] = ("steps", "minutes", "compile", "dtype", "threads", "device")
     """Fields that may change when resuming."""
     OVERRIDABLE: ClassVar[tuple[str, ...]] = ()
-    """Fields that may change if listed in --override; the remaining ones affect the weights or the order of the data."""
+    """Fields that may change if listed in --override; all others affect the weights or the data's order."""
     PATHS: ClassVar[tuple[str, ...]] = ()
     """Fields whose values are paths."""
     VERB: ClassVar[str] = ""
@@ -152,7 +152,7 @@ class RunConfig(Optimization, Hardware):
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """Descriptions of the differences from an earlier config, by field; with `asked`, for these fields only."""
+        """Descriptions of differences from an earlier config, by field; with `asked`, for these fields only."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"
@@ -164,7 +164,7 @@ class RunConfig(Optimization, Hardware):
     def of(cls: type[T], stored: Mapping[str, Any]) -> T:
         """The config read from its JSON object. Raises ValueError for a config of another kind of run."""
         if unknown := stored.keys() - {f.name for f in fields(cls)}:
-            raise ValueError(f"contains a run of another kind or version, with the fields {', '.join(sorted(unknown))}")
+            raise ValueError(f"contains a run of another kind or version, with {', '.join(sorted(unknown))}")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
         return cls(**values)
 

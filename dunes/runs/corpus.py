@@ -33,13 +33,14 @@ SAMPLE = 2_000_000
 """Bytes of text to train a tokenizer on; more text hardly changes the tokenizer."""
 
 FEWEST, LONG = 5, 4_000
-"""With fewer than FEWEST validation files, the tails of all files are used instead, if files average LONG bytes."""
+"""With fewer validation files, the tails of all files are used instead, if files average LONG bytes or more."""
 ENOUGH_CODE, LEAST_CODE = 50_000, 0.05
 """A run completes lines if more than half of its text is source code. In a project with much documentation,
-ENOUGH_CODE bytes of code are sufficient if they exceed LEAST_CODE times the other text."""
+ENOUGH_CODE bytes of code are sufficient if they exceed LEAST_CODE times the text that is neither code nor
+documentation."""
 NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
-"""With fewer bytes of validation text, the user is warned that the validation loss is uncertain by some percent."""
+"""With fewer bytes of validation text, a warning says that the validation loss is uncertain by some percent."""
 
 
 @dataclass(frozen=True)
