@@ -139,9 +139,7 @@ def test_unknown_parts_are_refused_in_one_line():
         ("'a.py:build' is unknown", ("a.py:build", "norm=layer")),
     ):
         refuses(words, TrainConfig, sources=("a",), parts=texts)
-    refuses(
-        "--parts describes the whole model, and so does --family", TrainConfig, parts=("mlp=gated",), family="gpt2"
-    )
+    refuses("--parts and --family both describe the whole model", TrainConfig, parts=("mlp=gated",), family="gpt2")
     refuses("--parts describes a new model, and --from", TrainConfig, parts=("mlp=gated",), base="a")
 
 

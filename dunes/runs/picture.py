@@ -16,7 +16,7 @@ from dunes.train import Step
 TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
 LOAD = "expert_load"
 LAST = 0.1
-"""The plot of loads averages over this last fraction of the steps."""
+"""Final fraction of the steps, over which the plot of loads averages."""
 
 
 def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:

@@ -109,7 +109,7 @@ class PaceCheck:
             return ""
         self.warned = True
         allowed = f", where the measured rates of this machine allow {format_count(estimated)}"
-        left = f"{share * usable:.1f} processors to its {plural(config.threads or 1, 'thread')}"
+        left = f"{share * usable:.1f} processors for the run's {plural(config.threads or 1, 'thread')}"
         reason = HOT if share > (1 + SLOW) / 2 else f"other programs leave {left} (load {os.getloadavg()[0]:.1f})"
         ends = "takes longer" if config.steps else f"makes fewer steps in its {plural(config.minutes, 'minute')}"
         measured = f"{format_count(rate)} {config.counted}/s{allowed * bool(estimated)}"
@@ -135,7 +135,7 @@ def rising_loss_warning(run: Run) -> str:
 
 
 def overfitting_notes(run: Run) -> list[str]:
-    """A note on the saved weights if the validation loss has risen since its best; else none."""
+    """A note on the saved weights if the validation loss has risen since its best; else empty."""
     if not run.best or not run.last or run.last.criterion < run.best.criterion * 1.005:
         return []
     return [
