@@ -37,8 +37,8 @@ class Objective:
 
     `lr_scale` multiplies the default learning rate. With `has_reference`, batches have log-probabilities of the
     base model. `row_format` is the format of all records, a key of RECORD_FORMATS; if empty, the objective reads
-    all formats except other objectives' `row_format`. `ignored` are options of the run without effect. `counted` is
-    the unit of a step's count, and `noun` the unit of `--batch`.
+    all formats except other objectives' `row_format`. `ignored` are options of the run without effect. `counted`
+    is the unit of a step's count, and `noun` the unit of `--batch`.
     """
 
     loss_name: str

@@ -138,7 +138,7 @@ class Run:
     at the first step. `warm` is True after the first step of this process. `compiled` is True if the loss is
     compiled, None if undecided. `checks_since_best` counts the validations since the best score. `pace` has the
     seconds of recent steps, but not of a process's first step, which loads or compiles code. `save_seconds` and
-    `sample_seconds` are the durations of the last save and sample. `waited` is the seconds spent on batches so far.
+    `sample_seconds` are the durations of the last save and sample. `waited` is the time spent on batches so far.
     """
 
     folder: Path

@@ -67,7 +67,7 @@ TYPICAL_RATE = 10_000
 
 SCORED, SCORED_BLOCKS, CHANCE = 4_000, 64, 8.5
 """A base is scored before a run on SCORED characters of at most SCORED_BLOCKS blocks of text. At CHANCE bits/byte
-or more, the run starts without the base. Random bytes have 8, a random model a little more (docs/log/completion.md)."""
+or more, the run starts without it. Random bytes have 8, a random model a little more (docs/log/completion.md)."""
 ADAMW_FROM = 30_000_000
 """With --from, AdamW is the default if at least this number of parameters is trained: it is better with published
 weights of 135M, worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
@@ -188,8 +188,8 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
     if chosen.has_own_form and not isinstance(described, checkpoint.Architecture):
         unnamed = "parts" if chosen.parts else "shared experts or a selection bias"
         display.line(
-            f"note: no Hugging Face config describes {unnamed}; the model's folder will be readable by dunes, but not "
-            "by transformers"
+            f"note: no Hugging Face config describes {unnamed}; dunes will be able to read the "
+            "model's folder, but transformers will not"
         )
     if chosen.family in MIXTURES and chosen.top_k == 1 < chosen.expert_count:
         display.line(
@@ -310,7 +310,7 @@ def choose_trainable(
         lines.append("the base is a chat model, but its template is not used for lines")
     if not alone or not chosen.complete:
         return chosen, lines
-    effect = "trains nothing: lines are completed with this model, copies and a gate (--trainable all trains it)"
+    effect = "nothing is trained: lines are completed with the base, copies and a gate (--trainable all trains it)"
     return replace(config, complete=True, trainable=NONE), [*lines, effect]
 
 
@@ -452,7 +452,7 @@ class Reference:
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
     def is_finished(self) -> bool:
-        """True if the base's gate is fitted and no option changes; records the new path of a base that was moved."""
+        """True if the base's gate is fitted and no option changes; records the new path of a moved base."""
         fitted, changed = self.fitted, {*self.start.options.override}
         if changed - {"base"} or not fitted or not self._has_fitted(fitted):
             return False
@@ -462,7 +462,7 @@ class Reference:
         return True
 
     def _has_fitted(self, fitted: Mapping[str, Any]) -> bool:
-        """True if the base has the weights and settings of this record, and the index is of the base's tokenizer."""
+        """True if the base has the weights and settings of this record, and the index has the base's tokenizer."""
         settings = adapter_base_of(self.base.architecture.outline(), described_family(self.base)).settings
         same = fitted.get("sha256") == self.identity["sha256"] and fitted.get("config") == settings
         return same and Tokenizer.load(self.folder).json() == self.base.require_tokenizer().json()

@@ -117,7 +117,7 @@ class Gate:
     def _check(self, headers: Headers) -> None:
         hosts = headers.getlist("host")
         if len(hosts) != 1 or _host_name(hosts[0]) not in self.hosts:
-            raise Refused(403, f"Host {hosts[:2]} is not this server's; allow it by --allow-host")
+            raise Refused(403, f"Host {hosts[:2]} is not this server's; allow it with --allow-host")
         for origin in headers.getlist("origin"):
             scheme, _, host = origin.partition("://")
             is_own = scheme in ("http", "https") and _host_name(host) in self.hosts

@@ -103,7 +103,7 @@ def _replayed(place: Mapping[str, Any]) -> Line:
         text += KEPT if place["shown"] else "the editor asks again when you type there"
     elif not place["now"]:
         needed = min(1.0, place["threshold"])
-        text += f": its best suggestion is {place['word']:.0%} sure, and {needed:.0%} are needed"
+        text += f": the best suggestion's probability is {place['word']:.0%}, below {needed:.0%}"
     where = f"an editor, {format_seconds(round(place['seconds']))} ago, behind {place['line'].lstrip()[-40:]!r}"
     return Line(where, text, "")
 

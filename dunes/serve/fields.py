@@ -96,7 +96,7 @@ class Fields:
         return next(filter(self.has, names), names[0])
 
     def ignored(self) -> list[str]:
-        """Places of the fields that were not read. Raises Refused if an unread field would change the text."""
+        """Paths of unread fields, like `options.seed`. Raises Refused if an unread field would change the text."""
         names = [name for name in self.body if self.has(name) and name not in self._read]
         for name in names:
             if name in NEUTRAL and self.body[name] not in NEUTRAL[name]:

@@ -33,8 +33,8 @@ def message(content: dict[str, Any]) -> bytes:
 
 
 def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes, bool]:
-    """Read the first message. If it is `initialize`, answer it and return (its JSON, True); otherwise return (its
-    bytes, False)."""
+    """Read the first message. If it is `initialize`, answer it and return (JSON of the message, True); otherwise
+    return (bytes of the message, False)."""
     head = b""
     while (line := stdin.readline()).strip():
         head += line

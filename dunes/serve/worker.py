@@ -58,7 +58,7 @@ class Worker:
         follows: bool = True,
     ) -> None:
         if adapters and len(folders) > 1:
-            raise ValueError("--adapter goes with a single model; name one")
+            raise ValueError("--adapter needs a single model; pass one MODEL")
         names = [folder.resolve().name for folder in folders]
         if duplicates := [name for i, name in enumerate(names) if name in names[:i]]:
             raise ValueError(f"two models are named {duplicates[0]!r}; rename one of the folders")
