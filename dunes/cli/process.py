@@ -1,4 +1,4 @@
-"""Run a process for a terminal or a pipe: its streams, its signals and its exit status, also for recipes."""
+"""Standard streams, signals and exit status of a process in a terminal or a pipe; recipes use this, too."""
 
 import errno
 import gc

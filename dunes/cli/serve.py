@@ -151,7 +151,7 @@ def doctor(
     *,
     file: Annotated[str | None, flag("FILE:LINE:COLUMN", "an example")] = None,
 ) -> int:
-    """Send a running server the requests of each editor, and report the text that it would show, or the problem.
+    """Send each editor's requests to a running server, and report the text that the editor would show.
 
     Example: dunes doctor
 

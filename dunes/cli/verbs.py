@@ -36,7 +36,7 @@ CHAT = SamplingOptions(temperature=0.7, max_tokens=400)
 def _quick_imports() -> Iterator[None]:
     """Inside the `with` block, turn off garbage collection, which takes a quarter of the start-up time.
 
-    Later collections skip the objects that were created inside.
+    Later collections skip the objects created in the block.
     """
     gc.disable()
     try:
@@ -67,7 +67,7 @@ def generate(
         lookup: Speculative decoding by prompt lookup, for repetitive text; the output is the same.
         draft: Speculative decoding with a smaller model that has the same tokenizer; the output distribution is
             the same.
-        cache: Quantize the KV cache except its last tokens, for long texts: needs less memory, but is slower.
+        cache: For long texts, quantize the KV cache except its last tokens; this needs less memory, but is slower.
     """
     with _quick_imports():
         from dunes import checkpoint, measure
@@ -119,7 +119,7 @@ def chat(
             an empty line between answers.
         adapter: Adapter folder to load on the model; may be repeated, and /adapter NAME switches.
         system: System prompt.
-        cache: Quantize the KV cache except its last tokens, for long texts: needs less memory, but is slower.
+        cache: For long texts, quantize the KV cache except its last tokens; this needs less memory, but is slower.
     """
     with _quick_imports():
         from dunes import measure
@@ -142,7 +142,7 @@ def chat(
 
 
 def _cache_format(bits: str | None) -> "CacheFormat | None":
-    """The format of a quantized KV cache, or None; says on standard error that compiled decoding is not used."""
+    """The format of a quantized KV cache, or None; prints to standard error that decoding is not compiled."""
     if bits is None:
         return None
     from dunes.parts import CacheFormat
@@ -281,7 +281,7 @@ def evaluate(
         completion: Evaluate completion of lines in unseen files, by the model and by copying alone: exact matches,
             saved keystrokes, latency.
         lines: With --completion, number of lines per file for which typing is simulated key by key.
-        all_lines: With --completion, keep lines similar to training lines, which are left out otherwise.
+        all_lines: With --completion, include lines that are similar to training lines.
         out: JSON file for the full results of the tasks, including every sample.
     """
     names = [name for part in tasks for name in part.split(",") if name]
@@ -349,7 +349,7 @@ def inspect(
     Example: dunes inspect runs/digits --layers --example 1 28 28
 
     Args:
-        values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious ones.
+        values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious values.
         layers: Print a table of all modules, with shapes, parameters, FLOPs and memory.
         example: With --layers, sizes of the model's input, including the batch size; without them, only tables of
             language models have shapes and FLOPs.

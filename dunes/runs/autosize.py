@@ -233,7 +233,7 @@ def meta_model(config: TrainConfig) -> Decoder:
 
 
 def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
-    """The architecture of a new model; shared experts and a selection bias are changes that only dunes reads.
+    """The architecture of a new model. Shared experts and a selection bias are a change that only dunes reads.
 
     Raises ValueError if the function of --parts cannot be imported or builds no Decoder.
     """

@@ -59,7 +59,7 @@ def pays(run: Run) -> bool:
     """True if a compiled loss saves more than WORTH times the time to compile it.
 
     For a run with fixed steps, the NOMINAL speed is assumed. The result thus depends only on the config, and runs
-    can be repeated.
+    are reproducible.
     """
     config = run.config
     tokens = (config.steps or 0) * config.batch * config.context_length

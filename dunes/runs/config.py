@@ -46,8 +46,8 @@ class Optimization:  # options that are None or 0 are chosen at the start of the
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    # Options that are None are chosen for this machine. `float32_products` records if products of bfloat16 weights
-    # are computed in float32, `matmul` the FLOP/s of matrix products, `rate` the estimated tokens/s.
+    # Options that are None are chosen for this machine. `float32_products` is true if products of bfloat16 weights
+    # are computed in float32. `matmul` is the FLOP/s of matrix products, and `rate` the estimated tokens/s.
     device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
     """Device to train on."""
     compile: Annotated[Compile, flag("auto|on|off")] = "auto"
@@ -78,7 +78,7 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
     rank_timeout: Annotated[float, flag("MINUTES")] = 30.0
     """Under torchrun: end the run when a process has not answered for this long."""
     shard: Annotated[Literal["all", "node"], flag("all|node")] = "all"
-    """Under torchrun: divide weights over all processes, or over each machine's (less traffic, more memory)."""
+    """Under torchrun: shard weights over all processes, or within each machine (less traffic, more memory)."""
     asked: Annotated[Collection[str] | None, tyro.conf.Suppress] = None
 
 
@@ -164,7 +164,7 @@ class RunConfig(Optimization, Hardware):
     def of(cls: type[T], stored: Mapping[str, Any]) -> T:
         """The config read from its JSON object. Raises ValueError for a config of another kind of run."""
         if unknown := stored.keys() - {f.name for f in fields(cls)}:
-            raise ValueError(f"contains a run of another kind or version, with {', '.join(sorted(unknown))}")
+            raise ValueError(f"contains a run of another kind or version (fields {', '.join(sorted(unknown))})")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
         return cls(**values)
 

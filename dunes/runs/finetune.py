@@ -473,7 +473,7 @@ class FinetuneTask:
         return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is UNMEASURED else inf
 
     def _answers(self) -> list[str]:
-        """Answers to the first validation examples: as many as the base model gave, or as the budget allows."""
+        """Answers to the first validation examples: as many as the base model answered, or as `_budget` allows."""
         answers, end = list[str](), monotonic() + self._budget
         answered = ANSWERED if self.before is UNMEASURED else len(self.before.answers)
         for record in each(self.data.val_records[:answered]):

@@ -95,7 +95,7 @@ class Adapter:
     target_modules: Annotated[
         tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers; full: all weights")
     ] = ()
-    """Modules that get an adapter or, with full, are trained; new: modules from the last change; ! excludes, the
+    """Globs of modules that get an adapter or, with full, are trained; new: those of the last change; ! excludes. The
     last match wins."""
     rank: Annotated[int, flag("RANK")] = 16
     """Rank of the adapter (r)."""

@@ -86,7 +86,7 @@ def step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
 
 
 class PaceCheck:
-    """Detects a slow run. Call `check.warning(step)` after each step: it returns one warning in total, else ""."""
+    """Detects a slow run. Call `check.warning(step)` after each step; it returns at most one warning, else ""."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.warned = run, False

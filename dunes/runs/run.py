@@ -353,7 +353,7 @@ def train_loop(session: Session) -> None:
             return
         if score and (reason := early_end(run, step.loss)):
             display.line(reason)
-            run.schedule.records.append(Record(step.number, step.number))  # resuming does not continue it
+            run.schedule.records.append(Record(step.number, step.number))  # a resumed run ends here, too
             return
         if _stops_or_saves(session):
             return

@@ -304,7 +304,7 @@ class StopRequest:
     closing: bool = False
 
     def asked(self) -> bool:
-        """True if long work, such as validation, should stop; False with several ranks, whose signals differ."""
+        """True if long work like validation should stop; False with several ranks, whose signals may differ."""
         return bool(self.signal) and ranks.count() == 1
 
 

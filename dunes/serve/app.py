@@ -290,7 +290,7 @@ async def _chunks(
     events: AsyncIterator[tuple[int, Answer]],
     write_error: Callable[[Refused], Any],
 ) -> AsyncIterator[bytes]:
-    """Yield the bytes of a reply that is streamed."""
+    """Yield the bytes of a streamed reply."""
     head, tail = (b"", b"\n") if endpoint.form == "ndjson" else (b"data: ", b"\n\n")
     answers, first[1].first = dict([first]), True
     try:

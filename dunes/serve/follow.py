@@ -131,7 +131,7 @@ class Follower(threading.Thread):
         for path in paths:
             stamp, name = self._stamp(path), self._files[path]
             if stamp is None or LARGE >= stamp[1] > room:
-                continue  # the next walk removes a deleted file, and the next check may have room for the file
+                continue  # a deleted file is removed in the next walk; a file without room is read later
             stamps[path] = stamp
             if stamp[1] <= LARGE:  # the index keeps the old text of a larger file
                 text = _read(path, name)

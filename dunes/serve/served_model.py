@@ -351,7 +351,7 @@ LENGTH = 8
 FEWEST = 3
 """Minimum number of lines that must occur in the selected file and in no other file."""
 SHARE = 0.5
-"""Minimum fraction of the looked-up lines in exactly one file that must occur in the selected file."""
+"""Of the looked-up lines that occur in exactly one file, the minimum fraction from the selected file."""
 
 
 class FileFinder:
