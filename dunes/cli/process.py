@@ -74,7 +74,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def die_by_signals() -> None:
-    """Let SIGINT, SIGTERM and SIGHUP end the process at once, without cleanup, unless they are ignored."""
+    """Let SIGINT, SIGTERM and SIGHUP end the process at once, without cleanup; ignored signals stay ignored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)

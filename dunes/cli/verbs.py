@@ -340,7 +340,7 @@ def inspect(
     layers: bool = False,
     example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
 ) -> int:
-    """Show a model folder's contents, the memory that it needs, and problems in loading it, without loading it.
+    """Show a model folder's contents, the memory to load the model, and problems in loading, without loading it.
 
     The files are hashed and compared with the digests in the model's card, or on the Hub.
 

@@ -35,7 +35,7 @@ from dunes.runs.picture import comparison_picture
 from dunes.units import format_bytes, plural
 
 CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85
-"""Progress values from 0 to 1: start and end of the change, then the starts of the later phases."""
+"""Progress values from 0 to 1: at the start and the end of the change, and at the start of each later phase."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
 """Keys that `undo_folder` removes from a card, since their entries describe the changed model."""
 

@@ -62,7 +62,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:  # `asked` are the config fields set by the user: resuming compares only these
+class RunOptions:  # `asked` are the config fields set by the user, the only ones that resuming compares
     resume: bool = False
     """Resume the run in --out from its last state, with the options it was started with."""
     override: Annotated[tuple[str, ...], flag("FIELD", "none")] = ()
@@ -76,7 +76,7 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
     tensorboard: bool = False
     """Also write metrics and samples for TensorBoard (tensorboard --logdir RUN)."""
     rank_timeout: Annotated[float, flag("MINUTES")] = 30.0
-    """Under torchrun: end the run when a process has not answered for this long."""
+    """Under torchrun: end the run if a process does not answer for this long."""
     shard: Annotated[Literal["all", "node"], flag("all|node")] = "all"
     """Under torchrun: shard weights over all processes, or within each machine (less traffic, more memory)."""
     asked: Annotated[Collection[str] | None, tyro.conf.Suppress] = None

@@ -95,8 +95,8 @@ class Adapter:
     target_modules: Annotated[
         tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers; full: all weights")
     ] = ()
-    """Globs of modules that get an adapter or, with full, are trained; new: those of the last change; ! excludes. The
-    last match wins."""
+    """Globs of modules that get an adapter or, with full, are trained; new: those of the last change; ! excludes.
+    The last match wins."""
     rank: Annotated[int, flag("RANK")] = 16
     """Rank of the adapter (r)."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0

@@ -108,14 +108,14 @@ def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
 def max_violation(load: Sequence[float]) -> float:
     """MaxVio of a layer: (largest load - mean load) / mean load. https://arxiv.org/abs/2408.15664
 
-    Negative entries only pad layers that have fewer experts; they are ignored.
+    Negative entries, which pad layers with fewer experts, are ignored.
     """
     loads = [value for value in load if not value < 0]
     return max(loads) * len(loads) / sum(loads) - 1 if sum(loads) else 0.0
 
 
 def with_violation(step: Step) -> Step:
-    """The step, with the mean MaxVio of its layers added to its metrics if they contain loads of experts."""
+    """The step, with the layers' mean MaxVio added to the metrics if these contain loads of experts."""
     layers = step.metrics.get(LOAD)
     if not layers:
         return step

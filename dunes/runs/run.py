@@ -361,7 +361,7 @@ def train_loop(session: Session) -> None:
 
 
 def _measure_time(session: Session, step: Step, clock: Clock | None) -> None:
-    """Add the time of a step to the run's; a clock then decides when the run ends."""
+    """Add the time of a step to the run's time, from which `clock` decides when the run ends."""
     run, before = session.run, session.run.elapsed
     # All ranks use the same time: otherwise, they would soon wait for each other in different places.
     run.elapsed, closing = ranks.all_reduce_max(monotonic() - run.start_time, run.closing_seconds)

@@ -319,7 +319,7 @@ def stop_signals() -> Iterator[StopRequest]:
             os._exit(128 + number)
         request.signal = number
         if ranks.is_first():
-            # Not through the display, since the handler may have interrupted it within a line.
+            # Not through the display, which the signal may have interrupted within a line.
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, CLOSING if request.closing else STOPPING)
 

@@ -172,7 +172,7 @@ def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: D
 
 
 def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | None, start: Start) -> TrainConfig:
-    """The config with all unset options chosen, as a resumed run has them; also displays the reasons."""
+    """The config with all unset options chosen, unless the run is resumed; also displays the reasons."""
     if start.options.resume:
         return config
     display, size = start.display, sum(d.size for d in corpus.train)
@@ -506,7 +506,7 @@ class Reference:
         except (KeyboardInterrupt, SystemExit):
             is_run = read_config(self.folder, TrainConfig) is not None
             left = f"resume with: dunes train --out {folder} --resume" if is_run else "nothing was written"
-            display.line(f"stopped: {f'{folder} has what it had' if self.fitted else left}")
+            display.line(f"stopped: {f'{folder} is unchanged' if self.fitted else left}")
             raise
         if outcome:
             took = format_seconds(round(self.start.timings.elapsed))
@@ -575,7 +575,7 @@ class TrainTask:
         loaded = replace(self.loaded, model=checkpoint.gathered(run.model, self.outline, run.folder / "weights"))
         if not ranks.is_first():
             return [""]
-        set_dropout(loaded.model, self.dropout)  # a saved model has no trace of the training's dropout
+        set_dropout(loaded.model, self.dropout)  # the saved model has the dropout from before training
         facts = card_facts(run, score, "trained")
         if packages := {*trained_packages(self.loaded.card), *self.text.packages}:
             facts["trained"]["packages"] = sorted(packages)

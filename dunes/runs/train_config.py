@@ -56,7 +56,7 @@ class ModelShape:
     base: Annotated[str, flag("MODEL", "a new model", name="from")] = ""
     """Continue the training of this model: a folder of any format, a name on the Hub, or smollm2."""
     trainable: Annotated[
-        tuple[str, ...], flag("none|all|new|GLOB", "all; with --complete and a model from others, none")
+        tuple[str, ...], flag("none|all|new|GLOB", "all; none with --complete and a model not trained by dunes")
     ] = ()
     """With --from, what to train: none (lines are completed with this model, copies and a gate), all parameters,
     new ones from the last change, or globs of names."""

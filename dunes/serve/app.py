@@ -241,7 +241,7 @@ class Server:
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
 
     def _places(self) -> list[dict[str, Any]]:
-        """The last places where an editor asked, newest first, with the texts shown then and suggested now."""
+        """The places of editors' last requests, newest first, with the text shown then and the text suggested now."""
         places = []
         for time, request, shown in [*self._recent][::-1]:
             model = self.worker.find(request.model)
@@ -251,8 +251,8 @@ class Server:
         return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
-        """The reply with these places, only for the server's user, since it contains the text that an editor
-        sent."""
+        """The reply with these places, only for the server's user, since the reply contains text that an
+        editor sent."""
         if key is None and request.client is not None:  # the socket in the user's folder has no client address
             raise Refused(403, "only the user who runs the server may see this")
         notes = {name: model.current.note for name, model in self.worker.models.items()}

@@ -87,7 +87,7 @@ class Fields:
         return self.body.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """The value of a field of any type; the field then counts as read."""
+        """The value of a field of any type; marks the field as read."""
         self._read.add(name)
         return self.body.get(name)
 

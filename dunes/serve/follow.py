@@ -1,7 +1,7 @@
 """Follow the user's work: index saved files, and load a run's model once it is written.
 
 Editors need not send anything. Every second, the times and sizes of the training source files are checked. The
-times of their folders are checked, too: a folder's time changes when a file is added or deleted.
+times of the files' folders are checked, too, since they change when a file is added or deleted.
 """
 
 import os

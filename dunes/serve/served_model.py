@@ -1,6 +1,6 @@
 """A served model folder: a completer of lines, a batch of texts, and updates of both.
 
-If a request names no path, its file is recognised by its lines.
+If a request has no path, the file is recognised by its lines.
 """
 
 import gc
@@ -183,7 +183,7 @@ class ServedModel:
         self.current = new
         if was_copying and not new.copies:
             self._say(f"{self.name}: its model completes lines from now on")
-        gc.collect()  # the old engine is a reference cycle that keeps the old model
+        gc.collect()  # frees the old model, which a reference cycle in the old engine keeps alive
 
     @property
     def is_outdated(self) -> bool:
