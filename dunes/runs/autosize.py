@@ -106,9 +106,7 @@ def with_hardware(config: T) -> T:
     """
     threads, cores = config.threads or measure.choose_threads(), os.cpu_count() or 1
     if threads > 4 * cores:
-        raise ValueError(
-            f"--threads is {threads}; this machine has {cores} processors; expected at most {4 * cores}"
-        )
+        raise ValueError(f"--threads is {threads}; this machine has {cores} processors, so at most {4 * cores}")
     torch.set_num_threads(threads)
     dtype = config.dtype or str(measure.choose_dtype(measure.device())).removeprefix("torch.")
     repeat_choice(config.float32_products)

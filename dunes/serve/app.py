@@ -241,7 +241,7 @@ class Server:
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
 
     def _places(self) -> list[dict[str, Any]]:
-        """The places of editors' last requests, newest first, with the text shown then and the text suggested now."""
+        """The places of editors' last requests, newest first, with the texts shown then and suggested now."""
         places = []
         for time, request, shown in [*self._recent][::-1]:
             model = self.worker.find(request.model)
