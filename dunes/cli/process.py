@@ -60,8 +60,8 @@ def _open_streams() -> None:
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     """Handle a signal: end the process with cleanup; a second SIGTERM or SIGHUP ends it at once.
 
-    During an import, end the process at once: torch and numpy catch exceptions in their imports, and the process
-    would continue with a half-imported module.
+    During an import, end the process at once, since torch and numpy catch exceptions in their imports, and the
+    process would continue with a half-imported module.
     """
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back

@@ -207,7 +207,7 @@ def quantize_folder(
 
 
 def undo_folder(folder: Path, out: Path, name: str) -> str:
-    """Undo the last change, which must be `name`, of the model in a folder; write the original model to `out`.
+    """Undo the change `name`, which must be the last one of the folder's model; write the original model to `out`.
 
     Returns a line that reports the result. If the last change has another name, or the result is not equal bit for
     bit to the original model, raises ValueError and writes nothing.

@@ -21,14 +21,14 @@ from dunes.train.loss import Loss, next_token_loss
 Build = Callable[[], Decoder]
 
 PROCESS = measure.resident_memory() + 190e6
-"""Bytes of Python and torch: resident memory at import, plus the code and workspaces that first steps load."""
+"""Bytes of Python and torch: resident memory after import, plus code and workspaces loaded by the first steps."""
 
 FRAGMENTATION = 0.45
 """Memory lost to fragmentation of glibc's heap, as a fraction of what training allocates in the heap, if all
 weights are trained. Training an adapter loses hardly any, since little except activations is allocated."""
 
 MOST_LOST = 0.3e9
-"""Maximum memory lost to fragmentation: at 135M parameters, with 2 GB in the heap, hardly more is lost."""
+"""Maximum memory lost to fragmentation. A model of 135M parameters, with 2 GB in the heap, loses hardly more."""
 
 MEASURED_TOKENS = 1024
 """Maximum number of tokens in the micro-batch that is timed, which has at least two rows."""

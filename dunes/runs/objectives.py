@@ -26,7 +26,7 @@ class Preference:
     """With dpo: the reward of an answer is beta times its log-probability relative to the base; with orpo: weight
     of the odds-ratio loss."""
     label_smoothing: Annotated[float, flag("P")] = 0.0
-    """With dpo: probability that chosen and rejected are mixed up in a pair; below 0.5."""
+    """With dpo: probability (below 0.5) that a pair's chosen and rejected answers are swapped."""
     length_normalized: bool = False
     """With dpo: divide log-probabilities by the answer's number of tokens, usually with a --beta near 5."""
 

@@ -20,7 +20,7 @@ from dunes.runs.task import Run, check_tokens
 from dunes.train import Step, Trainer
 from dunes.units import format_bytes, format_count, format_seconds, plural
 
-PATIENCE, WORSE = 3, 1.01  # for a warning: validations without improvement; ratio to the best loss
+PATIENCE, WORSE = 3, 1.01  # minima for a warning: validations without improvement, and ratio to the best loss
 SLOW = 0.5
 """A run is slow if its rate is below this fraction of the estimate, or its processor time is below this fraction
 of its threads' maximum."""
@@ -28,7 +28,7 @@ WATCHED = 10
 """Number of steps that are timed before the user is warned of a slow run."""
 HOT = "other programs are not the cause: the processor is slower than when it was measured (heat, power saving)"
 SMALL_STEP = 1_000
-"""In steps of fewer tokens, fixed costs may dominate; the estimate does not include fixed costs."""
+"""In steps of fewer tokens, fixed costs may dominate, which the estimate does not include."""
 
 
 def report_step(

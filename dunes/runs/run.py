@@ -111,7 +111,7 @@ def begin_run(config: T, start: Start) -> T | None:
 
 
 def stored_config(config: T, folder: Path, options: RunOptions) -> T:
-    """In a new folder, the config itself; with --resume, the stored config with the fields that the user changed.
+    """In a new folder, `config` itself. With --resume, the stored config with the fields that the user changed.
 
     Raises FolderInUse if the folder contains a run and is not resumed. Raises ValueError if the folder has no run
     to resume, or if a changed field must not change.
@@ -158,7 +158,7 @@ def _check_new_folder(folder: Path) -> None:
 
 
 def build_schedule(config: RunConfig) -> Schedule:
-    """The learning-rate schedule over `config.steps`; for a time limit, a schedule whose end is decided later."""
+    """The learning-rate schedule over `config.steps`; with a time limit, its end is decided later."""
     return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
 
 

@@ -94,7 +94,7 @@ def was_started_by_job(folder: Path) -> bool:
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
-    """Save the tokenizer, then the config; a folder counts as a run once it has the config.
+    """Save the tokenizer, then the config; a folder counts as a run once it contains the config.
 
     Raises FolderInUse if the folder already contains a run.
     """
@@ -294,7 +294,7 @@ class Saver:
 
 @dataclass
 class StopRequest:
-    """Requests by signals: `signal` is the number of the signal that requested a stop, or 0.
+    """Requests by signals. `signal` is the number of the signal that requested a stop, or 0.
 
     `save` is True if a signal requested a save; `closing` is True after the last step.
     """

@@ -70,7 +70,7 @@ SCORED, SCORED_BLOCKS, CHANCE = 4_000, 64, 8.5
 or more, the run starts without it. Random bytes have 8, a random model a little more (docs/log/completion.md)."""
 ADAMW_FROM = 30_000_000
 """With --from, AdamW is the default if at least this number of parameters is trained: it is better with published
-weights of 135M, worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
+weights of 135M, but worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:

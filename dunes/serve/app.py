@@ -41,7 +41,7 @@ EMPTY = Answer(reason="length")
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """Read a request for suggestions from the page or `dunes complete`; with `tokens`, the first is explained."""
+    """Read a request of the page or `dunes complete`; with `tokens`, it asks to explain the first suggestion."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
     line = LineRequest(
@@ -235,7 +235,7 @@ class Server:
         return json_response(write(models), headers=_headers(fields))
 
     def _remember(self, request: LineRequest, answer: Answer) -> None:
-        """Remember an editor's request and the shown text; it replaces an earlier request in the same line."""
+        """Remember an editor's request and the shown text, in place of an earlier request in the same line."""
         above = request.before.rpartition("\n")[0]
         others = [past for past in self._recent if past[1].before.rpartition("\n")[0] != above]
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)

@@ -160,7 +160,7 @@ class Asked:
 def read_text(
     fields: Fields, defaults: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """Read a TextRequest from the fields; its settings are read from `options` if given. A missing sampler setting
+    """Read a TextRequest from the fields, and its settings from `options` if given. A missing sampler setting
     is taken from `defaults`, or is neutral. The field named `limit` has the maximum number of tokens, by default
     `tokens`. `more` are additional attributes of the request."""
     options, sampling = options or fields, dict[str, float]()
