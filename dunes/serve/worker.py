@@ -1,4 +1,4 @@
-"""The worker owns the models. Other threads send requests to the worker's thread, which calls a function to answer.
+"""The worker owns the models. Other threads send requests to its thread, which calls a function to answer.
 
 An engine's caches change with each call, so concurrent calls would give wrong answers. Lines have priority: they
 are completed between two tokens of generated texts.
