@@ -258,7 +258,7 @@ def test_separate_documents_keep_their_positions_and_what_an_editor_writes_is_no
 def test_what_does_not_go_together_is_refused():
     refuses(r"needs the special tokens <\|fim_prefix\|>.*--no-complete", FillInMiddle, metaspace_tokenizer(), 0.5)
     refuses(r"--fim-rate is 1\.1; it must be from 0 to 1", TrainConfig, fim_rate=1.1)
-    refuses(r"--fim-rate is 0\.5, but --no-complete leaves it unused", TrainConfig, fim_rate=0.5, complete=False)
+    refuses(r"--fim-rate is 0\.5, but --no-complete does not use it", TrainConfig, fim_rate=0.5, complete=False)
 
 
 # Files with their paths

@@ -139,9 +139,7 @@ def test_unknown_parts_are_refused_in_one_line():
         ("'a.py:build' is unknown", ("a.py:build", "norm=layer")),
     ):
         refuses(words, TrainConfig, sources=("a",), parts=texts)
-    refuses(
-        "--parts describes the whole model, and so does --family", TrainConfig, parts=("mlp=gated",), family="gpt2"
-    )
+    refuses("--parts and --family both describe the whole model", TrainConfig, parts=("mlp=gated",), family="gpt2")
     refuses("--parts describes a new model, and --from", TrainConfig, parts=("mlp=gated",), base="a")
 
 
@@ -189,7 +187,7 @@ def test_what_an_own_function_raises_is_one_line(tmp_path, monkeypatch):
     refuses("--parts own.py:other: returned a Linear; expected a Decoder", shape, "other")
     assert shape("build").family == "own.py:build"
     monkeypatch.setattr(ranks, "count", lambda: 2)
-    refuses("--parts own.py:build: functions build models in one process", shape, "build")
+    refuses("--parts own.py:build: torchrun cannot use a function", shape, "build")
 
 
 OWN = '''

@@ -241,7 +241,7 @@ def test_a_base_that_is_refused_or_interrupted_changes_nothing(kind, error, copi
     with pytest.raises(expected) as told:
         train(config(other, ""), folder, shown, **OVER)
     assert "\n" not in str(told.value)
-    assert kind or isinstance(error, MemoryError) or out.getvalue().rstrip().endswith("has what it had")
+    assert kind or isinstance(error, MemoryError) or out.getvalue().rstrip().endswith("is unchanged")
     assert contents(folder) == before
     assert type(find_completer(folder, raising(AssertionError))) is FolderCompleter
 

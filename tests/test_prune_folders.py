@@ -100,7 +100,7 @@ def test_where_the_training_text_is_gone_int4_rounds_to_nearest_and_solvers_ask_
     refuses(asked, prune, str(folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     lines = quantize_folder(folder, tmp_path / "gptq", **small, calibration=[text])
-    assert lines[-1] == "method gptq, which reads the calibration text; --method rtn reads none"
+    assert lines[-1] == "method gptq, which reads the calibration text; --method rtn needs no text"
 
 
 def test_zeros_stay_in_training_that_is_stopped_and_resumed_and_goes_on(pruned, code, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ def test_gptq_is_chosen_where_there_is_text_and_nothing_else(base, text, tmp_pat
     options = Quantize(kind="int4", override=("blocks.0.**=int8",))
     quantize(str(base), tmp_path / "gptq", quantize=options, calibration=(text,))
     lines = capsys.readouterr().out.splitlines()
-    assert "method gptq, which reads the calibration text; --method rtn reads none" in lines
+    assert "method gptq, which reads the calibration text; --method rtn needs no text" in lines
     assert "int4 in groups of 64, by GPTQ; int8 at 7 places" in lines
     loaded = checkpoint.load(tmp_path / "gptq")
     assert isinstance(loaded.model.blocks[1].attn.q, GroupInt)

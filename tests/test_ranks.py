@@ -356,7 +356,7 @@ def test_a_process_that_does_not_answer_ends_the_run_with_the_stacks_of_the_othe
 def test_other_verbs_are_refused_in_one_line(tmp_path):
     with torchrun("-m", "dunes", "generate", tmp_path, "text") as process:
         out = process.communicate(timeout=120)[0]
-    assert out.count("dunes: several processes of torchrun can train or finetune") == 1
+    assert out.count("dunes: torchrun can start only train and finetune") == 1
 
 
 def test_a_restarted_rank_meets_only_the_ranks_of_its_start():

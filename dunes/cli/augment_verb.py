@@ -20,7 +20,7 @@ from dunes.flags import Dtype, flag
 Into = Literal["dequantized", "original"]
 VALIDATION = Annotated[
     tuple[str, ...],
-    flag("SOURCE", "the validation text of the model's training", "Text for the report, before and after."),
+    flag("SOURCE", "the validation text of the model's training", "Text to score before and after the change."),
 ]
 
 
@@ -39,7 +39,7 @@ def merge(
     Example: dunes augment merge runs/chat ~/models/chat
 
     Args:
-        into: For an adapter trained on a quantized base: merge into the dequantized or the original weights.
+        into: Weights to merge into if the adapter was trained on a quantized base: dequantized or original.
     """
     import torch
 

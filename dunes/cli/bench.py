@@ -141,7 +141,7 @@ def compare(
 
     Args:
         a: A file written by `dunes bench`.
-        b: A second such file: after a change, or from another machine.
+        b: A second file, measured after a change or on another machine.
         confidence: Confidence level of the intervals.
     """
     from dunes.bench import rows, table
@@ -195,14 +195,15 @@ def memory(
 ) -> int:
     """Estimate the memory of a training step, by kind of tensor, module and phase.
 
-    The step runs on fake tensors and allocates nothing. All combinations of several values are compared.
+    The step runs on fake tensors and allocates nothing. If options have several values, all combinations are
+    compared.
 
     Example: dunes bench memory --size 40m --batch 8 16 --check
 
     Args:
         checkpointing: Use activation checkpointing in each block.
-        inference: Estimate a prompt and one generated token instead of a training step.
-        check: Also run the step, and report the memory that it and the process allocated.
+        inference: Estimate the memory for a prompt and one generated token instead of a training step.
+        check: Also run the step, and report the memory allocated by the step and by the process.
         picture: Output file for a plot of the memory over the step, .svg or .png (of the first setting).
     """
     from dunes.bench import plot as plots

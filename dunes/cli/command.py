@@ -1,4 +1,4 @@
-"""Parse a command line and call the function that it names; the options that several commands share."""
+"""Parse a command line and call the command's function. Several commands share the options defined here."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,8 +11,8 @@ from typing import Annotated, Any, cast
 from dunes.files.model_file import trust_cards
 
 TRUST = {
-    "trust_code": "Import the functions that a model's card names; this runs code from outside this package.",
-    "trust_sources": "Read the training text that a model's card names, even if this user did not train on it.",
+    "trust_code": "Import the functions listed in a model's card; this runs code from outside this package.",
+    "trust_sources": "Read the training text listed in a model's card, even if this user did not train on it.",
 }
 """Options of every command that opens a model folder."""
 GIVEN: ContextVar[Collection[str]] = ContextVar("GIVEN", default=())
@@ -20,7 +20,7 @@ GIVEN: ContextVar[Collection[str]] = ContextVar("GIVEN", default=())
 
 
 class LateCommand:
-    """A command whose module is imported once its parameters are needed; `load` returns the command."""
+    """A command whose module is not imported until its parameters are needed; `load` returns the command."""
 
     def __init__(self, load: Callable[[], Callable[..., Any]]) -> None:
         self._load = cache(load)
@@ -34,8 +34,8 @@ class LateCommand:
 
 
 def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], arguments: Sequence[str]) -> int:
-    """Parse the arguments and call the command that they name; returns its exit status."""
-    import tyro  # late: an interrupt before `exit_with` would print a traceback
+    """Parse the arguments and call the chosen command; returns its exit status."""
+    import tyro  # not at the top: an interrupt before `exit_with` would print a traceback
 
     GIVEN.set({word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")})
     verb = arguments[0] if arguments and arguments[0] in commands else None
@@ -74,7 +74,7 @@ def keyword(name: str, default: Any, annotation: Any) -> Parameter:
 
 
 def with_parameters(command: Callable[..., Any], parameters: Sequence[Parameter]) -> Callable[..., Any]:
-    """The command with this signature, from which tyro makes its flags."""
+    """The command with this signature, from which tyro derives its flags."""
     command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command

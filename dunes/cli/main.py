@@ -24,9 +24,9 @@ VERBS = {
     "eval": "verbs:evaluate", "inspect": "verbs:inspect", "convert": "verbs:convert", "export": "verbs:export",
     "augment": "verbs:augment", "compile": "verbs:compile_", "bench": "verbs:bench",
 }  # fmt: skip
-"""The verbs, and their functions in the modules of this room."""
+"""The verbs, and their functions as module:function in `dunes.cli`."""
 GROUPS = {"augment": "augment_verb:run_augment", "bench": "bench:run_bench"}
-"""Verbs with subcommands, and the functions that run these."""
+"""Verbs with subcommands, and the functions that run the subcommands."""
 ABOUT = "Build, train, change and use small transformers on your own machine. --version prints the versions."
 
 
@@ -57,15 +57,15 @@ def _load(verb: str) -> Callable[..., Any]:
 def _begin_rank(verb: str) -> None:
     """Prepare a process of torchrun. Raises ValueError for verbs that run in a single process."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # lets torchrun end a rank that waits
-    if os.environ.get("RANK") not in (None, "0"):  # the first rank reports errors of the command line
-        sys.stderr = errors = StringIO()  # `ranks.process_group` restores it
+    if os.environ.get("RANK") not in (None, "0"):  # rank 0 reports errors of the command line
+        sys.stderr = errors = StringIO()  # `ranks.process_group` restores stderr
         atexit.register(_report_late, errors)
     if verb not in ("train", "finetune"):
-        raise ValueError("several processes of torchrun can train or finetune; start other commands without it")
+        raise ValueError("torchrun can start only train and finetune; start other commands without it")
 
 
 def _report_late(errors: StringIO) -> None:
-    """At exit, print the errors of this rank late: if rank 0 failed, too, torchrun ends this process before."""
+    """At exit, print this rank's errors after a delay; if rank 0 failed, torchrun ends this process before."""
     if sys.stderr is errors and errors.getvalue():
         sleep(20)
         print(errors.getvalue(), file=sys.__stderr__, end="")

@@ -1,4 +1,4 @@
-"""Run a process for a terminal or a pipe: its streams, its signals and its exit status, also for recipes."""
+"""Standard streams, signals and exit status of a process in a terminal or a pipe; recipes use this, too."""
 
 import errno
 import gc
@@ -15,7 +15,7 @@ from dunes.cores import share_cores
 
 
 class Output(FileIO):
-    """A standard stream: a failed write ends the command if `is_result`, and otherwise drops the data."""
+    """A standard stream. A failed write ends the command if `is_result` is true; otherwise the data is dropped."""
 
     is_result = False
 
@@ -42,7 +42,7 @@ def drop_lost_output() -> None:
 
 
 def _open_streams() -> None:
-    """Open the standard streams. Closed ones become /dev/null, so that no other file gets their numbers.
+    """Open the standard streams. Closed streams become /dev/null, so that no other file gets their numbers.
 
     Characters that the locale's encoding lacks are escaped. Streams that a caller has replaced are kept.
     """
@@ -60,8 +60,8 @@ def _open_streams() -> None:
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     """Handle a signal: end the process with cleanup; a second SIGTERM or SIGHUP ends it at once.
 
-    During an import, end the process at once: torch and numpy catch exceptions in their imports, and the process
-    would continue with a half-imported module.
+    During an import, end the process at once, since torch and numpy catch exceptions in their imports, and the
+    process would continue with a half-imported module.
     """
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
@@ -74,7 +74,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def die_by_signals() -> None:
-    """Let SIGINT, SIGTERM and SIGHUP end the process at once, without cleanup, unless they are ignored."""
+    """Let SIGINT, SIGTERM and SIGHUP end the process at once, without cleanup; ignored signals stay ignored."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -93,7 +93,7 @@ def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
     share_cores()
     try:
         status = work() or 0
-        if not sys.stdout.closed:  # the language server closes it
+        if not sys.stdout.closed:  # the language server closes stdout
             sys.stdout.flush()
     except (ValueError, OSError) as error:
         if os.environ.get("DUNES_TRACEBACK"):

@@ -38,16 +38,16 @@ def serve(
 ) -> int:
     """Serve a model to editors and programs: completion of lines, texts and chats, over HTTP.
 
-    It speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and shows a web page for trying it. After
-    a file of the training sources is saved, completion copies from its new text within two seconds.
+    The server speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and has a web page for trying it.
+    When a training source file is saved, completion can copy from the new text within two seconds.
 
     Example: dunes serve runs/project
 
     Args:
-        host: Address to listen on. Addresses that other machines can reach need a key in DUNES_API_KEY.
+        host: Address to listen on. For an address that other machines can reach, set a key in DUNES_API_KEY.
         port: Port to listen on; llama.vim connects to 8012.
         allow_host: Another host name of this server; may be repeated.
-        adapter: Adapter folder to load on the model, named by its folder's name in requests; may be repeated.
+        adapter: Adapter folder to load; requests select it by the folder's name. May be repeated.
         acceptance: Desired share of accepted suggestions, reached by thresholds fitted in training; 0 shows all.
         ollama: Also listen on Ollama's own port, 11434.
         no_follow: Do not watch the files of the training sources.
@@ -56,7 +56,7 @@ def serve(
     if not 0 <= acceptance <= 1:
         raise ValueError(f"--acceptance is {acceptance}; expected a share between 0 and 1")
     if not models:
-        raise ValueError("MODEL is missing; name a model folder, as runs/project")
+        raise ValueError("MODEL is missing; pass a model folder, like runs/project")
     if config is not None:
         print(editors.config(config, editors.url(host, port), os.path.abspath(models[0])), end="")
         return 0
@@ -69,7 +69,7 @@ def serve(
     key = os.environ.get(KEY) or None
     if not is_loopback(host) and key is None:
         raise ValueError(
-            f"--host {host} is reachable from other machines; put a key into {KEY}, which clients then send"
+            f"--host {host} is reachable from other machines; set a key in {KEY}, which clients must send"
         )
     sockets = open_sockets(host, [port, ollama_protocol.PORT] if ollama else [port])
     from dunes import checkpoint
@@ -97,7 +97,7 @@ def serve(
 def _announce(worker: "Worker", model: str, place: str) -> None:
     names = ", ".join(name for served in worker.models.values() for name in served.names)
     print(f"serving {names} at {place} (Ctrl-C ends it)")
-    print(f"editors: dunes serve {model} --config {'|'.join(get_args(Editor))} prints the lines for each")
+    print(f"editors: dunes serve {model} --config {'|'.join(get_args(Editor))} prints an editor's settings")
     print(f"nothing appears? dunes doctor{'' if place.endswith(':8012') else f' {place}'}", flush=True)
 
 
@@ -111,7 +111,7 @@ def lsp(
 ) -> int:
     """Serve a model to an editor as a language server, on standard input and output.
 
-    It offers inline completion (Neovim 0.12) and plain completion (Helix and others).
+    The server offers inline completion (Neovim 0.12) and plain completion (Helix and others).
 
     Example: dunes lsp runs/project
 
@@ -151,7 +151,7 @@ def doctor(
     *,
     file: Annotated[str | None, flag("FILE:LINE:COLUMN", "an example")] = None,
 ) -> int:
-    """Send a running server the requests of each editor, and report the text that it would show, or the problem.
+    """Send each editor's requests to a running server, and report the text that the editor would show.
 
     Example: dunes doctor
 

@@ -33,7 +33,7 @@ def train(
 ) -> int:
     """Train a model on files and folders, from scratch or from a model.
 
-    Set --minutes (or --steps): the model size is chosen to fit the time, the text and this machine.
+    With --minutes (or --steps), the model size is chosen to fit the time, the text and this machine.
 
     Example: dunes train ~/code/project --out runs/project --minutes 15
 
@@ -88,7 +88,7 @@ def finetune(
 def _run(
     work: Callable[..., int], config: RunConfig, out: Path | None, quiet: bool, options: RunOptions, **more: int
 ) -> int:
-    """Start a run. It also gets the names of the command line's options, even if set to their defaults."""
+    """Start a run, and pass it the names of the options on the command line, even if set to their defaults."""
     if not options.dry_run:
         drop_lost_output()
     if out is None and not options.dry_run:

@@ -36,7 +36,7 @@ CHAT = SamplingOptions(temperature=0.7, max_tokens=400)
 def _quick_imports() -> Iterator[None]:
     """Inside the `with` block, turn off garbage collection, which takes a quarter of the start-up time.
 
-    Later collections skip the objects that were created inside.
+    Later collections skip the objects created in the block.
     """
     gc.disable()
     try:
@@ -65,9 +65,9 @@ def generate(
     Args:
         prompt: The text to continue; without one, a new document is generated.
         lookup: Speculative decoding by prompt lookup, for repetitive text; the output is the same.
-        draft: Speculative decoding with a smaller model of the same tokenizer; the output distribution is the
-        same.
-        cache: Quantize the KV cache except its last tokens, for long texts: needs less memory, but is slower.
+        draft: Speculative decoding with a smaller model that has the same tokenizer; the output distribution is
+            the same.
+        cache: For long texts, quantize the KV cache except its last tokens; this needs less memory, but is slower.
     """
     with _quick_imports():
         from dunes import checkpoint, measure
@@ -119,7 +119,7 @@ def chat(
             an empty line between answers.
         adapter: Adapter folder to load on the model; may be repeated, and /adapter NAME switches.
         system: System prompt.
-        cache: Quantize the KV cache except its last tokens, for long texts: needs less memory, but is slower.
+        cache: For long texts, quantize the KV cache except its last tokens; this needs less memory, but is slower.
     """
     with _quick_imports():
         from dunes import measure
@@ -142,7 +142,7 @@ def chat(
 
 
 def _cache_format(bits: str | None) -> "CacheFormat | None":
-    """The format of a quantized KV cache, or None; says on standard error that compiled decoding is not used."""
+    """The format of a quantized KV cache, or None; prints to standard error that decoding is not compiled."""
     if bits is None:
         return None
     from dunes.parts import CacheFormat
@@ -181,8 +181,8 @@ def compile_(
     Example: dunes compile ~/models/mistral
 
     Args:
-        dtype: Dtype of the weights; computation is in float32. By default the faster of bfloat16 and
-            float16 that generates the same as float32.
+        dtype: Dtype of the weights; computation is in float32. By default, bfloat16 or
+            float16: the faster of those that generate the same text as float32.
     """
     import torch
 
@@ -204,18 +204,18 @@ def complete(
     json: bool = False,
     any_base: AnyBase = False,
 ) -> None:
-    """Complete a line of code or text, up to the text after the cursor; lines below are used as context, too.
+    """Complete a line of code or text, up to the text after the cursor; the context includes the lines below.
 
-    A run that is still in training, or was stopped, completes by copying from the training files. If `dunes serve`
-    is running with this model, that server completes the line, in a tenth of the time.
+    While a run trains, or after it was stopped, lines are completed by copying from the training files. If a
+    `dunes serve` with this model is running, it completes the line in a tenth of the time.
 
     Example: dunes complete runs/project src/main.py:12:9
 
     Args:
         place: Cursor position as FILE:LINE:COLUMN, both counted from 1, columns in characters (a tab is one);
-            without it the text before the cursor is read from standard input.
-        json: Print a JSON object: the text, the probabilities that its first word and the whole text are right,
-        and its source (model or copies).
+            without it, the text before the cursor is read from standard input.
+        json: Print a JSON object with the text, its source (model or copies), and the probabilities that its first
+            word and the whole text are right.
     """
     from dataclasses import asdict
     from json import dumps
@@ -273,15 +273,15 @@ def evaluate(
     Args:
         sources: Files and folders to evaluate on.
         text_field: Fields of each record to evaluate on; several are joined by a blank line.
-        fields: The records' names for the fields of finetune's formats, like prompt=question.
+        fields: Field names of finetune's formats and the records' own names for them, like prompt=question.
         follow_links: Follow symbolic links that lead outside the sources.
         tasks: Tasks, groups or tags of lm-evaluation-harness, which downloads their data.
         task_folder: Folder with YAML files of additional tasks.
         limit: Maximum number of documents per task, or of files with --completion.
         completion: Evaluate completion of lines in unseen files, by the model and by copying alone: exact matches,
-            saved keys, latency.
-        lines: With --completion, number of lines per file that are typed key by key.
-        all_lines: With --completion, keep lines similar to training lines, which are left out otherwise.
+            saved keystrokes, latency.
+        lines: With --completion, number of lines per file for which typing is simulated key by key.
+        all_lines: With --completion, include lines that are similar to training lines.
         out: JSON file for the full results of the tasks, including every sample.
     """
     names = [name for part in tasks for name in part.split(",") if name]
@@ -301,7 +301,7 @@ def evaluate(
         return
     of_harness = {"task-folder": task_folder, "limit": limit, "out": out}
     if unsupported := [f"--{name}" for name, value in of_harness.items() if value is not None]:
-        raise ValueError(f"{unsupported[0]} applies to tasks; select them with --tasks")
+        raise ValueError(f"{unsupported[0]} applies to tasks; select tasks with --tasks")
     from dunes import checkpoint
     from dunes.evaluate.text_loss import score_folder
     from dunes.units import plural
@@ -340,19 +340,19 @@ def inspect(
     layers: bool = False,
     example: Annotated[tuple[int, ...], flag("SIZE", "a text of 64 tokens")] = (),
 ) -> int:
-    """Show a model folder's contents, the memory that it needs, and problems in loading it, without loading it.
+    """Show a model folder's contents, the memory to load the model, and problems in loading, without loading it.
 
-    Its files are hashed and compared with the digests in its card, or on the Hub.
+    The files are hashed and compared with the digests in the model's card, or on the Hub.
 
     Example: dunes inspect ~/models/Mistral-7B-v0.1
 
     Example: dunes inspect runs/digits --layers --example 1 28 28
 
     Args:
-        values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious ones.
+        values: Also read all values, and report tensors with NaN, infinite or otherwise suspicious values.
         layers: Print a table of all modules, with shapes, parameters, FLOPs and memory.
-        example: Sizes of the network's input for that table, including the batch size; without them, the table of
-            a network that is no language model lacks shapes and FLOPs.
+        example: With --layers, sizes of the model's input, including the batch size; without them, only tables of
+            language models have shapes and FLOPs.
     """
     from dunes import checkpoint
     from dunes.checkpoint import inspect as inspection
@@ -404,12 +404,12 @@ def convert(
     dtype: Round = None,
     names: Annotated[Path | None, flag("FILE", "the family's")] = None,
 ) -> None:
-    """Convert weights of any format into a verified folder that Hugging Face's tools open.
+    """Convert weights of any format into a verified folder that Hugging Face's tools can open.
 
     Example: dunes convert ~/llama-2-7b-native ~/models/llama-2-7b --dtype bfloat16
 
     Args:
-        names: JSON file with an object that maps names in the source to Hugging Face's, with {i} for a number.
+        names: JSON file that maps tensor names in the source to Hugging Face's names; {i} stands for a number.
     """
     drop_lost_output()
     _convert(source, out, dtype, names)

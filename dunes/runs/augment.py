@@ -35,7 +35,7 @@ from dunes.runs.picture import comparison_picture
 from dunes.units import format_bytes, plural
 
 CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85
-"""Progress values from 0 to 1: start and end of the change, then the starts of the later phases."""
+"""Progress values from 0 to 1: at the start and the end of the change, and at the start of each later phase."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
 """Keys that `undo_folder` removes from a card, since their entries describe the changed model."""
 
@@ -133,7 +133,7 @@ def _changed(
 
     def check(staged: Path) -> tuple[list[str], Mapping[str, Any]]:
         entries = _check(staged, out, loaded, after, facts)
-        # On validation text, the comparison counts equal tokens.
+        # With validation text, the comparison reports the agreement.
         agreed = "" if ids is not None else f"top-1 tokens agree at {agreement:.0%} of positions; "
         lines = [
             *([CHANGES[name].describe(change)] if hasattr(CHANGES[name], "describe") else []),
@@ -199,7 +199,7 @@ def quantize_folder(
     lines = augment_folder(folder, out, "quantize", calibration=sources, validation=validation, **request)
     if method is None and chosen in CALIBRATED:
         source = "the calibration text" if calibration else "the text that the model was trained on"
-        return [*lines, f"method {chosen}, which reads {source}; --method rtn reads none"]
+        return [*lines, f"method {chosen}, which reads {source}; --method rtn needs no text"]
     if method is None and kind in BY_GROUP and missing:
         reason = f"the text of the model's training is gone ({missing}); --calibration FILE uses {CALIBRATED[0]}"
         lines.append(f"method {chosen}: {reason}")
@@ -207,7 +207,7 @@ def quantize_folder(
 
 
 def undo_folder(folder: Path, out: Path, name: str) -> str:
-    """Undo the last change, which must be `name`, of the model in a folder; write the original model to `out`.
+    """Undo the change `name`, which must be the last one of the folder's model; write the original model to `out`.
 
     Returns a line that reports the result. If the last change has another name, or the result is not equal bit for
     bit to the original model, raises ValueError and writes nothing.
@@ -274,12 +274,12 @@ def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
     """
     new = Change.of(recorded[-1]).new if "new" in globs and (recorded := records(loaded)) else ()
     if "new" in globs and not new:
-        raise ValueError("new: the model's last change added no parameters; name them, or train all")
+        raise ValueError("new: the model's last change added no parameters; pass globs, or train all")
     return tuple(g for each in globs for g in (new if each == "new" else (each,)))
 
 
 def describe_form(loaded: LoadedModel) -> str:
-    """Text that says if the model is saved as a plain Hugging Face folder, or why it cannot be."""
+    """The format in which the model is saved, as text; if it is not plain Hugging Face, with the reason."""
     described = hf_config_of(loaded.model, loaded.context_length)
     if isinstance(described, str):
         return f"a form of its own, which only dunes opens, since no family describes it: {described[:200]}"

@@ -62,7 +62,7 @@ ARITHMETIC, PASSES = 0.79, 24.1
 """Factors of FLOPs and of activation bytes in the formula for a step's time, fitted to timings of 16 models."""
 
 INDEX, INDEXING = 18, 60
-"""Bytes of memory per byte of indexed text: for the index, and in addition while the text is indexed again."""
+"""Memory of the index in bytes per byte of text, and additional memory while the text is indexed again."""
 
 FIT = "fitting the completion gate"
 WHY = "; a larger model would be undertrained, a smaller one has less capacity"
@@ -94,7 +94,7 @@ class Machine:
 
     @property
     def plan(self) -> "Machine":
-        """The machine with the rates for plans, which do not depend on other programs."""
+        """The machine with its `planned` rates, which do not depend on other running programs."""
         matmul, read = self.planned or (self.matmul, self.read)
         return replace(self, matmul=matmul, read=read)
 
@@ -233,7 +233,7 @@ def meta_model(config: TrainConfig) -> Decoder:
 
 
 def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
-    """The architecture of a new model; shared experts and a selection bias are changes that only dunes reads.
+    """The architecture of a new model. Shared experts and a selection bias are a change that only dunes reads.
 
     Raises ValueError if the function of --parts cannot be imported or builds no Decoder.
     """
@@ -253,7 +253,7 @@ def _named_parts(config: TrainConfig, vocab: int) -> Architecture:
     if not isinstance(chosen, str):
         return Architecture.of_function(named_parts.build, **shape, **chosen)
     if ranks.count() > 1:
-        raise ValueError(f"--parts {chosen}: functions build models in one process; torchrun needs named parts")
+        raise ValueError(f"--parts {chosen}: torchrun cannot use a function; name parts, or use a single process")
     described = replace(Architecture.of_function(import_build(chosen, Path("--parts")), **shape), family=chosen)
     try:
         with torch.device("meta"):
@@ -343,7 +343,7 @@ def flops(model: nn.Module, context: int) -> float:
 def products(model: nn.Module) -> Iterator[tuple[int, int, float]]:
     """Yields (inputs, outputs, share) for each matrix; `share` is the fraction of tokens that pass through it.
 
-    Modules list further products in `added_products`: adapters, and parts with recurrent states.
+    Adapters and parts with recurrent states list their further products in `added_products`.
     """
     mixtures = [m for m in model.modules() if isinstance(m, MoE)]
     shares = {e: m.top_k / len(m.experts) for m in mixtures for e in m.experts.modules()}
@@ -394,8 +394,8 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Bytes that each process of a run needs, by purpose, estimated on fake tensors.
 
-    The completion gate and the index of `text` bytes add the memory that they need beyond a step's. `build` builds
-    the model of --from. `trainable` is passed to `process_memory`.
+    Includes the memory that the completion gate and the index of `text` bytes of text need in addition to a step.
+    `build` builds the model of --from. `trainable` is passed to `process_memory`.
     """
     shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
     setup = TrainSetup(partial(build_optimizer, config=config))
@@ -408,7 +408,7 @@ def estimate_memory(
 
 
 def fit_memory(places: int, text: int) -> dict[str, float]:
-    """Bytes of the index of `text` bytes, and of fitting the completion gate on these places, by purpose."""
+    """Bytes, by purpose: for the index of `text` bytes of text, and for fitting the gate on this many places."""
     indexed = min(text, INDEXED)
     return {"index of the text": INDEX * indexed, FIT: max(2 * places * PLACE_BYTES, INDEXING * indexed)}
 

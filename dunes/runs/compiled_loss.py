@@ -1,8 +1,8 @@
 """Compile the loss of a run into one graph. https://docs.pytorch.org/docs/stable/torch.compiler.html
 
 The loss is compiled in the first step. The choice to compile depends only on the run's options, so that the same
-command gives the same losses; the run's state records the choice. Compiled code runs in deterministic mode:
-otherwise Inductor's threads would add to gradients in varying order.
+command gives the same losses; the run's state records the choice. Compiled code runs in deterministic mode,
+since Inductor's threads would otherwise add to gradients in varying order.
 """
 
 from itertools import islice
@@ -19,9 +19,9 @@ from dunes.runs.saving import append_metrics
 from dunes.runs.task import Run
 from dunes.train.loss import Loss
 
-GAIN, COMPILING = 0.12, 45.0  # fraction of a step that a compiled loss saves; seconds of compiling
+GAIN, COMPILING = 0.12, 45.0  # fraction of a step's time that a compiled loss saves; seconds to compile
 WORTH = 2.0
-"""A loss is compiled if it saves more than this multiple of the time to compile, so in runs above 12.5 minutes."""
+"""A loss is compiled if this saves more than WORTH times the time to compile, as in runs above 12.5 minutes."""
 
 NOMINAL = 30e9
 """Assumed FLOP/s of a thread, to estimate the duration of a run with fixed steps."""
@@ -59,7 +59,7 @@ def pays(run: Run) -> bool:
     """True if a compiled loss saves more than WORTH times the time to compile it.
 
     For a run with fixed steps, the NOMINAL speed is assumed. The result thus depends only on the config, and runs
-    can be repeated.
+    are reproducible.
     """
     config = run.config
     tokens = (config.steps or 0) * config.batch * config.context_length
@@ -114,7 +114,7 @@ def _compiled_or_eager(run: Run, line: Line) -> Loss:
         try:
             compiled = compiled or compiled_loss(eager)
             return compiled(model, batch)
-        except Exception as error:  # of many types; an error of the loss itself is raised again below
+        except Exception as error:  # of any type; if the loss itself fails, the eager call below raises again
             line(f"the loss is eager again: {one_line(error)}")
             run.trainer.loss, run.trainer.deterministic = eager, False
             _record(run, False)

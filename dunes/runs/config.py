@@ -46,8 +46,8 @@ class Optimization:  # options that are None or 0 are chosen at the start of the
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    # Options that are None are chosen for this machine. `float32_products` records if products of bfloat16 weights
-    # are computed in float32, `matmul` the FLOP/s of matrix products, `rate` the estimated tokens/s.
+    # Options that are None are chosen for this machine. `float32_products` is true if products of bfloat16 weights
+    # are computed in float32. `matmul` is the FLOP/s of matrix products, and `rate` the estimated tokens/s.
     device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
     """Device to train on."""
     compile: Annotated[Compile, flag("auto|on|off")] = "auto"
@@ -62,7 +62,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:  # `asked` are the config fields set by the user: resuming compares only these
+class RunOptions:  # `asked` are the config fields set by the user, the only ones that resuming compares
     resume: bool = False
     """Resume the run in --out from its last state, with the options it was started with."""
     override: Annotated[tuple[str, ...], flag("FIELD", "none")] = ()
@@ -76,9 +76,9 @@ class RunOptions:  # `asked` are the config fields set by the user: resuming com
     tensorboard: bool = False
     """Also write metrics and samples for TensorBoard (tensorboard --logdir RUN)."""
     rank_timeout: Annotated[float, flag("MINUTES")] = 30.0
-    """Under torchrun: end the run when a process has not answered for this long."""
+    """Under torchrun: end the run if a process does not answer for this long."""
     shard: Annotated[Literal["all", "node"], flag("all|node")] = "all"
-    """Under torchrun: divide weights over all processes, or over each machine's (less traffic, more memory)."""
+    """Under torchrun: shard weights over all processes, or within each machine (less traffic, more memory)."""
     asked: Annotated[Collection[str] | None, tyro.conf.Suppress] = None
 
 
@@ -98,7 +98,7 @@ class RunConfig(Optimization, Hardware):
     FREE: ClassVar[tuple[str, ...]] = ("steps", "minutes", "compile", "dtype", "threads", "device")
     """Fields that may change when resuming."""
     OVERRIDABLE: ClassVar[tuple[str, ...]] = ()
-    """Fields that may change if --override names them; all others affect the weights or the order of the data."""
+    """Fields that may change if listed in --override; all others affect the weights or the data's order."""
     PATHS: ClassVar[tuple[str, ...]] = ()
     """Fields whose values are paths."""
     VERB: ClassVar[str] = ""
@@ -152,7 +152,7 @@ class RunConfig(Optimization, Hardware):
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """Texts that describe differences from an earlier config, by field; with `asked`, only of these fields."""
+        """Descriptions of differences from an earlier config, by field; with `asked`, for these fields only."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"
@@ -164,7 +164,7 @@ class RunConfig(Optimization, Hardware):
     def of(cls: type[T], stored: Mapping[str, Any]) -> T:
         """The config read from its JSON object. Raises ValueError for a config of another kind of run."""
         if unknown := stored.keys() - {f.name for f in fields(cls)}:
-            raise ValueError(f"contains a run of another kind or version: it has {', '.join(sorted(unknown))}")
+            raise ValueError(f"contains a run of another kind or version (fields {', '.join(sorted(unknown))})")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.items()}
         return cls(**values)
 

@@ -33,13 +33,14 @@ SAMPLE = 2_000_000
 """Bytes of text to train a tokenizer on; more text hardly changes the tokenizer."""
 
 FEWEST, LONG = 5, 4_000
-"""With fewer validation files, tails of files are for validation, if files have LONG bytes or more on average."""
+"""With fewer validation files, the tails of all files are used instead, if files average LONG bytes or more."""
 ENOUGH_CODE, LEAST_CODE = 50_000, 0.05
 """A run completes lines if more than half of its text is source code. In a project with much documentation,
-ENOUGH_CODE bytes of code are sufficient if they exceed LEAST_CODE times the text that is no documentation."""
+ENOUGH_CODE bytes of code are sufficient if they exceed LEAST_CODE times the text that is neither code nor
+documentation."""
 NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
-"""With fewer bytes of validation text, the user is warned: the validation loss is uncertain by some percent."""
+"""With fewer bytes of validation text, a warning says that the validation loss is uncertain by some percent."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def gather(config: TrainConfig) -> Corpus:
 
 
 def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus with validation files; if so configured or if files are few, with tails of all files instead."""
+    """The corpus with validation files, or with tails of all files if --split says so or if files are few."""
     few_files = len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
     few_files = few_files and corpus.size >= LONG * len(corpus.documents)
     if config.split == "files" or (config.split is None and corpus.valid and not few_files):
@@ -97,9 +98,10 @@ def choose_completion(
 ) -> tuple[TrainConfig, str]:
     """The config with `complete` chosen, and a line with the reason. `base` is the tokenizer of --from.
 
-    If `base` lacks the fill-in-the-middle tokens, `fim_rate` becomes 0, and files get no headers. Raises
-    ValueError if completion is asked for and `base` cannot write lines, if it is chosen and `base` lacks these
-    tokens although --fim-rate is set, or if an option of completion is set and completion is not chosen.
+    If `base` lacks the fill-in-the-middle tokens, `fim_rate` becomes 0, and files get no headers.
+
+    Raises ValueError for --complete with a `base` that cannot write lines. Also raises ValueError if --fim-rate is
+    set although a chosen completion lacks these tokens, or if completion is off and one of its options is set.
     """
     asked = config.complete is not None
     chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)
@@ -116,7 +118,7 @@ def choose_completion(
         if config.fim_rate and "fim_rate" in config.changed():
             sentinels(base)  # raises
         config = replace(config, fim_rate=0.0, file_headers=False)
-        context = f"from the text above alone, as the model's tokenizer has no {missing[0]}"
+        context = f"only from the text above, as the model's tokenizer has no {missing[0]}"
     return replace(config, complete=True), f"completion of lines: on, {reason}; {context}"
 
 
@@ -127,7 +129,7 @@ def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | Non
     if code <= corpus.size / 2 and not (code >= ENOUGH_CODE and code > LEAST_CODE * other):
         return False, f"{size} (--complete turns it on)"
     if base is None and config.tokenizer != "bpe":
-        return False, f"since the tokenizer is of {config.tokenizer} (--complete turns it on)"
+        return False, f"since --tokenizer is {config.tokenizer} (--complete turns it on)"
     return True, f"{size} (--no-complete turns it off)"
 
 
@@ -184,7 +186,7 @@ def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]
 
 
 def _tails(shard: Shard, share: float) -> list[Side]:
-    """Token ids and document starts, first of the texts without their tails, then of the tails."""
+    """Token ids and document starts of the texts without their tails, followed by those of the tails."""
     bounds = [*shard.starts.tolist(), shard.length]
     cuts = [(start, tail_start(start, stop, share), stop) for start, stop in pairwise(bounds)]
     return [join_texts([shard.tokens[cut[i] : cut[i + 1]] for cut in cuts]) for i in (0, 1)]

@@ -107,7 +107,7 @@ def plan_finetuning(config: FinetuneConfig, start: Start, examples: int) -> Call
     with start.timings("preparing"):
         data, text = choose_options(data, display), forgetting_text(data, display)
         data = replace(data, config=ranks.broadcast(data.config))
-        same = len({*ranks.all_gather(lambda: _digest(text))}) == 1  # machines may permit other sources
+        same = len({*ranks.all_gather(lambda: _digest(text))}) == 1  # machines may differ in permitted sources
         batch = data.config.goal.full_batch(data.config, micro_batch(data.config))
     report = partial(report_step, data.config, batch=batch, display=display)
     if start.options.dry_run:
@@ -172,7 +172,7 @@ def choose_options(data: FinetuneData, display: Display) -> FinetuneData:
 
 
 def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
-    """Set the largest micro-batch that fits into free memory in the data's config, and print the estimate.
+    """Choose the largest micro-batch for which free memory suffices, unless configured; print the estimate.
 
     Raises ValueError if a configured micro-batch does not divide the rows of a rank.
     """
@@ -202,7 +202,7 @@ def _dry_trainer(data: FinetuneData) -> Trainer:
 
 
 def micro_batch(config: FinetuneConfig) -> int:
-    """Rows of each rank's micro-batch: the configured number, or a divisor of it that divides the rank's rows."""
+    """Rows of each rank's micro-batch: greatest common divisor of the configured number and the rank's rows."""
     return gcd(config.batch // ranks.count(), config.micro_batch)
 
 
@@ -217,7 +217,7 @@ def memory(data: FinetuneData) -> dict[str, float]:
     setup = TrainSetup(partial(optimizer, config), config.goal.loss(config), batch)
     parts = process_memory(build, shape, setup, size)
     stored, kept = sum(p.nbytes for p in data.base.model.parameters()), parts["parameters"]
-    # While the base is evaluated, then cast or quantized, its weights as stored are in memory, too.
+    # Until the base is cast or quantized, its weights as stored are in memory, too.
     before = parts.get("Python and torch", 0.0) + stored + kept + parts.get("temporaries", 0.0)
     if kept < stored and before > sum(parts.values()):
         parts["base as stored"] = before - sum(parts.values())
@@ -235,7 +235,7 @@ def _meta_model(data: FinetuneData) -> Decoder:
 
 
 def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Display) -> Run:
-    """Set up a run at step 0; `text` has the token ids on which forgetting is measured."""
+    """Set up a run at step 0; forgetting is measured on the token ids `text`."""
     config = data.config
     model = data.base.model.to(measure.device())
     task = FinetuneTask(data, text, next(model.parameters()).dtype)
@@ -244,7 +244,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     base = {} if config.spec.adapter is None else checkpoint.base_identity(model, place)
     with measure.replaced_paged_out(model):
         changes = apply_method(model, resolve_targets(config, data.base))
-        # Without a change, all weights train in float32; with several, the base was quantized before the adapter.
+        # Without changes, all weights train in float32. With several, the base was quantized before the adapter.
         if len(changes) != 1:
             base |= checkpoint.base_identity(model)
         if not changes:
@@ -253,7 +253,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
         cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
-    update = optimizer(config, model)  # before a forward pass, after which sharded weights stay gathered
+    update = optimizer(config, model)  # precedes all forward passes, since sharded weights stay gathered after one
     if config.goal.has_reference:
         task = replace(task, reference=_reference(task, folder / REFERENCE, display))
     accumulate = config.batch // (micro_batch(config) * ranks.count())
@@ -263,7 +263,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
     """Log-probabilities of training and validation answers by the model at step 0, which equals the base.
 
-    They are stored in `path`. A resumed run reads them from there, so that they stay equal.
+    They are stored in `path`, from which a resumed run reads them, so that they stay equal.
     """
     fingerprints, sides = dict(task.facts.fingerprints), {"train": task.data.train, "valid": task.data.valid}
 
@@ -290,7 +290,7 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
 
 
 def _stored(path: Path, read: Callable[[Path], T], display: Display) -> T | None:
-    """The content of a file if the run has saved states; None if it has none, or if the file is damaged."""
+    """The content of a file if the run has saved states; None without states, or if the file is damaged."""
     if path.is_file() and any(path.parent.glob("step-*")):
         try:
             return read(path)
@@ -473,7 +473,7 @@ class FinetuneTask:
         return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is UNMEASURED else inf
 
     def _answers(self) -> list[str]:
-        """Answers to the first validation examples: as many as the base model gave, or as the budget allows."""
+        """Answers to the first validation examples: as many as the base model answered, or as `_budget` allows."""
         answers, end = list[str](), monotonic() + self._budget
         answered = ANSWERED if self.before is UNMEASURED else len(self.before.answers)
         for record in each(self.data.val_records[:answered]):

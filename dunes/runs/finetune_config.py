@@ -95,8 +95,8 @@ class Adapter:
     target_modules: Annotated[
         tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers; full: all weights")
     ] = ()
-    """Modules that get an adapter or, with full, are trained; new: modules from the last change; ! excludes, the
-    last match wins."""
+    """Globs of modules that get an adapter or, with full, are trained; new: those of the last change; ! excludes.
+    The last match wins."""
     rank: Annotated[int, flag("RANK")] = 16
     """Rank of the adapter (r)."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0
@@ -147,7 +147,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.field_names and self.text_field:
-            raise ValueError("--fields names fields of records, and --text-field of plain text; omit one of them")
+            raise ValueError("--fields is for records, and --text-field for plain text; omit one of them")
         if self.compile == "on" and self.counted != "tokens":
             raise ValueError(f"--compile on: the loss of {self.counted} is not compiled; omit it")
 
@@ -211,9 +211,9 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
     For full finetuning, the default is `adamw_rate`. For adapters, it is 0.7 times the power law of
     https://thinkingmachines.ai/blog/lora/, at most MAX_ADAPTER_LR; at higher rates, the validation loss rises
     during training. The result is divided by the adapter's scale relative to LoRA with alpha 32, since the scale
-    multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md has results for 100 to
+    multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives results for 100 to
     5,000 steps, and the limits of these defaults. The objective's `lr_scale` multiplies both defaults: full
-    finetuning with dpo has 1e-6 at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
+    finetuning with dpo gets 1e-6 at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
     """
     if config.lr is not None:
         return config.lr

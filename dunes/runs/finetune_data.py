@@ -97,7 +97,7 @@ class FinetuneData:
             display.detail(line)
         check_formats(config, [*files, *val_files])
         tokenizer = base.require_tokenizer()
-        # Conversations decide if there are any, else Alpaca records without history, else plain text.
+        # The template depends on conversations if there are any, else on Alpaca records without history.
         records = min([*files, *val_files], key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
@@ -117,10 +117,10 @@ class FinetuneData:
             config, train, valid, val_records = _split_examples(rows, train, config, base)
             if copies := len(rows) - len({*record_hashes(rows)}):
                 display.detail(
-                    f"{plural(copies, 'pair has', 'pairs have')} another's prompt, on the same side of the split"
+                    f"{plural(copies, 'pair repeats', 'pairs repeat')} a prompt on the same side of the split"
                     if rows[0].rejected
-                    else f"near-duplicates: {plural(copies, 'record is a copy', 'records are copies')} of others "
-                    "but for white space or a few lines, and on the same side of the split"
+                    else f"near-duplicates: {plural(copies, 'record differs', 'records differ')} from others only "
+                    "in white space or a few lines; each is on the same side of the split as its original"
                 )
         if not val_records:
             raise ValueError(f"{config.data}: no examples left for validation; add examples, or pass --val-data")
@@ -222,7 +222,7 @@ def _split_examples(
 
 
 def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Record]:
-    """The rows without near-duplicates of large texts: training on them would include validation tails."""
+    """The rows without near-duplicates of large texts, since those contain the texts' validation tails."""
     hashes = dict(zip(map(id, rows), record_hashes(rows), strict=True))
     firsts = {hashes[id(row)]: row for row in reversed(large)}
     return [row for row in rows if firsts.get(hashes[id(row)], row) is row]
@@ -265,7 +265,7 @@ def read_dataset(
     """Read the records of a file, or of all files below a folder; also returns lines about read and skipped files.
 
     A file of plain text is one record; .gitignore, binaries, generated files, links and duplicates are handled as
-    in `collect_corpus`. `names` has names of fields, as in `read_records`. Raises ValueError for an invalid
+    in `collect_corpus`. `names` maps names of fields, as in `read_records`. Raises ValueError for an invalid
     record, naming the file and the line or row, and if the source contains no records.
     """
     walk = Walk([source], follow_links)
@@ -281,7 +281,7 @@ def read_dataset(
         else:
             documents[document.digest] = document
     if names and not files:
-        raise ValueError(f"{source}: --fields names fields of records, and no file has records")
+        raise ValueError(f"{source}: --fields is for records, and no file has records")
     lines = [records.description for records in files]
     if documents:
         rows = [Record((Turn("text", "".join(d.text())),), str(d.path), "text") for d in documents.values()]
@@ -319,8 +319,8 @@ def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
 def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
     """Split each text into a head and a tail; the tail has about the fraction `share` of the text's tokens.
 
-    Short texts are not split. The first token of a tail is also the last token of the head: it predicts the first
-    target of the tail.
+    Short texts are not split. The first token of a tail is also the last token of the head, since it predicts the
+    first target of the tail.
     """
     heads, tails = [], []
     for text in texts:

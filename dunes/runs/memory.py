@@ -21,17 +21,17 @@ from dunes.train.loss import Loss, next_token_loss
 Build = Callable[[], Decoder]
 
 PROCESS = measure.resident_memory() + 190e6
-"""Bytes of Python and torch: resident memory at import, plus the code and workspaces that first steps load."""
+"""Bytes of Python and torch: resident memory after import, plus code and workspaces loaded by the first steps."""
 
 FRAGMENTATION = 0.45
-"""Memory lost to fragmentation of glibc's heap, as a fraction of the memory that training allocates in it, if all
-weights are trained. Training an adapter loses hardly any, since it allocates and frees little but activations."""
+"""Memory lost to fragmentation of glibc's heap, as a fraction of what training allocates in the heap, if all
+weights are trained. Training an adapter loses hardly any, since little except activations is allocated."""
 
 MOST_LOST = 0.3e9
-"""Maximum memory lost to fragmentation: at 135M parameters, with 2 GB in the heap, hardly more is lost."""
+"""Maximum memory lost to fragmentation. A model of 135M parameters, with 2 GB in the heap, loses hardly more."""
 
 MEASURED_TOKENS = 1024
-"""Maximum number of tokens in the micro-batch that is timed; it has at least two rows."""
+"""Maximum number of tokens in the micro-batch that is timed, which has at least two rows."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def train_allocations(
     """Allocations of the second training step; the first step creates the optimizer state.
 
     If `estimated` is true, fake tensors give the same result in a fraction of a second without using memory. The
-    allocations are of the first of `number` ranks, by default this run's number; `shape` has the rows of one rank.
+    log is for rank 0 of `number` ranks, by default those of this run; `shape` has the rows of one rank.
     """
     with ranks.fake_ranks(number or ranks.count()), _tensors(estimated):
         model = build()
@@ -151,7 +151,7 @@ def measure_step(trainer: Trainer, batch: tuple[Tensor, ...]) -> StepCost | None
     with tree.mode(trainer.model, True):
         _, few, many = (_seconds(trainer, trainer.gradients, [micro_batch]) for micro_batch in micro_batches)
     per_row = (many - few) / (used - 2) if many > few and used > 2 else many / used
-    for p in trainer.parameters():  # an update by zeros, at a rate of zero, changes no weight
+    for p in trainer.parameters():  # zero gradients at a learning rate of 0 change no weight
         p.grad = None if p.grad is None else torch.zeros_like(p.grad)
     _, update = (_seconds(trainer, trainer.update, 0.0) for _ in range(2))
     gradients = trainer.accumulate * (many + (rows - used) * per_row)

@@ -1,4 +1,4 @@
-"""The objectives of finetuning, and their options. Importing this module does not import torch; its methods do."""
+"""The objectives of finetuning, and their options. Only its methods import torch."""
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -26,9 +26,9 @@ class Preference:
     """With dpo: the reward of an answer is beta times its log-probability relative to the base; with orpo: weight
     of the odds-ratio loss."""
     label_smoothing: Annotated[float, flag("P")] = 0.0
-    """With dpo: probability that chosen and rejected are mixed up in a pair; below 0.5."""
+    """With dpo: probability (below 0.5) that a pair's chosen and rejected answers are swapped."""
     length_normalized: bool = False
-    """With dpo: divide log-probabilities by the number of the answer's tokens; a --beta near 5 is usual then."""
+    """With dpo: divide log-probabilities by the answer's number of tokens, usually with a --beta near 5."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Objective:
 
     `lr_scale` multiplies the default learning rate. With `has_reference`, batches have log-probabilities of the
     base model. `row_format` is the format of all records, a key of RECORD_FORMATS; if empty, the objective reads
-    all formats that no other objective names. `ignored` are options of the run that have no effect. `counted` is
-    the unit of a step's count, and `noun` the unit of `--batch`.
+    all formats except other objectives' `row_format`. `ignored` are options of the run without effect. `counted`
+    is the unit of a step's count, and `noun` the unit of `--batch`.
     """
 
     loss_name: str

@@ -16,7 +16,7 @@ from dunes.train import Step
 TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
 LOAD = "expert_load"
 LAST = 0.1
-"""The plot of loads averages over this last fraction of the steps."""
+"""Final fraction of the steps, over which the plot of loads averages."""
 
 
 def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:
@@ -108,14 +108,14 @@ def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
 def max_violation(load: Sequence[float]) -> float:
     """MaxVio of a layer: (largest load - mean load) / mean load. https://arxiv.org/abs/2408.15664
 
-    Negative entries only pad layers that have fewer experts; they are ignored.
+    Negative entries, which pad layers with fewer experts, are ignored.
     """
     loads = [value for value in load if not value < 0]
     return max(loads) * len(loads) / sum(loads) - 1 if sum(loads) else 0.0
 
 
 def with_violation(step: Step) -> Step:
-    """The step, with the mean MaxVio of its layers added to its metrics if they contain loads of experts."""
+    """The step, with the layers' mean MaxVio added to the metrics if these contain loads of experts."""
     layers = step.metrics.get(LOAD)
     if not layers:
         return step

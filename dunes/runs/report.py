@@ -20,7 +20,7 @@ from dunes.runs.task import Run, check_tokens
 from dunes.train import Step, Trainer
 from dunes.units import format_bytes, format_count, format_seconds, plural
 
-PATIENCE, WORSE = 3, 1.01  # for a warning: validations without improvement; ratio to the best loss
+PATIENCE, WORSE = 3, 1.01  # minima for a warning: validations without improvement, and ratio to the best loss
 SLOW = 0.5
 """A run is slow if its rate is below this fraction of the estimate, or its processor time is below this fraction
 of its threads' maximum."""
@@ -28,7 +28,7 @@ WATCHED = 10
 """Number of steps that are timed before the user is warned of a slow run."""
 HOT = "other programs are not the cause: the processor is slower than when it was measured (heat, power saving)"
 SMALL_STEP = 1_000
-"""In steps of fewer tokens, fixed costs may dominate; the estimate does not include fixed costs."""
+"""In steps of fewer tokens, fixed costs may dominate, which the estimate does not include."""
 
 
 def report_step(
@@ -86,7 +86,7 @@ def step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
 
 
 class PaceCheck:
-    """Detects a slow run. Call `check.warning(step)` after each step: it returns one warning in total, else ""."""
+    """Detects a slow run. Call `check.warning(step)` after each step; it returns at most one warning, else ""."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.warned = run, False
@@ -109,7 +109,7 @@ class PaceCheck:
             return ""
         self.warned = True
         allowed = f", where the measured rates of this machine allow {format_count(estimated)}"
-        left = f"{share * usable:.1f} processors to its {plural(config.threads or 1, 'thread')}"
+        left = f"{share * usable:.1f} processors for the run's {plural(config.threads or 1, 'thread')}"
         reason = HOT if share > (1 + SLOW) / 2 else f"other programs leave {left} (load {os.getloadavg()[0]:.1f})"
         ends = "takes longer" if config.steps else f"makes fewer steps in its {plural(config.minutes, 'minute')}"
         measured = f"{format_count(rate)} {config.counted}/s{allowed * bool(estimated)}"
@@ -135,7 +135,7 @@ def rising_loss_warning(run: Run) -> str:
 
 
 def overfitting_notes(run: Run) -> list[str]:
-    """A note on the saved weights if the validation loss has risen since its best; else none."""
+    """A note on the saved weights if the validation loss has risen since its best; else empty."""
     if not run.best or not run.last or run.last.criterion < run.best.criterion * 1.005:
         return []
     return [

@@ -88,7 +88,7 @@ def begin_run(config: T, start: Start) -> T | None:
     try:
         config = stored_config(config, folder, options)
         if ranks.is_first() and (folder / "state" / "lock").exists():
-            with saving.run_lock(folder):  # fails before the data is read
+            with saving.run_lock(folder):  # raises before the data is read
                 pass
     except saving.FolderInUse as error:
         if not options.dry_run:
@@ -111,7 +111,7 @@ def begin_run(config: T, start: Start) -> T | None:
 
 
 def stored_config(config: T, folder: Path, options: RunOptions) -> T:
-    """In a new folder, the config itself; with --resume, the stored config with the fields that the user changed.
+    """In a new folder, `config` itself. With --resume, the stored config with the fields that the user changed.
 
     Raises FolderInUse if the folder contains a run and is not resumed. Raises ValueError if the folder has no run
     to resume, or if a changed field must not change.
@@ -158,7 +158,7 @@ def _check_new_folder(folder: Path) -> None:
 
 
 def build_schedule(config: RunConfig) -> Schedule:
-    """The learning-rate schedule over `config.steps`; for a time limit, a schedule whose end is decided later."""
+    """The learning-rate schedule over `config.steps`; with a time limit, its end is decided later."""
     return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
 
 
@@ -253,7 +253,7 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
         differences["model"] = "the model's config or changes differ"
     _refuse(differences, run.config, run.folder, override)
     saving.load_run_state(run, state, folder)
-    if not {"steps", "minutes"} & differences.keys():  # otherwise, the new length has a new schedule
+    if not {"steps", "minutes"} & differences.keys():  # a new length needs a new schedule
         run.schedule.records[:], run.schedule.warmup = state["schedule"], state["warmup"]
     saving.truncate_metrics(run.folder / saving.METRICS, run.trainer.number)
     line(f"resuming after step {run.trainer.number}")
@@ -265,13 +265,13 @@ def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bo
 
 @contextmanager
 def out_of_memory(folder: Path, describe: Callable[[], str]) -> Iterator[None]:
-    """Inside the `with` block, turn lack of memory into a ValueError that describes what the run needs."""
+    """Inside the `with` block, turn an out-of-memory error into a ValueError that describes the run's needs."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not measure.out_of_memory(error):
             raise
-        raise ValueError(f"{describe()}; {folder} has the files that were ready") from None
+        raise ValueError(f"{describe()}; {folder} has the files written so far") from None
 
 
 @dataclass
@@ -288,12 +288,12 @@ class NonFatal:
     def __call__(self, work: str) -> Iterator[None]:
         try:
             yield
-        except Interrupted:  # the loop sees the request after this step's work
+        except Interrupted:  # the loop handles the request after this step
             return
         except (OSError, RuntimeError, MemoryError) as error:
             if not isinstance(error, OSError) and not measure.out_of_memory(error):
                 raise
-            if ranks.count() > 1 and work in ("validation", "sampling"):  # the others wait for this rank
+            if ranks.count() > 1 and work in ("validation", "sampling"):  # the other ranks wait for this one
                 raise
             if work not in self.failed:
                 reason = " ".join(str(error).split())[:200]
@@ -319,7 +319,7 @@ def _train(session: Session) -> int:
             display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
             return NOT_SAVED
         except ValueError:  # an error of the data, so that the weights are worth saving
-            if ranks.count() == 1:  # otherwise, the other ranks do not know of it
+            if ranks.count() == 1:  # several ranks cannot save: the others do not know of the error
                 saver.last(run)
             raise
         return _finish(session)
@@ -353,7 +353,7 @@ def train_loop(session: Session) -> None:
             return
         if score and (reason := early_end(run, step.loss)):
             display.line(reason)
-            run.schedule.records.append(Record(step.number, step.number))  # over for a resumed run, too
+            run.schedule.records.append(Record(step.number, step.number))  # a resumed run ends here, too
             return
         if _stops_or_saves(session):
             return
@@ -361,9 +361,9 @@ def train_loop(session: Session) -> None:
 
 
 def _measure_time(session: Session, step: Step, clock: Clock | None) -> None:
-    """Add the time of a step to the run's; a clock then decides when the run ends."""
+    """Add the time of a step to the run's time, from which `clock` decides when the run ends."""
     run, before = session.run, session.run.elapsed
-    # Ranks that followed their own clocks and signals would soon wait for each other in different places.
+    # All ranks use the same time: otherwise, they would soon wait for each other in different places.
     run.elapsed, closing = ranks.all_reduce_max(monotonic() - run.start_time, run.closing_seconds)
     if run.warm:
         run.pace.append(run.elapsed - before)

@@ -37,7 +37,7 @@ STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_b
 SAVE_SECONDS = 60.0
 """Seconds between saves, if a save takes at most CHEAP seconds. https://doi.org/10.1145/361147.361115"""
 CHEAP = SAVE_SECONDS**2 / (2 * 8 * 3600)
-"""Seconds that a save may take for SAVE_SECONDS to be the best interval, with one failure in eight hours."""
+"""Seconds of a save up to which SAVE_SECONDS is the best interval, assuming a failure every eight hours."""
 STOPPING = b"\nstopping after this step and saving; interrupt again to exit at once\n"
 CLOSING = b"\nall steps are done; saving; interrupt again to exit at once\n"
 ANOTHER_RUN = "already contains a run; continue it with --resume, or choose another --out"
@@ -56,12 +56,12 @@ def run_lock(folder: Path) -> Iterator[None]:
     if not ranks.is_first():
         yield
         return
-    lock = folder / "state" / "lock"  # each save locks the folder itself
+    lock = folder / "state" / "lock"  # not the folder, which each save locks
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
     try:
         with folder_lock(lock, wait=False):
-            if lock.read_text() != ranks.job():  # so that a kill in a restart does not leave it empty
+            if lock.read_text() != ranks.job():  # otherwise not rewritten: a kill could leave it empty
                 lock.write_text(ranks.job())
             yield
     except BlockingIOError:
@@ -94,7 +94,7 @@ def was_started_by_job(folder: Path) -> bool:
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
-    """Save the tokenizer, then the config; a folder counts as a run once it has the config.
+    """Save the tokenizer, then the config; a folder counts as a run once it contains the config.
 
     Raises FolderInUse if the folder already contains a run.
     """
@@ -170,7 +170,7 @@ def run_state(run: Run) -> dict[str, Any]:
 def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
     """Read the state in a folder `step-000123`, and construct its config, scores and schedule.
 
-    Raises ValueError, naming the folder, if one is invalid. The state's digests detect damage, but not edits.
+    Raises ValueError, naming the folder, if any is invalid. The state's digests detect damage, but not edits.
     """
     state = checkpoint.load_state(folder)
     with invalid_state(folder):
@@ -193,7 +193,7 @@ def invalid_state(folder: Path) -> Iterator[None]:
 
 
 def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
-    """Restore all of a run but its schedule from a result of `read_state`.
+    """Restore a run, except its schedule, from a result of `read_state`.
 
     Raises ValueError, naming the folder, if the state is from another model.
     """
@@ -225,7 +225,7 @@ def shard_optimizer(optimizer: Optimizer) -> None:
 
 @dataclass
 class Saver:
-    """Saves the run, each rank its part, one save at a time, in a thread of `pool` while training continues.
+    """Saves the run in a thread of `pool` while training continues. Each rank saves its part, one save at a time.
 
     If a save fails, earlier states remain, `line` gets a warning, and the next save tries again. With `strict`,
     the next call raises the save's error instead. `seconds` is the duration of the last save.
@@ -246,7 +246,7 @@ class Saver:
         """Start to save the current state. Returns False, without saving, if the previous save is in progress."""
         if not self.ready():
             return False
-        measure.return_freed_memory()  # otherwise, the copy would fragment memory that the next step needs
+        measure.return_freed_memory()  # else, the copy would fragment memory that the next step needs
         snapshot = checkpoint.snapshot(run_state(run), unchanging=["best_weights"])
         self._pending = self.pool.submit(self._write, run.folder, run.trainer.number, snapshot)
         return True
@@ -254,7 +254,7 @@ class Saver:
     def _write(self, folder: Path, step: int, snapshot: checkpoint.Snapshot) -> Path:
         start = perf_counter()
         try:
-            with_metrics = ranks.is_first() and (folder / METRICS).exists()  # resuming needs earlier metrics
+            with_metrics = ranks.is_first() and (folder / METRICS).exists()  # resuming reads them
             ranks.all_gather(lambda: fsync_path(folder / METRICS) if with_metrics else None)
             return checkpoint.save_state(folder, step, snapshot)
         finally:
@@ -294,7 +294,7 @@ class Saver:
 
 @dataclass
 class StopRequest:
-    """Requests by signals: `signal` is the number of the signal that requested a stop, or 0.
+    """Requests by signals. `signal` is the number of the signal that requested a stop, or 0.
 
     `save` is True if a signal requested a save; `closing` is True after the last step.
     """
@@ -304,7 +304,7 @@ class StopRequest:
     closing: bool = False
 
     def asked(self) -> bool:
-        """True if long work, such as validation, should stop; never with several ranks, which would diverge."""
+        """True if long work like validation should stop; False with several ranks, whose signals may differ."""
         return bool(self.signal) and ranks.count() == 1
 
 
@@ -319,7 +319,7 @@ def stop_signals() -> Iterator[StopRequest]:
             os._exit(128 + number)
         request.signal = number
         if ranks.is_first():
-            # Not through the display, since the handler may have interrupted it within a line.
+            # Not through the display, which the signal may have interrupted within a line.
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, CLOSING if request.closing else STOPPING)
 

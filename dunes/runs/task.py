@@ -24,11 +24,11 @@ from dunes.train import Schedule, Trainer, mutable_buffers
 from dunes.units import plural
 
 CHECK_TOKENS, FINAL_TOKENS, FEWEST_TOKENS = 16_384, 262_144, 2_048
-"""Maximum numbers of validation tokens to score during a run, and at its end, and the minimum of both."""
+"""Validation tokens to score: maximum during a run, maximum at its end, and minimum for either."""
 CHECK_SHARE, FINAL_SHARE, SAMPLE_SHARE = 0.03, 0.06, 0.03
 """Maximum fractions of the time limit for a validation during the run, the final validation, and a sample."""
 CLOSING = 3.0
-"""Seconds at the end of a run to save the model and plot, in addition to those of the task."""
+"""Seconds to save the model and plot at the end of a run; `closing_seconds` of the task does not include them."""
 Item = TypeVar("Item")
 
 
@@ -134,11 +134,11 @@ class Run:
     """A run in progress: its task, trainer and schedule, and further state.
 
     `elapsed` is the run's time in seconds so far; a resumed run adds the time of its earlier processes, and
-    `timings` include them too. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first
-    step. `warm` is True after the first step of this process. `compiled` is True if the loss is compiled, None if
-    undecided. `checks_since_best` counts the validations since the best score. `pace` has the seconds of recent
-    steps, but not of a process's first step, which loads or compiles code. `save_seconds` and `sample_seconds` are
-    the durations of the last save and sample. `waited` is the seconds spent on batches so far.
+    `timings` include those processes, too. `start_time` is the current time minus `elapsed`. `begin` is `elapsed`
+    at the first step. `warm` is True after the first step of this process. `compiled` is True if the loss is
+    compiled, None if undecided. `checks_since_best` counts the validations since the best score. `pace` has the
+    seconds of recent steps, but not of a process's first step, which loads or compiles code. `save_seconds` and
+    `sample_seconds` are the durations of the last save and sample. `waited` is the time spent on batches so far.
     """
 
     folder: Path
@@ -203,7 +203,7 @@ class Run:
 
     @property
     def final_seconds(self) -> float:
-        """Estimated seconds of the final validation at the speed of the last one; 0 if `has_final_score`."""
+        """Estimated seconds of the final validation, from the speed of the latest one; 0 if `has_final_score`."""
         tokens = min(self.final_tokens, self.task.facts.tokens)
         return 0.0 if self.has_final_score else self.seconds_per_token * tokens
 
@@ -229,7 +229,7 @@ class Run:
 def check_tokens(config: RunConfig) -> int:
     """Approximate number of validation tokens to score during a run, the same in all of its validations.
 
-    With a time limit, it follows from the estimated rate: validation takes a third of the time of training.
+    With a time limit, it follows from `config.rate`; scoring a token takes a third of the time to train on it.
     """
     if config.steps or not config.rate:
         return CHECK_TOKENS
@@ -261,7 +261,7 @@ def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
     Raises ValueError if no parameter matches, and for "**" if some weights are quantized.
     """
     if tuple(globs) == ("**",) and any(isinstance(module, Quantized) for module in model.modules()):
-        raise ValueError("all weights are to be trained, and some are quantized; train an adapter on them instead")
+        raise ValueError("all weights would be trained, but some are quantized; train an adapter instead")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(selects(globs, name))
     if not any(p.requires_grad for p in model.parameters()):
@@ -281,7 +281,7 @@ def selects(globs: Iterable[str], name: str) -> bool:
 def check_tensors(expected: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the stored tensors have the expected names, shapes and dtypes."""
     if unmatched := sorted(expected.keys() ^ stored.keys()):
-        difference = f"{unmatched[0]} is in only one of them ({len(unmatched)} such names)"
+        difference = f"{unmatched[0]} is only in the model or only in the state ({len(unmatched)} such names)"
         raise ValueError(f"the state belongs to another model: {difference}")
     for name, tensor in stored.items():
         shape, dtype = expected[name].shape, expected[name].dtype

@@ -63,7 +63,7 @@ class TensorBoard:
     def _begin(self, run: Path) -> None:
         (run / FOLDER).mkdir(exist_ok=True)
         for old in (run / FOLDER).glob("events.out.tfevents.*"):
-            os.truncate(old, 0)  # an open TensorBoard would not skip a deleted file
+            os.truncate(old, 0)  # an open TensorBoard would keep reading a deleted file
         self._file = (run / FOLDER / f"events.out.tfevents.{time_ns()}.dunes").open("wb")
         self._put(file_version="brain.Event:2")
         # An open TensorBoard discards earlier records here.

@@ -67,10 +67,10 @@ TYPICAL_RATE = 10_000
 
 SCORED, SCORED_BLOCKS, CHANCE = 4_000, 64, 8.5
 """A base is scored before a run on SCORED characters of at most SCORED_BLOCKS blocks of text. At CHANCE bits/byte
-or more, the run begins without it. Random bytes have 8, a random model a little more (docs/log/completion.md)."""
+or more, the run starts without it. Random bytes have 8, a random model a little more (docs/log/completion.md)."""
 ADAMW_FROM = 30_000_000
 """With --from, AdamW is the default if at least this number of parameters is trained: it is better with published
-weights of 135M, worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
+weights of 135M, but worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
@@ -87,8 +87,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Callable[[], Run] | None:
     """Read the text, choose all unset options, and return a function that builds the run.
 
-    `parts` are the --parts of this command. Returns None in a dry run, and if nothing is trained: this function
-    then fits the completion gate of the base itself.
+    `parts` are the --parts of this command. Returns None in a dry run, and also if nothing is trained, after
+    fitting the completion gate of the base.
     """
     folder, display, resumed, timings = start.folder, start.display, start.options.resume, start.timings
     if resumed and isinstance(config.chosen_parts, str) and not (config.parts == parts or cards_trusted()):
@@ -122,7 +122,7 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
             run = prepare(config, folder, tokens, base, completion)
         if base and not resumed:
             _report(config, run.trainer, base, display)
-            score = run.validate()  # so that the base's weights are saved if training makes them worse
+            score = run.validate()  # if training makes the weights worse, the base's are saved
             append_metrics(folder, {"step": 0} | score.record)
             values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
             display.detail(f"validation loss before training: {values}")
@@ -134,9 +134,9 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
 def _read_text(
     config: TrainConfig, start: Start
 ) -> tuple[TrainConfig, Corpus, list[str], LoadedModel | None, Path] | None:
-    """The config with the use of the base chosen, the text, the reasons, the base, and the base's path.
+    """The config with `complete` and `trainable` chosen, the text, the reasons, the base, and the base's path.
 
-    None if nothing is trained and the gate of the base is fitted already.
+    None if nothing is trained and the base's gate is already fitted.
     """
     (base, place), reasons = find_base(config, start), list[str]()
     if base and not config.trains:
@@ -144,7 +144,7 @@ def _read_text(
         if Reference(config, start, base, place, packages).is_finished():
             return None
     corpus = gather(config)
-    if not start.options.resume:  # a resumed run has chosen already
+    if not start.options.resume:  # in a resumed run, these are already chosen
         config, reasons, base = _choose_base(config, corpus, base, start.display)
     corpus = with_test_files(config, corpus)
     return replace(config, split=corpus.split), corpus, reasons, base, place
@@ -172,7 +172,7 @@ def _report(config: TrainConfig, trainer: Trainer, base: LoadedModel, display: D
 
 
 def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | None, start: Start) -> TrainConfig:
-    """The config with all unset options chosen, as a resumed run has them; also displays the reasons."""
+    """The config with all unset options chosen, unless the run is resumed; also displays the reasons."""
     if start.options.resume:
         return config
     display, size = start.display, sum(d.size for d in corpus.train)
@@ -188,13 +188,13 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
     if chosen.has_own_form and not isinstance(described, checkpoint.Architecture):
         unnamed = "parts" if chosen.parts else "shared experts or a selection bias"
         display.line(
-            f"note: no Hugging Face config names {unnamed}; the model will be a folder that dunes reads, and "
-            "transformers does not"
+            f"note: no Hugging Face config describes {unnamed}; dunes will be able to read the "
+            "model's folder, but transformers will not"
         )
     if chosen.family in MIXTURES and chosen.top_k == 1 < chosen.expert_count:
         display.line(
             "note: the weight of a token's only expert is always 1, so the router learns nothing from the text; "
-            "--experts-per-token 2 lets it"
+            "use --experts-per-token 2"
         )
     return chosen
 
@@ -257,14 +257,16 @@ def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> st
 def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
     """True if a run that completes lines trains nothing and only refers to the base.
 
-    By default, it does so if a folder can refer to the base, and dunes neither changed it nor trained it to
-    complete lines. Raises ValueError if the config asks for a reference that is impossible.
+    By default, this is so if a folder can refer to the base, and dunes has neither changed the base nor trained it
+    to complete lines. Raises ValueError if the config requires an impossible reference.
     """
     if config.trainable and config.trains:
         return False
     try:
         if trained_text(base.card).get("complete") or records(base):
-            raise ValueError(f"{config.base}: trained or changed by dunes; omit --trainable none to train it on")
+            raise ValueError(
+                f"{config.base}: trained or changed by dunes; omit --trainable none to continue its training"
+            )
         adapter_base_of(base.architecture.outline(), described_family(base))
     except ValueError:
         if not config.trains:
@@ -276,7 +278,7 @@ def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
 def tells_nothing(base: LoadedModel, corpus: Corpus) -> str:
     """A sentence for the user if a base that dunes trained predicts the text no better than chance; else "".
 
-    It is empty for a base that was changed or that a function builds: the user wants its structure, too.
+    It is empty for a base that was changed or that a function builds, since the user may want its structure.
     """
     if not trained_text(base.card) or records(base) or base.architecture.function:
         return ""
@@ -285,8 +287,8 @@ def tells_nothing(base: LoadedModel, corpus: Corpus) -> str:
     if len(ids) < 2 or (bits := evaluate(base, ids).bits_per_byte) < CHANCE:
         return ""
     return (
-        f"{bits:.1f} bits/byte on this text before training, and random bytes have 8: a new model is "
-        "trained instead (--trainable all trains this one)"
+        f"{bits:.1f} bits/byte on this text, and random bytes have 8, so a new model is trained instead "
+        "(--trainable all trains this one)"
     )
 
 
@@ -305,10 +307,10 @@ def choose_trainable(
     if not chosen.complete and not config.trains:
         raise ValueError(f"--trainable none: {reason}; omit it")
     if tokenizer and chosen.complete and template_from_files(tokenizer.extra_files, tokenizer.config_path.parent):
-        lines.append("a chat model: its template is not used for lines")
+        lines.append("the base is a chat model, but its template is not used for lines")
     if not alone or not chosen.complete:
         return chosen, lines
-    effect = "trains nothing: lines are completed with this model, copies and a gate (--trainable all trains it)"
+    effect = "nothing is trained: lines are completed with the base, copies and a gate (--trainable all trains it)"
     return replace(config, complete=True, trainable=NONE), [*lines, effect]
 
 
@@ -403,7 +405,7 @@ def prepare(
 
 
 def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
-    """The amount of text that fits the completion gate; with fixed steps, it depends only on the config."""
+    """The amount of text on which the gate is fitted; with fixed steps, it depends only on the config."""
     if config.steps:
         return FitSize.of(config.steps * config.batch * config.context_length / TYPICAL_RATE)
     return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
@@ -411,10 +413,10 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that trains nothing: its folder refers to `base` at `place`, and has an index for copies, and a gate.
+    """A run that trains nothing; its folder has an index for copies and a gate, and refers to `base` at `place`.
 
     `packages` are the installed packages whose code is in the text. Raises ValueError if no folder can refer to
-    the base, if its tokenizer cannot write lines, and with several ranks.
+    the base, if the base's tokenizer cannot write lines, and with several ranks.
     """
 
     config: TrainConfig
@@ -450,7 +452,7 @@ class Reference:
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
     def is_finished(self) -> bool:
-        """True if the base's gate is fitted and no option changes; also records the path of a moved base."""
+        """True if the base's gate is fitted and no option changes; records the new path of a moved base."""
         fitted, changed = self.fitted, {*self.start.options.override}
         if changed - {"base"} or not fitted or not self._has_fitted(fitted):
             return False
@@ -460,7 +462,7 @@ class Reference:
         return True
 
     def _has_fitted(self, fitted: Mapping[str, Any]) -> bool:
-        """True if the base has the weights and settings of this record, and its tokenizer made the index."""
+        """True if the base has the weights and settings of this record, and the index has the base's tokenizer."""
         settings = adapter_base_of(self.base.architecture.outline(), described_family(self.base)).settings
         same = fitted.get("sha256") == self.identity["sha256"] and fitted.get("config") == settings
         return same and Tokenizer.load(self.folder).json() == self.base.require_tokenizer().json()
@@ -504,11 +506,11 @@ class Reference:
         except (KeyboardInterrupt, SystemExit):
             is_run = read_config(self.folder, TrainConfig) is not None
             left = f"resume with: dunes train --out {folder} --resume" if is_run else "nothing was written"
-            display.line(f"stopped: {f'{folder} has what it had' if self.fitted else left}")
+            display.line(f"stopped: {f'{folder} is unchanged' if self.fitted else left}")
             raise
         if outcome:
             took = format_seconds(round(self.start.timings.elapsed))
-            display.line(f"{outcome}\ndone after {took}: {folder} refers to {self.place}, which must stay")
+            display.line(f"{outcome}\ndone after {took}: {folder} refers to {self.place}; do not move it")
             display.line(f"try: dunes complete {folder} FILE:LINE:COLUMN   in your editor: dunes serve {folder}")
 
 
@@ -573,7 +575,7 @@ class TrainTask:
         loaded = replace(self.loaded, model=checkpoint.gathered(run.model, self.outline, run.folder / "weights"))
         if not ranks.is_first():
             return [""]
-        set_dropout(loaded.model, self.dropout)  # a saved model has no trace of the training's dropout
+        set_dropout(loaded.model, self.dropout)  # the saved model has the dropout from before training
         facts = card_facts(run, score, "trained")
         if packages := {*trained_packages(self.loaded.card), *self.text.packages}:
             facts["trained"]["packages"] = sorted(packages)
@@ -587,7 +589,7 @@ class TrainTask:
         then = "in your editor: dunes serve {0}" if self.completion else "or: dunes complete {0} FILE:LINE:COLUMN"
         if self.completion and not self.config.base:
             command = f"dunes train {shlex.join(self.config.sources)} --from smollm2 --out {folder}-open"
-            lines.append(f"a published model may know more: {command}")
+            lines.append(f"a published model may complete better: {command}")
         return [*lines, f"try: dunes generate {folder}   {then.format(folder)}"]
 
 

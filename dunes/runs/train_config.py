@@ -46,7 +46,7 @@ class TextData:
     split: Annotated[Literal["files", "tails"] | None, flag("files|tails", "files; tails of a single file")] = None
     """Validation split: complete files, or the last tenth of every file."""
     separate_documents: bool = False
-    """Let no token attend to other documents in its window; the default is one long text."""
+    """Let no token attend to other documents in its window; by default, documents form one long text."""
     follow_links: bool = False
     """Follow symbolic links that lead outside the sources."""
 
@@ -56,7 +56,7 @@ class ModelShape:
     base: Annotated[str, flag("MODEL", "a new model", name="from")] = ""
     """Continue the training of this model: a folder of any format, a name on the Hub, or smollm2."""
     trainable: Annotated[
-        tuple[str, ...], flag("none|all|new|GLOB", "all; with --complete and a model from others, none")
+        tuple[str, ...], flag("none|all|new|GLOB", "all; none with --complete and a model not trained by dunes")
     ] = ()
     """With --from, what to train: none (lines are completed with this model, copies and a gate), all parameters,
     new ones from the last change, or globs of names."""
@@ -65,7 +65,7 @@ class ModelShape:
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
     """Replace parts of the default model (an unknown name lists all), or call a Python function that builds it."""
     experts: Annotated[int, flag("EXPERTS", "8 with a family of mixtures, else none")] = 0
-    """Train a mixture of this many experts; the family is then mixtral unless --family has experts."""
+    """Train a mixture of this many experts; the family becomes mixtral unless --family has experts."""
     experts_per_token: Annotated[int, flag("EXPERTS", "2")] = 0
     """Number of experts that compute each token."""
     shared_experts: Annotated[int, flag("EXPERTS", "none")] = 0
@@ -95,9 +95,9 @@ class TrainOptimization(Optimization):
     ] = None
     """Optimizer (an unknown name lists all); muon trains embeddings, head and norms with AdamW."""
     lr: Annotated[float | None, flag("RATE", "muon 0.02, with --from 0.006; adamw by the model's width")] = None
-    """Peak learning rate; embeddings, head and norms have half of Muon's."""
+    """Peak learning rate; with muon, half of it for embeddings, head and norms."""
     lr_factors: Annotated[tuple[str, ...], flag("GLOB=FACTOR", "none")] = ()
-    """Multiply the learning rate of matching parameters, like all=0.1 new=1; globs as for --trainable."""
+    """Factors of the learning rate for parameters that match globs (as in --trainable), like all=0.1 new=1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,8 @@ class Completion:  # if `file_headers` is False, files do not begin with their p
     fim_rate: Annotated[float, flag("RATE")] = 0.25
     """With --complete, the fraction of windows that are cut into prefix, suffix and middle."""
     copies: Annotated[Copies, flag("auto|never|only")] = "auto"
-    """When to complete lines by copying alone: if copies get more line ends right than the model, by a margin
-    beyond the spread of held-out files (auto); never; or always, without the model (only)."""
+    """When to complete lines by copying alone, without the model. auto: if copies get significantly more line ends
+    right than the model in unseen files; never; only: always."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
     dropout: Annotated[
         float | None, flag("P", "0.2 with --complete, if text is repeated often; with --from its own; else 0")
@@ -154,13 +154,11 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
         if not self.trains:
             self.refuse_unused(OF_TRAINING, "nothing is trained; omit it, or pass --trainable all")
         if self.complete is False:
-            self.refuse_unused(OF_COMPLETION, "--no-complete leaves it unused; omit one of them")
+            self.refuse_unused(OF_COMPLETION, "--no-complete does not use it; omit one of them")
         names = (*EXPERT_OPTIONS, "family", "parts", "size", "tokenizer", "vocab_size")
         shape = [name for name in names if name in self.changed()]
         if self.parts and (others := [n for n in (*EXPERT_OPTIONS, "family") if n in self.changed()]):
-            raise ValueError(
-                f"--parts describes the whole model, and so does --{option(others[0])}; omit one of them"
-            )
+            raise ValueError(f"--parts and --{option(others[0])} both describe the whole model; omit one of them")
         if self.base and shape:
             raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; omit it")
 

@@ -41,7 +41,7 @@ EMPTY = Answer(reason="length")
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """Read a request for suggestions from the page or `dunes complete`; with `tokens`, the first is explained."""
+    """Read a request of the page or `dunes complete`; with `tokens`, it asks to explain the first suggestion."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
     line = LineRequest(
@@ -117,7 +117,7 @@ class Gate:
     def _check(self, headers: Headers) -> None:
         hosts = headers.getlist("host")
         if len(hosts) != 1 or _host_name(hosts[0]) not in self.hosts:
-            raise Refused(403, f"Host {hosts[:2]} is not this server's; allow it by --allow-host")
+            raise Refused(403, f"Host {hosts[:2]} is not this server's; allow it with --allow-host")
         for origin in headers.getlist("origin"):
             scheme, _, host = origin.partition("://")
             is_own = scheme in ("http", "https") and _host_name(host) in self.hosts
@@ -235,13 +235,13 @@ class Server:
         return json_response(write(models), headers=_headers(fields))
 
     def _remember(self, request: LineRequest, answer: Answer) -> None:
-        """Remember an editor's request and the shown text; it replaces an earlier request in the same line."""
+        """Remember an editor's request and the shown text, in place of an earlier request in the same line."""
         above = request.before.rpartition("\n")[0]
         others = [past for past in self._recent if past[1].before.rpartition("\n")[0] != above]
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
 
     def _places(self) -> list[dict[str, Any]]:
-        """The last places where an editor asked, newest first, with the texts shown then and suggested now."""
+        """The places of editors' last requests, newest first, with the texts shown then and suggested now."""
         places = []
         for time, request, shown in [*self._recent][::-1]:
             model = self.worker.find(request.model)
@@ -251,8 +251,8 @@ class Server:
         return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
-        """The reply with these places, only for the server's user, since it contains the text that an editor
-        sent."""
+        """The reply with these places, only for the server's user, since the reply contains text that an
+        editor sent."""
         if key is None and request.client is not None:  # the socket in the user's folder has no client address
             raise Refused(403, "only the user who runs the server may see this")
         notes = {name: model.current.note for name, model in self.worker.models.items()}
@@ -290,7 +290,7 @@ async def _chunks(
     events: AsyncIterator[tuple[int, Answer]],
     write_error: Callable[[Refused], Any],
 ) -> AsyncIterator[bytes]:
-    """Yield the bytes of a reply that is streamed."""
+    """Yield the bytes of a streamed reply."""
     head, tail = (b"", b"\n") if endpoint.form == "ndjson" else (b"data: ", b"\n\n")
     answers, first[1].first = dict([first]), True
     try:

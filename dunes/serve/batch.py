@@ -116,7 +116,7 @@ def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
 class Batch:
     """Texts that a model generates in one batch. Each text is the same as if it were generated alone.
 
-    `adapters` maps names in requests to adapters; other names select the `default` one.
+    `adapters` maps names in requests to adapters; other names select the adapter `default`.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Batch:
         try:
             if waiting:
                 self._read_piece(waiting[0])
-            # The iterator of tokens holds this list, so it is changed in place.
+            # This list is changed in place, since the iterator of tokens refers to it.
             self._requests[:] = [row.request if row is not None and row.ready else None for row in self.rows]
             if any(self._requests):
                 self._next_tokens()

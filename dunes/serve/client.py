@@ -53,7 +53,7 @@ def exchange(
 
 
 def complete_by_server(folder: Path, before: str, after: str, path: Path | None) -> dict[str, Any] | None:
-    """The suggestion, with its `text`, of the server that runs for this folder; None if no server answers."""
+    """The suggestion, with its `text`, from the running server of this folder; None if no server answers."""
     body = {"before": before, "after": after, "path": str(path.absolute()) if path else ""}
     with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         body["model"] = folder.resolve().name
@@ -84,7 +84,7 @@ def listen(folder: Path) -> socket.socket | None:
 
 @contextmanager
 def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
-    """Inside the `with` block, listen on a socket for each folder if possible; then remove the sockets' files."""
+    """Inside the `with` block, listen on a socket for each folder if possible; at the end, remove their files."""
     listeners = {socket_file(folder): listener for folder in folders if (listener := listen(folder)) is not None}
     try:
         yield [*listeners.values()]

@@ -84,7 +84,7 @@ def examine(address: str, key: str = "", before: str = BEFORE, after: str = AFTE
 
 
 def _recent(address: str, key: str) -> dict[str, Any]:
-    """The last requests of editors that the server remembers; empty if the server refuses to tell this user."""
+    """The last requests of editors that the server remembers; empty if the server refuses this user."""
     with suppress(OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
         if key:
             status, data = ask(address, RECENT, key=key)
@@ -103,7 +103,7 @@ def _replayed(place: Mapping[str, Any]) -> Line:
         text += KEPT if place["shown"] else "the editor asks again when you type there"
     elif not place["now"]:
         needed = min(1.0, place["threshold"])
-        text += f": its best suggestion is {place['word']:.0%} sure, and {needed:.0%} are needed"
+        text += f": the best suggestion has probability {place['word']:.0%}, and {needed:.0%} is required"
     where = f"an editor, {format_seconds(round(place['seconds']))} ago, behind {place['line'].lstrip()[-40:]!r}"
     return Line(where, text, "")
 

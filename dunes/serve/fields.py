@@ -87,7 +87,7 @@ class Fields:
         return self.body.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """The value of a field of any type; the field then counts as read."""
+        """The value of a field of any type; marks the field as read."""
         self._read.add(name)
         return self.body.get(name)
 
@@ -96,7 +96,7 @@ class Fields:
         return next(filter(self.has, names), names[0])
 
     def ignored(self) -> list[str]:
-        """Places of the fields that were not read. Raises Refused if an unread field would change the text."""
+        """Paths of unread fields, like `options.seed`. Raises Refused if an unread field would change the text."""
         names = [name for name in self.body if self.has(name) and name not in self._read]
         for name in names:
             if name in NEUTRAL and self.body[name] not in NEUTRAL[name]:

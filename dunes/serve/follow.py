@@ -1,7 +1,7 @@
 """Follow the user's work: index saved files, and load a run's model once it is written.
 
 Editors need not send anything. Every second, the times and sizes of the training source files are checked. The
-times of their folders are checked, too: a folder's time changes when a file is added or deleted.
+times of the files' folders are checked, too, since they change when a file is added or deleted.
 """
 
 import os
@@ -131,7 +131,7 @@ class Follower(threading.Thread):
         for path in paths:
             stamp, name = self._stamp(path), self._files[path]
             if stamp is None or LARGE >= stamp[1] > room:
-                continue  # the next walk removes a deleted file, and the next check may have room for the file
+                continue  # a deleted file is removed in the next walk; a file without room is read later
             stamps[path] = stamp
             if stamp[1] <= LARGE:  # the index keeps the old text of a larger file
                 text = _read(path, name)

@@ -23,7 +23,7 @@ ENDING = 30
 
 
 class DeadlineProtocol(H11Protocol):
-    """HTTP/1.1 with a deadline for requests. Without it, a client could send single bytes forever."""
+    """HTTP/1.1 with a deadline for requests, since a client could otherwise send single bytes forever."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -52,7 +52,7 @@ class DeadlineProtocol(H11Protocol):
 
 
 def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
-    """Sockets that listen on these ports at all addresses of the host that this machine has.
+    """Sockets that listen on these ports, at all of the host's addresses on this machine.
 
     Raises ValueError if a port is in use, or if the host is unknown.
     """

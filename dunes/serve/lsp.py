@@ -68,7 +68,7 @@ class Replayed:
 
 
 class Document(TextDocument):
-    """An open file whose lines end as the protocol says; pygls splits lines by `str.splitlines`."""
+    """An open file with lines split as in the protocol, whereas pygls splits them by `str.splitlines`."""
 
     def apply_change(self, change: types.TextDocumentContentChangeEvent) -> None:
         """Replace a range of the text, or all of it."""

@@ -27,7 +27,7 @@ REPOSITORY = re.compile(r"^(?:<\|repo_name\|>|<repo_name>)[^\n]*\n")
 HINTS = re.compile(r"\A\W{1,4} language: [^\n]*\n(?:\W{1,4} indentation: [^\n]*\n)?")
 """Lines that minuet puts before the text: https://github.com/milanglacier/minuet-ai.nvim."""
 Settings = Mapping[str, float]
-"""Settings of a sampler by name; the others are neutral."""
+"""Settings of a sampler, by name; missing settings are neutral."""
 UNNAMED = "filename"
 """Name that llama-server gives to the file of an `/infill` request."""
 
@@ -47,7 +47,7 @@ class LineRequest:
     model: str = ""
     shows_all: bool = False
     explains: bool = False
-    """True to explain the tokens of the first suggestion. With `shows_all`, improbable and short ones are kept."""
+    """True to explain the tokens of the first suggestion. `shows_all` keeps improbable and short suggestions."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TextRequest:
     `sampling` has the settings of a sampler that differ from their neutral values.
     `logprobs` is the number of alternatives per token; None means no log-probabilities. With `echo`, the answer
     starts with the prompt. If there are `messages`, they are the prompt, rendered with `variables` by the model's
-    chat template; a model without one reads `prompt`. With `continues`, the last message begins the answer.
+    chat template; a model without a template reads `prompt`. With `continues`, the last message begins the answer.
     """
 
     prompt: str | Sequence[int] = ""
@@ -160,7 +160,7 @@ class Asked:
 def read_text(
     fields: Fields, defaults: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """Read a TextRequest from the fields; its settings are read from `options` if given. A missing sampler setting
+    """Read a TextRequest from the fields, and its settings from `options` if given. A missing sampler setting
     is taken from `defaults`, or is neutral. The field named `limit` has the maximum number of tokens, by default
     `tokens`. `more` are additional attributes of the request."""
     options, sampling = options or fields, dict[str, float]()

@@ -1,6 +1,6 @@
 """A served model folder: a completer of lines, a batch of texts, and updates of both.
 
-If a request names no path, its file is recognised by its lines.
+If a request has no path, the file is recognised by its lines.
 """
 
 import gc
@@ -52,7 +52,7 @@ Call = Callable[[Callable[[], Any]], Future[Any]]
 SHORT = 3
 """Minimum characters of a suggestion that does not end its line."""
 PATHS = 64
-"""Number of paths whose names in training are cached, since each look-up reads the model's card."""
+"""Number of paths whose names in training are cached, since looking up a name reads the model's card."""
 UNFITTED = 0.3
 """Minimum probability of a shown suggestion if no threshold was fitted."""
 FILES = (
@@ -93,7 +93,7 @@ class LoadedFolder:
         copier = found if isinstance(found, CopyCompleter) else None
         self.completer = copier or find_completer(folder, notes.append, False, self.loaded)
         self.note = " ".join(notes)
-        """Why the model does not complete lines; empty if it does."""
+        """The reason why the model does not complete lines; empty if it does."""
         if self.note:
             say(self.note)
         self.files = FileFinder(self.completer.training_files)
@@ -183,11 +183,11 @@ class ServedModel:
         self.current = new
         if was_copying and not new.copies:
             self._say(f"{self.name}: its model completes lines from now on")
-        gc.collect()  # the old engine is a reference cycle that keeps the old model
+        gc.collect()  # frees the old model, which a reference cycle in the old engine keeps alive
 
     @property
     def is_outdated(self) -> bool:
-        """True if the folder has changed since loading, or its base, if that could not be loaded."""
+        """True if the folder has changed since loading, or if a base that could not be loaded has changed."""
         current = self.current
         is_missing = isinstance(current.completer, CopyCompleter)
         has_base_changed = is_missing and base_stamp(self.folder) != current.base_stamp
@@ -294,8 +294,8 @@ class ServedModel:
     def with_prompt(self, request: TextRequest) -> TextRequest:
         """The request with its messages encoded as a prompt for the model's next turn; thread-safe.
 
-        A model without a chat template reads the request's `prompt`. Raises Refused if that is empty or comes with
-        a system message or thinking, and if the template refuses the messages.
+        A model without a chat template reads the request's `prompt`. Raises Refused if this prompt is empty or
+        comes with a system message or thinking. Also raises Refused if the template refuses the messages.
         """
         batch, chats = self.require_batch(), self.current.chats
         chat, variables = chats.get(request.model, chats[self.name]), dict(request.variables)
@@ -324,7 +324,7 @@ def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> 
 
 
 def model_stamp(folder: Path) -> tuple[int, ...]:
-    """A stamp that changes when a model, its gate or its index is written into a folder, or the GGUF file anew."""
+    """A stamp that changes when a model, its gate or its index is written into a folder, or to a GGUF file."""
     return tuple(file_time(folder / name) for name in (FILES if folder.is_dir() else [""]))
 
 
@@ -345,13 +345,13 @@ def file_time(path: Path) -> int:
 
 
 LINES = 400
-"""Maximum number of lines looked up on each side of the cursor: the nearest ones."""
+"""Maximum number of lines looked up on each side of the cursor, nearest first."""
 LENGTH = 8
 """Minimum characters of a line that is looked up, without white space at its ends."""
 FEWEST = 3
 """Minimum number of lines that must occur in the selected file and in no other file."""
 SHARE = 0.5
-"""Minimum share of the selected file among the looked-up lines that occur in exactly one file."""
+"""Of the looked-up lines that occur in exactly one file, the minimum fraction from the selected file."""
 
 
 class FileFinder:

@@ -1,4 +1,4 @@
-"""The worker owns the models: other threads send requests to its thread, which answers by calling a function.
+"""The worker owns the models. Other threads send requests to its thread, which calls a function to answer.
 
 An engine's caches change with each call, so concurrent calls would give wrong answers. Lines have priority: they
 are completed between two tokens of generated texts.
@@ -58,7 +58,7 @@ class Worker:
         follows: bool = True,
     ) -> None:
         if adapters and len(folders) > 1:
-            raise ValueError("--adapter goes with a single model; name one")
+            raise ValueError("--adapter needs a single model; pass one MODEL")
         names = [folder.resolve().name for folder in folders]
         if duplicates := [name for i, name in enumerate(names) if name in names[:i]]:
             raise ValueError(f"two models are named {duplicates[0]!r}; rename one of the folders")

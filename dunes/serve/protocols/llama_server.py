@@ -1,6 +1,6 @@
 """The HTTP paths of llama-server, which llama.vim and llama.vscode use.
 
-https://github.com/ggml-org/llama.cpp/tree/master/tools/server; contrary to its README, the field `prompt`
+https://github.com/ggml-org/llama.cpp/tree/master/tools/server; contrary to that README, the field `prompt`
 of `/infill` is the text before the cursor.
 """
 

@@ -22,8 +22,8 @@ VERSION = "0.12.0"
 
 
 def read_generate(fields: Fields) -> Asked:
-    """A request for a text after a prompt, or for the rest of a line if a suffix is given. Clients send an empty
-    prompt to load a model; it requests no text."""
+    """A request for a text after a prompt, or for the rest of a line if a suffix is given. An empty prompt,
+    which clients send to load a model, requests no text."""
     prompt, after = fields.text("prompt"), fields.text("suffix") or None
     system, is_raw = fields.text("system"), fields.flag("raw")
     requests = line_or_texts(_text_request(fields), prompt, after) if prompt or after else []
@@ -52,7 +52,7 @@ def _format_time(seconds: float) -> str:
 
 
 def _endpoint(read: Callable[[Fields], Asked], content: Callable[[str], dict[str, Any]]) -> Endpoint:
-    """An endpoint of Ollama; `content` returns the fields of a reply that contain its text."""
+    """An endpoint of Ollama; `content` returns the fields with the reply's text."""
 
     def write(request: Asked, answers: Answers, streams: bool) -> dict[str, Any]:
         answer = answers[0]

@@ -31,7 +31,7 @@ LOGPROBS = 20
 def read_completions(fields: Fields) -> Asked:
     """Requests for texts after prompts, or for the rest of a line if the body or a prompt has a suffix."""
     count, after = fields.integer("n", 1, 1, CHOICES), fields.text("suffix") if fields.has("suffix") else None
-    fields.integer("best_of", count, 1, count)  # at most `n`, since all choices are returned
+    fields.integer("best_of", count, 1, count)  # `best_of` cannot exceed `n`, since all choices are returned
     logprobs = fields.integer("logprobs", 0, 0, LOGPROBS) if fields.has("logprobs") else None
     limit, echo = fields.first("max_tokens", "max_completion_tokens", "n_predict"), fields.flag("echo")
     text = read_text(fields, {}, limit, DEFAULT_TOKENS, logprobs=logprobs, echo=echo)

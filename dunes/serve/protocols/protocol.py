@@ -9,7 +9,7 @@ from dunes.serve.requests import Answers, Asked, Named
 
 
 class Endpoint(NamedTuple):
-    """The functions of a path: `read` reads a body, `write` returns the reply with all answers or, in a stream, an
+    """The functions of a path. `read` reads a body. `write` returns the reply with all answers or, in a stream, an
     object for a part or the end of an answer. `end` returns the objects that follow the answers of a stream."""
 
     read: Callable[[Fields], Asked]
