@@ -155,7 +155,7 @@ def grid_at(change: Change, place: str) -> Grid | None:
 
 
 def describe(change: Change) -> str:
-    """One sentence that tells users the kinds and the method."""
+    """Describe number formats and method in one sentence."""
     request = change.request
     method = request.get("method", "rtn")
     group = request.get("group")

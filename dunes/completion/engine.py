@@ -41,7 +41,7 @@ from dunes.text.lines import valid_text
 from dunes.tree import count
 
 SUFFIX = 0.25
-"""Fraction of the context length available to the text behind the cursor."""
+"""Maximum share of the context length for the text after the cursor."""
 PROMPT_WORK = 7e10
 """Maximum product of parameters and prompt tokens. With twice this product, one thread takes half a second longer,
 and no more lines are completed correctly (docs/log/completion.md, "Beams and budgets of a large model")."""

@@ -260,7 +260,7 @@ def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, st
     """True if lines are to be copied without the model, and the reason for the user; `copies` is the option of
     `dunes train`."""
     if copies == "only":
-        return True, "lines are copied, without the model, because of --copies only"
+        return True, "--copies only: lines are copied, without the model"
     if not files:
         return False, "no line was found to compare the model with copying"
     difference, (model, copying, _) = model_minus_copying(files), np.array(files, float).mean(0)

@@ -162,7 +162,7 @@ class Sources:
 class Copies:
     """Proposes ids to copy after the ids of a text.
 
-    After the first `start` ids, the text must start with the bytes `typed`.
+    The text from id `start` on must begin with the bytes `typed`.
     """
 
     sources: Sources

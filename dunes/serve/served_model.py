@@ -1,4 +1,4 @@
-"""A served model folder: a completer of lines, a batch of texts, and updates of both.
+"""Serve a model folder: complete lines, batch text requests, and reload both on change.
 
 If a request has no path, the file is recognised by its lines.
 """
