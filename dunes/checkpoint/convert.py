@@ -78,7 +78,7 @@ def _hf_config(source: OpenedModel, model: Architecture, dtype: torch.dtype | No
 
 
 def read_name_table(path: Path) -> dict[str, str]:
-    """Read a JSON object that maps other tensor names to Hugging Face's names, both with `{i}` for an index."""
+    """Read a JSON object from a model's tensor names to Hugging Face's names; `{i}` is an index in both."""
     content = json_file.read(path.resolve())  # links are followed, as the user names the path
     if wrong := [k for k, v in content.items() if not isinstance(v, str)]:
         raise ValueError(f"{path}: the value of {wrong[0]!r} must be a name in quotes")

@@ -499,7 +499,7 @@ def _shared(chosen: Conversation, rejected: Conversation) -> int:
 
 
 def _prompt(row: dict[str, Any]) -> Conversation:
-    """The prompt that a preference has in separate fields; empty if it has none."""
+    """The prompt fields of a preference record, as messages; empty if absent."""
     key = _one(row, ("conversations", "instruction", "prompt"), "prompts") or "prompt"
     if isinstance(row.get(key), list | dict):
         _check_usable(row, [(("input", "history"), bool, f"expected in {key}")])

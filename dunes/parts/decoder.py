@@ -290,7 +290,7 @@ class Decoder(nn.Module):
     def _outputs(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """The input (B, T, width) of the loss: states, or logits if the head may mix tokens.
 
-        In training, the outputs of each module of `ahead` follow in the last dimension.
+        In training, outputs of the `ahead` modules are concatenated in the last dimension.
         """
         tokens = self.embed(ids, ctx)
         states = [self.norm(x := self._run(tokens, ctx))]

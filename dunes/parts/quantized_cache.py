@@ -117,7 +117,7 @@ class _Writes:
     ring: Tensor
     """Slot (B, T) of each token in the ring; W for a token that the ring does not store."""
     groups: Tensor
-    """Indices (B, n) of the n groups that may become complete; incomplete groups have the extra last index."""
+    """Group indices (B, n) to write; groups still incomplete get the index of an unused extra slot."""
     index: Tensor
     """Offset (B, T) of each token in the concatenation of these n groups; n * G for a token outside them."""
     open_slots: Tensor

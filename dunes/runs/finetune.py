@@ -253,7 +253,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
         cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
-    update = optimizer(config, model)  # precedes all forward passes, since sharded weights stay gathered after one
+    update = optimizer(config, model)  # before any forward pass, which would leave sharded weights gathered
     if config.goal.has_reference:
         task = replace(task, reference=_reference(task, folder / REFERENCE, display))
     accumulate = config.batch // (micro_batch(config) * ranks.count())

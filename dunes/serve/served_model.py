@@ -63,7 +63,7 @@ FILES = (
 
 
 class LoadedFolder:
-    """A loaded model folder: its batch, completer and facts, and the times of its files.
+    """A loaded model folder: decoding batch, completer, metadata and modification times.
 
     Raises ValueError for a model folder that cannot be used for completion.
     """

@@ -25,7 +25,7 @@ from dunes.train.optim import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
 PLAIN_STEPS, TIMED_CALLS = 4, 4
-"""Number of plain steps at the start (they create the optimizer's state), and of timed calls of the unit. Then the
+"""Plain steps at the start, which create the optimizer state; then timed calls of the compiled unit. Then the
 faster loop is chosen; on a CPU, processor time is compared."""
 
 Key = tuple[str, int | Tensor]
