@@ -2,8 +2,8 @@
 
 The family and config of a built model follow from its modules alone. If no Hugging Face config describes a model,
 its card records the architecture. Loading builds the structure, repeats the changes, and compares the result with
-the saved model before any weight is read. The function is passed to `load`, or imported by its name in the card;
-functions outside of `dunes.models` are imported only if the caller trusts the card.
+the saved model before any weight is read. The function that builds a model is passed to `load`, or imported by its
+name in the card; functions outside of `dunes.models` are imported only if the caller trusts the card.
 """
 
 import importlib
@@ -38,7 +38,7 @@ from dunes.units import plural
 Build: TypeAlias = Callable[..., nn.Module]
 NAME = re.compile(r"([\w-]+\.py|[A-Za-z_]\w*(\.\w+)*):[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 OURS = re.compile(r"dunes\.models\.[a-z]\w*:[A-Za-z]\w*", re.ASCII)
-"""Names of functions and classes in `dunes.models`, which are imported even if the card is not trusted."""
+"""Pattern for functions and classes in `dunes.models`; these are imported even if the card is not trusted."""
 
 
 @dataclass(frozen=True)
@@ -287,8 +287,8 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
 def import_build(name: str, folder: Path) -> Build:
     """Import the function or class "module:name" or "file.py:name" that builds the model in this folder.
 
-    A module may be on the import path or in the current folder, a file only in the current folder. Raises
-    ValueError if the import fails, or if an object of `dunes.models` builds no network.
+    Modules are searched on the import path and in the current folder, files only in the current folder. Raises
+    ValueError if the import fails, or if the object is in `dunes.models` and builds no network.
     """
     module_name, _, attributes = name.partition(":")
     paths = [*sys.path]
@@ -334,9 +334,9 @@ def _import_module(name: str) -> ModuleType:
 
 
 def hf_config_of(model: nn.Module, context_length: int, loads: bool = True) -> Architecture | str:
-    """Family and config that build exactly this model, or a difference from the closest family as text.
+    """Family and config that build exactly this model; otherwise, text on how the closest family differs.
 
-    If `loads` is true, a config is also required to load and run in transformers.
+    If `loads` is true, transformers must also be able to load and run the config.
     """
     if getattr(model, "ahead", None) is not None:
         return "it has modules that predict further ahead in training; save `model.trunk`, which lacks them"
@@ -360,7 +360,7 @@ def hf_config_of(model: nn.Module, context_length: int, loads: bool = True) -> A
 
 
 def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] | None:
-    """Number of equal modules before the first difference, and the difference; None if all are equal."""
+    """Number of equal modules before the first difference, and text on this difference; None if all are equal."""
     actual, expected = list(module_rows(model)), list(module_rows(rebuilt))
     for i, (a, b) in enumerate(zip(actual, expected, strict=False)):
         if a.place != b.place:
@@ -372,7 +372,7 @@ def _first_difference(model: nn.Module, rebuilt: nn.Module) -> tuple[int, str] |
 
 
 def _difference(a: ModuleRow, b: ModuleRow) -> str:
-    """Text that names the first difference of two modules: the class, a setting or a tensor."""
+    """Text on the first difference between two modules, in the class, a setting or a tensor."""
     if a.class_name != b.class_name:
         return f"is {a.class_name}, not {b.class_name}"
     actual, expected = {**a.attributes, **a.tensors}, {**b.attributes, **b.tensors}
@@ -381,9 +381,9 @@ def _difference(a: ModuleRow, b: ModuleRow) -> str:
 
 
 def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[int, str]:
-    """The number of modules before the first one that a family cannot read, and text that describes this module.
+    """Number of modules before the first one that a family cannot read, and text on this module.
 
-    If all modules have the family's classes, the text is the message of `error`.
+    If no module differs from the family's, the text is the message of `error`.
     """
     config = FAMILIES[family].Config.from_size(32, 32, 1, 32)
     experts = {"experts": 1, "top_k": 1} if hasattr(config, "experts") else {}

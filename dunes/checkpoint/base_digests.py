@@ -43,7 +43,7 @@ class BaseWeights:
         return next(iter(self.dtypes)) if len(self.dtypes) == 1 and not self.quantized else None
 
     def sha256(self, *dtypes: torch.dtype | None) -> list[str]:
-        """Digests of names, shapes and values after a cast to each dtype (None: no cast), computed in one pass."""
+        """A digest for each dtype, of the weights' names, shapes and values cast to this dtype (None: no cast)."""
         exact = [dtype or self.dtype for dtype in dtypes]
         if new := [dtype for dtype in dict.fromkeys(exact) if dtype not in self._digest_cache]:
             self._digest_cache |= dict(zip(new, map(_digest, self._lines(new)), strict=True))
@@ -91,7 +91,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def weights_identity(model: nn.Module) -> dict[str, str]:
-    """The `kind` of all weights, as in `base_identity`, and a digest of each block and each other child."""
+    """A digest of each block and each other child; and the `kind` of the weights, as in `base_identity`."""
     weights = BaseWeights(model, adapters=True)
     return {"kind": weights.kind, **weights.part_digests()}
 
@@ -108,9 +108,10 @@ def changed_part(model: nn.Module, identity: Mapping[str, str]) -> str | None:
 def base_identity(model: nn.Module, folder: Path | None = None) -> dict[str, Any]:
     """Digests of the base's weights, without adapters, as stored in an adapter's card.
 
-    `kind` is the dtype or quantization, and `sha256` the digest of the weights. A dense base also has `digests`,
-    computed after casting to float32, bfloat16 and float16. If the model was just loaded from `folder`, `files`
-    has the folder's `file_stamps`; later, the digests are computed again only if a stamp has changed.
+    `kind` is the dtype or quantization, and `sha256` the digest of the weights. For a dense base, `digests` are
+    also computed after casting to float32, bfloat16 and float16. If the model was just loaded from `folder`, pass
+    `folder` to record its `file_stamps` as `files`; while the stamps stay the same, loading need not compute the
+    digests again.
     """
     files = {} if folder is None else {"files": file_stamps(folder)}
     weights = BaseWeights(model)
@@ -128,16 +129,16 @@ def file_stamps(base: Path) -> dict[str, list[int]]:
 
 
 def is_unchanged(base: Path, card: Mapping[str, Any]) -> bool:
-    """True if a base has exactly the `file_stamps` in an adapter's card."""
+    """True if the `file_stamps` of a base equal those in an adapter's card."""
     entry = card.get("base")
     return isinstance(entry, dict) and entry.get("files") == file_stamps(base)
 
 
 @dataclass(frozen=True)
 class BaseRecord:
-    """The `base_identity` in an adapter's card; it identifies the weights that the adapter was trained on.
+    """The `base_identity` in an adapter's card, which identifies the weights that the adapter was trained on.
 
-    `digests` has the dense base's digests by dtype; it is empty if no digest was computed before quantization.
+    `digests` has the dense base's digests by dtype; empty if none was computed before the base was quantized.
     """
 
     kind: str
@@ -146,7 +147,7 @@ class BaseRecord:
 
     @classmethod
     def read(cls, card: Mapping[str, Any], folder: Path) -> "BaseRecord | None":
-        """The record in a card, or None if there are no digests of a base. Raises ValueError if it is damaged."""
+        """The record in a card, or None without digests of a base. Raises ValueError for a damaged record."""
         base = card.get("base") or {}
         try:
             if not base.keys() & {"kind", "sha256", "digests"}:
@@ -164,7 +165,7 @@ class BaseRecord:
         return weights.kind == self.kind and weights.sha256(None) == [self.sha256]
 
     def quantized_from(self, weights: BaseWeights) -> bool:
-        """True if the recorded weights were quantized from `weights`, so that `weights` must reproduce them."""
+        """True if the recorded weights were quantized from `weights`, and quantizing `weights` reproduces them."""
         quantized, _, dtype = self.kind.rpartition(", ")
         if weights.dtype is None or dtype != str(weights.dtype) or not quantized or "torch." in quantized:
             return False

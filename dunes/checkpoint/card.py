@@ -112,7 +112,7 @@ def place_files(folder: Path) -> None:
 
 
 def _remove_old(folder: Path, ready: Path) -> None:
-    """Remove the files of an older save that the new save does not have."""
+    """Remove an older save's files that are not part of the new save."""
     new, old = {f.name for f in ready.iterdir()} | {*listed_files(ready, read_card(ready))}, set[str]()
     if CARD in new:
         with suppress(ValueError):  # the older card is damaged
@@ -149,7 +149,7 @@ def _save_stamp(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def has_own_form(card: Mapping[str, Any]) -> bool:
-    """True if a card describes a model that no Hugging Face config describes."""
+    """True if a card records a model that no Hugging Face config describes."""
     return isinstance(card.get("family"), dict) or isinstance(card.get("structure"), dict)
 
 
@@ -184,7 +184,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
 
 @contextmanager
 def exclusive_folder(out: Path) -> Iterator[None]:
-    """Create the folder and lock it in the context; if the body raises, folders created here are removed.
+    """Context in which `out` exists and is locked; if the body raises, folders created here are removed.
 
     Raises ValueError if another process has the lock.
     """

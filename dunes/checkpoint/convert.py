@@ -32,8 +32,8 @@ def convert(
     """Write the source's model as a new Hugging Face folder.
 
     Tensors are written one at a time into a temporary folder, which is read back and verified before it is renamed
-    into place. `facts` about the source go into the card. Raises ValueError, before anything is written, if the
-    source is incomplete or `out` exists, and afterwards if the logits of source and result differ.
+    into place. `facts` about the source go into the card. Raises ValueError before anything is written if the
+    source is incomplete or `out` exists, and after writing if the logits of source and result differ.
     """
     edit = partial(_converted, source, dtype, facts or {})
     return rewrite(source.folder, out, edit, phase("writing", 0.0, WRITTEN))
@@ -78,8 +78,8 @@ def _hf_config(source: OpenedModel, model: Architecture, dtype: torch.dtype | No
 
 
 def read_name_table(path: Path) -> dict[str, str]:
-    """Read a JSON object from a model's tensor names to Hugging Face's names; `{i}` is an index in both."""
-    content = json_file.read(path.resolve())  # links are followed, as the user names the path
+    """Read a JSON file that maps a model's tensor names to Hugging Face's; `{i}` is an index in both names."""
+    content = json_file.read(path.resolve())  # follows symbolic links, since the user chose the path
     if wrong := [k for k, v in content.items() if not isinstance(v, str)]:
         raise ValueError(f"{path}: the value of {wrong[0]!r} must be a name in quotes")
     if wrong := [k for k, v in content.items() if fields(v) - fields(k)]:

@@ -39,7 +39,7 @@ from dunes.units import plural
 
 Into = Literal["dequantized", "original"]
 MOST_LOST = 0.5
-"""Smallest share of the update that a merge keeps without a warning."""
+"""A merge that keeps a smaller share of the adapter's update causes a warning."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Report:
 def export(
     folder: Path, out: Path, into: Into | None = None, dtype: torch.dtype | None = None, any_base: bool = False
 ) -> Report:
-    """Write the model in `folder` with its tokenizer to `out`; the active adapter is merged, weights dequantized.
+    """Write the model in `folder` and its tokenizer to `out`; merges the active adapter and dequantizes weights.
 
     `into` selects the weights into which an adapter of a quantized base is merged: the dequantized weights, on
     which it was trained (default), or the original weights. `dtype` is the dtype of the result, by default the
@@ -166,7 +166,7 @@ def write_format(folder: Path, out: Path, to: str, dtype: str | None = None, exa
 
 
 def check_example(folder: Path, to: str, dtype: str | None, example: Sequence[int]) -> None:
-    """Raise ValueError if the options do not fit the network or the language model in the folder."""
+    """Raise ValueError if the options do not fit the kind of model in the folder (language model or network)."""
     if not checkpoint.is_network(folder):
         if example:
             raise ValueError(f"--example: omit it, since {folder} is a language model")
@@ -182,8 +182,8 @@ def check_example(folder: Path, to: str, dtype: str | None, example: Sequence[in
 def _open_dense(folder: Path, reader: str) -> tuple[Architecture, Weights, Tokenizer | None]:
     """The architecture, the dense weights (active adapter merged, in the base's dtype), and the tokenizer.
 
-    The weights of a plain folder stay in its files. `reader` is the name, in error messages, of the program that
-    will read the result.
+    The weights of a plain folder are not read from its files yet. `reader` is the program that will read the
+    result, for error messages.
     """
     if is_plain(folder):
         opened = open_verified_model(folder)
@@ -197,7 +197,7 @@ def _open_dense(folder: Path, reader: str) -> tuple[Architecture, Weights, Token
 
 
 def _merge_active(model: Decoder, dtype: torch.dtype) -> Merged:
-    """Merge the active adapter and remove all others; if no adapter is active, `share` is 1."""
+    """Merge the active adapter and remove the others; the result's `share` is 1 if no adapter is active."""
     active = active_adapter(model)
     adapters = {name for m in model.modules() if isinstance(m, Adapted) for name in m.adapters}
     for name in adapters - {active}:
@@ -218,7 +218,7 @@ def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dt
 
 
 def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, ...]:
-    """Relative distance between the logits of the original and the trained base with the adapter, and its limit.
+    """Relative distance of the logits when the adapter is on the original and on the trained base; and its limit.
 
     Raises ValueError if the distance exceeds the limit.
     """

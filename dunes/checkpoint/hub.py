@@ -87,7 +87,7 @@ def download(name: str, revision: str) -> tuple[Path, str]:
 
 
 def _resolve(name: str, revision: str, store: Path) -> tuple[str, dict[str, int]]:
-    """The commit of a revision, and the number of bytes to download for each of its files.
+    """The commit of a revision, and the number of bytes to download for each file in this commit.
 
     A commit whose list of files is cached needs no request. (`HfApi.resolve_revision` lacks a timeout.)
     """
@@ -139,7 +139,7 @@ def select_files(files: Mapping[str, int], name: str) -> dict[str, int]:
 
 
 def _failure(error: Exception, name: str, revision: str) -> ValueError:
-    """The one-line ValueError, with a remedy, for a request that the Hub refused or did not receive."""
+    """A ValueError on one line, with a remedy, for a request that the Hub refused or did not receive."""
     from huggingface_hub import constants
 
     causes: list[BaseException] = [error]

@@ -44,7 +44,7 @@ SHOWN = 40
 class Verdict:
     """The tokenizer, if it can be read, and the reasons why `load` would refuse the folder.
 
-    `built` is False if the model's function was not imported or failed, so that no structure was compared.
+    `built` is False if the model's structure was not compared because its function was not imported or failed.
     """
 
     tokenizer: Tokenizer | None
@@ -102,7 +102,7 @@ def judge(opened: OpenedModel) -> Verdict:
 
 
 def describe_folder(opened: OpenedModel, verdict: Verdict | None = None) -> Iterator[str]:
-    """Lines that describe a folder: its family, config, sizes, differences, and if it would load."""
+    """Lines that describe a folder, with family, config, sizes, differences and the verdict."""
     verdict = verdict or judge(opened)
     files, config = opened.files, opened.config
     size = f"{plural(len(files), 'tensor')}, {format_bytes(sum(w.nbytes for w in files.values()))}"

@@ -3,7 +3,7 @@
 The functions stand in the order in which they run. `locate_model` finds the folder. `open_model` recognises the
 format, and reads the config and the headers of the weight files. An `OpenedModel` outlines the model on the meta
 device and compares the files' tensors with it. `load_decoder` fills the model, and `load_tokenizer` reads the
-tokenizer. `load` does all this. Functions for adapters and for networks that are no language model follow.
+tokenizer. `load` does all this. The last functions open adapters, and networks that are no language model.
 """
 
 import math
@@ -86,7 +86,7 @@ class ModelLocation:
 
 
 def locate_model(model: str | Path, revision: str | None = None) -> ModelLocation:
-    """Locate a local model, or a model in a cache, to which it is downloaded if missing.
+    """Locate a local or cached model; a model that is missing from the cache is downloaded.
 
     `model` is a local folder or GGUF file, a packaged model (`smollm2`), or else `org/name` or `org/name@revision`
     on the Hub, also written `hf:org/name`. A revision is a branch, a tag or a commit, by default `main`. Raises
@@ -359,8 +359,8 @@ def context_length_of(
 ) -> int:
     """The context length in a card, in tokens; `otherwise` if the card has none.
 
-    Raises ValueError unless the context length is a positive integer. If the weights have learned position
-    embeddings, it must not exceed their number.
+    Raises ValueError unless the context length is a positive integer and does not exceed the number of learned
+    position embeddings (if the weights have any).
     """
     context_length = card.get("context_length", otherwise)
     limit = weights[POSITIONS].shape[0] if POSITIONS in weights else math.inf
@@ -402,7 +402,7 @@ def load_decoder(opened: OpenedModel) -> Decoder:
 
 
 def _to_one_dtype(opened: OpenedModel, weights: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The weights in one dtype. If there are several: the config's if a weight has it, else the promoted dtype."""
+    """The weights in one dtype. Mixed dtypes become the config's if a weight has it, else the promoted dtype."""
     dtypes = {w.dtype for w in weights.values()}
     if len(dtypes) == 1:
         return weights
@@ -543,7 +543,7 @@ def describe(folder: Path | str) -> OpenedModel:
 
 
 def round_for_speed(loaded: LoadedModel) -> LoadedModel:
-    """Cast a large float32 model of a run with a base to bfloat16 if this makes matrix products clearly faster.
+    """Cast a large float32 model trained from a base to bfloat16 if this makes matrix products clearly faster.
 
     The result is for completion and generation; saving, scoring and exporting use the weights of `load`.
     """
@@ -557,7 +557,7 @@ def round_for_speed(loaded: LoadedModel) -> LoadedModel:
 def base_folder(folder: Path, fetch: bool = True) -> Path:
     """The folder of an adapter's base: at its absolute path, at its relative path, or, with `fetch`, from the Hub.
 
-    Raises ValueError, with a remedy, if none of these exists.
+    Raises ValueError, with a remedy, if the base is in none of these places.
     """
     folder = readable_folder(folder)
     peft = json_file.read(folder / ADAPTER)
@@ -583,8 +583,8 @@ def open_base(
 ) -> tuple[OpenedModel, Tokenizer | None, int]:
     """Open an adapter's base; also returns the adapter's tokenizer and context length, from `folder` and `card`.
 
-    Tokenizer and context length are the base's if the adapter has none. Raises ValueError like `load`; the base's
-    files are hashed if they have at most `max_bytes` in total.
+    If the adapter lacks one of them, the base's is returned. The base's files are hashed if they have at most
+    `max_bytes` in total. Raises ValueError like `load`.
     """
     opened = open_verified_model(base_folder(folder), max_bytes=max_bytes)
     tokenizer = load_tokenizer(opened, tokenizer_folder(folder))
@@ -667,7 +667,7 @@ def prepare_base(model: Decoder, folders: Sequence[Path], any_base: bool = False
 
 
 def _changes(card: Mapping[str, Any]) -> Iterator[Any]:
-    """Records, in an adapter's card, of changes to the base before the adapter was added."""
+    """Records in an adapter's card of changes that were made to the base before the adapter was added."""
     return (r for r in card.get("changes", []) if not (isinstance(r, dict) and r.get("name") == "lora"))
 
 
@@ -690,12 +690,12 @@ def load_network(
 
 
 def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
-    """Load weights from a file, or from a folder that `save_weights` or `save` wrote; returns its card, or {}.
+    """Load weights from a file, or from a folder by `save_weights` or `save`; returns the folder's card, or {}.
 
-    Nothing is cast: call `tree.move(model, dtype=...)` first. Files are safetensors or pickles, read without
-    executing anything. Raises ValueError, listing the differences and changing nothing, if a file differs from its
-    digest in the card, or if names, shapes, dtypes or ties differ; with a card, also if classes or settings of
-    modules differ.
+    Weights are not cast; if dtypes differ, call `tree.move(model, dtype=...)` first. Files are safetensors or
+    pickles, read without executing anything. Raises ValueError, listing the differences and changing nothing, if a
+    file differs from its digest in the card, or if names, shapes, dtypes or ties differ; with a card, also if
+    classes or settings of modules differ.
     """
     model, path = tree.uncompiled(model), Path(path)
     tree.require_shapes(model)

@@ -1,8 +1,9 @@
-"""Save and load training states to resume a run: one folder per saved step; the newest intact state is loaded.
+"""Save training states, one folder per saved step, and load the newest intact state to resume a run.
 
-`<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. A manifest with digests
-is written last, then the folder is renamed into place. Tensors that rarely change, such as the best weights, have
-a file of their own, which is a hard link to the previous state's file if none of them changed.
+`<run>/state/step-000123/` has tensors as safetensors and other values as JSON, no pickle. After all other files, a
+manifest with digests is written, and the folder is renamed into place. Tensors that rarely change, such as the
+best weights, have a file of their own, which is a hard link to the previous state's file if all these tensors stay
+equal.
 """
 
 import hashlib
@@ -51,8 +52,8 @@ class Snapshot(NamedTuple):
 def save_state(run: Path, step: int, state: Mapping[str, Any] | Snapshot) -> Path:
     """Write a state, a nested dict of tensors and JSON values, and delete all but the newest two states.
 
-    Each rank writes its part. Raises OSError if the state cannot be written, ValueError if a tensor is not finite;
-    earlier states are then kept.
+    Each rank writes its part. Raises OSError if the state cannot be written, and ValueError if a tensor is not
+    finite; both errors leave earlier states in place.
     """
     folder = run / "state" / f"step-{step:06d}"
     copied = state if isinstance(state, Snapshot) else snapshot(state)
@@ -75,7 +76,7 @@ def _finite_size(folder: Path, copied: Snapshot) -> int:
 
 
 def _stage(folder: Path, size: int, stack: ExitStack) -> Path | None:
-    """A staging folder, which `stack` removes; None if an intact state of this step exists already."""
+    """A staging folder, removed when `stack` exits; None if an intact state of this step exists already."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder_lock(folder.parent):
         if _is_intact(folder):
@@ -108,7 +109,7 @@ def _write_part(staged: Path, copied: Snapshot, earlier: Sequence[Path]) -> dict
 
 
 def _link(path: Path, earlier: Path, tensors: Mapping[str, Tensor]) -> str:
-    """If the file `earlier` has exactly these tensors, hard-link it as `path`; returns its SHA-256, else ""."""
+    """If the file `earlier` has exactly these tensors, hard-link it as `path`, and return its SHA-256, else ""."""
     with suppress(OSError):  # the file does not exist, or the disk has no hard links
         digest, own = atomic.digest(earlier), hashlib.sha256()
         for part in safetensors_file.file_parts(in_memory(tensors)):
@@ -142,7 +143,7 @@ def _tensor_files(names: Iterable[str]) -> list[str]:
 def _publish(staged: Path, folder: Path, digests: Sequence[Mapping[str, str]]) -> None:
     """Write the manifest and rename the state into place; delete all but the newest two states.
 
-    Does nothing if another writer was faster.
+    Does nothing if another writer has already written an intact state of this step.
     """
     files = {name: {"sha256": digest} for part in digests for name, digest in part.items()}
     (staged / MANIFEST).write_text(json.dumps({"files": files}))
@@ -208,7 +209,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 def _load_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all ranks' files. Of a tensor that was saved in parts, each rank keeps only its rows."""
+    """The tensors of all ranks' files. If a tensor was saved in parts, each rank keeps only its own rows."""
     parts: dict[str, list[Tensor]] = {}
     for name in _tensor_files(path.name for path in folder.iterdir()):
         for key, tensor in load_file(folder / name).items():
@@ -223,10 +224,10 @@ def _state_folders(run: Path) -> list[Path]:
 
 
 def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snapshot:
-    """A copy of a state on the CPU; of a sharded tensor, only this rank's shard is copied.
+    """A copy of a state on the CPU; for a sharded tensor, only this rank's shard is copied.
 
-    Tensors under the keys in `unchanging`, which the caller never modifies, are not copied; they are written once
-    for all states in which they are equal. Raises TypeError for values that are neither tensors nor JSON.
+    Tensors under the keys in `unchanging` are not copied, so the caller must never modify them; `save_state`
+    writes them only once while they stay equal. Raises TypeError for values that are neither tensors nor JSON.
     """
     tensors: dict[str, Tensor] = {}
     values = _plain(state, "", tensors, unchanging)
@@ -235,7 +236,7 @@ def snapshot(state: Mapping[str, Any], unchanging: Collection[str] = ()) -> Snap
 
 # A recursive inner function would keep the tensors in memory until the next garbage collection.
 def _plain(value: Any, path: str, tensors: dict[str, Tensor], unchanging: Collection[str]) -> Any:
-    """The JSON form of a value of a state; its tensors are added to `tensors`, by dotted path."""
+    """The JSON form of a value of a state; adds its tensors to `tensors` under their dotted paths."""
     if isinstance(value, Tensor):
         if (own := ranks.local_shard(value.detach())) is not None:
             own = own.cpu().contiguous()

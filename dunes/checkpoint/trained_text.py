@@ -70,7 +70,7 @@ def require_own_sources(trained: Mapping[str, Any]) -> None:
 
 
 def _record(sources: Sequence[str], follow_links: bool) -> Path:
-    """The path of a file that exists only if this user has trained on these sources."""
+    """The path of a file whose existence records that this user has trained on these sources."""
     paths = [str(Path(os.path.expanduser(s)).absolute()) if is_path(s) else s for s in sources]
     digest = blake2b(json.dumps([paths, follow_links]).encode(), digest_size=16)
     return cache_home() / "sources" / digest.hexdigest()
@@ -91,7 +91,7 @@ def split_documents(card: Mapping[str, Any], **options: Any) -> Corpus:
 
 
 def _trained_corpus(trained: Mapping[str, Any], **options: Any) -> Corpus:
-    """The documents of a recorded training run with any split. Raises ValueError for an untrusted card."""
+    """The documents of a recorded training run, with any `split`. Raises ValueError for an untrusted card."""
     require_own_sources(trained)
     if (number := trained.get("split_version")) != SPLIT_VERSION:
         raise ValueError(

@@ -58,7 +58,8 @@ class Verification:
     """Differences between the float32 logits of source and result; `size` is the RMS of the source's logits.
 
     `agree` is the fraction of positions with the same top-1 token. If weights were rounded, `largest_difference`
-    compares with the source rounded to the same dtype, and `rounding` with the source itself.
+    is the difference from the source rounded to the same dtype, and `rounding` the difference from the unrounded
+    source.
     """
 
     largest_difference: float
@@ -90,7 +91,7 @@ class Verification:
 
 
 def verify(source: OpenedModel, result: OpenedModel, dtype: torch.dtype | None = None) -> Verification:
-    """Compare the logits of two models; `dtype` is given if the result's weights were rounded to it.
+    """Compare the logits of two models; pass `dtype` if the result's weights were rounded to this dtype.
 
     Raises ValueError if the logits differ by more than reordered operations or rounding explain.
     """
@@ -106,7 +107,7 @@ def verify(source: OpenedModel, result: OpenedModel, dtype: torch.dtype | None =
 def _compare(
     folder: Path, plain: Tensor, before: Tensor, after: Tensor, dtype: torch.dtype | None, merging: float = 0.0
 ) -> Verification:
-    """Compare logits after a conversion (`after`) with the source's (`plain`) and the rounded source's (`before`).
+    """Compare the logits of the result (`after`), the source (`plain`) and the rounded source (`before`).
 
     `merging` is the largest difference caused by merging an adapter. Raises ValueError if a tolerance is exceeded.
     """
@@ -117,7 +118,7 @@ def _compare(
     if not plain.isfinite().all():
         raise ValueError(f"{folder}: its logits are not finite; list the weights: dunes inspect --values {folder}")
     finite = dtype is None or before.isfinite().all()  # otherwise the logits exceed the dtype's range
-    if finite and not verification.relative <= EXACT:  # true for NaN, too
+    if finite and not verification.relative <= EXACT:  # also true for NaN
         raise ValueError(f"{folder}: the result is another model: {verification}; nothing was written")
     if dtype and not (rounding or 0.0) <= ROUNDED * torch.finfo(dtype).eps * verification.size:
         raise ValueError(f"{folder}: {dtype} cannot hold these weights: {verification}; nothing was written")

@@ -19,7 +19,7 @@ from dunes.units import format_bytes
 
 
 class PackagedModel(NamedTuple):
-    """A model's file in a package: path in the package, SHA-256 and size; and the package's size and licence."""
+    """A model's file, with its path in a package, SHA-256 and size; and size and licence of the package."""
 
     requirement: str
     file: str
@@ -43,7 +43,7 @@ _PIP = ("--no-compile", "--no-user", "--no-input", "--disable-pip-version-check"
 
 
 def fetch_model(name: str) -> Path:
-    """The file of a model in MODELS, in the user's cache folder; it is installed there if missing or damaged.
+    """The file of a model in MODELS, in the user's cache folder, where it is installed if missing or damaged.
 
     Prints a line to standard error before and after an installation. Raises ValueError, on one line, if there is
     neither pip nor uv, if they fail, or if they install another file. Raises OSError if the disk is full.

@@ -30,7 +30,7 @@ NOT_INHERITED = (
     *("files", "format", "dunes", "adapter", "base", "family", "config", "structure", "changes", "history"),
     MASKED,
 )
-"""Keys that the card of a changed model does not inherit."""
+"""Keys of a card that are not copied to the card of a changed model."""
 Check = Callable[[Path], Mapping[str, Any]]
 T = TypeVar("T")
 Edit: TypeAlias = tuple[Callable[..., None], Callable[[Path], tuple[T, Mapping[str, Any]]]]

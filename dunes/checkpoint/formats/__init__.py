@@ -1,7 +1,8 @@
 """Formats on disk other than Hugging Face's, one file each, and the table of formats that `dunes export` writes.
 
-`checkpoint.open` imports the files that only read or write tensors (`adapter`, `gguf`, `native`,
-`quantized_weights`). The others import `checkpoint.open` to open a written model. This file does not import torch.
+`checkpoint.open` imports the modules that only read or write tensors (`adapter`, `gguf`, `native`,
+`quantized_weights`). The other modules import `checkpoint.open` to open a written model. This file does not import
+torch.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -13,13 +14,13 @@ Blocks = Literal["q8_0", "q4_0"]
 
 
 class Format(NamedTuple):
-    """A format that `dunes export --to NAME` writes. Its file has the format's name, with _ for -.
+    """A format that `dunes export --to NAME` writes, in the module of this name with _ in place of -.
 
-    With `dense`, the file has `write(out, architecture, weights, tokenizer, dtype)`. `weights` are dense lazy
-    tensors by the model's names, with the active adapter merged, and `out` is a new file with this `suffix`. Other
-    files have `write(folder, out, dtype)`, and with `network` also `write_network(folder, out, sizes)` for
-    networks that are no language models. All return text for the user. If the format has no choice of dtype,
-    `no_dtype` is the reason, and `write` has no argument `dtype`.
+    If `dense` is true, the module has `write(out, architecture, weights, tokenizer, dtype)`. `weights` are dense
+    lazy tensors by the model's names, with the active adapter merged, and `out` is a new file with this `suffix`.
+    Modules of other formats have `write(folder, out, dtype)`, and if `network` is true also `write_network(folder,
+    out, sizes)` for networks that are no language models. All these functions return text for the user. If the
+    dtype cannot be chosen, `no_dtype` is the reason, and `write` has no argument `dtype`.
     """
 
     about: str

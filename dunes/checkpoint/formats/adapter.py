@@ -59,7 +59,7 @@ SETTINGS = {cls.PEFT_SETTING: name for name, cls in lora.VARIANTS.items() if cls
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The base of a model's adapters: its linear layers and embeddings, and PEFT's targets by weight names.
+    """The base of a model's adapters: linear layers and embeddings by name, and PEFT's targets by weight name.
 
     `settings` is the config.json of the model without adapters, with quantized layers replaced by linear layers.
     """
@@ -71,7 +71,7 @@ class AdapterBase:
 
 
 def adapter_base_of(model: nn.Module, family: str | None = None) -> AdapterBase:
-    """The base of a model's adapters. `family` sets the names of matrices; by default, the modules' family.
+    """The base of a model's adapters. `family` sets the names of matrices (default: the family of the modules).
 
     Raises ValueError if no Hugging Face config describes the base.
     """
@@ -225,7 +225,7 @@ MISREAD = {"gate_proj", "up_proj", "down_proj"}
 def _peft_config(
     factors: Sequence[tuple[Target, Factors]], base: AdapterBase, adapters: Sequence[Adapter]
 ) -> dict[str, Any]:
-    """The adapter_config.json; `target_modules` has a name's last part if all modules with this part are adapted.
+    """The adapter_config.json; `target_modules` lists a last part of names if all modules with it are adapted.
 
     `r` and `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
     `alpha_pattern`.
@@ -248,7 +248,7 @@ def _peft_config(
     pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # a reference has no factors
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
-    # In a model with such experts, PEFT treats modules with these names as an expert's, but no parameters.
+    # If experts are stacked, PEFT takes modules with these names for an expert's, but not parameters.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
     if shared and any(f.others for _, f in factors):
@@ -315,7 +315,7 @@ def attach_adapter(model: nn.Module, folder: Path, name: str = lora.NAME, any_ba
 
 
 def is_reference(card: Mapping[str, Any]) -> bool:
-    """True if a card describes a mere reference to a base, which `save_adapter` writes if `name` is None."""
+    """True if a card records only a reference to a base, as `save_adapter` writes it if `name` is None."""
     return "adapter" in card and card["adapter"] is None
 
 
@@ -360,7 +360,7 @@ class PeftConfig:
         return rank, alpha / _divisor(rank, self.options.rslora)
 
     def change(self, factors: Mapping[str, Factors], name: str) -> Change:
-        """The change that `augment.lora.decide` returns for these modules."""
+        """The change that `augment.lora.decide` would return for these modules."""
         alphas = {place: f.scale * _divisor(f.rank, self.options.rslora) for place, f in factors.items()}
         places = {place: {"rank": f.rank, "alpha": alphas[place]} for place, f in factors.items()}
         request = replace(self.options, where=tuple(factors), adapter=name).request()
@@ -411,7 +411,7 @@ def _read_patterns(key: str, config: Mapping[str, Any], number: type[int] | type
 
 
 def _target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The suffixes listed in `target_modules`; empty if this is no list, or if other settings exclude modules."""
+    """The suffixes listed in `target_modules`; empty if it is no list, or if other settings exclude modules."""
     modules = config.get("target_modules")
     narrowed = [config.get(k) for k in ("exclude_modules", "layers_to_transform", "layers_pattern")]
     if not isinstance(modules, list) or any(setting not in (None, []) for setting in narrowed):
@@ -425,7 +425,7 @@ def _matches(pattern: str, path: str) -> bool:
 
 
 def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError if the card records another config.json of the base; PEFT's folders have no card."""
+    """Raise ValueError if the card (absent in PEFT's folders) records a config.json that is not the base's."""
     recorded = (card.get("base") or {"config": base.settings}).get("config")
     before, now = (recorded if isinstance(recorded, dict) else {}), base.settings
     if differing := [key for key in (*before, *now) if before.get(key) != now.get(key)]:
@@ -438,7 +438,7 @@ def check_settings(base: AdapterBase, card: Mapping[str, Any], folder: Path) -> 
 
 _NAMES = [(key, name) for table in (PARAMETERS, EmbeddingAdapter.PARAMETERS) for name, (_, key) in table.items()]
 PARTS = {"base_layer.weight": "base", **dict(_NAMES), **{f"{key}.weight": name for key, name in _NAMES}}
-"""An adapter's tensors by the end of their names; some versions of PEFT append `.weight`."""
+"""Parts of an adapter by the end of their names in files; some versions of PEFT append `.weight`."""
 
 
 def _group_tensors(folder: Path) -> dict[str, dict[str, LazyTensor]]:
@@ -494,7 +494,7 @@ def _check_complete(folder: Path, peft: PeftConfig, adapted: set[str], targets: 
 
 
 def _find_target(folder: Path, module: str, group: Weights, base: AdapterBase) -> Target:
-    """The target of a module in the file; stacked experts are matched by shape, as their nesting varies."""
+    """The target of a module in the file; stacked experts are matched by shape, since their nesting varies."""
     path = module.removeprefix(PREFIX)
     if (plain := base.targets.get(f"{path}.weight")) is not None:
         return plain

@@ -54,7 +54,7 @@ class Target:
         return self.load(torch.empty(0, 1, device="meta")).shape == (1, 0)
 
     def b_to_theirs(self, b: Tensor) -> Tensor:
-        """Reorder the outputs of `B` (O, R), for one row of modules, as in Hugging Face's weight."""
+        """Reorder the outputs of one row's `B` (O, R) into the order of Hugging Face's weight."""
         saved = self.save(b)
         return saved.mT if self.transposed else saved
 

@@ -1,8 +1,8 @@
 """Write a folder from which a program without Python generates text or runs another network.
 
 The folder has compiled code, weights, the tokenizer, and the sources of a library with a C interface. The code is
-the decoding step that `dunes compile` caches, or a network's forward compiled by AOTInductor. It runs on this kind
-of processor and this release of torch: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
+the decoding step that `dunes compile` caches, or a network's forward compiled by AOTInductor. The code needs this
+kind of processor and this release of torch: https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
 """
 
 import json
@@ -41,7 +41,7 @@ from dunes.units import format_bytes
 CARD, WEIGHTS, TABLES, FORMAT = "card.json", "weights.safetensors", "tokenizer.safetensors", 1
 SOURCES = Path(__file__).parent / "program"
 OF_TEXTS = "text."
-"""Prefix in names of weights that the code for the beginning of a text needs in another dtype."""
+"""Prefix in names of weights that the code for prefill needs in another dtype."""
 MIN_CONTEXT, CHUNK = 8, 1 << 24
 MIX = [np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
 """Constants of the checksum, from https://prng.di.unimi.it/splitmix64.c"""
@@ -90,8 +90,8 @@ def export_native(
 ) -> str:
     """Write the folder `out` with the model's compiled decoding steps; returns a line on the folder.
 
-    `dtype` is passed to `compile_step`. Compilation takes two to five minutes unless the steps are cached; before
-    it starts, `show` is called with a message. Raises ValueError, before any work, if `out` exists, if no C++
+    `dtype` is passed to `compile_step`. `show` is called with a message before compilation, which takes two to
+    five minutes if the steps are not cached. Raises ValueError, before any work, if `out` exists, if no C++
     compiler is installed, and for models that are no decoders, have mixtures of experts, need the entire text for
     each token, or attend to fewer than 8 tokens. Later, raises ValueError, and writes nothing, if the model cannot
     be compiled, or if the folder's code computes something else.
@@ -223,7 +223,8 @@ def _write(
 ) -> str:
     """Write a folder with these weights, the files that `fill` writes, the sources, and the card.
 
-    `verify` is called with the temporary folder and the weights read back; it raises ValueError if they are wrong.
+    `verify` is called with the temporary folder and the weights read back, and raises ValueError if these are
+    wrong.
     """
     aliases, own = _without_aliases(weights)
     card = {

@@ -204,7 +204,7 @@ def _verify(path: Path, names: Names, weights: Weights, numbers: Mapping[str, An
 
 
 def weight_names(model: Architecture) -> Names:
-    """The table of GGUF names of a model's tensors, with stacked experts."""
+    """The table of a model's tensor names in GGUF, where experts are stacked."""
     package, architecture = extra("gguf", "gguf"), _architecture(model.family)
     number = {text: number for number, text in package.MODEL_ARCH_NAMES.items()}[architecture]
     table, names = package.get_tensor_name_map(number, 1), []
@@ -249,7 +249,7 @@ def _fields(model: Architecture, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _context_length(hf: Mapping[str, Any]) -> int:
-    """The context length, cut to the sliding window, which llama.cpp ignores."""
+    """The context length, cut to the sliding window, since llama.cpp ignores sliding windows."""
     return int(min(hf["sliding_window"] or hf["max_position_embeddings"], hf["max_position_embeddings"]))
 
 
@@ -410,7 +410,7 @@ def _rope_scaling(hf: Mapping[str, Any], known: Mapping[str, Any], files: Weight
 
 
 def _llama3(hf: Mapping[str, Any], width: int, length: int, divisors: Tensor) -> dict[str, Any]:
-    """LLaMA 3's scaling with the usual bounds 1 and 4. Raises ValueError if it does not give these divisors."""
+    """LLaMA 3's scaling with the usual bounds 1 and 4. Raises ValueError unless the scaling gives `divisors`."""
     scaling, base = Llama3(float(divisors.max()), 1.0, 4.0, length), hf.get("rope_theta", 10_000.0)
     cpu = torch.device("cpu")
     expected = base_frequencies(width, base, cpu) / scaling.inverse_frequencies(width, base, cpu)

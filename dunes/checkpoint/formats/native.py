@@ -28,7 +28,7 @@ KNOWN = (
     *("sliding_window", "_sliding_window"),
     *("use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor", "moe", "max_batch_size"),
 )
-"""Supported keys; `max_batch_size` does not affect the model. Other keys are refused, since they may affect it."""
+"""Supported keys; `max_batch_size` does not affect the model. Other keys may do so and are refused."""
 DEFAULTS = {"model_type": "transformer", "causal": True, "use_biases": False}
 """Keys that are accepted only with these values."""
 EXPERTS = {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
@@ -39,8 +39,9 @@ LLAMA_3_2_DIMS = (2048, 3072)
 def to_hf_config(params: Mapping[str, Any], vocab: int, tied: bool) -> tuple[dict[str, Any], list[str]]:
     """The config.json equivalent to a params.json, and a note for each assumed value.
 
-    `vocab` is the number of embedding rows in the files, since params.json may have -1. Raises ValueError for
-    unknown keys and invalid values, KeyError for missing keys. The family checks values that are only copied.
+    `vocab` is the number of embedding rows in the files, since params.json may give it as -1. Raises ValueError
+    for unknown keys and invalid values, KeyError for missing keys. Values that are copied unchanged are checked by
+    the family later.
     """
     p, notes = check_supported({k: v for k, v in params.items() if v is not None}, DEFAULTS), list[str]()
     _refuse_unknown(p, {*KNOWN, *DEFAULTS}, "")
@@ -105,7 +106,7 @@ def _hidden(p: Mapping[str, Any]) -> int:
 
 
 def _window(p: Mapping[str, Any]) -> int | None:
-    """The sliding window, or None. It may be given as a number, a string, or a list of equal numbers by layer."""
+    """The sliding window, or None; stored as a number, a string, or a list of equal numbers, one per layer."""
     window = p.get("sliding_window", p.get("_sliding_window"))
     if isinstance(window, list):
         if len(set(map(str, window))) != 1:
@@ -142,7 +143,7 @@ def _context_length(p: Mapping[str, Any], mistral: bool, notes: list[str]) -> in
 def weight_names(config: Mapping[str, Any], permuted: bool = True) -> Names:
     """The table that maps native names of weights to the model's names.
 
-    With `permuted`, rows of the query and key projections are reordered from adjacent pairs to halves. Without it,
+    With `permuted`, rows of the query and key projections are reordered from adjacent pairs to halves. Otherwise,
     rows keep their order, for a model whose rotary embedding rotates adjacent pairs.
     """
 
@@ -219,7 +220,7 @@ def open_folder(
 ) -> tuple[Architecture, dict[str, Any], Weights, Names, tuple[str, ...], tuple[str, ...]]:
     """Architecture, config.json, tensors, table of names, ignored names and assumptions of a native folder.
 
-    Raises ValueError for an unsupported params.json, and for files that are missing or do not fit it.
+    Raises ValueError if params.json is not supported, and if files are missing or do not fit params.json.
     """
     params = json_file.read(folder / PARAMS)
     shards = _consolidated(folder)

@@ -62,7 +62,7 @@ AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def dense_weights(files: Weights, quantization: Any, config: Path) -> dict[str, LazyTensor]:
-    """The tensors; the parts of each quantized weight become one dense tensor, which is dequantized when read.
+    """The files' tensors; a dense tensor, dequantized when read, replaces the parts of each quantized weight.
 
     Each stacked expert becomes a tensor of its own, `X.{e}.P`, so that a read dequantizes only one expert.
     `quantization` is the `quantization_config` of the config.json at `config`. Quantization of activations is
@@ -239,7 +239,7 @@ def _known(settings: Mapping[str, Any], config: Path, known: tuple[int, ...], *f
 
 
 def _words(files: Weights, dense: Callable[[Weights, str], LazyTensor], config: Path) -> dict[str, LazyTensor]:
-    """The tensors; `dense` combines the parts of each quantized weight into one tensor."""
+    """The files' tensors; `dense` combines the parts of each quantized weight into one tensor."""
     tensors = dict(files)
     if not (keys := [key for key in files if key.endswith(".qweight")]):
         raise ValueError(f"{config}: quantized, but no tensor is called qweight; get weights that fit the config")
@@ -266,7 +266,7 @@ def _part(parts: Weights, name: str, origin: str, *shape: int | None) -> LazyTen
 
 
 def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin: str) -> LazyTensor:
-    """A weight (O, I) of `bits` bits, or of the bits that its shapes imply (`dynamic` may set them)."""
+    """A weight (O, I) with `bits` bits per code, or the number that its shapes imply if `dynamic` changed it."""
     packed = _part(parts, "qweight", origin, None, None)
     scale = _part(parts, "scales", origin, None, packed.shape[1])
     groups, rows = scale.shape
@@ -276,7 +276,7 @@ def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin
     columns = packed.shape[0] * 32 // bits
     index = _part(parts, "g_idx", origin, columns) if "g_idx" in parts or sorted_inputs else None
     if index is not None and not sorted_inputs and not index.read().any():
-        index = None  # some files have zeros here if no inputs were sorted; exllamav2 and vLLM ignore them
+        index = None  # without sorted inputs, some files have only zeros here, which exllamav2 and vLLM ignore
     if index is None:
         _check_even(groups, columns, origin)
     else:
@@ -284,7 +284,7 @@ def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin
 
     def read() -> Tensor:
         group = torch.arange(columns) // (columns // groups) if index is None else index.read()
-        # The 1 was subtracted from whole words, where a zero point 0 borrows from the next; adding reverts both.
+        # The 1 was subtracted from whole words, so a zero point 0 borrowed from the next; adding restores both.
         words = zero.read() + (sum(1 << bit for bit in range(0, 32, bits)) if less_one else 0)
         offset = _unpack(words, bits, rows).T[:, group]
         codes = _unpack(packed.read().T, bits, columns)

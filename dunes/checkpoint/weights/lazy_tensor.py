@@ -55,12 +55,12 @@ def in_memory(tensors: Mapping[str, Tensor], origin: str = "memory") -> dict[str
 
 
 def renamed(conversions: Iterable[Conversion], weights: Weights) -> dict[str, LazyTensor]:
-    """The tensors with the conversions' names and layouts; they are converted when they are read."""
+    """Tensors by the conversions' target names, converted to the target layouts when they are read."""
     return {c.target: combine(c.make, [weights[source] for source in c.sources]) for c in conversions}
 
 
 def hf_weights(names: Names, weights: Weights) -> dict[str, LazyTensor]:
-    """A model's tensors with the names and layouts of another format; the table `names` must have every tensor."""
+    """A model's tensors with the names and layouts of another format; `names` must have every tensor's name."""
     conversions, unknown = to_theirs(names, weights)
     assert not unknown, "a family has a name for each of its weights"
     return renamed(conversions, weights)
@@ -119,7 +119,7 @@ class MappedFile:
         self.size = self._stat[0]
 
     def open(self) -> BinaryIO:
-        """Open the file again. Raises ValueError if it has changed."""
+        """Open the file again. Raises ValueError if the file has changed."""
         file = open_file(self.path)
         if _identity(file) != self._stat:
             file.close()
@@ -186,7 +186,7 @@ class MappedFile:
 
 @contextmanager
 def open_mapped(path: Path, remedy: str) -> Iterator[tuple[MappedFile, BinaryIO]]:
-    """Yield a mapped file, and the file open at its start. Raises ValueError if its content does not fit its name.
+    """Yield a mapped file, and the file open at its start. Raises ValueError if content and file name disagree.
 
     A ValueError in the context becomes one line for users that ends with the remedy.
     """
@@ -210,7 +210,7 @@ def shape_error(shape: Sequence[int]) -> str:
 
 
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Number of storage elements from a tensor's first element to its last; 0 if it is empty."""
+    """Number of storage elements from a tensor's first element to its last; 0 for an empty tensor."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=False))

@@ -203,7 +203,7 @@ class _Unpickler(pickle._Unpickler):  # in C, a few bytes can request any amount
         self.storages: dict[str, _Storage] = {}
 
     def run(self) -> object:
-        """The value of the next pickle; the file is then positioned after it."""
+        """Read the next pickle of the file and return its value."""
         self.memo: dict[int, object] = {}
         try:
             value: object = self.load()

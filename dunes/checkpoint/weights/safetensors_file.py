@@ -58,7 +58,7 @@ def tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def check_name(name: str) -> str:
-    """The name of a tensor, unchanged. Raises ValueError unless it is safe as a key, in a path and on a terminal.
+    """The name of a tensor, unchanged. Raises ValueError if it is unsafe as a key, in a path or on a terminal.
 
     Safe names have 1 to 512 bytes of printable UTF-8 without "/", "\\\\" or "..", and are not `__metadata__`.
     """

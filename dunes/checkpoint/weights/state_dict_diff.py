@@ -46,7 +46,7 @@ class Difference(NamedTuple):
 
 
 class _FileTensor(NamedTuple):
-    """A tensor of a file: its shape, and the names of the model's tensors that it contains."""
+    """The shape of a tensor in a file, and the names of the model's tensors that it contains."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -122,7 +122,7 @@ class Prefix:
 
 
 def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs of a prefix to remove, which all names have, and one to add: "" or the most common in `known`."""
+    """Pairs: a prefix to remove from all names, and a prefix to add ("" or the most common in `known`)."""
     starts = ["", *(f"{first}." for first, _ in Counter(name.partition(".")[0] for name in known).most_common(1))]
     parts = names[0].split(".")
     for count in range(len(parts)):
@@ -151,7 +151,7 @@ def _file_tensors(expected: Weights, names: Names) -> dict[str, _FileTensor]:
 def _difference(
     name: str, tensor: LazyTensor, expected: _FileTensor | None, sources: dict[str, str]
 ) -> Difference | None:
-    """A tensor's difference from the expected one, or None; adds the tensor to `sources`, by the model's names."""
+    """A tensor's difference from `expected`, or None; adds `name` to `sources` under the model's names."""
     if expected is None:
         return Difference("unexpected", name, "nothing", str(tensor.shape))
     first = next((sources[key] for key in expected.names if key in sources), None)
@@ -173,7 +173,7 @@ def _missing(file_tensors: dict[str, _FileTensor], keys: Sequence[str]) -> Itera
 
 
 def _head_difference(name: str, head: LazyTensor, embedding: LazyTensor | None) -> Difference | None:
-    """The difference between the head in a tied model's files and the embedding, or None if they are equal."""
+    """The difference between head and embedding in the files of a tied model; None if they are equal."""
     if embedding is None:
         return None
     same = head.shape == embedding.shape and torch.equal(head.read(), embedding.read())
