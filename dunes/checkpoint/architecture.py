@@ -383,7 +383,7 @@ def _difference(a: ModuleRow, b: ModuleRow) -> str:
 def _first_other_part(model: nn.Module, family: str, error: Exception) -> tuple[int, str]:
     """Number of modules before the first one that a family cannot read, and text on this module.
 
-    If no module differs from the family's, the text is the message of `error`.
+    If no module differs from the family's modules, the text is the message of `error`.
     """
     config = FAMILIES[family].Config.from_size(32, 32, 1, 32)
     experts = {"experts": 1, "top_k": 1} if hasattr(config, "experts") else {}

@@ -165,7 +165,7 @@ class BaseRecord:
         return weights.kind == self.kind and weights.sha256(None) == [self.sha256]
 
     def quantized_from(self, weights: BaseWeights) -> bool:
-        """True if the recorded weights were quantized from `weights`, and quantizing `weights` reproduces them."""
+        """True if the recorded weights are the result of quantizing `weights`."""
         quantized, _, dtype = self.kind.rpartition(", ")
         if weights.dtype is None or dtype != str(weights.dtype) or not quantized or "torch." in quantized:
             return False

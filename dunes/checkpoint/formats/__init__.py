@@ -1,8 +1,8 @@
-"""Formats on disk other than Hugging Face's, one file each, and the table of formats that `dunes export` writes.
+"""File formats other than Hugging Face's, one module each, and the table of formats that `dunes export` writes.
 
 `checkpoint.open` imports the modules that only read or write tensors (`adapter`, `gguf`, `native`,
-`quantized_weights`). The other modules import `checkpoint.open` to open a written model. This file does not import
-torch.
+`quantized_weights`). The other modules import `checkpoint.open` to open a written model. This module does not
+import torch.
 """
 
 from typing import Literal, NamedTuple, get_args

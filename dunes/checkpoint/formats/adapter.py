@@ -225,9 +225,10 @@ MISREAD = {"gate_proj", "up_proj", "down_proj"}
 def _peft_config(
     factors: Sequence[tuple[Target, Factors]], base: AdapterBase, adapters: Sequence[Adapter]
 ) -> dict[str, Any]:
-    """The adapter_config.json; `target_modules` lists a last part of names if all modules with it are adapted.
+    """The content of adapter_config.json.
 
-    `r` and `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
+    `target_modules` has only the last part of a name if all modules whose names end in it are adapted. `r` and
+    `lora_alpha` are the most common values; modules with other values are listed in `rank_pattern` and
     `alpha_pattern`.
     """
     rslora = any(a.config.rslora for a in adapters)
@@ -248,7 +249,7 @@ def _peft_config(
     pairs = [(ranks[path], alphas[path]) for path in ranks] or [(1, 1.0)]  # a reference has no factors
     usual = Counter(pairs).most_common(1)[0][0]
     others = [path for path in ranks if (ranks[path], alphas[path]) != usual]
-    # If experts are stacked, PEFT takes modules with these names for an expert's, but not parameters.
+    # If experts are stacked, PEFT takes modules, but not parameters, with these names for parts of experts.
     of_experts = any(t.path.endswith("experts.gate_up_proj") for t in base.targets.values())
     shared = {p for p in paths if of_experts and _leaf(p) in ("gate_proj", "up_proj", "down_proj")}
     if shared and any(f.others for _, f in factors):

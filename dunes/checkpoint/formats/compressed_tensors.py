@@ -83,7 +83,7 @@ def _packed(folder: Path, out: Path) -> Edit[str]:
 
 
 def _their_names(model: Decoder, described: Architecture, places: Iterable[str]) -> dict[str, str]:
-    """The modules' names in Hugging Face's files. Raises ValueError if a weight has another layout in files."""
+    """The modules' names in Hugging Face's files. Raises ValueError if a weight's layout differs there."""
     weights, names = dict(model.named_parameters()), {}
     conversions, _ = to_theirs(written_names(described.family, described.config), weights)
     alone = {c.sources[0]: c for c in conversions if len(c.sources) == 1}

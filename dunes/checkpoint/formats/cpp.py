@@ -41,7 +41,7 @@ from dunes.units import format_bytes
 CARD, WEIGHTS, TABLES, FORMAT = "card.json", "weights.safetensors", "tokenizer.safetensors", 1
 SOURCES = Path(__file__).parent / "program"
 OF_TEXTS = "text."
-"""Prefix in names of weights that the code for prefill needs in another dtype."""
+"""Prefix in names of weights that the prefill code needs in another dtype."""
 MIN_CONTEXT, CHUNK = 8, 1 << 24
 MIX = [np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
 """Constants of the checksum, from https://prng.di.unimi.it/splitmix64.c"""

@@ -266,7 +266,7 @@ def _part(parts: Weights, name: str, origin: str, *shape: int | None) -> LazyTen
 
 
 def _gptq(bits: int, less_one: bool, sorted_inputs: bool, parts: Weights, origin: str) -> LazyTensor:
-    """A weight (O, I) with `bits` bits per code, or the number that its shapes imply if `dynamic` changed it."""
+    """A weight (O, I) of `bits` bits per code; if `dynamic` set another number, the shapes imply this number."""
     packed = _part(parts, "qweight", origin, None, None)
     scale = _part(parts, "scales", origin, None, packed.shape[1])
     groups, rows = scale.shape

@@ -79,9 +79,9 @@ def compare(
 class Prefix:
     """A renaming of a file's tensors to the model's names: wrapper names are removed, a prefix removed or added.
 
-    `renames` maps the file's names to the model's; `note` describes the renaming, or why it is impossible.
-    `renames` and `note` are empty if all names match already, or if no renaming matches more than half of the
-    unknown names.
+    `renames` maps the file's names to the model's; `note` describes the renaming, or the reason why it is
+    impossible. `renames` and `note` are empty if all names match already, or if no renaming matches more than half
+    of the unknown names.
     """
 
     renames: Mapping[str, str] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Prefix:
 
 
 def _edges(names: Sequence[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Pairs: a prefix to remove from all names, and a prefix to add ("" or the most common in `known`)."""
+    """Yields a prefix to remove from all names, and a prefix to add ("" or the most common in `known`)."""
     starts = ["", *(f"{first}." for first, _ in Counter(name.partition(".")[0] for name in known).most_common(1))]
     parts = names[0].split(".")
     for count in range(len(parts)):
