@@ -32,8 +32,8 @@ MOST_DAMPING = 1e4
 class Hessian(NamedTuple):
     """The damped Hessian `matrix` (I, I): 2/n times the sum of x xT, plus `added` on the diagonal.
 
-    `factor` (I, I) is the upper Cholesky factor of its inverse. `dead` (I,) bool is True for inputs that are
-    always zero. `damp` is `added` as a fraction of the mean diagonal.
+    `factor` (I, I) is the upper Cholesky factor of the inverse of `matrix`. `dead` (I,), bool, is True for inputs
+    that are always zero. `damp` is `added` as a fraction of the mean diagonal.
     """
 
     factor: Tensor

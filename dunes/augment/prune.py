@@ -30,7 +30,10 @@ DAMP = 0.01
 """Damping of the Hessian's diagonal in SparseGPT, as a fraction of the diagonal's mean."""
 HALF = 0.5
 """Default fraction of weights to set to zero."""
-REFITS, REFIT_TOLERANCE = 10, 1e-4  # maximum iterations of `refit`; relative squared gradient at which it stops
+REFITS = 10
+"""Maximum iterations of `refit`."""
+REFIT_TOLERANCE = 1e-4
+"""Relative squared gradient at which `refit` stops."""
 TINY = 1e-30
 
 

@@ -38,8 +38,10 @@ STACK = 1 << 20
 FEW = 4
 """Maximum tokens of the step for several tokens, which takes 1.9 times as long as a one-token step. A step for 8
 tokens would take 3.5 times as long."""
-TEXT, ROWS = 0, -1
-"""Keys of the steps for any number of tokens at the start of a text, and for one token in each of several rows."""
+TEXT = 0
+"""Key of the step for any number of tokens at the start of a text."""
+ROWS = -1
+"""Key of the step for one token in each of several rows."""
 
 
 class DecodeGraph(nn.Module):
@@ -319,8 +321,7 @@ class CompiledStep:
         return {i: scores[i] for i in ids}
 
     def most(self, cache: Cache, length: int) -> int:
-        """Maximum number of tokens per call after `length` cached tokens. A call for 2 to FEW tokens writes FEW
-        slots."""
+        """Maximum tokens per call after `length` cached tokens. A call for 2 to FEW tokens writes FEW slots."""
         takes_few = FEW in self._run and cache.window is None and length + FEW <= cache.capacity
         return FEW if takes_few else 1
 

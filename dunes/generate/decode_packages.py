@@ -347,8 +347,7 @@ def _structure(model: nn.Module, files: set[str]) -> tuple[list[Any], list[Any]]
 
 
 def layer_forms(model: nn.Module) -> list[int]:
-    """Per block, the index of the first block of equal structure; empty if one file contains all compiled
-    blocks."""
+    """Per block, the index of the first block of equal structure; empty if they are compiled in one file."""
     in_order = any(getattr(m, "depends_on_order", False) for m in model.modules())
     blocks = [*model.blocks] if isinstance(model, Decoder) and not in_order else []
     texts = [repr(_structure(block, set())) for block in blocks]

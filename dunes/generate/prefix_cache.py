@@ -98,7 +98,7 @@ class PrefixCache:
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
                 logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
         else:
-            # Rows with many new tokens get a forward of their own, since they would add much padding to the other rows.
+            # Rows with many new tokens get a separate forward, since they would add much padding to other rows.
             missing = {i: len(ids) - common_length(self.ids[i], ids, last[i]) for i, ids in texts.items()}
             prefill = [i for i in sorted(texts) if missing[i] > last[i] + PADDED] if any(self.ids) else []
             rows = list(range(len(self.ids)))

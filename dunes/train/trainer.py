@@ -354,10 +354,10 @@ def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
     """Cast frozen linear layers once to the dtype that autocast would use for them; returns their number.
 
-    Training under autocast gives the same results bit for bit. The weights are rounded in place, so compute a
-    digest of the base or save the base before. In a quantized layer, only the dtype of its dequantized weight
-    changes. Trainable weights are not changed. Norms and embeddings are cast only if `dtype` is float32, since a
-    forward pass without autocast needs a single dtype.
+    Training under autocast gives the same results as without the cast, bit for bit. The weights are rounded in
+    place, so compute a digest of the base or save the base before. In a quantized layer, only the dtype of its
+    dequantized weight changes. Trainable weights are not changed. Norms and embeddings are cast only if `dtype` is
+    float32, since a forward pass without autocast needs a single dtype.
     """
     count = 0
     if dtype == torch.float32:
