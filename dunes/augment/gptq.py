@@ -78,8 +78,8 @@ def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: C
     """Set each column j of `columns` (I, O) in place to `replace(j, columns)`, in order.
 
     After each column, the later columns are adjusted to compensate for the column's error. `factor` (I, I) comes
-    from `Hessian`. `blocks` maps the start of each block of columns to its stop. The error of a column updates the
-    later columns of its block immediately, and columns after the block at the block's end.
+    from `Hessian`. `blocks` maps the start of each block of columns to the block's end. The error of a column
+    updates the later columns of its block immediately, and columns after the block at the block's end.
     """
     for start, stop in blocks.items():
         block, rows = columns[start:stop], factor[start:stop, start:stop]

@@ -288,8 +288,9 @@ def adapter_active(model: nn.Module, adapter: str | None) -> Iterator[None]:
 def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
     """A context in which row i of the batch uses the adapter `names[i]`; None selects the base model.
 
-    Raises ValueError for an unknown name. Different names also raise ValueError if adapters are in experts or are
-    MLPs, or if a part may mix tokens, since the rows of such an adapter's input may differ from the batch's rows.
+    Raises ValueError for an unknown name. Different names raise ValueError for adapters in experts, for LoRA
+    experts that are MLPs, and for a model with parts that may mix tokens, because the adapters' inputs may have
+    other rows than the batch.
     """
     if len(set(names)) == 1:
         with adapter_active(model, names[0]):

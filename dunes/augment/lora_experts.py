@@ -174,7 +174,8 @@ def decide(model: nn.Module, options: LoraExperts) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
     Raises ValueError with the name of the place if an option is invalid, if the place is an embedding, or if
-    `balance` is above 0 inside the experts of a mixture, since experts cannot know the padding among their tokens.
+    `balance` is above 0 inside the experts of a mixture, since experts cannot tell which of their tokens are
+    padding.
     """
     change = lora.adapter_change("lora-experts", VERSION, model, options)
     check(model, change)

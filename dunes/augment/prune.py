@@ -253,10 +253,10 @@ def prune_columns(
 ) -> Tensor:
     """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns it in float32.
 
-    In each block, the weights with the lowest error are pruned: w² divided by the squared diagonal of the Cholesky
-    factor (the square roots are compared, since squares may underflow). With a pattern, weights are selected per
-    output and group, when the sweep reaches the group's first column. Weights where `zeros` (O, I) bool is True
-    are pruned first.
+    In each block, the weights with the lowest error are pruned. The error is w² divided by the squared diagonal of
+    the Cholesky factor (the square roots are compared, since squares may underflow). With a pattern, weights are
+    selected per output and group, when the sweep reaches the group's first column. Weights where `zeros` (O, I)
+    bool is True are pruned first.
     """
     columns = weight.detach().float().T.clone(memory_format=torch.contiguous_format)
     columns[h.dead] = 0

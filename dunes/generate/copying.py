@@ -82,7 +82,7 @@ class TextSource(NamedTuple):
     ids: ContextIndex | None = None
 
     def longest(self, context: bytes) -> tuple[int, list[int]]:
-        """Length of the longest suffix of `context` that occurs, and the positions after it, last one first."""
+        """Length of the longest suffix of `context` that occurs, and the positions after it, highest first."""
         if self.contexts is None:
             length, position = last_match(self.text, context)
             return length, [position] if length else []
@@ -208,13 +208,13 @@ class Copies:
         return self.typed[covered:]
 
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
-        """The last bytes of a text after its last sentinel, followed by the uncovered typed bytes."""
+        """The last bytes of a text after its last sentinel, concatenated with the uncovered typed bytes."""
         pieces = self.sources.vocabulary.pieces
         parts = [*takewhile(len, (pieces[i] for i in reversed(ids[-CONTEXT_IDS:])))]
         return (b"".join(reversed(parts)) + rest)[-DEPTH_BYTES:]
 
     def _lines(self, part: Sequence[TextSource], context: bytes, rest: bytes) -> Followers:
-        """The first ids of the lines that follow the longest match, with their frequencies."""
+        """The first ids of the lines after the longest match, with the frequencies of these ids."""
         length, positions, text = longest_match(part, context)
         if length <= len(rest):
             return NONE
@@ -245,7 +245,7 @@ def index_ids(ids: Sequence[int], vocab: int) -> ContextIndex:
 
 
 def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
-    """The ids that followed this context in an index, with their probabilities."""
+    """The ids that followed this context in an index, with the probabilities of these ids."""
     if not (matches := index.matches(context, LENGTHS)):
         return NONE
     *shorter, longest = matches

@@ -81,7 +81,7 @@ class DecodeGraph(nn.Module):
 
 
 class LayerGraph(nn.Module):
-    """One block of a `DecodeGraph`, whose code serves all blocks of the same form, each with its own weights."""
+    """One block of a `DecodeGraph`. Blocks of the same form share its code and have their own weights."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()

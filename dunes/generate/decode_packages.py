@@ -161,9 +161,9 @@ def compile_step(
     The default dtype is recorded for these weights. Without a record, float32 matrices are rounded to the faster
     of bfloat16 and float16 for which greedy decoding gives the same ids. Steps for FEW tokens, for the start of a
     text and for several rows are added if the model supports them. If many large blocks have the same form, only
-    one block and the head are compiled, for one token and for FEW; `whole` compiles the complete model, so that
-    the files run without its modules. Raises ValueError with the reason if the step cannot be exported or
-    compiled, if it does not support the dtype, or if no C++ compiler exists.
+    one block and the head are compiled, for one token and for FEW. With `whole`, the complete model is compiled,
+    so that the files run without the model's modules. Raises ValueError with the reason if the step cannot be
+    exported or compiled, if it does not support the dtype, or if no C++ compiler exists.
     """
     check_step(model, dtype)
     folder = _folder(model)
@@ -493,7 +493,7 @@ def compile_graph(
     from torch._inductor.utils import fresh_cache
 
     limit = replace_attribute(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK)
-    # The first compilation in a process, which may be the user's, registers the backends for later ones.
+    # Inductor registers its backends once per process; they are registered here, before one is replaced.
     common.init_backend_registration()
     cpu = common.device_codegens["cpu"]
     writer = replace_attribute(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)

@@ -51,7 +51,7 @@ class NoTemplate(ValueError):
 @dataclass(frozen=True, eq=False)
 class ChatModel:
     """A model for chat: `loaded` is the model, `adapter` the name of the adapter to use (None for the base model
-    alone), and `place` the folder that it came from."""
+    alone), and `place` the folder of the adapter or model."""
 
     place: Path
     adapter: str | None
