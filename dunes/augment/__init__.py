@@ -1,7 +1,7 @@
 """Changes to a built model, recorded so that a checkpoint repeats them.
 
 Start with `attach` (LoRA), `quantize`, `apply_change`, `merge` and `undo_change`. Each change has a file and an
-entry in `CHANGES`. torch is imported when one of these names is first used; `augment.options` does not need it.
+entry in `CHANGES`. torch is imported when one of these names is first used; `augment.options` does not need torch.
 """
 
 from typing import TYPE_CHECKING

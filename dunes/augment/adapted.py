@@ -43,9 +43,9 @@ class Adapter(nn.Module):
         "A": ("RI", "lora_A.weight"),
         "B": ("OR", "lora_B.weight"),
     }
-    """The trained tensors: attribute, dimensions, and name in PEFT's files. A subclass adds its own tensors."""
+    """Attribute, dimensions, and name in PEFT's files of each trained tensor. A subclass adds its own tensors."""
     PEFT_SETTING: ClassVar[str] = ""
-    """The key of PEFT's adapter_config.json that is true for this variant; "" if PEFT's format is plain LoRA."""
+    """The key of PEFT's adapter_config.json that is true for this variant; "" if PEFT saves it as plain LoRA."""
     A: nn.Parameter
     B: nn.Parameter
     supports_packing = True
@@ -94,7 +94,7 @@ class Adapter(nn.Module):
         return F.linear(F.linear(x, self.A), self.B) * self.config.scale
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Matrices A and B such that scale * B A updates the base's weight; their rank may differ from R."""
+        """Matrices A and B; scale * B A is the update of the base's weight. Their rank may differ from R."""
         return self.A, self.B
 
     def products(self) -> list[tuple[int, int]]:

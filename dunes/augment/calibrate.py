@@ -88,8 +88,8 @@ def calibrate_blocks(
     outputs. With `sequential`, the layers of a block are solved in execution order; the inputs of a layer then
     reflect the changes of the layers before it. If the head is one of the places, it comes last.
 
-    Yields after each block that contains places, and after the head. At a yield, the generator holds no reference
-    to the layers of the block, so the caller may replace them.
+    Yields after each block that contains places, and after the head. At a yield, the generator has no reference to
+    the block's layers, so the caller may replace these layers.
 
     Memory: the hidden states of all tokens, and the Gram matrices of one block. Raises ValueError, before any
     change, for invalid ids, and for a place that is neither a plain linear layer of a block nor the head.

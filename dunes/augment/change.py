@@ -60,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Part:
-    """One of `Change.parts` after it was solved, with its completed record.
+    """One of `Change.parts` after `solve`, with its completed record.
 
     `solved` maps a module's name to the values that `fill` needs in addition to the weights.
     """
@@ -70,12 +70,12 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The block, or the top-level module outside the blocks, that contains all tensors of this part."""
+        """Name of the block, or of the top-level module outside the blocks, that contains this part."""
         return part_name(next(iter(self.change.places)))
 
 
 def part_name(place: str) -> str:
-    """The block of a place, such as "blocks.0"; for a place outside the blocks, its top-level module."""
+    """Name of the block of a place ("blocks.0"), or of the top-level module of a place outside the blocks."""
     names = place.split(".")
     return ".".join(names[:2] if names[0] == "blocks" else names[:1])
 

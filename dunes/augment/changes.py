@@ -25,17 +25,17 @@ CHANGES: dict[str, Any] = {
     "routing": routing,
     "upcycle": upcycle,
 }
-"""The kinds of change, by name. Each is a Python module that defines:
+"""The kinds of change, by name. The value is a Python module that defines:
 
 - `VERSION`: a number to increase when an existing record would give another model.
-- `decide(model, options) -> Change`: decides every setting and changes nothing; `options` are of the class in
-  OPTIONS. It may read weights and, if it takes calibration text `ids`, run the model.
+- `decide(model, options) -> Change`: decides every setting and changes nothing; `options` is an instance of the
+  class in OPTIONS. This function may read weights and, if it takes calibration text `ids`, run the model.
 - `solve(model, change, ids) -> Iterator[Part]`, for a change that is made block by block. For each of
-  `change.parts()` it changes the weights while they are still dense, for example by calibration, and yields a
-  `Part`. Each part is shaped and filled before the next part is solved.
+  `change.parts()`, this function changes the weights while they are dense, for example by calibration, and yields
+  a `Part`. Each part is shaped and filled before the next part is solved.
 - `shape(model, change)`: changes the structure without reading values, so it also runs on the meta device.
 - `fill(model, change, weights)`, if the change computes new weights; `weights` is the state dict before `shape`.
-  If there is a `solve`, the call is `fill(model, change, weights, part.solved)`.
+  With `solve`, the call is `fill(model, change, weights, part.solved)` for each part.
 - `calibration_tokens(model) -> int`, if more calibration text than usual improves the result.
 - `describe(change) -> str`: one sentence for users, if they should see the decisions.
 - `undo(model, change)`, if the change can be undone; `RESTORES = True` if this restores the weights bit for bit.

@@ -37,10 +37,11 @@ def decide(model: nn.Module, options: Experts, ids: Tensor | None = None) -> Cha
     """The record of the change: every setting, and the neurons of each expert, shared experts first.
 
     For a split by importance, the sequences of `ids` (S, T) int64 are clustered into groups, one per routed
-    expert. An expert gets the neurons most important to its group; a neuron may be in several experts. With shared
-    experts, each neuron is in one expert, and shared experts get the neurons that most groups rank high. The
-    outputs of routed experts are multiplied by the number of routed experts (`unbiased`, so that the experts' mean
-    is the dense MLP), or by this number divided by `top_k` (`official`). Raises ValueError for invalid options.
+    expert. Without shared experts, an expert gets the neurons most important to its group, and a neuron may be in
+    several experts. With shared experts, each neuron is in one expert, and shared experts get the neurons that
+    most groups rank high. The outputs of routed experts are multiplied by the number of routed experts
+    (`unbiased`, so that the experts' mean is the dense MLP), or by this number divided by `top_k` (`official`).
+    Raises ValueError for invalid options.
     """
     request = options.request()
     _check_request(request, ids)

@@ -32,8 +32,8 @@ MOST_DAMPING = 1e4
 class Hessian(NamedTuple):
     """The damped Hessian `matrix` (I, I): 2/n times the sum of x xT, plus `added` on the diagonal.
 
-    `factor` (I, I) is the upper Cholesky factor of its inverse. `dead` (I,) bool is True for inputs that are
-    always zero. `damp` is `added` as a fraction of the mean diagonal.
+    `factor` (I, I) is the upper Cholesky factor of the inverse of `matrix`. `dead` (I,), bool, is True for inputs
+    that are always zero. `damp` is `added` as a fraction of the mean diagonal.
     """
 
     factor: Tensor
@@ -78,8 +78,8 @@ def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: C
     """Set each column j of `columns` (I, O) in place to `replace(j, columns)`, in order.
 
     After each column, the later columns are adjusted to compensate for the column's error. `factor` (I, I) comes
-    from `Hessian`. `blocks` maps the start of each block of columns to its stop. The error of a column updates the
-    later columns of its block immediately, and columns after the block at the block's end.
+    from `Hessian`. `blocks` maps the start of each block of columns to the block's end. The error of a column
+    updates the later columns of its block immediately, and columns after the block at the block's end.
     """
     for start, stop in blocks.items():
         block, rows = columns[start:stop], factor[start:stop, start:stop]

@@ -46,7 +46,7 @@ TINY = 1e-30
 
 
 class DoRA(Adapter):
-    """LoRA with a trained norm of each row of the updated matrix, `magnitude`. https://arxiv.org/abs/2402.09353"""
+    """LoRA with trained row norms of the updated matrix, `magnitude`. https://arxiv.org/abs/2402.09353"""
 
     PARAMETERS: ClassVar = {"magnitude": ("O", "lora_magnitude_vector")}
     PEFT_SETTING = "use_dora"
@@ -118,11 +118,11 @@ class PiSSA(Adapter):
 
 
 VARIANTS: dict[str, type[Adapter]] = {"dora": DoRA, "pissa": PiSSA}
-"""The adapter class of each name in `options.VARIANTS`; the other names are options of plain LoRA."""
+"""Adapter classes by name in `options.VARIANTS`; names without a class are options of plain LoRA."""
 
 
 def adapter_class(request: Mapping[str, Any]) -> type[Adapter]:
-    """The adapter class for these options; for several variants, a class that combines theirs."""
+    """The adapter class for these options; for several variants, a class that combines their classes."""
     classes = tuple(cls for name, cls in VARIANTS.items() if OPTIONS_OF[name].items() <= request.items())
     if len(classes) < 2:
         return next(iter(classes), Adapter)
@@ -231,8 +231,8 @@ def add_adapters(
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
     """Initialise the adapter; the model's outputs stay the same, bit for bit.
 
-    The random numbers depend only on the seed, the adapter's name and the place. PiSSA computes a full SVD of each
-    matrix.
+    The random numbers depend only on the seed, the adapter's name and the place. Initialising PiSSA computes a
+    full SVD of each matrix.
     """
     modules, name = adapted_modules(model), change.request["adapter"]
     for place in each(change.places):
@@ -288,8 +288,9 @@ def adapter_active(model: nn.Module, adapter: str | None) -> Iterator[None]:
 def row_adapters(model: nn.Module, names: Sequence[str | None]) -> Iterator[None]:
     """A context in which row i of the batch uses the adapter `names[i]`; None selects the base model.
 
-    Raises ValueError for an unknown name. Different names also raise ValueError if adapters are in experts or are
-    MLPs, or if a part may mix tokens, since the rows of such an adapter's input may differ from the batch's rows.
+    Raises ValueError for an unknown name. Different names raise ValueError for adapters in experts, for LoRA
+    experts that are MLPs, and for a model with parts that may mix tokens, because the adapters' inputs may have
+    other rows than the batch.
     """
     if len(set(names)) == 1:
         with adapter_active(model, names[0]):
@@ -352,7 +353,7 @@ def merge(model: nn.Module, adapter: str | None = None, dtype: torch.dtype | Non
     """Merge the adapter (by default the only one) into the base weights and remove the adapter wrappers.
 
     A quantized base becomes dense. `dtype` is the dtype of the merged matrices, by default the base's. Raises
-    ValueError for a mixture of LoRA experts, and if a module to be merged has other adapters too, because these
+    ValueError for a mixture of LoRA experts, and if a module to be merged also has other adapters, because those
     were trained for the unmerged base.
     """
     selected = adapted_modules(model, adapter)
@@ -386,7 +387,7 @@ def _merge_place(outer: Adapted, dtype: torch.dtype | None) -> tuple[float, tupl
     rounding, update = weight.double() - exact, exact - base.double()
     square = update.square().sum().item()
     error = rounding.norm().item() / square**0.5 if square else 0.0
-    change = weight.double() - base.to(weight.dtype).double()  # rounding the base is no change
+    change = weight.double() - base.to(weight.dtype).double()  # the rounding of the base does not count as change
     return error, ((change * update).sum().item(), square), _plain(outer.base, weight).train(outer.training)
 
 

@@ -42,14 +42,14 @@ class Choice:
 
 
 class ExpertAdapter(Adapter):
-    """Updates the output by the sum of w_e * scale * B_e(A_e(dropout(x))) over a token's `top_k` experts e.
+    """Adds to the output the sum of w_e * scale * B_e(A_e(dropout(x))) over a token's `top_k` experts e.
 
     `A` is (E, R, I), `B` is (O, E, R), `router` is (E, I). If `top_k` is 1, the weight w_e is the router's softmax
     probability, since a weight normalised to 1 would give the router no gradient. Otherwise the weights of the
     selected experts sum to one. `balance` is the coefficient of the `load_balance` loss.
 
-    Two matrix products compute all experts. Between them the results of unselected experts are set to zero, so
-    these experts get zero gradients.
+    Two matrix products compute all experts. Between the two products, the results of unselected experts are set to
+    zero, so these experts get zero gradients.
     """
 
     depends_on_input = True
@@ -130,7 +130,8 @@ class ExpertAdapter(Adapter):
 class HiddenExperts(ExpertAdapter):
     """LoRA experts of an MLP's gate or up projection, if experts are MLPs (MixLoRA).
 
-    Returns the frozen output and one output per selected expert, so that the MLP computes an activation for each.
+    The forward returns the frozen output and one output per selected expert, so that the MLP computes an
+    activation for each output.
     """
 
     keeps_shape = False
@@ -145,12 +146,12 @@ class HiddenExperts(ExpertAdapter):
 
 
 class OutputExperts(ExpertAdapter):
-    """LoRA experts of an MLP's down projection, if experts are MLPs. Returns the weighted sum of their outputs.
+    """LoRA experts of an MLP's down projection, if experts are MLPs. The forward returns their weighted sum.
 
     Let h be the activation of the frozen MLP, h_e the activation of expert e, and W the frozen projection. The
-    output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, this
-    equals the weighted sum of the experts, but multiplies by W only once. Until the experts are trained, the
-    output equals W h bit for bit.
+    output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, the
+    output equals the weighted sum of the experts, but W is multiplied only once. Until the experts are trained,
+    the output equals W h bit for bit.
     """
 
     for_each_choice = True, False
@@ -173,7 +174,8 @@ def decide(model: nn.Module, options: LoraExperts) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
     Raises ValueError with the name of the place if an option is invalid, if the place is an embedding, or if
-    `balance` is above 0 inside the experts of a mixture, since experts cannot know the padding among their tokens.
+    `balance` is above 0 inside the experts of a mixture, since experts cannot tell which of their tokens are
+    padding.
     """
     change = lora.adapter_change("lora-experts", VERSION, model, options)
     check(model, change)

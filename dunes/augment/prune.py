@@ -30,7 +30,10 @@ DAMP = 0.01
 """Damping of the Hessian's diagonal in SparseGPT, as a fraction of the diagonal's mean."""
 HALF = 0.5
 """Default fraction of weights to set to zero."""
-REFITS, REFIT_TOLERANCE = 10, 1e-4  # maximum iterations of `refit`; relative squared gradient at which it stops
+REFITS = 10
+"""Maximum iterations of `refit`."""
+REFIT_TOLERANCE = 1e-4
+"""Relative squared gradient at which `refit` stops."""
 TINY = 1e-30
 
 
@@ -250,10 +253,10 @@ def prune_columns(
 ) -> Tensor:
     """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns it in float32.
 
-    In each block, the weights with the lowest error are pruned: w² divided by the squared diagonal of the Cholesky
-    factor (the square roots are compared, since squares may underflow). With a pattern, weights are selected per
-    output and group, when the sweep reaches the group's first column. Weights where `zeros` (O, I) bool is True
-    are pruned first.
+    In each block, the weights with the lowest error are pruned. The error is w² divided by the squared diagonal of
+    the Cholesky factor (the square roots are compared, since squares may underflow). With a pattern, weights are
+    selected per output and group, when the sweep reaches the group's first column. Weights where `zeros` (O, I)
+    bool is True are pruned first.
     """
     columns = weight.detach().float().T.clone(memory_format=torch.contiguous_format)
     columns[h.dead] = 0

@@ -37,21 +37,21 @@ def dequantize(model: nn.Module) -> list[str]:
 Solver = Callable[..., Iterator[tuple[dict[str, QuantParams], list[str]]]]
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 SOLVERS: dict[str, Solver] = {"gptq": gptq.solve}
-"""Functions like `gptq.solve` of methods other than rounding; `ids` is None for a method that reads no text."""
+"""Functions like `gptq.solve`, for all methods except rounding; `ids` is None for a method that reads no text."""
 METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
 GROUP = 64
 DENSE = "dense"
-"""The kind that an override gives to places that stay unquantized."""
+"""The kind, in an override, of places that stay unquantized."""
 
 
 def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Change:
     """The record of the change: every setting, the places, and the kind and dtype of each place.
 
-    gptq needs calibration text `ids` (S, T) int64. The default method is gptq with text, and rtn without. int4
-    and int3 have zero points unless `symmetric`. Of several overrides that match a place, the last one counts. An
-    override whose kind is not `dense` also quantizes places that `where` does not select. Layers whose kind does
-    not support the method are rounded to nearest.
+    gptq needs calibration text `ids` (S, T) int64. The default method is gptq with calibration text, and rtn
+    without it. int4 and int3 have zero points unless `symmetric`. Of several overrides that match a place, the
+    last one counts. An override whose kind is not `dense` also quantizes places that `where` does not select.
+    Layers whose kind does not support the method are rounded to nearest.
 
     Raises ValueError for invalid combinations of settings, and for layers that are not dense.
     """

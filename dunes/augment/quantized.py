@@ -352,7 +352,7 @@ def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a weight to NF4: codes (I * O,) uint8 and scales (N,) float32, equal to bitsandbytes' bit for bit.
 
     As in bitsandbytes, complete blocks are multiplied by the reciprocal of the scale, and an incomplete last block
-    is divided by the scale. The results differ for values halfway between two levels.
+    is divided by the scale. Multiplying and dividing give different codes for values halfway between two levels.
     """
     rows = _rows(weight.float().flatten(), BLOCK)
     scale = rows.abs().amax(1)
@@ -376,7 +376,7 @@ class _Cached(NamedTuple):
     state: list[tuple[int, int]]
     """(`id(t)`, `t._version`) of each tensor `t` that the matrix was made from, to notice changes."""
     parts: list[Tensor]
-    """References to these tensors, except to the codes, to which the cache has weak references as its keys."""
+    """Strong references to these tensors except the codes, to which the cache's keys are weak references."""
 
 
 PACKED: MutableMapping[Tensor, _Cached] = WeakTensorKeyDictionary()
@@ -387,10 +387,10 @@ together with its codes. The cache is neither copied nor saved with a model."""
 class GroupInt(Quantized):
     """int4 or int3 by group, bit-packed: the weight is scale * (code - zero) on a `Grid`.
 
-    One byte has two 4-bit codes; three bytes have eight 3-bit codes. Each row is packed separately, lowest bit
-    first (with 4 bits, the bytes equal compressed-tensors' `pack-quantized`).
+    One byte contains two 4-bit codes; three bytes contain eight 3-bit codes. Each row is packed separately, lowest
+    bit first (with 4 bits, the bytes equal compressed-tensors' `pack-quantized`).
 
-    `codes` is (O, bytes of a row) uint8, and `scale` is (O, G) bfloat16. `zero` is packed like `codes`, and None
+    `codes` is (O, bytes of a row) uint8, and `scale` is (O, G) bfloat16. `zero` is packed like `codes`, or is None
     if all zero points are the middle code. Layers from `for_step` have unpacked zero points.
     """
 

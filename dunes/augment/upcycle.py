@@ -1,4 +1,5 @@
-"""Sparse upcycling: replace each dense MLP by a mixture of copies of it, with equal outputs until trained.
+"""Sparse upcycling: replace each dense MLP by a mixture of its copies; outputs stay equal until the model is
+trained.
 
 Sparse upcycling https://arxiv.org/abs/2212.05055, fine-grained with virtual groups
 https://arxiv.org/abs/2410.07524, Drop-Upcycling https://arxiv.org/abs/2502.19261. Unlike in the second paper, only
@@ -111,7 +112,7 @@ def redraw_neurons(expert: Any, share: float, draw: torch.Generator) -> None:
 
 
 def find_mlps(model: nn.Module, where: tree.Where) -> dict[str, Any]:
-    """The dense MLPs that `where` selects, by name. Raises ValueError if `where` selects another module."""
+    """The dense MLPs that `where` selects, by name. Raises ValueError for a module that is no dense MLP."""
     is_mlp = lambda module: type(tree.innermost(module)) in (MLP, GatedMLP, MoE)
     selected = {p.name: p.module for p in tree.find(model, where, is_mlp)}
     if isinstance(where, Set) and (missing := sorted(where - selected.keys())):

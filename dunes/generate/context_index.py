@@ -1,9 +1,9 @@
 """A sorted index of all contexts of a text, to look up which items followed a context earlier in the text.
 
 A context is the text before a position, read backwards. In the sorted order, contexts with the same last n items
-are adjacent, so their positions form a range. The range for the same last n + 1 items lies inside this range. The
-order is a suffix array of the reversed text, limited to `depth` items and built by prefix doubling.
-https://doi.org/10.1137/0222058
+are adjacent, so their positions form a range. The range of contexts with the same last n + 1 items lies inside the
+range for n. The order is a suffix array of the reversed text, limited to `depth` items and built by prefix
+doubling. https://doi.org/10.1137/0222058
 """
 
 # Shapes: N items in the index.
@@ -75,7 +75,7 @@ class ContextIndex:
         return matches
 
     def without(self, ranges: Sequence[tuple[int, int]]) -> "ContextIndex":
-        """A copy of the index without the positions in these ranges; items are shared."""
+        """A copy of the index without the positions in these ranges; the copy shares `items`."""
         mask = np.ones(len(self), bool)
         for first, stop in ranges:
             mask[first:stop] = False
@@ -87,14 +87,13 @@ class ContextIndex:
     def positions(self, match: Match, most: int | None = None) -> NDArray[np.int32]:
         """The positions of a match: indices in `items` of the items after each occurrence.
 
-        With `most`, only about this many positions are returned, spread evenly over their order.
+        With `most`, about this many positions are returned, at equal distances in the sorted order.
         """
         step = 1 if most is None else max(1, (match.last - match.first) // most)
         return self.order[match.first : match.last : step]
 
     def _reader(self, size: int) -> Callable[[int], bytes]:
-        """A function that returns the `size` bytes before a position, read backwards; fewer bytes near the
-        start."""
+        """A function that returns the `size` bytes before a position in reverse order, fewer near the start."""
         backwards, end, step = self._backwards, len(self._backwards), self.items.itemsize
 
         def before(position: int) -> bytes:

@@ -1,9 +1,9 @@
-"""Copying: ids that followed earlier occurrences of a text are mixed with a language model by a fitted gate.
+"""Copying: a fitted gate mixes a language model with ids that followed earlier occurrences of a text.
 
-Texts are searched as ids and as bytes. The ids after the longest match of ids and after shorter matches are
-blended as in prediction by partial matching (PPM): the counts after a match get one pseudocount per distinct id,
-distributed like the blend of shorter matches. Matches of bytes do not depend on token boundaries; the lines after
-the longest match of bytes are proposed. A gate then changes the log-probabilities of the proposed ids and of the
+Texts are searched as ids and as bytes. Ids that follow the longest match of ids and shorter matches are blended as
+in prediction by partial matching (PPM): the counts after a match get one pseudocount per distinct id, distributed
+like the blend of the shorter matches. Matches of bytes do not depend on token boundaries. The lines after the
+longest match of bytes are proposed. A gate then changes the log-probabilities of the proposed ids and of the
 model's most probable ids, and the result is normalised. The gate's features are the lengths of matches, the
 confidence of sources and model, an id's frequency and recency in the file, and its characters.
 https://doi.org/10.1109/TCOM.1984.1096090 (PPM), https://arxiv.org/abs/2401.17377 (matches of any length)
@@ -28,17 +28,17 @@ from dunes.generate.context_index import ContextIndex, last_match
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24)
 """Lengths of the matches that are blended, besides the longest."""
 FOLLOWERS = 256
-"""Maximum number of positions that are read for a match of ids."""
+"""Maximum number of occurrences that are read for a match of ids."""
 CANDIDATES = 16
 """Maximum number of ids that a source proposes."""
 TOP = 24
-"""Number of the model's most probable ids that are candidates."""
+"""Number of the model's most probable ids that become candidates."""
 DEPTH_BYTES = 64
 """Maximum length of a match of bytes."""
 CONTEXT_IDS = 48
-"""Maximum number of final ids of a text whose bytes are matched."""
+"""Maximum number of ids at the end of a text whose bytes are looked up."""
 CONTINUATIONS = 8
-"""Maximum number of positions that are read for a match of bytes."""
+"""Maximum number of occurrences that are read for a match of bytes."""
 AHEAD = 24
 """Maximum number of bytes after a match that are encoded."""
 LINE = 120
@@ -52,7 +52,7 @@ COLUMNS = ("prob", "share", "match", "length", "places")
 class Followers(NamedTuple):
     """Ids (C,), int64, that followed a context in one source.
 
-    `probs` are their blended probabilities, whose sum is at most 1. `shares` are their fractions of the ids after
+    `probs` are their blended probabilities, whose sum is at most 1. `shares` are their relative frequencies after
     the longest match. The longest match has `length` items (ids or bytes) and occurs at `places` positions.
     """
 
@@ -82,7 +82,7 @@ class TextSource(NamedTuple):
     ids: ContextIndex | None = None
 
     def longest(self, context: bytes) -> tuple[int, list[int]]:
-        """Length of the longest suffix of `context` that occurs, and the positions after it, last one first."""
+        """Length of the longest suffix of `context` that occurs, and the positions after it, highest first."""
         if self.contexts is None:
             length, position = last_match(self.text, context)
             return length, [position] if length else []
@@ -143,8 +143,8 @@ class Sources:
     def uses(self) -> NDArray[np.float32]:
         """Features (V, 3) of each id's use in the file, each as `log2(1 + x)`; NAMES are their names.
 
-        The values x are: how often the id occurs; how many ids before the cursor it last occurs (if it does not,
-        the length of the text above the cursor); and the length of the text above the cursor.
+        The values x are: the id's number of occurrences; the distance in ids from its last occurrence to the
+        cursor, or the length of the text above the cursor if there is none; and that length.
         """
         size = len(self.vocabulary.pieces)
         uses = np.zeros((size, len(self.NAMES)), np.float32)
@@ -208,13 +208,13 @@ class Copies:
         return self.typed[covered:]
 
     def _context(self, ids: Sequence[int], rest: bytes) -> bytes:
-        """The last bytes of a text after its last sentinel, followed by the uncovered typed bytes."""
+        """The last bytes of a text after its last sentinel, concatenated with the uncovered typed bytes."""
         pieces = self.sources.vocabulary.pieces
         parts = [*takewhile(len, (pieces[i] for i in reversed(ids[-CONTEXT_IDS:])))]
         return (b"".join(reversed(parts)) + rest)[-DEPTH_BYTES:]
 
     def _lines(self, part: Sequence[TextSource], context: bytes, rest: bytes) -> Followers:
-        """The first ids of the lines that follow the longest match, with their frequencies."""
+        """The first ids of the lines after the longest match, with the frequencies of these ids."""
         length, positions, text = longest_match(part, context)
         if length <= len(rest):
             return NONE
@@ -245,7 +245,7 @@ def index_ids(ids: Sequence[int], vocab: int) -> ContextIndex:
 
 
 def followers(index: ContextIndex, context: Sequence[int]) -> Followers:
-    """The ids that followed this context in an index, with their probabilities."""
+    """The ids that followed this context in an index, with the probabilities of these ids."""
     if not (matches := index.matches(context, LENGTHS)):
         return NONE
     *shorter, longest = matches
@@ -275,7 +275,7 @@ def _columns(source: Followers, ids: NDArray[np.int64]) -> list[NDArray[np.float
 class Gate(nn.Module):
     """Two layers that predict changes of candidates' logprobs from their features and the model's logprobs.
 
-    INPUTS are the names of the columns of `up`.
+    INPUTS are the names of the input features of the layer `up`.
     """
 
     INPUTS: ClassVar = (*Copies.NAMES, "logprob", "best logprob")
@@ -299,7 +299,7 @@ class Gate(nn.Module):
     def mix(self, copies: Copies, logprobs: Tensor, ids: Sequence[int], allowed: Tensor | None = None) -> Tensor:
         """Log-probabilities (V,) of the mixture, from the model's log-probabilities (V,) after these ids.
 
-        With a mask `allowed` (V,), bool, the most probable allowed ids are candidates, too.
+        With a mask `allowed` (V,), bool, the most probable allowed ids become additional candidates.
         """
         top = top_ids(logprobs)
         if allowed is not None:
@@ -317,7 +317,7 @@ class Gate(nn.Module):
 
 
 def top_ids(logprobs: Tensor) -> list[int]:
-    """The ids, at most TOP, with the highest log-probabilities in `logprobs` (V,)."""
+    """Up to TOP ids with the highest log-probabilities in `logprobs` (V,)."""
     best = logprobs.topk(min(TOP, len(logprobs)))
     return best.indices[best.values > -math.inf].tolist()
 

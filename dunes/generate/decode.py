@@ -18,7 +18,7 @@ from dunes.parts.quantized_cache import SLACK
 
 GREEDY = Sampler()
 BLOCK = 64
-"""Number of positions of a text whose logits are computed together: 13 MB with a vocabulary of 50,000."""
+"""Number of positions whose logits are computed together (13 MB for a vocabulary of 50,000)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Request:
         return self.ids[self._start :] if self._start else self.ids
 
     def append(self, token: Token) -> Token | None:
-        """Append the token and return it; None if the token is in `stop` and ends the text."""
+        """Append the token and return it, or return None if the token is in `stop` and ends the text."""
         if token.id in self.stop:
             self.end = len(self.ids)
             return None
@@ -91,8 +91,9 @@ def generate(
     """Yield up to `max_tokens` tokens after the prompt, or until an id in `stop`, which is not yielded.
 
     `context_length` is the number of tokens that the model can attend to; a text that exceeds this number is
-    continued from its last half. By default, decoding is greedy. A `proposer` saves forwards and leaves the
-    distribution of the text unchanged. Raises ValueError for an empty prompt, and for a proposal with unknown ids.
+    continued from its last `context_length` // 2 tokens. By default, decoding is greedy. A `proposer` saves
+    forwards and leaves the distribution of the text unchanged. Raises ValueError for an empty prompt, and for a
+    proposal with unknown ids.
     """
     request = Request(prompt, max_tokens, sample, stop, proposer=proposer)
     for row in generate_all(model, [request], context_length=context_length, cache=cache):
@@ -152,7 +153,7 @@ def _propose(request: Request, room: int, cache: PrefixCache) -> Proposal:
     """A proposal that fits into the `room` left in the context and into the request's `max_tokens`.
 
     The proposal is empty for a model without a KV cache, whose logits may depend on all ids of a forward. With a
-    quantized cache, it has at most SLACK ids, since a rollback cannot drop more ids exactly.
+    quantized cache, the proposal has at most SLACK ids, since a rollback cannot exactly drop more.
     """
     room = min(room, request.end - len(request.ids) - 1, room if cache.format is None else SLACK)
     if request.proposer is None or room < 1 or cache.cache is None or cache.vocab is None:

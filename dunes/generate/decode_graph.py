@@ -30,15 +30,18 @@ from dunes.parts.context import ForwardContext
 
 Function = Callable[..., Any]
 Run = Callable[[list[Tensor]], list[Tensor]]
-"""Runs native code; the next call in the same thread may overwrite the returned tensors."""
+"""A function that runs native code; the next call in the same thread may overwrite the returned tensors."""
 LARGE = 1 << 20
 """A matrix with at least this many elements is read from memory, not from the CPU's cache."""
 STACK = 1 << 20
 """Maximum bytes of the buffers that native code puts on the stack of its thread."""
 FEW = 4
-"""Maximum tokens of the larger step, which takes 1.9 times as long as a one-token step (for 8 tokens: 3.5)."""
-TEXT, ROWS = 0, -1
-"""Keys of the steps for any number of tokens at the start of a text, and for one token in each of several rows."""
+"""Maximum tokens of the step for several tokens, which takes 1.9 times as long as a one-token step. A step for 8
+tokens would take 3.5 times as long."""
+TEXT = 0
+"""Key of the step for any number of tokens at the start of a text."""
+ROWS = -1
+"""Key of the step for one token in each of several rows."""
 
 
 class DecodeGraph(nn.Module):
@@ -78,7 +81,7 @@ class DecodeGraph(nn.Module):
 
 
 class LayerGraph(nn.Module):
-    """One block of a `DecodeGraph`, whose code serves all blocks of the same form, each with its own weights."""
+    """One block of a `DecodeGraph`. Blocks of the same form share its code and have their own weights."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -180,7 +183,7 @@ class _RowContext(ForwardContext):
     def mask(self, window: int | None = None) -> Tensor:
         key, query = self.slot_positions[:, None], self.positions[:, :, None]
         readable = key >= 0 if window is None else (key >= 0) & (key > query - window)
-        # Padding attends to everything: masked rows would store NaN, which could be read once the cache grows.
+        # Padding attends to all slots, since masked rows would store NaN, which a larger cache could read.
         return readable | (query < 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
@@ -318,7 +321,7 @@ class CompiledStep:
         return {i: scores[i] for i in ids}
 
     def most(self, cache: Cache, length: int) -> int:
-        """Maximum number of tokens per call after `length` tokens. A call for 2 to FEW tokens writes FEW slots."""
+        """Maximum tokens per call after `length` cached tokens. A call for 2 to FEW tokens writes FEW slots."""
         takes_few = FEW in self._run and cache.window is None and length + FEW <= cache.capacity
         return FEW if takes_few else 1
 
@@ -348,7 +351,7 @@ def _scores(summary: Tensor, logits: Tensor) -> list[Scores]:
 
 
 def load_native(package: Path, *weights: Mapping[str, Tensor]) -> list[Run]:
-    """Functions that run the same native code, each with one of `weights`.
+    """Functions that run the same native code, each with one item of `weights`.
 
     Raises ValueError for code that torch cannot load, or that needs other weights, and if the stack of threads is
     too small.
@@ -435,7 +438,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _OneRow(TorchFunctionMode):
-    """A torch function mode that replaces each operation that is a key in `forms` by the value."""
+    """A torch function mode that replaces each operation that is a key in `forms` by its value in `forms`."""
 
     def __init__(self, forms: Mapping[Function, Function]) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ SOURCES = "parts/*.py", "ops/*.py", "augment/*.py", "generate/decode_graph.py"
 
 
 def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledStep | None:
-    """The compiled step of this model; None if no package exists or, with a warning, if it is unusable.
+    """The compiled step of this model; None if there is no package or, with a warning, if the package is unusable.
 
     The step's matrices have this dtype, by default the dtype that `compile_step` chose for these weights. If no
     package with the chosen dtype exists, the weights' own dtype is used.
@@ -115,7 +115,7 @@ def load_step(model: nn.Module, dtype: torch.dtype | None = None) -> CompiledSte
 
 
 Start = Callable[[], "subprocess.Popen[bytes]"]
-"""Starts a process in the background."""
+"""A function that starts a process in the background."""
 
 
 def step_source(model: nn.Module, start: Start | None = None) -> Callable[[], CompiledStep | None]:
@@ -161,9 +161,9 @@ def compile_step(
     The default dtype is recorded for these weights. Without a record, float32 matrices are rounded to the faster
     of bfloat16 and float16 for which greedy decoding gives the same ids. Steps for FEW tokens, for the start of a
     text and for several rows are added if the model supports them. If many large blocks have the same form, only
-    one block and the head are compiled, for one token and for FEW; `whole` compiles the complete model, so that
-    the files run without its modules. Raises ValueError with the reason if the step cannot be exported or
-    compiled, if it does not support the dtype, or if no C++ compiler exists.
+    one block and the head are compiled, for one token and for FEW. With `whole`, the complete model is compiled,
+    so that the files run without the model's modules. Raises ValueError with the reason if the step cannot be
+    exported or compiled, if it does not support the dtype, or if no C++ compiler exists.
     """
     check_step(model, dtype)
     folder = _folder(model)
@@ -218,7 +218,7 @@ def make_step(model: nn.Module, dtype: torch.dtype, whole: bool = False) -> Comp
 
 
 def _add(model: nn.Module, dtype: torch.dtype, package: Path, tokens: int, whole: bool = False) -> None:
-    """Compile the step for this number of tokens into a package, unless it exists.
+    """Compile the step for this number of tokens and add it to a package, unless the package contains it.
 
     Raises ValueError, and adds nothing, if the step cannot be compiled, or if its logits differ from the model's.
     """
@@ -347,7 +347,7 @@ def _structure(model: nn.Module, files: set[str]) -> tuple[list[Any], list[Any]]
 
 
 def layer_forms(model: nn.Module) -> list[int]:
-    """Per block, the index of the first block of equal structure; empty if all are compiled in one file."""
+    """Per block, the index of the first block of equal structure; empty if they are compiled in one file."""
     in_order = any(getattr(m, "depends_on_order", False) for m in model.modules())
     blocks = [*model.blocks] if isinstance(model, Decoder) and not in_order else []
     texts = [repr(_structure(block, set())) for block in blocks]
@@ -469,8 +469,8 @@ def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
 def _exact_logits(model: nn.Module, cache: Cache) -> Tensor:
     """Logits of `_check_tokens` with float32 activations; also writes its keys and values into the cache.
 
-    A step's activations are float32, too. With bfloat16 activations, a published model's logits can change by more
-    than the largest logit.
+    A compiled step's activations are also float32. With bfloat16 activations, a published model's logits can
+    change by more than the largest logit.
     """
     with in_float32(model):
         exact, logits = _check_tokens(model)
@@ -484,8 +484,8 @@ def compile_graph(
 ) -> None:
     """Write the native code of a graph, and a file that lists calls of operators without a C interface, if any.
 
-    With OPTIONS, the wrapper code has its buffers on the stack. Raises ValueError for a graph that Inductor cannot
-    compile.
+    With OPTIONS, the wrapper code allocates its buffers on the stack. Raises ValueError for a graph that Inductor
+    cannot compile.
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.codegen import common
@@ -493,7 +493,7 @@ def compile_graph(
     from torch._inductor.utils import fresh_cache
 
     limit = replace_attribute(wrapper, "MAX_STACK_ALLOCATION_SIZE", STACK)
-    # The first compilation in a process, which may be the user's, registers the backends for later ones.
+    # Inductor registers its backends once per process; they are registered here, before one is replaced.
     common.init_backend_registration()
     cpu = common.device_codegens["cpu"]
     writer = replace_attribute(cpu, "cpp_wrapper_codegen", wrapper.CppWrapperCpuArrayRef)

@@ -1,4 +1,4 @@
-"""A KV cache that records its ids, so that only the ids of a new text after the common prefix are evaluated.
+"""A KV cache that records its ids; of a new text, only the ids after the common prefix are evaluated.
 
 Long texts are prefilled in pieces; between two pieces, other work can run, or the request can be cancelled.
 """
@@ -26,15 +26,16 @@ from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 CHUNK = 2048
 """Maximum tokens of a prompt per forward. Shorter chunks are not faster, and longer chunks take more memory."""
 MAX_STEPPED = 16
-"""Maximum number of new ids that compiled code for FEW tokens computes instead of a forward. Code and forward take
-equally long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
+"""Maximum number of new ids for which compiled code for FEW tokens runs instead of a forward. Code and forward
+take equally long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
 IN_FLOAT32 = 8
-"""`MAX_STEPPED` for float32 matrices: code and forward take equally long at 16 (10M), 9 (124M), 10 ids (1B)."""
+"""`MAX_STEPPED` for float32 matrices. Code and forward take equally long at 16 ids with 10M parameters, 9 with
+124M, 10 with 1B."""
 PADDED = 8
 """Up to this many tokens of padding per row, batching rows is cheaper than copying a row's KV cache."""
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
-"""Given `names`, returns a context manager in which row i of a forward uses the adapter `names[i]`."""
+"""A function of `names`; inside the context that it returns, row i of a forward uses the adapter `names[i]`."""
 
 
 class PrefixCache:
@@ -97,7 +98,7 @@ class PrefixCache:
             with torch.no_grad(), tree.mode(self.model, False), self.activate([self.adapters[i] for i in texts]):
                 logits = dict(zip(texts, self._forward([*texts.values()], max(last.values())), strict=True))
         else:
-            # Many new tokens in one row pad all other rows; little padding is cheaper than a forward for each row.
+            # Rows with many new tokens get a separate forward, since they would add much padding to other rows.
             missing = {i: len(ids) - common_length(self.ids[i], ids, last[i]) for i, ids in texts.items()}
             prefill = [i for i in sorted(texts) if missing[i] > last[i] + PADDED] if any(self.ids) else []
             rows = list(range(len(self.ids)))
@@ -140,7 +141,7 @@ class PrefixCache:
     def row_scores(self, texts: Mapping[int, Sequence[int]]) -> dict[int, Scores] | None:
         """The compiled step's scores of the next token after these rows' texts.
 
-        None if a row misses more than the last id of its text, or if the step cannot be used here.
+        None if more than the last id of a text is not cached, or if the step cannot be used here.
         """
         step, cache = self.step, self.cache
         if step is None or not step.reads_rows or cache is None or torch.is_autocast_enabled("cpu"):
@@ -171,7 +172,7 @@ class PrefixCache:
         return not multiplies_in_float32(next(self.model.parameters()), tokens)
 
     def _step_fits(self, common: int, step: CompiledStep, cache: Cache) -> bool:
-        """True if the step can continue after the `common` cached ids or, if that is 0, start a text.
+        """True if the step can continue after the `common` cached ids or, if `common` is 0, start a text.
 
         The step has to match the model's present state and the cache's dtypes. No row may have an adapter.
         """
@@ -246,7 +247,7 @@ class PrefixCache:
 
 
 def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
-    """Raise ValueError for an id below 0 or not below `vocab`; None, an unknown size, allows all ids."""
+    """Raise ValueError for an id below 0 or not below `vocab`; without `vocab`, all ids are allowed."""
     for id in (i for text in texts if text for i in (min(text), max(text))):
         if vocab is not None and not 0 <= id < vocab:
             raise ValueError(f"a text has id {id}; the model has ids 0 to {vocab - 1}")

@@ -93,7 +93,7 @@ class Sampler:
         return is_greedy and all(_preserves(processor, best) for processor in self.processors)
 
     def after(self, *processors: Processor) -> Sampler:
-        """The sampler with these processors before its own."""
+        """A sampler that applies these processors before those of this sampler."""
         return Sampler((*processors, *self.processors), self.choose)
 
 
@@ -160,7 +160,7 @@ def keep_typical_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 ABOVE_0, FINITE, COUNT = sys.float_info.min, sys.float_info.max, (-1, 2**31)
-"""ABOVE_0 excludes 0. It is the smallest normal number, since training flushes denormal numbers to 0."""
+"""ABOVE_0, a minimum that excludes 0, is the smallest normal number, since training flushes denormals to 0."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Rule:
     """A sampling setting: its function on logits, its range, and its names in requests to servers."""
 
     process: Callable[..., Tensor] | None
-    """Function whose last two arguments are those of a processor; None for an argument of another rule."""
+    """A function whose last two arguments are a processor's; None for an argument of another rule."""
     neutral: float
     """The value that leaves the logits unchanged."""
     bounds: tuple[float, float]

@@ -18,7 +18,7 @@ from dunes.parts.decoder import recurrent_part
 
 @dataclass(frozen=True)
 class Proposal:
-    """Ids that may follow a text. If they were sampled, `probs` are the distributions (V,) they came from."""
+    """Ids that may follow a text. If the ids were sampled, `probs` are their distributions (V,)."""
 
     ids: Sequence[int] = ()
     probs: Sequence[Tensor] = ()
@@ -53,7 +53,8 @@ def check_rewinds(model: nn.Module) -> None:
 class DraftModel:
     """Proposes ids that a smaller model with the same vocabulary generates with the text's sampler.
 
-    Texts that are generated at the same time need one DraftModel each, since it keeps the KV cache of its text.
+    Texts that are generated at the same time need one DraftModel each, since a DraftModel caches the keys and
+    values of its text.
     """
 
     def __init__(self, model: nn.Module, context_length: int, count: int = 4) -> None:

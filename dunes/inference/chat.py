@@ -39,9 +39,9 @@ from dunes.text.templates import Conversation, Template, Turn, encode_prompt, fi
 from dunes.units import plural
 
 NONE = "none"
-"""Name of the model without adapter folders; adapters stored inside a model folder are part of the model."""
+"""Name of the chat model without an adapter folder. Adapters in a model folder are part of the model."""
 ROOM = 4
-"""Conversations are truncated to leave `max_tokens` tokens for the answer, but at most 1/ROOM of the context."""
+"""Truncating a conversation leaves room for `max_tokens` tokens, but for at most 1/ROOM of the context."""
 
 
 class NoTemplate(ValueError):
@@ -51,7 +51,7 @@ class NoTemplate(ValueError):
 @dataclass(frozen=True, eq=False)
 class ChatModel:
     """A model for chat: `loaded` is the model, `adapter` the name of the adapter to use (None for the base model
-    alone), and `place` the folder that it came from."""
+    alone), and `place` the folder of the adapter or model."""
 
     place: Path
     adapter: str | None
@@ -256,7 +256,7 @@ class Chat:
         self.switch_to(self.name)
 
     def switch_to(self, name: str | None) -> None:
-        """Switch to an adapter by name or folder. Raises ValueError if it is unknown or has no template."""
+        """Switch to an adapter by name or folder. Raises ValueError for an unknown name or a missing template."""
         name = self.engine.resolve_name(name)
         self.engine.chat_model(name).check_system(self.system)
         _ = self.engine.chat_model(name).template
@@ -295,7 +295,7 @@ class Chat:
                 self.talk, self.pending = before, pending
 
     def undo(self) -> str:
-        """Drop the last message and its answer; returns the message. Raises ValueError if the chat has none."""
+        """Drop the last message and its answer; returns the message. Raises ValueError if there is no message."""
         if not self.talk:
             raise ValueError("there is no message yet")
         last = max(i for i, turn in enumerate(self.talk) if turn.role == "user")

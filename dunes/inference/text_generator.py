@@ -45,7 +45,7 @@ class TextGenerator:
 
     The KV cache of the last text is kept. If the next text has the same prefix, like the next turn of a
     conversation, only the ids after the prefix are evaluated. A prompt is a text or its ids. Before each token,
-    `find_step()` is called for a compiled step; with a cache `format`, no step is used.
+    `find_step()` is called to get a compiled step; with a cache `format`, no step is used.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TextGenerator:
         alternatives: int = 0,
         proposer: Proposer | None = None,
     ) -> Request:
-        """A request that generates ids of the tokenizer; by default greedily, and up to the tokenizer's stops."""
+        """A request for ids of the tokenizer's vocabulary; by default, greedy and up to the tokenizer's stops."""
         sample = (sample or Sampler()).after(partial(limit_vocab, self.tokenizer.vocab))
         if ranks.count() > 1:
             sample = sample.after(lambda logits, ids: ranks.broadcast_tensor(logits))
@@ -102,7 +102,7 @@ class TextGenerator:
     def tokens(
         self, requests: Sequence[Request | None], until: Sequence[str] = ()
     ) -> Iterator[list[Token | None]]:
-        """Yield the rows of `generate_all` for these requests; the last call's cache is reused if its size fits.
+        """Yield the rows of `generate_all` for these requests; a cache of as many rows is reused.
 
         Each text also ends with the token that completes one of the strings in `until`; empty strings are ignored.
         """

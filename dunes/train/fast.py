@@ -24,9 +24,10 @@ from dunes.train.loss import Loss
 from dunes.train.optim import Rule, State, rule_of
 from dunes.train.trainer import Diverged, Step, Trainer, loss_pairs, seeded
 
-PLAIN_STEPS, TIMED_CALLS = 4, 4
-"""Plain steps at the start, which create the optimizer state; then timed calls of the compiled unit. Then the
-faster loop is chosen; on a CPU, processor time is compared."""
+PLAIN_STEPS = 4
+"""Number of plain steps at the start, which create the optimizer state."""
+TIMED_CALLS = 4
+"""Number of timed calls of the compiled unit before the faster loop is chosen; on a CPU, processor time counts."""
 
 Key = tuple[str, int | Tensor]
 Reading = dict[Key, Any]
@@ -280,7 +281,7 @@ def _check_unchanged(trainer: Trainer, before: Reading, steps: Sequence[Step]) -
 
 @contextmanager
 def _watched(trainer: Trainer) -> Iterator[list[bool]]:
-    """Yields a list. Each call of the trainer's loss adds an item: True if the loss drew random numbers."""
+    """Yields a list, to which each call of the trainer's loss appends True if the loss drew random numbers."""
     state = torch.cuda.get_rng_state if trainer.device.type == "cuda" else torch.get_rng_state
     draws, loss = list[bool](), trainer.loss
 

@@ -101,13 +101,13 @@ def dpo_loss(
 ) -> LossSums:
     """The summed DPO loss of pairs of answers, and the number of pairs. https://arxiv.org/abs/2305.18290
 
-    The batch is one of `Batches`: ids, targets and positions, each (2B, T), and the reference model's
+    The batch comes from `Batches`: ids, targets and positions, each (2B, T), and the reference model's
     log-probabilities (2B,); rows alternate between chosen and rejected answers. The reward of an answer is `beta`
-    times its log-probability minus the reference's; the margin is the difference of the rewards, and the loss is
-    -log sigmoid(margin). `label_smoothing` is the probability that a label is wrong (conservative DPO,
-    https://ericmitchell.ai/cdpo.pdf). With `length_normalized`, the log-probabilities are divided by the number of
-    the answer's targets (section 5 of https://arxiv.org/abs/2411.15124). A pair is not counted if one of its
-    answers has no target.
+    times the difference between its log-probability and the reference's; the margin is the difference of the
+    rewards, and the loss is -log sigmoid(margin). `label_smoothing` is the probability that a label is wrong
+    (conservative DPO, https://ericmitchell.ai/cdpo.pdf). With `length_normalized`, the log-probabilities are
+    divided by the number of the answer's targets (section 5 of https://arxiv.org/abs/2411.15124). A pair is not
+    counted if one of its answers has no target.
 
     The metrics are means over pairs: `rewards_chosen`, `rewards_rejected`, `margin` (their difference) and
     `accuracy` (the fraction of positive margins); and `chosen_loss`, in nats/token. Dropout of the model itself is

@@ -1,11 +1,11 @@
-"""Functions that build an optimizer for a model, with its parameter groups. All are `torch.optim.Optimizer`s.
+"""Functions that build a `torch.optim.Optimizer` for a model, with the model's parameter groups.
 
 Weight decay applies to matrices, not to vectors (norms, biases). Frozen parameters are left out. The functions
 raise ValueError if no parameter is trainable, and for rates that are negative or not finite.
 
-A rule is a function of tensors that computes an update, so that a compiled step can contain it. Its arguments are
-a parameter, the gradient, the state, and the parameter group, whose "lr" may be a tensor. It returns the new
-parameter and the new state, and modifies nothing in place. `RuleOptimizer` turns a rule into an optimizer.
+A rule is a function of tensors that computes an update, so that a compiled step can contain it. A rule's arguments
+are a parameter, the gradient, the state, and the parameter group, whose "lr" may be a tensor. The rule returns the
+new parameter and the new state, and modifies nothing in place. `RuleOptimizer` turns a rule into an optimizer.
 
 Sources: https://proceedings.mlr.press/v28/sutskever13.html (momentum), https://arxiv.org/abs/1412.6980 (Adam),
 https://arxiv.org/abs/1711.05101 (AdamW), https://www.cs.toronto.edu/~hinton/coursera/lecture6/lec6.pdf (RMSprop)
@@ -30,8 +30,8 @@ Settings = Mapping[str, Any]
 Rule = Callable[[Tensor, Tensor, State, Settings], tuple[Tensor, State]]
 
 STACKED = 1 << 26
-"""Maximum number of elements in the matrices that Muon updates together, or gathers together from several ranks;
-each rank gets at least one matrix."""
+"""Maximum number of elements in a batch of matrices that Muon updates, or gathers from several ranks; a batch has
+at least one matrix per rank."""
 
 
 def adamw(
@@ -69,8 +69,9 @@ def muon(
     Hidden matrices are the matrices in blocks. A block is a module with children that is in a ModuleList, or in a
     Sequential together with other modules of its class. If the model has no blocks, all matrices except output
     heads are hidden. Output heads are the linear layers whose output width is no other layer's input width;
-    without such a layer, the last linear layer. Embeddings, and heads tied to them, are never hidden. Names are
-    not used, so a wrapped or compiled model is split in the same way. `muon_split` shows the split.
+    if there is no such layer, the head is the last linear layer. Embeddings, and heads tied to them, are never
+    hidden. Names are not used, so a wrapped or compiled model is split in the same way. `muon_split` shows the
+    split.
 
     `where`, globs over parameter names (`["**layers.**", "!**.router.*"]`), selects the hidden matrices instead.
     `products` is passed to `Muon`. Raises ValueError for rates that are negative or not finite, and if `where`
@@ -371,14 +372,14 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
 
 
 class NamedOptimizer(NamedTuple):
-    """An optimizer that `dunes train --optimizer` can name."""
+    """An optimizer that `dunes train --optimizer` accepts by name."""
 
     build: Callable[[nn.Module, float, float | None, torch.dtype], Optimizer]
     """Called with the model, the learning rate, the weight decay or None, and the dtype of matrix products."""
     lr: tuple[float, float] | float = 1.0
-    """Default rates for a new model and for continued training, or a factor on AdamW's rate for this width."""
+    """Default rates for new and for continued training, or a factor on AdamW's rate for the model's width."""
     flops: Callable[[nn.Module], float] = lambda model: 0.0
-    """FLOPs per step of the matrix products of its updates."""
+    """FLOPs per step of the optimizer's matrix products."""
 
 
 OPTIMIZERS = {
@@ -396,7 +397,7 @@ OPTIMIZERS = {
 
 
 def named_optimizer(name: str | None) -> NamedOptimizer:
-    """The optimizer with this name; the default if it is None. Raises ValueError for an unknown name."""
+    """The optimizer with this name; the default if `name` is None. Raises ValueError for an unknown name."""
     if name is not None and name not in OPTIMIZERS:
         raise ValueError(f"--optimizer is {name!r:.60}; it must be one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name or next(iter(OPTIMIZERS))]

@@ -60,12 +60,12 @@ class Trainer:
     between steps do not affect it. Gradients are computed for the parameters of the model, of the optimizer, and
     of a loss that is a module. A UserWarning lists, once, parameters that have a gradient but are in no group of
     the optimizer. A step whose loss or gradient is not finite, or whose count is 0, changes no weight and is
-    marked as skipped; after `patience` such steps in a row, Diverged is raised. In all other steps, the modules'
-    methods `before_step` and `after_step` are called before and after the update. For example, `after_step` may
-    apply a mask to weights again. With several ranks of torch.distributed, sums and counts are over the batches of
-    all ranks. The model must be sharded by `fully_shard`, and gradients are synchronised with the last batch of a
-    step. Raises ValueError for invalid settings and for a model without parameters. `run` raises ValueError for an
-    invalid loss, learning rate or `lr_scale`.
+    marked as skipped; after `patience` such steps in a row, Diverged is raised. In steps that are not skipped, the
+    modules' methods `before_step` and `after_step` are called before and after the update. For example,
+    `after_step` may apply a mask to weights again. With several ranks of torch.distributed, the model must be
+    sharded by `fully_shard`, sums and counts are over the batches of all ranks, and gradients are synchronised
+    with the last batch of a step. Raises ValueError for invalid settings and for a model without parameters. `run`
+    raises ValueError for an invalid loss, learning rate or `lr_scale`.
     """
 
     def __init__(
@@ -354,10 +354,10 @@ def mutable_buffers(model: nn.Module) -> dict[str, Tensor]:
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> int:
     """Cast frozen linear layers once to the dtype that autocast would use for them; returns their number.
 
-    Training under autocast gives the same results bit for bit. The weights are rounded in place, so compute a
-    digest of the base or save the base before. In a quantized layer, only the dtype of its dequantized weight
-    changes. Trainable weights are not changed. Norms and embeddings are cast only if `dtype` is float32, since a
-    forward pass without autocast needs a single dtype.
+    Training under autocast gives the same results as without the cast, bit for bit. The weights are rounded in
+    place, so compute a digest of the base or save the base before. In a quantized layer, only the dtype of its
+    dequantized weight changes. Trainable weights are not changed. Norms and embeddings are cast only if `dtype` is
+    float32, since a forward pass without autocast needs a single dtype.
     """
     count = 0
     if dtype == torch.float32:
@@ -404,7 +404,7 @@ def _to_host(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def loss_pairs(result: Any) -> dict[str, tuple[Tensor, Tensor]]:
-    """Pairs (sum, count) by name from the result of a loss: "loss" (0-dim tensors) and the metrics.
+    """Pairs (sum, count), by name, in the result of a loss: "loss" (0-dim tensors) and the metrics.
 
     Raises ValueError for an invalid result.
     """
