@@ -79,7 +79,7 @@ SPECIAL = 40
 
 
 def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError unless llama.cpp's algorithm produces the tokenizer's ids from these values alone."""
+    """Raise ValueError unless llama.cpp's algorithm produces the tokenizer's ids from `fields` alone."""
     encode, inner = encoder(fields), hf_tokenizers.parse(tokenizer.json())
     begin, (_, end) = tokenizer.bos, tokenizer.added_ids
     tokens = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
@@ -119,7 +119,7 @@ def _same_text(tokenizer: Tokenizer, text: str, actual: list[int], expected: lis
 def _moves_spaces(
     tokenizer: Tokenizer, text: str, actual: list[int], expected: list[int], special: list[str]
 ) -> bool:
-    """True if only spaces around special tokens differ; llama.cpp starts a new text after each special token."""
+    """True if the ids differ only in spaces around special tokens, after which llama.cpp starts a new text."""
     texts = {_text_bytes(tokenizer, ids).replace(b" ", b"") for ids in (actual, expected)}
     return tokenizer.byte_decoder.metaspace and len(texts) == 1 and any(token in text for token in special)
 
