@@ -42,7 +42,7 @@ ROLES = {
     "function_call": "assistant", "tool_call": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool",
 }  # fmt: skip
-"""Maps the names of roles in the formats of OpenAI and ShareGPT to our roles."""
+"""Maps each role name of OpenAI's and ShareGPT's formats to our role."""
 
 CALL_ROLES = ("function_call", "tool_call")
 """Roles of ShareGPT's messages whose text is JSON: a tool call, or a list of tool calls."""
@@ -339,7 +339,8 @@ def _check_usable(values: dict[str, Any], unusable: Iterable[_Unusable]) -> None
 
 
 def _one(values: Mapping[str, Any], keys: Iterable[str], noun: str) -> str | None:
-    """The first key that has a value; None if no key has. Raises ValueError if two keys have different values."""
+    """The first key with a value; None if no key has a value. Raises ValueError if two keys have different
+    values."""
     given = [key for key in keys if not _is_blank(values.get(key))]
     if any(values[key] != values[given[0]] for key in given):
         raise ValueError(f"{' and '.join(given)}: two different {noun}; leave one of them out")
@@ -585,7 +586,7 @@ def _content(message: dict[str, Any], key: str) -> str:
 
 
 def _is_trained(message: dict[str, Any], role: str) -> bool:
-    """False if one of LOSS_KEYS excludes the message from the loss.
+    """False if a key of LOSS_KEYS excludes the message from the loss.
 
     A `weight` of 1 (OpenAI) has no effect on prompts; axolotl's fields raise ValueError if they select a prompt.
     """
@@ -638,9 +639,9 @@ RECORD_FORMATS = {
 def split_records(rows: Sequence[Record], share: float = 0.1) -> tuple[list[Record], list[Record]]:
     """Split records into training and validation.
 
-    About `share` of the records are for validation: at least one, but never all. The split is by `record_hashes`,
-    so that a record and its copies are on the same side in every run and with every tokenizer. If all records are
-    equal, or `share` is 0, no record is for validation.
+    About `share` of the records are for validation, at least one is for validation, and at least one for training.
+    The split is by `record_hashes`, so that a record and its copies are on the same side in every run and with
+    every tokenizer. If all records are equal, or `share` is 0, no record is for validation.
     """
     if not 0 <= share < 1:
         raise ValueError(f"--val-fraction is {share}; it must be at least 0 and below 1")

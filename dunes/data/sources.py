@@ -29,8 +29,7 @@ from dunes.data.installed import describe_package
 from dunes.units import format_bytes, plural
 
 SPLIT_VERSION = 3
-"""Version of the split of a corpus, recorded in cards; increase it if the same sources would be split
-differently."""
+"""Version of a corpus split, recorded in cards; increase it if the same sources would be split differently."""
 SHARE = 0.1
 """Fraction of the text for validation."""
 LEAST = 80_000
@@ -145,7 +144,7 @@ def collect_corpus(
 
 
 def validation_share(size: float) -> float:
-    """Validation fraction for `size` bytes of text: SHARE, increased up to MOST where LEAST bytes need it."""
+    """Validation fraction for `size` bytes of text: SHARE, or more if LEAST bytes need it, but at most MOST."""
     return min(MOST, max(SHARE, LEAST / max(1.0, size)))
 
 
@@ -191,8 +190,7 @@ def _read_records(
 
 @dataclass(frozen=True)
 class _Group:
-    """A group of near-duplicate files, or a single file. `split_hash` is the first file's hash, plus 1 for a large
-    group."""
+    """A group of near-duplicates, or one file. `split_hash` is the first file's hash, plus 1 for a large group."""
 
     files: list[Document]
     split_hash: float

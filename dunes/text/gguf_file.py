@@ -299,8 +299,7 @@ _T = TypeVar("_T")
 
 
 def value(fields: Mapping[str, Any], name: str, value_type: type[_T], default: _T | None = None) -> _T:
-    """The value of `tokenizer.NAME`, or the default. Raises ValueError if both are missing or the type is
-    wrong."""
+    """The value of `tokenizer.NAME`, or the default. Raises ValueError if both are missing or of another type."""
     key = f"tokenizer.{name}"
     if type(given := fields.get(key, default)) is not value_type:
         raise ValueError(f"{key} is {hf_tokenizers.abbreviate(given)}; expected {value_type.__name__}")
@@ -328,8 +327,7 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
-    """The special ids in a header. Texts start with BOS according to `add_bos_token` or, if it is absent, the
-    kind.
+    """The special ids in a header. `add_bos_token` or, by default, the kind decides if texts start with BOS.
 
     As in llama.cpp, BOS is 1 and EOS 2 by default for the kind `llama`, and `gemma4` always adds BOS. Raises
     ValueError for a BOS or EOS that is added but has no id.

@@ -118,8 +118,7 @@ def _build(
 
 
 def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str], list[str]]]:
-    """Return the last merge of each token that merges can produce, in order of rank, and a function that merges
-    any text."""
+    """The last merge of each token that merges can produce, sorted by rank, and a function that merges a text."""
     scores = {token: -rank for rank, token in enumerate(tokens)}
     merges_by_token = (merge_pairs(list(token), scores.get) for token in tokens)
     merges = [last for parts, last in merges_by_token if len(parts) == 1 and last is not None]

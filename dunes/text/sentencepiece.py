@@ -28,7 +28,7 @@ MAX_PIECE = 512
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 _MARK = " "
-"""Placeholder for the dummy prefix while the spaces of the text are replaced by `SPACE`."""
+"""Placeholder for the dummy prefix, used until the spaces of the text are replaced by `SPACE`."""
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,8 @@ RULES: Mapping[str, SplitRule] = {
     "gemma4": SplitRule((_LINES,), metaspace=True, bos=True),
     "default": SplitRule((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
-"""Rules by name. If several equal rules fit an exported tokenizer that is not from a GGUF file, the first rule's
-name is written."""
+"""Rules by name. If several rules fit the export of a tokenizer that is not from a GGUF file, the first is
+written."""
 
 
 def split_rule(name: str) -> SplitRule:

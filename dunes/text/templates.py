@@ -26,12 +26,10 @@ from dunes.text.special_tokens import token_text
 from dunes.text.tokenizer import Tokenizer
 
 SURROGATES = range(0xDC00, 0xE000)
-"""Lone surrogates, which valid text never contains. A pair of surrogates replaces a special token in a user's
-text."""
+"""Lone surrogates, which valid text never contains. Pairs of them replace special tokens in a user's text."""
 
 MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
-"""Other pairs of lone surrogates, which mark strings of a conversation to show where a template writes these
-strings."""
+"""Other pairs of lone surrogates, which mark a conversation's strings to show where a template writes them."""
 MARKED_KEYS = ("content", "name", "arguments", *chat_template.REASONING_KEYS)
 
 CUT = "\ufdd0"
@@ -338,8 +336,7 @@ class Template(ABC):
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def _segments(self, pieces: Sequence[str], trained: Sequence[bool]) -> list[Segment]:
-        """Split the pieces into segments. Every second piece is an answer; `trained` has a flag for each
-        answer."""
+        """Split the pieces into segments. Every second piece is an answer; `trained` has one flag per answer."""
         segments: list[Segment] = []
         for i, piece in enumerate(pieces):
             is_answer = i % 2 == 1

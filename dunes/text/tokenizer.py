@@ -261,8 +261,7 @@ class Tokenizer:
         return {f"{name}_token": token for name, token in tokens.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of a prompt: `bos` and the text. An empty text gets `document_start`, or EOS if `document_start`
-        is empty.
+        """The ids of a prompt: `bos` and the text. For an empty text: `document_start` or, if empty, EOS.
 
         For a tokenizer trained here, no EOS is put before a text, since a prompt rarely starts a document.
         """
@@ -318,8 +317,7 @@ class Tokenizer:
         return inner
 
     def encode_document(self, blocks: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the ids of each block of lines of a document. Unless `line_separable`, all blocks are first
-        joined."""
+        """Yield the ids of each block of lines of a document; blocks are first joined unless `line_separable`."""
         yield from map(self.encode, blocks if self.line_separable else ["".join(blocks)])
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
@@ -374,8 +372,8 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def original_files(folder: Path, *first: str) -> Iterator[Path]:
-    """The files in the folder whose names are in `first`, and the tokenizer files of other libraries. Raises
-    ValueError like `find_file`."""
+    """Files of the folder: those in `first`, and other libraries' tokenizers. Raises ValueError like
+    `find_file`."""
     models = sorted(path.name for path in folder.glob("tokenizer.model*") if _MODEL_NAME.fullmatch(path.name))
     return (path for name in (*first, *models, "tekken.json") if (path := find_file(folder, name)))
 
