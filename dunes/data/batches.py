@@ -376,8 +376,8 @@ class Batches:
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:
     """Join rows of examples to a batch, padded to `context_length` if `full`, otherwise to the longest row.
 
-    Targets are the next ids of the same example, never ids of the following example. Padding has position -1; its
-    id, 0, is never read.
+    Targets are the next ids of the same example, never ids of the following example. Padding has position -1 and
+    id 0, which is never read.
     """
     parts = [_row(row, context_length) for row in rows]
     width = context_length if full else max(part.shape[1] for part in parts)
@@ -399,7 +399,7 @@ def _row(row: Sequence[Example], context_length: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Pack items of these descending lengths by best fit into rows.
+    """Pack items into rows by best fit; their lengths are in descending order.
 
     Returns the item indices of each row; a row's total length is at most `room`.
     """

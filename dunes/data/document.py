@@ -29,7 +29,7 @@ LETTERS = (string.ascii_letters + " \n\t").encode() + bytes(range(0x80, 0x100))
 
 @dataclass(frozen=True)
 class Document:
-    """One file of text. `name` is its path within the source; `digest` is the hash of its bytes."""
+    """One file of text. `name` is its path within the source; `digest` is the hash of the file's bytes."""
 
     path: Path
     name: str
@@ -231,7 +231,7 @@ NamedText = tuple[str, str]
 
 
 def code_size(documents: Iterable[Document]) -> tuple[int, int]:
-    """Bytes of source code, and of other text that is not documentation."""
+    """Number of bytes of source code, and number of bytes of other text except documentation."""
     code = other = 0
     for document in documents:
         if document.path.suffix.lower() in CODE_SUFFIXES:

@@ -32,7 +32,7 @@ SHORT_LINE = 4
 """Minimum bytes of a line that is compared; shorter lines, such as brackets, are equal by chance."""
 
 KEYS = 4
-"""Number of a text's rarest hashes; two texts are compared if they share one of these."""
+"""Number of a text's rarest hashes; two texts are compared if they share one of these hashes."""
 COMPARED = 8
 """Maximum number of comparisons per text and hash, since some lines (of a licence) are in every file."""
 

@@ -203,7 +203,7 @@ def read_rules(folder: Path) -> Rules:
 
 
 def rules_above(path: Path, is_folder: bool) -> Rules | None:
-    """The rules of all folders above a path in its git checkout; None if they exclude the path or a parent."""
+    """The rules of all folders above a path in its git checkout; None if a rule excludes the path or a parent."""
     parents = [path.resolve(), *path.resolve().parents]
     top = next((i for i, parent in enumerate(parents) if os.path.lexists(parent / ".git")), 0)
     rules: Rules = []
@@ -264,7 +264,8 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
 
 
 def source_roots(source: str | Path) -> dict[Path, Rules]:
-    """A source's file or folders, with rules for `stdlib` and `installed`. Raises ValueError if it is missing."""
+    """A source's file or folders, with rules for `stdlib` and `installed`. Raises ValueError for a missing
+    source."""
     if not is_path(source):
         stdlib = {Path(sysconfig.get_paths()["stdlib"]).resolve(): STDLIB_TESTS}
         roots = stdlib if str(source) == STDLIB else installed_roots(str(source))

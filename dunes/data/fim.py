@@ -165,7 +165,7 @@ def _line_end(text: str, start: int, lines: int) -> int:
 
 
 def _before_line_end(text: str, index: int) -> int:
-    """The index; inside a \\r\\n, the index of the \\r."""
+    """The index or, if it is inside a \\r\\n, the index of the \\r."""
     return index - (0 < index < len(text) and text[index - 1 : index + 1] == "\r\n")
 
 

@@ -144,7 +144,7 @@ def token_shard(
 
 
 def file_header(document: Document, tokenizer: Tokenizer) -> list[int]:
-    """Ids before a file in a stream of files: <|file_sep|>, then its path with a line end; empty for records.
+    """Ids before a file in a stream of files: <|file_sep|>, the file's path and a line end; empty for records.
 
     Raises ValueError if the tokenizer has no <|file_sep|>.
     """

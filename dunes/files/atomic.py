@@ -87,8 +87,8 @@ def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
     """Create a folder beside `path`, on the same disk, and yield it; it is removed afterwards.
 
     Staging folders of dead writers beside `path` are removed first. `kept` is a name for work that can be
-    continued. Such a folder is not removed afterwards, and the next writer that passes the same name gets the
-    folder with its content.
+    continued. A folder with this name is not removed afterwards; the next writer that passes the same name gets
+    the folder and its content.
     """
     with folder_lock(path.parent):
         for name in (

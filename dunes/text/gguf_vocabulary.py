@@ -191,7 +191,7 @@ def _own_token(raw: bytes) -> tuple[bytes, int]:
 
 
 def _scores(vocab: Mapping[str, int], merges: list[tuple[str, ...]], rows: int) -> list[float]:
-    """A score for each token; the earlier its merge, the higher its score."""
+    """A score for each token, which is higher for a token with an earlier merge."""
     scores = [0.0] * rows
     for rank, parts in reversed(list(enumerate(merges))):
         scores[vocab["".join(parts)]] = -1.0 - rank
@@ -253,7 +253,8 @@ def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
 
 
 def _split(text: str, special: Mapping[str, int]) -> list[str | int]:
-    """Split a text at special tokens, in the order of `special`; returns their ids and the texts around them."""
+    """Split a text at special tokens, in the order of `special`; returns the tokens' ids and the texts between
+    them."""
     parts: list[str | int] = [text]
     for token, i in ((token, i) for token, i in special.items() if token in text):
         pieces = ([part] if isinstance(part, int) else re.split(f"({re.escape(token)})", part) for part in parts)

@@ -29,7 +29,7 @@ SURROGATES = range(0xDC00, 0xE000)
 """Lone surrogates, which valid text never contains. Pairs of them replace special tokens in a user's text."""
 
 MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
-"""Other pairs of lone surrogates, which mark a conversation's strings to show where a template writes them."""
+"""Other pairs of lone surrogates, which mark strings of a conversation to show where a template writes each."""
 MARKED_KEYS = ("content", "name", "arguments", *chat_template.REASONING_KEYS)
 
 CUT = "\ufdd0"
@@ -40,8 +40,10 @@ MAX_DEPTH = 100
 
 NO_FIELDS: Mapping[str, Any] = {}
 
-PROBE, UNKNOWN_ROLE = "probed text", "unheard-of"
-"""Text and role of test messages that show which roles a template writes."""
+PROBE = "probed text"
+"""Text of a test message that shows whether a template writes messages of a role."""
+UNKNOWN_ROLE = "unheard-of"
+"""A role that no template supports."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -372,8 +372,7 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def original_files(folder: Path, *first: str) -> Iterator[Path]:
-    """Files of the folder: those in `first`, and other libraries' tokenizers. Raises ValueError like
-    `find_file`."""
+    """The folder's files named in `first`, and other libraries' tokenizers. Raises ValueError like `find_file`."""
     models = sorted(path.name for path in folder.glob("tokenizer.model*") if _MODEL_NAME.fullmatch(path.name))
     return (path for name in (*first, *models, "tekken.json") if (path := find_file(folder, name)))
 

@@ -198,7 +198,7 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """Number of parameters, including quantized weights unless `trainable`; a shared parameter counts once.
+    """Number of parameters; a shared parameter counts once. Unless `trainable`, quantized weights are included.
 
     Raises ValueError for parameters without a shape yet.
     """

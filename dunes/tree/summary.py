@@ -165,8 +165,7 @@ class _Recorder:
         self.runs[name].outputs = self.runs[name].outputs or _shapes(output)
 
     def keep(self, live: Iterable[measure.Allocation]) -> None:
-        """Add the size of each live allocation to `kept` of the module that allocated it and of that module's
-        parents."""
+        """Add the size of each live allocation to `kept` of the allocating module and of its parents."""
         for allocation in live:
             if allocation.kind == "parameters":
                 continue
