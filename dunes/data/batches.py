@@ -1,7 +1,7 @@
 """Batches (windows of ids, tensor rows, or examples) in an order fixed by (seed, epoch, position) alone.
 
-One integer is therefore the data cursor of a run. A resumed run starts without reading earlier batches, and the
-order does not depend on the number of workers or devices.
+Therefore, a single integer stores the position of a run in its data. A resumed run starts without reading earlier
+batches, and the order does not depend on the number of workers or devices.
 
 A row has one padded example, or several packed examples that do not attend to each other. Packing is best-fit
 decreasing (https://arxiv.org/abs/2404.10830). The layout depends only on the lengths, so every epoch has the same
@@ -58,8 +58,8 @@ class PackedText:
     of the previous document and the first input of the next.
 
     `Windows` applies `transform`, if any, to each complete document, including its first id. `transform` may
-    reorder and replace ids. The generator is seeded by (seed, epoch, document), so all windows that contain parts
-    of the same document see the same transformed document.
+    reorder and replace ids. Its random generator is seeded by (seed, epoch, document), so all windows that contain
+    parts of the same document see the same transformed document.
     """
 
     tokens: TokenIds
@@ -107,8 +107,8 @@ class Windows:
     `arrange`, if any, is applied to each window, with a generator seeded by (seed, epoch, position in the epoch's
     order). Batches with `arrange` have separate targets, which are IGNORE where `arrange.is_target` is False.
 
-    Each epoch has its own offset and order. An epoch omits tokens at the ends of the text (fewer than two
-    windows), which other epochs include. Raises ValueError if there are fewer tokens than one window needs.
+    Each epoch has its own offset and order. An epoch omits fewer than two windows of tokens at the ends of the
+    text; other epochs include these tokens. Raises ValueError if there are fewer tokens than one window needs.
     """
 
     tokens: TokenIds
@@ -228,7 +228,7 @@ def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
 
 
 def tail_start(start: int, stop: int, share: float) -> int:
-    """Start index of a text's tail: the last `share` of its tokens, from `start` to `stop` (EOS included)."""
+    """Start index of the last `share` of the tokens of a text that spans `start` to `stop` (including EOS)."""
     return stop - round((stop - start) * share)
 
 
@@ -334,7 +334,7 @@ class Batches:
         return len(self._layout)
 
     def row(self, position: int) -> list[int]:
-        """Indices of the examples in the row at `position`, which counts rows consecutively across epochs."""
+        """Indices of the examples in row `position`; rows are numbered consecutively across epochs."""
         epoch, within = divmod(position, self.rows_per_epoch)
         row = self._layout[int(shuffle_index(np.array([within]), self.rows_per_epoch, (self.seed, epoch))[0])]
         return [int(self._with_target[i]) for i in self._ranking(epoch)[row]]
@@ -376,8 +376,8 @@ class Batches:
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:
     """Join rows of examples to a batch, padded to `context_length` if `full`, otherwise to the longest row.
 
-    Targets are the next ids of the same example, never ids of the following example. Padding has position -1; its
-    id, 0, is never read.
+    Targets are the next ids of the same example, never ids of the following example. Padding has position -1 and
+    id 0, which is never read.
     """
     parts = [_row(row, context_length) for row in rows]
     width = context_length if full else max(part.shape[1] for part in parts)
@@ -399,7 +399,7 @@ def _row(row: Sequence[Example], context_length: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Pack items of these descending lengths by best fit into rows.
+    """Pack items into rows by best fit; their lengths are in descending order.
 
     Returns the item indices of each row; a row's total length is at most `room`.
     """

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGE = 0.2
-"""Fraction of the texts above which a group of near-duplicates is used for validation last."""
+"""A group of near-duplicates with more than this fraction of the texts is selected for validation last."""
 
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff]")
 _SPACE, _LINE_ENDS = b" \t\v\f\x1c\x1d\x1e\x1f", bytes.maketrans(b"\r", b"\n")
@@ -24,15 +24,15 @@ BINS = 64
 EMPTY = 2**32 - 1
 """Value of a bin without lines."""
 SIMILAR = 0.7
-"""Minimum Jaccard similarity of near-duplicates' lines, such as 17 of 20 lines, or 83 of 100, in both texts."""
+"""Minimum Jaccard similarity of the lines of near-duplicates, for example 17 common lines of 20, or 83 of 100."""
 
 FEW_LINES = 6
-"""Minimum number of bins with lines for a comparison by lines; shorter texts have equal lines by chance."""
+"""Minimum number of nonempty bins for a comparison by lines; texts with fewer have equal lines by chance."""
 SHORT_LINE = 4
 """Minimum bytes of a line that is compared; shorter lines, such as brackets, are equal by chance."""
 
 KEYS = 4
-"""Number of a text's rarest hashes; two texts are compared if they share one of these."""
+"""Number of a text's rarest hashes; two texts are compared if they share one of these hashes."""
 COMPARED = 8
 """Maximum number of comparisons per text and hash, since some lines (of a licence) are in every file."""
 

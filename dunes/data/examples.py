@@ -42,14 +42,15 @@ ROLES = {
     "function_call": "assistant", "tool_call": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool",
 }  # fmt: skip
-"""Maps the names of roles in the formats of OpenAI and ShareGPT to our roles."""
+"""Maps each role name of OpenAI's and ShareGPT's formats to our role."""
 
 CALL_ROLES = ("function_call", "tool_call")
 """Roles of ShareGPT's messages whose text is JSON: a tool call, or a list of tool calls."""
 
 CALL_KEYS = ("tool_calls", "function_call")
+"""Keys of fields that only answers have."""
 RESULT_KEYS = ("name", "tool_call_id")
-"""Keys of fields that only answers have (CALL_KEYS), and that only messages of tools have (RESULT_KEYS)."""
+"""Keys of fields that only messages of tools have."""
 
 SYSTEM_KEYS = ("system", "system_prompt", "system_message")
 """Keys under which a row may have a system prompt beside its conversation or task."""
@@ -189,8 +190,8 @@ def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[st
     """The records of a JSON list, a JSON lines or CSV file (all may be gzipped), or a parquet file.
 
     With `fields`, only these fields are read, as plain text. `names` maps fields of RECORD_FORMATS to the file's
-    names; only formats with all these fields are tried. Raises ValueError that names the file, the line or row,
-    the expected value and the actual value.
+    field names; only formats with all fields in `names` are tried. Raises ValueError that names the file, the line
+    or row, the expected value and the actual value.
     """
     path, names = Path(path), names or {}
     check_names(names)
@@ -339,7 +340,7 @@ def _check_usable(values: dict[str, Any], unusable: Iterable[_Unusable]) -> None
 
 
 def _one(values: Mapping[str, Any], keys: Iterable[str], noun: str) -> str | None:
-    """The first key that has a value; None if no key has. Raises ValueError if two keys have different values."""
+    """The first key with a value; None if there is none. Raises ValueError if two keys have different values."""
     given = [key for key in keys if not _is_blank(values.get(key))]
     if any(values[key] != values[given[0]] for key in given):
         raise ValueError(f"{' and '.join(given)}: two different {noun}; leave one of them out")
@@ -585,7 +586,7 @@ def _content(message: dict[str, Any], key: str) -> str:
 
 
 def _is_trained(message: dict[str, Any], role: str) -> bool:
-    """False if one of LOSS_KEYS excludes the message from the loss.
+    """False if a key of LOSS_KEYS excludes the message from the loss.
 
     A `weight` of 1 (OpenAI) has no effect on prompts; axolotl's fields raise ValueError if they select a prompt.
     """
@@ -638,9 +639,9 @@ RECORD_FORMATS = {
 def split_records(rows: Sequence[Record], share: float = 0.1) -> tuple[list[Record], list[Record]]:
     """Split records into training and validation.
 
-    About `share` of the records are for validation: at least one, but never all. The split is by `record_hashes`,
-    so that a record and its copies are on the same side in every run and with every tokenizer. If all records are
-    equal, or `share` is 0, no record is for validation.
+    About `share` of the records are for validation, and each side has at least one record. The split is by
+    `record_hashes`, so that a record and its copies are on the same side in every run and with every tokenizer. If
+    all records are equal, or `share` is 0, no record is for validation.
     """
     if not 0 <= share < 1:
         raise ValueError(f"--val-fraction is {share}; it must be at least 0 and below 1")

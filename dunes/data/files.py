@@ -1,7 +1,7 @@
 """List the plain files in sources (files and folders), except files that .gitignore excludes.
 
-Links are not followed by default. A target inside the sources is found without its link, or is ignored on purpose.
-A target outside the sources may be a device, a password file, or an entire disk.
+Links are not followed by default. A link's target inside the sources is found without the link, or is ignored on
+purpose. A target outside the sources may be a device, a password file, or an entire disk.
 
 By git's rules (https://git-scm.com/docs/gitignore), the last matching line in the deepest .gitignore decides. A
 line that matches a folder does not match the files below it, but excluded folders are never walked.
@@ -44,7 +44,7 @@ STDLIB_TESTS = ["test/", "tests/", "idle_test/", "site-packages/"]
 OUTSIDE = "links that lead outside"
 
 Lines = list[tuple[re.Pattern[str], bool, bool]]
-"""For each line: its pattern, True if it excludes (False re-includes), and True if it applies to folders only."""
+"""For each line of a .gitignore: pattern, True to exclude or False to re-include, True for folders only."""
 
 Rules = list[tuple[Path, Lines]]
 """Folders with the rules of their .gitignore, the deepest folder last."""
@@ -203,7 +203,7 @@ def read_rules(folder: Path) -> Rules:
 
 
 def rules_above(path: Path, is_folder: bool) -> Rules | None:
-    """The rules of all folders above a path in its git checkout; None if they exclude the path or a parent."""
+    """The rules of all folders above a path in its git checkout; None if a rule excludes the path or a parent."""
     parents = [path.resolve(), *path.resolve().parents]
     top = next((i for i, parent in enumerate(parents) if os.path.lexists(parent / ".git")), 0)
     rules: Rules = []
@@ -264,7 +264,8 @@ def skipped_line(skipped: Mapping[str, Sequence[str]]) -> str:
 
 
 def source_roots(source: str | Path) -> dict[Path, Rules]:
-    """A source's file or folders, with rules for `stdlib` and `installed`. Raises ValueError if it is missing."""
+    """A source's file or folders, with rules for `stdlib` and `installed`. Raises ValueError for a missing
+    source."""
     if not is_path(source):
         stdlib = {Path(sysconfig.get_paths()["stdlib"]).resolve(): STDLIB_TESTS}
         roots = stdlib if str(source) == STDLIB else installed_roots(str(source))

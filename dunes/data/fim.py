@@ -7,8 +7,8 @@ The sentinels are spelled and placed as in Qwen2.5-Coder, https://arxiv.org/abs/
     suffix, prefix, middle:  <|fim_prefix|> <|fim_suffix|> S <|fim_middle|> P M <|endoftext|>
 
 In the second order, prefix and middle are one text and are encoded together, so each character that a user types
-only extends the key-value cache of suffix and prefix. In the first order, the suffix follows the typed character
-and has to be evaluated again.
+only extends the key-value cache of suffix and prefix. In the first order, the suffix comes after the typed
+character, so the suffix has to be evaluated again.
 """
 
 # Shapes: N ids of a window.
@@ -68,9 +68,10 @@ class FillInMiddle:
     """Rearranges a window of ids (N,) with probability `rate`, half of the time in each order; returns ids (N,).
 
     In a window, only the longest text from one document is rearranged, without its file header; other ids keep
-    their places. Cuts are between characters. Half of the middles go from a random character to the end of its
-    line; the others span up to SPAN_LINES lines. The end of the suffix is cut off to keep the window's length. A
-    window is unchanged if its text is short, or if none of TRIES cuts fits because the middle ends too late.
+    their places. Cuts are between characters. Half of the middles extend from a random character to the end of its
+    line; the other half spans up to SPAN_LINES lines. The end of the suffix is cut off to keep the window's
+    length. A window is unchanged if its text is short, or if none of TRIES cuts fits because the middle ends too
+    late.
 
     Raises ValueError for a tokenizer without the sentinels.
     """
@@ -143,7 +144,8 @@ class FillInMiddle:
 def draw_middle(text: str, ends_line: bool, random: np.random.Generator) -> tuple[int, int]:
     """Draw the start and stop of a middle in a text of at least one character, never between \\r and \\n.
 
-    With `ends_line`, the middle is the rest of a line without the line end; otherwise, up to SPAN_LINES lines.
+    With `ends_line`, the middle is the rest of a line without the line end; otherwise, it spans up to SPAN_LINES
+    lines.
     """
     start = _before_line_end(text, int(random.integers(len(text))))
     lines = 1 if ends_line else int(random.integers(1, 1 + SPAN_LINES))
@@ -157,13 +159,13 @@ _LINE_END = re.compile(r"\r\n|[\r\n]")
 
 
 def _line_end(text: str, start: int, lines: int) -> int:
-    """Offset of the n-th line end after `start` (n is `lines`), or of the text's end if it has fewer lines."""
+    """Offset of line end number `lines` after `start`, or the length of a text with fewer line ends."""
     ends = (match.start() for match in _LINE_END.finditer(text, start))
     return next((end for number, end in enumerate(ends, 1) if number == lines), len(text))
 
 
 def _before_line_end(text: str, index: int) -> int:
-    """The index; inside a \\r\\n, the index of the \\r."""
+    """The index or, if it is inside a \\r\\n, the index of the \\r."""
     return index - (0 < index < len(text) and text[index - 1 : index + 1] == "\r\n")
 
 

@@ -2,7 +2,7 @@
 
 `installed` is a source of text like `stdlib`; `installed:python,go` limits it to these languages. Headers are read
 only if `c` is listed, since every machine has them. Tests are left out. If there are more than CAP bytes, all
-packages have the same limit, and packages below the limit are read completely.
+packages get the same limit, and packages smaller than the limit are read completely.
 """
 
 import json
@@ -60,7 +60,7 @@ LANGUAGES: dict[str, tuple[tuple[str, ...], Callable[[], Iterable[Path]]]] = {
     "rust": ((".rs",), _rust_folders),
     "c": ((".h", ".hh", ".hpp", ".hxx"), lambda: [Path("/usr/include"), Path("/usr/local/include")]),
 }
-"""Suffixes of files, and folders that may have packages, by language. `installed` alone omits C, the last."""
+"""Suffixes of files, and folders that may contain packages, by language. `installed` alone omits `c`."""
 
 
 def installed_roots(source: str) -> dict[Path, list[str]]:
@@ -84,7 +84,8 @@ def installed_roots(source: str) -> dict[Path, list[str]]:
 
 
 def package_folder(path: Path, name: str) -> str:
-    """The folder of an installed file's package, or the file itself; `name` is the file's path within its root."""
+    """The folder of an installed file's package, or the file itself if it is directly in its root. `name` is the
+    file's path within the root."""
     match = _PACKAGE.match(name)
     return f"{str(path)[: -len(name)]}{match[0] if match else name}"
 

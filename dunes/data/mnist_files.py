@@ -26,8 +26,10 @@ from dunes.files.atomic import write_file
 from dunes.units import plural
 
 SIDE, CLASSES = 28, 10
-UINT8, MAX_DIMENSIONS = b"\0\0\x08", 8
-"""First bytes of an IDX file of unsigned bytes, and the maximum number of its dimensions."""
+UINT8 = b"\0\0\x08"
+"""First bytes of an IDX file of unsigned bytes."""
+MAX_DIMENSIONS = 8
+"""Maximum number of dimensions of an IDX file."""
 
 URLS = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
 SHA256 = {

@@ -42,7 +42,7 @@ ENTRY = Struct("<II32s")
 AHEAD = 4
 """Number of batches that are tokenized before the first of them is written."""
 Batch = tuple[int, list[str | list[int] | None]]
-"""Size of the texts in bytes, and a list with None before each text, strings to encode, and ids around a text."""
+"""Size of the texts in bytes, and a list of strings to encode, ids around each text, and None before each text."""
 Encoded = tuple[int, NDArray[np.uint32], NDArray[np.int64]]
 """Size of the texts in bytes, their ids, and the index of each text's first id."""
 
@@ -94,7 +94,7 @@ class TokenFile:
         return self.length
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """The ids (N, T) at an index (N, T). One read per row covers its smallest to its largest index."""
+        """The ids (N, T) at an index (N, T). Each row is one read, from its smallest to its largest index."""
         if self._stat() != self._initial_stat:
             raise ValueError(f"{self.path}: the tokens changed while they were in use; start again")
         return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])
@@ -144,7 +144,7 @@ def token_shard(
 
 
 def file_header(document: Document, tokenizer: Tokenizer) -> list[int]:
-    """Ids before a file in a stream of files: <|file_sep|>, then its path with a line end; empty for records.
+    """Ids before a file in a stream of files: <|file_sep|>, the file's path and a line end; empty for records.
 
     Raises ValueError if the tokenizer has no <|file_sep|>.
     """
@@ -223,7 +223,7 @@ def _resume(tokens: BinaryIO, starts: BinaryIO, entries: BinaryIO, digest: Any) 
 
 
 def _tokenized(batches: Iterator[Batch], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Yield each batch encoded. Two threads encode ahead, since ids become Python integers on a single core."""
+    """Encode batches, with two threads that work ahead, since a single core converts ids to Python integers."""
     waiting = deque[Future[Encoded]]()
     with ThreadPoolExecutor(2, "tokenizer") as pool:
         for batch in batches:

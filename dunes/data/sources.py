@@ -29,7 +29,7 @@ from dunes.data.installed import describe_package
 from dunes.units import format_bytes, plural
 
 SPLIT_VERSION = 3
-"""Version of the split of a corpus, recorded in cards; raised when the same sources would be split differently."""
+"""Version of a corpus split, recorded in cards; increase it if the same sources would be split differently."""
 SHARE = 0.1
 """Fraction of the text for validation."""
 LEAST = 80_000
@@ -102,11 +102,11 @@ def collect_corpus(
     The source `stdlib` is the standard library of the running Python, and `installed` is the code of installed
     packages (`dunes.data.installed`) without near-duplicates. About `share` of the text (default
     `validation_share`) is for validation. A text file is entirely for training or for validation; files of records
-    are divided record by record. Of several files or records, at least one is for validation, but never all.
-    Near-duplicates are on the same side. Links to files outside the sources are followed only with `follow_links`.
-    If `text_field` is given, only these fields of records are read; `names` are as for `read_records`. Raises
-    ValueError if a source is missing, if a file of records that the user named cannot be read, or if there is no
-    text.
+    are divided record by record. Of several files or records, at least one is for validation, and at least one for
+    training. Near-duplicates are on the same side. Links to files outside the sources are followed only with
+    `follow_links`. If `text_field` is given, only these fields of records are read; `names` are as for
+    `read_records`. Raises ValueError if a source is missing, if a file of records that the user named cannot be
+    read, or if there is no text.
     """
     walk = Walk(sources, follow_links)
     corpus = Corpus(skipped=walk.skipped)
@@ -144,7 +144,7 @@ def collect_corpus(
 
 
 def validation_share(size: float) -> float:
-    """Validation fraction for `size` bytes of text: SHARE, or more to reach LEAST bytes, but at most MOST."""
+    """Validation fraction for `size` bytes of text: SHARE, or more if LEAST bytes need it, but at most MOST."""
     return min(MOST, max(SHARE, LEAST / max(1.0, size)))
 
 
@@ -190,7 +190,7 @@ def _read_records(
 
 @dataclass(frozen=True)
 class _Group:
-    """Near-duplicate files, or a single file. `split_hash` is the first file's hash, plus 1 for a large group."""
+    """A group of near-duplicates, or one file. `split_hash` is the first file's hash, plus 1 for a large group."""
 
     files: list[Document]
     split_hash: float
@@ -244,9 +244,9 @@ def _groups(corpus: Corpus, documents: Sequence[Document]) -> list[_Group]:
 def _order_for_selection(groups: Sequence[_Group], share: float) -> tuple[list[_Group], int]:
     """The groups in the order in which they are selected for validation, and the number of selected groups.
 
-    The selected groups have about `share` of the text of each suffix and size, and are selected by their hashes.
-    If a group is too large to be selected, smaller groups make up for it. Groups that have more than a quarter of
-    the share each come last.
+    Groups are selected by their hashes until they have about `share` of the text of each suffix and size. If a
+    group is too large to be selected, smaller groups replace it. Groups larger than a quarter of the share come
+    last.
     """
     size, suffixes = sum(g.size for g in groups), Counter(g.suffix for g in groups)
     large = {id(g) for g in groups if g.split_hash >= 1 or g.size > max(share, SHARE) * size / 4}
@@ -271,7 +271,7 @@ def _group_order(group: _Group) -> tuple[float, str]:
 def _divide(corpus: Corpus, documents: Sequence[Document], share: float) -> None:
     """Set `corpus.train` and `corpus.valid`.
 
-    Without validation records, at least one of several files is for validation.
+    If there are several files and no validation records, at least one file is for validation.
     """
     records = [d for d in documents if isinstance(d, RecordDocument)]
     groups = _groups(corpus, documents)
@@ -285,9 +285,9 @@ def _divide(corpus: Corpus, documents: Sequence[Document], share: float) -> None
 
 
 def without_files(corpus: Corpus) -> Corpus:
-    """The corpus with the tails of its documents for validation. Of near-duplicates, only the first is kept.
+    """The corpus with the tail of each document for validation. Only the first of several near-duplicates is kept.
 
-    Another near-duplicate's training text would contain the validation tail of the first.
+    Otherwise, the training text of one near-duplicate would contain the validation tail of another.
     """
     documents = [d for d in corpus.documents if d.digest not in corpus.duplicates]
     notes = [note for note in corpus.notes if not note.startswith(NEAR_DUPLICATES)]

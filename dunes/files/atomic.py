@@ -87,7 +87,8 @@ def staging_folder(path: Path, kept: str = "") -> Iterator[Path]:
     """Create a folder beside `path`, on the same disk, and yield it; it is removed afterwards.
 
     Staging folders of dead writers beside `path` are removed first. `kept` is a name for work that can be
-    continued. A folder with such a name is not removed, and the next writer of this name gets it with its content.
+    continued. A folder with this name is not removed afterwards; the next writer that passes the same name gets
+    the folder and its content.
     """
     with folder_lock(path.parent):
         for name in (
@@ -171,7 +172,7 @@ def progress(task: str, size: int) -> Iterator[Callable[[int], object]]:
 def tensor_digests(
     tensor: "torch.Tensor", dtypes: "Sequence[torch.dtype]", block: int = DIGEST_BLOCK
 ) -> list[str]:
-    """SHA-256 (hex) of a tensor's bytes after a cast to each dtype. Each block fits into the CPU's cache."""
+    """For each dtype, the SHA-256 (hex) of a tensor's bytes cast to it. Each block fits into the CPU's cache."""
     import torch  # imported late, since `dunes complete` with a server needs no torch
 
     hashes = [hashlib.sha256() for _ in dtypes]

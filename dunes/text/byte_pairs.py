@@ -28,7 +28,8 @@ _BYTE_LEVEL = codecs.charmap_build("".join(BYTE_TO_CHAR[byte] for byte in range(
 def merge_pairs(
     symbols: list[str], score: Callable[[str], float | None]
 ) -> tuple[list[str], tuple[str, str] | None]:
-    """Merge neighbours, highest score first, then leftmost. Returns the remaining symbols and the last merge."""
+    """Merge neighbours, highest score first, leftmost first if scores are equal. Returns the remaining symbols and
+    the last merge."""
     last = None
     scores = [score(a + b) for a, b in pairwise(symbols)]
     while True:
@@ -45,7 +46,8 @@ def merge_pairs(
 
 
 def split_lookalikes(lookalikes: Mapping[str, Sequence[str]]) -> list[pre_tokenizers.PreTokenizer]:
-    """Pre-tokenizers that split text spelled like tokens that merges cannot produce, so that it stays text.
+    """Pre-tokenizers for text that is spelled like a token that merges cannot produce. They split such text, so
+    that it is not encoded as this token.
 
     `lookalikes` maps each of these tokens to the parts into which merges encode its spelling.
     """

@@ -79,7 +79,7 @@ SPECIAL = 40
 
 
 def _check_ids(tokenizer: Tokenizer, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError unless llama.cpp's algorithm produces the tokenizer's ids from these values alone."""
+    """Raise ValueError unless llama.cpp's algorithm produces the tokenizer's ids from `fields` alone."""
     encode, inner = encoder(fields), hf_tokenizers.parse(tokenizer.json())
     begin, (_, end) = tokenizer.bos, tokenizer.added_ids
     tokens = zip(fields["ggml.tokens"], fields["ggml.token_type"], strict=True)
@@ -119,7 +119,7 @@ def _same_text(tokenizer: Tokenizer, text: str, actual: list[int], expected: lis
 def _moves_spaces(
     tokenizer: Tokenizer, text: str, actual: list[int], expected: list[int], special: list[str]
 ) -> bool:
-    """True if only spaces around special tokens differ; llama.cpp starts a new text after each special token."""
+    """True if the ids differ only in spaces around special tokens, after which llama.cpp starts a new text."""
     texts = {_text_bytes(tokenizer, ids).replace(b" ", b"") for ids in (actual, expected)}
     return tokenizer.byte_decoder.metaspace and len(texts) == 1 and any(token in text for token in special)
 
@@ -191,7 +191,7 @@ def _own_token(raw: bytes) -> tuple[bytes, int]:
 
 
 def _scores(vocab: Mapping[str, int], merges: list[tuple[str, ...]], rows: int) -> list[float]:
-    """A score for each token; the earlier its merge, the higher its score."""
+    """A score for each token, which is higher for a token with an earlier merge."""
     scores = [0.0] * rows
     for rank, parts in reversed(list(enumerate(merges))):
         scores[vocab["".join(parts)]] = -1.0 - rank
@@ -253,7 +253,8 @@ def encoder(fields: Mapping[str, Any]) -> Callable[[str, bool], list[int]]:
 
 
 def _split(text: str, special: Mapping[str, int]) -> list[str | int]:
-    """Split a text at special tokens, in the order of `special`; returns their ids and the texts around them."""
+    """Split a text at special tokens, in the order of `special`; returns the tokens' ids and the texts between
+    them."""
     parts: list[str | int] = [text]
     for token, i in ((token, i) for token, i in special.items() if token in text):
         pieces = ([part] if isinstance(part, int) else re.split(f"({re.escape(token)})", part) for part in parts)

@@ -8,10 +8,10 @@ In a tekken.json (NeMo, Pixtral, Mistral Small 3) special tokens have the first 
 (https://github.com/mistralai/mistral-common, tokens/tokenizers/tekken.py). Llama 3's file has one line per token,
 with the token's bytes in base64 and its rank (https://github.com/openai/tiktoken/blob/main/tiktoken/load.py). The
 pattern and the 256 special tokens, which have the last ids, are not in the file but in Llama's code. Llama 3
-(https://github.com/meta-llama/llama3, llama/tokenizer.py) only defines the special tokens of texts and turns and
-reserves the others. Llama 3.1 defines three more, and later code (https://github.com/meta-llama/llama-models,
-models/llama3) another two. The file does not record its version, so special tokens are spelled as in Llama 3.1's
-folders on the Hub.
+(https://github.com/meta-llama/llama3, llama/tokenizer.py) defines only the special tokens around texts and turns,
+and reserves the other special tokens. Llama 3.1 defines three of the reserved tokens, and later code
+(https://github.com/meta-llama/llama-models, models/llama3) another two. A `tokenizer.model` does not record its
+version, so special tokens are spelled as in Llama 3.1's folders on the Hub.
 """
 
 import base64
@@ -118,7 +118,7 @@ def _build(
 
 
 def _merges(tokens: Sequence[str]) -> tuple[list[tuple[str, str]], Callable[[str], list[str]]]:
-    """The last merge of each token that merges can produce, by rank, and a function that merges any text."""
+    """The last merge of each token that merges can produce, sorted by rank, and a function that merges a text."""
     scores = {token: -rank for rank, token in enumerate(tokens)}
     merges_by_token = (merge_pairs(list(token), scores.get) for token in tokens)
     merges = [last for parts, last in merges_by_token if len(parts) == 1 and last is not None]

@@ -3,9 +3,9 @@
 The file is a protobuf message; only the fields that determine ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,
 https://protobuf.dev/programming-guides/encoding/). For BPE, sentencepiece merges the two neighbours whose merged
-piece has the highest score, and the leftmost of equal scores. Only the last merge in the encoding of a piece can
-produce the piece, so one merge per piece, ordered by score, gives the same ids. Unigram models and models that
-normalize characters, which LLaMA and Mistral do not use, raise ValueError.
+piece has the highest score; of equal scores, the leftmost pair is merged first. Only the last merge in the
+encoding of a piece can produce the piece, so one merge per piece, ordered by score, gives the same ids. Unigram
+models and models that normalize characters, which LLaMA and Mistral do not use, raise ValueError.
 """
 
 import math
@@ -28,7 +28,7 @@ MAX_PIECE = 512
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 _MARK = " "
-"""Placeholder for the dummy prefix, until the spaces of the text are replaced by `SPACE`."""
+"""Placeholder for the dummy prefix, used until the spaces of the text are replaced by `SPACE`."""
 
 
 @dataclass(frozen=True)

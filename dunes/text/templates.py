@@ -1,8 +1,8 @@
 """Chat templates in Jinja: built-in named templates, and templates that come with a model.
 
 A template turns a conversation into segments. Each segment is tokenized separately and the ids are concatenated,
-so that a prompt has the same ids in training and in generation, independent of the start of the answer. Special
-tokens are separate segments that are inserted as ids and never parsed from a user's text.
+so that a prompt has the same ids in training and in generation, whatever the answer starts with. Special tokens
+are separate segments that are inserted as ids and never parsed from a user's text.
 
 Sources of the templates: alpaca (both prompts) https://github.com/tatsu-lab/stanford_alpaca/blob/main/train.py;
 llama2 https://github.com/meta-llama/llama/blob/main/llama/generation.py; llama3
@@ -26,10 +26,10 @@ from dunes.text.special_tokens import token_text
 from dunes.text.tokenizer import Tokenizer
 
 SURROGATES = range(0xDC00, 0xE000)
-"""Lone surrogates, which valid text never contains. A pair of them replaces a special token in a user's text."""
+"""Lone surrogates, which valid text never contains. Pairs of them replace special tokens in a user's text."""
 
 MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
-"""Other pairs of lone surrogates, which mark strings of a conversation to show where a template writes them."""
+"""Other pairs of lone surrogates, which mark strings of a conversation to show where a template writes each."""
 MARKED_KEYS = ("content", "name", "arguments", *chat_template.REASONING_KEYS)
 
 CUT = "\ufdd0"
@@ -40,8 +40,10 @@ MAX_DEPTH = 100
 
 NO_FIELDS: Mapping[str, Any] = {}
 
-PROBE, UNKNOWN_ROLE = "probed text", "unheard-of"
-"""Text and role of test messages that show which roles a template writes."""
+PROBE = "probed text"
+"""Text of a test message that shows whether a template writes messages of a role."""
+UNKNOWN_ROLE = "unheard-of"
+"""A role that no template supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ Messages = Sequence[Mapping[str, Any]]
 ANSWER_ROLES = ("assistant", "text")
 """Roles of turns that a model generates."""
 EQUAL_ROLES = {"developer": "system"}
-"""Maps a role to its replacement for templates that have no form of their own for it."""
+"""Maps a role to the role that replaces it in templates without a format for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +99,17 @@ class Template(ABC):
     If the template has `{% generation %}` tags, answers are exactly the bodies of these tags, as in transformers
     (https://huggingface.co/docs/transformers/chat_templating); the end token is not trained on if it is outside a
     tag. In other templates, an answer starts after its prompt (the rendered messages before it and the generation
-    prompt), and ends with `end`. If these messages are rendered differently in a longer conversation, the answer
-    starts after the last of them and the part of the generation prompt that the text has. A prompt is rendered
-    even if the positions of earlier answers are unknown.
+    prompt), and ends with `end`. If the prompt is rendered differently within a longer conversation, the answer
+    starts after the prompt's last message and as much of the generation prompt as the text contains. A prompt is
+    rendered even if the positions of earlier answers are unknown.
 
     ValueError is raised if the rendered text lacks a part of the record: a message, a tool call, or the name of a
-    tool. An earlier answer may lack reasoning that the template writes if the answer is last. To
+    tool. An earlier answer may lack its reasoning if the template writes the reasoning of a last answer. To
     distinguish equal strings, the text is rendered again with a mark in each string. If the marks change the rest
-    of the text, they are not used, and a missing string may be mistaken for an equal one.
+    of the text, they are not used, and a missing string is overlooked if the text contains an equal string.
 
-    `special_tokens` maps each token to two flags: True if spaces to its left (right) are stripped. A `complete`
-    template writes everything in a conversation, and needs no marks.
+    `special_tokens` maps each token to two flags, which are True if spaces to the left and to the right of the
+    token are stripped. A `complete` template writes everything in a conversation, and needs no marks.
     """
 
     name: str
@@ -201,12 +203,12 @@ class Template(ABC):
         return False
 
     def writes(self, role: str) -> bool:
-        """True if the template writes a message of this role at its usual place, found by rendering one."""
+        """True if the template writes a message of this role (at its usual place) in a test conversation."""
         return PROBE in self._probe(role)
 
     @cached_property
     def _roles(self) -> dict[str, str]:
-        """EQUAL_ROLES, except that a role with a form of its own in the template is mapped to itself."""
+        """EQUAL_ROLES, but a role for which the template has its own format is mapped to itself."""
         # If the template only inserts the role's name, it has no form of its own for the role.
         unknown = self._probe(UNKNOWN_ROLE)
         own = (r for r in EQUAL_ROLES if self.writes(r) and self._probe(r) != unknown.replace(UNKNOWN_ROLE, r))
@@ -220,7 +222,7 @@ class Template(ABC):
         return f"; it writes no message of the role {role[:40]!r}, only of {', '.join(written)}"
 
     def _probe(self, role: str) -> str:
-        """A short conversation with a message of this role; empty if the template fails on it."""
+        """The rendered text of a short conversation with a message of this role; empty if rendering fails."""
         call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}
         asked, called = Turn("user", "Q"), Turn("assistant", "", fields={"tool_calls": [call]})
         before = {"assistant": (asked,), "tool": (asked, called)}.get(role, ())
@@ -326,7 +328,7 @@ class Template(ABC):
 
     @cached_property
     def _commands(self) -> re.Pattern[str]:
-        """Matches words in the template such as `/no_think`, which it may obey instead of writing them."""
+        """Matches words in the template such as `/no_think`, which the template may obey instead of writing."""
         words = re.findall(r"""(?<=["'])/\w+(?=["'])""", self.source)
         return re.compile("|".join(sorted(words, key=len, reverse=True)) or r"(?!)")
 
@@ -336,7 +338,7 @@ class Template(ABC):
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def _segments(self, pieces: Sequence[str], trained: Sequence[bool]) -> list[Segment]:
-        """The pieces in segments. Every second piece is an answer; `trained` has a flag for each answer."""
+        """Split the pieces into segments. Every second piece is an answer; `trained` has one flag per answer."""
         segments: list[Segment] = []
         for i, piece in enumerate(pieces):
             is_answer = i % 2 == 1
@@ -443,10 +445,10 @@ class NamedTemplate(Template):
 class ModelTemplate(Template):
     """The chat template that came with a model. An answer is rendered to determine the stop token.
 
-    The stop token is the first special token after the answer or, if there is none after a last answer, between an
-    answer and the next question. Tokens that are also between the generation prompt and the answer, such as the
-    tags around an empty thought, do not count. If no token is left, EOS is the stop token, and records cannot be
-    trained on. Raises ValueError if the template fails on a question and an answer.
+    The stop token is the first special token after a last answer or, if there is none, the first special token
+    between an answer and the next question. Tokens that are also between the generation prompt and the answer,
+    such as the tags around an empty thought, do not count. If neither exists, EOS is the stop token, and records
+    cannot be trained on. Raises ValueError if the template fails on a question and an answer.
     """
 
     name = "the model's own"
@@ -511,8 +513,8 @@ def _function(entry: Any) -> Mapping[str, Any]:
 def _mark(value: Any, marks: Iterator[str]) -> Any:
     """Messages, tools or calls, with a mark in each nonblank string under MARKED_KEYS.
 
-    A mark stands before the last word or after a single word, since templates check the first and the last word.
-    A string is split at `<think>` and `</think>`, and each part is marked.
+    A mark stands before the last word, or after a string's only word, since templates check the first and the last
+    word. A string is split at `<think>` and `</think>`, and each part is marked.
     """
 
     def mark(text: str) -> str:
@@ -561,7 +563,7 @@ def _token_names(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[bool, bool]]:
-    """Maps special tokens to two flags: True if spaces to the left (right) of the token are stripped."""
+    """Maps each special token to two flags, True if spaces to its left and to its right are stripped."""
     added = tokenizer.inner.get_added_tokens_decoder().values()
     return {t.content: (t.lstrip, t.rstrip) for t in added if t.special}
 
@@ -603,7 +605,8 @@ def encode_prompt(
 ) -> list[int]:
     """The ids of a prompt, which are the same as the ids before its answer in training.
 
-    With `continues`, the last message is the beginning of the answer; raises ValueError for any other message.
+    With `continues`, the last message is the beginning of the answer; raises ValueError unless it is a text of the
+    assistant.
     """
     template.check_tokenizer(tokenizer)
     if continues and (not turns or turns[-1].role not in ANSWER_ROLES or "tool_calls" in turns[-1].fields):

@@ -33,7 +33,7 @@ SPECIAL = (
     END, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", PAD,
     "<|repo_name|>", "<|file_sep|>", "<|im_start|>", "<|im_end|>",
 )  # fmt: skip
-"""Special tokens, in Qwen's spelling, which editor plugins know."""
+"""Special tokens, spelled as in Qwen, since editor plugins support this spelling."""
 
 _NAMES = [token[2:-2] for token in SPECIAL]
 _FIRST = "".join(sorted({name[0] for name in _NAMES}))
@@ -85,7 +85,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, kind: str, texts: Iterable[str], vocab: int = 4096) -> "Tokenizer":
-        """Train a tokenizer of one of KINDS; `vocab` includes the special tokens and matters to `bpe` only.
+        """Train a tokenizer of one of KINDS; `vocab` is the size of a `bpe` vocabulary with its special tokens.
 
         Raises ValueError for an unknown kind, or if the vocabulary is too small for all bytes.
         """
@@ -261,7 +261,7 @@ class Tokenizer:
         return {f"{name}_token": token for name, token in tokens.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of a prompt: `bos` and the text. For an empty text, `document_start`, or EOS if that is empty.
+        """The ids of a prompt: `bos` and the text. For an empty text: `document_start` or, if empty, EOS.
 
         For a tokenizer trained here, no EOS is put before a text, since a prompt rarely starts a document.
         """
@@ -317,7 +317,7 @@ class Tokenizer:
         return inner
 
     def encode_document(self, blocks: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the ids of each block of lines of a document; the blocks are joined unless `line_separable`."""
+        """Yield the ids of each block of lines of a document; blocks are first joined unless `line_separable`."""
         yield from map(self.encode, blocks if self.line_separable else ["".join(blocks)])
 
     def encode_all(self, texts: Sequence[str]) -> Iterator[list[int]]:
@@ -335,7 +335,7 @@ class Tokenizer:
 
     @cached_property
     def writes_lines(self) -> bool:
-        """False if ids do not preserve spaces and line ends, as in most tokenizers of whole words."""
+        """False if ids do not preserve spaces and line ends, as in most word-level tokenizers."""
         return {*b" \n"} <= {*b"".join(map(self.bytes_of, self.encode_continuation("a b\nc")))}
 
     @cached_property
@@ -372,7 +372,7 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def original_files(folder: Path, *first: str) -> Iterator[Path]:
-    """The folder's files named `first` and other libraries' tokenizers. Raises ValueError like `find_file`."""
+    """The folder's files named in `first`, and other libraries' tokenizers. Raises ValueError like `find_file`."""
     models = sorted(path.name for path in folder.glob("tokenizer.model*") if _MODEL_NAME.fullmatch(path.name))
     return (path for name in (*first, *models, "tekken.json") if (path := find_file(folder, name)))
 

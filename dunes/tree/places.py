@@ -1,8 +1,8 @@
 """Find, replace, insert, remove, freeze, move and count the modules of any `nn.Module`.
 
 A *place* is a module's dotted name without wrappers. A wrapper is a module with a child `.base` (such as LoRA), or
-the result of `torch.compile`; so `blocks.3.attn.q` names the same place with and without a wrapper. A module used
-at several places has several names. Places are selected by globs, since globs can be saved to a file, unlike
+the result of `torch.compile`; so `blocks.3.attn.q` is the same place with and without a wrapper. A module used at
+several places has several names. Places are selected by globs, since globs can be saved to a file, unlike
 functions. `*` matches within one segment, `**` across segments, `!` excludes, and the last matching glob decides.
 """
 
@@ -198,7 +198,7 @@ def freeze(model: nn.Module, where: Where = "**") -> list[str]:
 
 
 def count(model: nn.Module, trainable: bool = False) -> int:
-    """Number of parameters, including quantized weights unless `trainable`; a shared parameter counts once.
+    """Number of parameters; a shared parameter counts once. Unless `trainable`, quantized weights are included.
 
     Raises ValueError for parameters without a shape yet.
     """

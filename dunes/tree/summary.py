@@ -50,9 +50,9 @@ def layers(model: nn.Module, *example: Any, **keywords: Any) -> list[Layer]:
     """A `Layer` for each module, parents first; shapes, FLOPs and memory are from `model(*example, **keywords)`.
 
     The example runs in evaluation mode on a copy of the network with fake tensors, which takes no time or memory.
-    If the network cannot be copied or its shapes depend on values, the network itself runs once. FlopCounterMode
-    counts the FLOPs; it ignores the products in quantized layers and packed experts. Raises ValueError, naming the
-    place, for an example that does not fit, and for parameters without a shape yet.
+    If the network cannot be copied or its shapes depend on values, the network itself runs once. FLOPs are counted
+    by FlopCounterMode, which ignores matrix products in quantized layers and packed experts. Raises ValueError,
+    naming the place, for an example that does not fit, and for parameters without a shape yet.
     """
     model = uncompiled(model)
     require_shapes(model)
@@ -165,7 +165,7 @@ class _Recorder:
         self.runs[name].outputs = self.runs[name].outputs or _shapes(output)
 
     def keep(self, live: Iterable[measure.Allocation]) -> None:
-        """Add the size of each live allocation to `kept` of the module that allocated it and of its parents."""
+        """Add the size of each live allocation to `kept` of the allocating module and of its parents."""
         for allocation in live:
             if allocation.kind == "parameters":
                 continue
@@ -193,7 +193,7 @@ class _Node:
         return self.layer.name.rpartition(".")[2]
 
     def signature(self) -> tuple[Any, ...]:
-        """A key that equal modules share. It ignores `kept`, which may be larger for a stack's first module."""
+        """A key that equal modules share. `kept` is ignored, since it may be larger for a stack's first module."""
         own = replace(self.layer, name="", kept=None)
         figures = vars(own).values()
         return (*figures, *((n.key, n.signature()) for n in self.inside))
