@@ -32,12 +32,13 @@ from dunes.units import format_bytes, plural
 SAMPLE = 2_000_000
 """Bytes of text to train a tokenizer on; more text hardly changes the tokenizer."""
 
-FEWEST, LONG = 5, 4_000
-"""With fewer validation files, the tails of all files are used instead, if files average LONG bytes or more."""
+FEWEST = 5
+"""Minimum number of validation files; with fewer, long files are split, and their tails are for validation."""
+LONG = 4_000
+"""Minimum mean size in bytes of the files that are split."""
 ENOUGH_CODE, LEAST_CODE = 50_000, 0.05
-"""A run completes lines if more than half of its text is source code. In a project with much documentation,
-ENOUGH_CODE bytes of code are sufficient if they exceed LEAST_CODE times the text that is neither code nor
-documentation."""
+"""A run completes lines if more than half of its text is source code. It also does so with at least ENOUGH_CODE
+bytes of code that are more than LEAST_CODE times the text that is neither code nor documentation."""
 NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
 """With fewer bytes of validation text, a warning says that the validation loss is uncertain by some percent."""

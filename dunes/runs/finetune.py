@@ -72,8 +72,8 @@ ANSWER_TOKENS = 160
 """Maximum number of tokens of an answer."""
 
 BUDGET = 0.05
-"""Each measurement of the base model (validation, forgetting, answers) takes at most about this fraction of a
-time-limited run. The finetuned model is measured on the same tokens."""
+"""Maximum fraction of a time-limited run for each measurement of the base model (validation, forgetting, answers).
+The finetuned model is measured on the same tokens."""
 
 UNMEASURED = Baseline(Score(nan, 1, 0), None, [], "")
 """Placeholder until the base model is measured; its `limits` are the maximum numbers of tokens to score."""
@@ -87,7 +87,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     options or data.
     """
     start = Start(folder, display, RunOptions(**options))
-    # A resumed run compares the user's options with its own.
+    # In a resumed run, the user's options are compared with the stored ones later.
     if unused := unused_options(config, () if start.options.resume else start.options.asked or ()):
         name = next(iter(unused))
         raise ValueError(f"--{option(name)} has no effect with {unused[name]}; omit it")

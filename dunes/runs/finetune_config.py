@@ -18,7 +18,10 @@ TrainOn = Literal["answers", "all"]
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
 """Maps each option of --method lora-experts to the name of an option of the change lora-experts."""
 
-TOKENS, STEPS = 4096, 32  # tokens per step; minimum steps per epoch: LoRA learns less with large batches
+TOKENS = 4096
+"""Tokens per step with the default batch size."""
+STEPS = 32
+"""Minimum steps per epoch with the default batch size, since LoRA learns less with large batches."""
 
 MAX_ADAPTER_LR = 0.005
 """Largest default learning rate of adapters."""
@@ -26,9 +29,9 @@ MAX_ADAPTER_LR = 0.005
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Specification of a method: options of the `change` that adds an adapter, and options to quantize the base.
+    """Specification of a method: options of `change`, which adds an adapter, and options to quantize the base.
 
-    Either is None if the method has no such step.
+    `adapter` or `quantize` is None if the method has no such step.
     """
 
     adapter: Mapping[str, Any] | None = None
@@ -136,7 +139,8 @@ class FinetuneOptimization(Optimization):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, RunConfig):
-    """Options of a finetuning run. It ends after `steps`; if unset, after `minutes`; if unset, after `epochs`."""
+    """Options of a finetuning run. The run ends after `steps` if set, else after `minutes` if set, else after
+    `epochs`."""
 
     AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
@@ -197,7 +201,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> dict[str, str]:
-    """Options in `asked` without effect, each with the flag of the method or objective that does not use it."""
+    """Options in `asked` without effect, each with the flag of the method or objective that ignores the option."""
     others = () if config.spec.adapter is not None else ("rank", "alpha", "ranks", "dropout")
     others = (*others, *(EXPERTS if config.spec.change != "lora-experts" else ()))
     unused = dict.fromkeys(others, f"--method {config.method}")
@@ -226,7 +230,8 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
 
 
 def choose_batch(config: FinetuneConfig, context: int, rows_per_epoch: int) -> int:
-    """The configured batch size; by default, one that gives TOKENS per step and at least STEPS steps per epoch."""
+    """The configured batch size. The default gives about TOKENS tokens per step and at least STEPS steps per
+    epoch."""
     return config.batch or max(1, min(TOKENS // context, rows_per_epoch // STEPS))
 
 

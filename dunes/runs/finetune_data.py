@@ -40,7 +40,10 @@ from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Conversation, Template, Turn
 from dunes.units import plural
 
-MAX_CONTEXT, MIN_CONTEXT = 2048, 128  # bounds of the default context length
+MAX_CONTEXT = 2048
+"""Maximum default context length."""
+MIN_CONTEXT = 128
+"""Minimum default context length."""
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
 """Default template by format. For conversations, it is chatml if the tokenizer has chatml's special tokens, and
@@ -58,7 +61,10 @@ FORGETTING_TOKENS = 65_536
 PROBED = 2_048
 """Number of tokens to score first, to estimate how many tokens fit into the time budget."""
 
-LINES, LINE = 5, 200  # shown lines of an answer; shown characters of a line
+LINES = 5
+"""Maximum number of lines of an answer in the report."""
+LINE = 200
+"""Maximum number of characters of each of these lines."""
 
 
 @dataclass(frozen=True)

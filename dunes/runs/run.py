@@ -32,12 +32,15 @@ from dunes.train import Clock, Diverged, Record, Schedule, Step, Trainer
 from dunes.train.loss import Loss, next_token_loss
 from dunes.units import format_seconds, plural
 
-WARMUP, FALL = 20, 0.5  # steps of warmup; fraction of the run in which the learning rate decays
+WARMUP = 20
+"""Steps of warmup."""
+FALL = 0.5
+"""Fraction of the run in which the learning rate decays."""
 LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
-# A time-limited run that memorises a small text (docs/log/training.md, "A small text is learned by heart") ends
-# early at LONG_AGO times its best step, if validation loss is above RISEN times the best, and training loss below
-# MEMORISED times validation loss.
+# A time-limited run ends early if it memorises a small text (docs/log/training.md, "A small text is learned by
+# heart"). It must have made LONG_AGO times as many steps as its best weights, the validation loss must be above
+# RISEN times its best, and the training loss below MEMORISED times the validation loss.
 LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
 NOT_SAVED = 3
 DIVERGED = 4

@@ -23,18 +23,26 @@ from dunes.runs.config import RunConfig
 from dunes.train import Schedule, Trainer, mutable_buffers
 from dunes.units import plural
 
-CHECK_TOKENS, FINAL_TOKENS, FEWEST_TOKENS = 16_384, 262_144, 2_048
-"""Validation tokens to score: maximum during a run, maximum at its end, and minimum for either."""
-CHECK_SHARE, FINAL_SHARE, SAMPLE_SHARE = 0.03, 0.06, 0.03
-"""Maximum fractions of the time limit for a validation during the run, the final validation, and a sample."""
+CHECK_TOKENS = 16_384
+"""Maximum number of tokens to score in a validation during a run."""
+FINAL_TOKENS = 262_144
+"""Maximum number of tokens to score in the final validation."""
+FEWEST_TOKENS = 2_048
+"""Minimum number of tokens to score in a validation."""
+CHECK_SHARE = 0.03
+"""Maximum fraction of the time limit for a validation during the run."""
+FINAL_SHARE = 0.06
+"""Maximum fraction of the time limit for the final validation."""
+SAMPLE_SHARE = 0.03
+"""Maximum fraction of the time limit for a sample."""
 CLOSING = 3.0
-"""Seconds to save the model and plot at the end of a run; `closing_seconds` of the task does not include them."""
+"""Seconds to save the model and plot at the end of a run, which `closing_seconds` of the task does not include."""
 Item = TypeVar("Item")
 
 
 @dataclass
 class Timings:
-    """Seconds of each phase of a run. `with timings("saves"):` adds the time of its block to the phase "saves".
+    """Seconds of each phase of a run. `with timings("saves"):` adds the block's time to the phase "saves".
 
     Each use costs about a microsecond.
     """
@@ -56,7 +64,7 @@ class Timings:
             self.add(phase, perf_counter() - start)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Add seconds to a phase; negative seconds subtract time that is counted elsewhere."""
+        """Add seconds to a phase; negative seconds subtract time that another phase includes."""
         self.seconds[phase] += seconds  # type: ignore[assignment]
 
     def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
@@ -227,9 +235,10 @@ class Run:
 
 
 def check_tokens(config: RunConfig) -> int:
-    """Approximate number of validation tokens to score during a run, the same in all of its validations.
+    """Approximate number of tokens to score in each validation during a run.
 
-    With a time limit, it follows from `config.rate`; scoring a token takes a third of the time to train on it.
+    With a time limit, the number depends on `config.rate`. Scoring a token takes a third of the time to train on
+    it.
     """
     if config.steps or not config.rate:
         return CHECK_TOKENS

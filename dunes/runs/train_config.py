@@ -20,7 +20,10 @@ WIDTH_STEP = 32
 
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
 """Model families that have experts."""
-EXPERTS, MAX_EXPERTS = 8, 4096  # by default; at most
+EXPERTS = 8
+"""Default number of experts."""
+MAX_EXPERTS = 4096
+"""Maximum number of experts."""
 Tokenization = Literal["bpe", "bytes", "chars"]
 
 EXPERT_OPTIONS = ("experts", "experts_per_token", "shared_experts", "balancing")
