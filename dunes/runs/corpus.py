@@ -77,7 +77,8 @@ def gather(config: TrainConfig) -> Corpus:
 
 
 def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus with validation files, or with tails of all files if --split says so or if files are few."""
+    """The corpus with validation files, or with tails of all files for validation if --split is tails or files are
+    few."""
     few_files = len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
     few_files = few_files and corpus.size >= LONG * len(corpus.documents)
     if config.split == "files" or (config.split is None and corpus.valid and not few_files):
@@ -101,8 +102,8 @@ def choose_completion(
 
     If `base` lacks the fill-in-the-middle tokens, `fim_rate` becomes 0, and files get no headers.
 
-    Raises ValueError for --complete with a `base` that cannot write lines. Also raises ValueError if --fim-rate is
-    set although a chosen completion lacks these tokens, or if completion is off and one of its options is set.
+    Raises ValueError for --complete with a `base` that cannot write lines. Also raises ValueError if completion is
+    on, --fim-rate is set and the tokens are missing, or if completion is off and one of its options is set.
     """
     asked = config.complete is not None
     chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)
@@ -124,7 +125,7 @@ def choose_completion(
 
 
 def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[bool, str]:
-    """True if the model is trained for completion by default, and the reason."""
+    """(True if the model is trained for completion by default, the reason)."""
     code, other = code_size(corpus.documents)
     size = f"{format_bytes(code)} of {format_bytes(corpus.size)} of text are source code"
     if code <= corpus.size / 2 and not (code >= ENOUGH_CODE and code > LEAST_CODE * other):
@@ -135,7 +136,7 @@ def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | Non
 
 
 def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, display: Display) -> Tokens:
-    """Tokenize the documents; if `tokenizer` is None, a tokenizer is trained on them first.
+    """Tokenize the documents; if `tokenizer` is None, first train a tokenizer on the documents.
 
     Raises ValueError if the tokens are too few for one training window, or for validation.
     """
@@ -172,7 +173,7 @@ def _fingerprints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
 
 
 def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]:
-    """Yields about SAMPLE bytes of text from documents across the corpus; for a `chars` tokenizer, all text."""
+    """Yields about SAMPLE bytes of text from documents across the corpus, or all text for a `chars` tokenizer."""
     total = sum(d.size for d in documents)
     stride = 1 if config.tokenizer == "chars" else max(1, total // SAMPLE)
     for document in documents[::stride]:
@@ -187,7 +188,7 @@ def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]
 
 
 def _tails(shard: Shard, share: float) -> list[Side]:
-    """Token ids and document starts of the texts without their tails, followed by those of the tails."""
+    """(token ids, document starts) of the texts without their tails, then of the tails."""
     bounds = [*shard.starts.tolist(), shard.length]
     cuts = [(start, tail_start(start, stop, share), stop) for start, stop in pairwise(bounds)]
     return [join_texts([shard.tokens[cut[i] : cut[i + 1]] for cut in cuts]) for i in (0, 1)]

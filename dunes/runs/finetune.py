@@ -217,7 +217,7 @@ def memory(data: FinetuneData) -> dict[str, float]:
     setup = TrainSetup(partial(optimizer, config), config.goal.loss(config), batch)
     parts = process_memory(build, shape, setup, size)
     stored, kept = sum(p.nbytes for p in data.base.model.parameters()), parts["parameters"]
-    # Until the base is cast or quantized, its weights as stored are in memory, too.
+    # Until the base is cast or quantized, the stored weights are also in memory.
     before = parts.get("Python and torch", 0.0) + stored + kept + parts.get("temporaries", 0.0)
     if kept < stored and before > sum(parts.values()):
         parts["base as stored"] = before - sum(parts.values())
@@ -244,7 +244,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     base = {} if config.spec.adapter is None else checkpoint.base_identity(model, place)
     with measure.replaced_paged_out(model):
         changes = apply_method(model, resolve_targets(config, data.base))
-        # Without changes, all weights train in float32. With several, the base was quantized before the adapter.
+        # Without changes, all weights train in float32. Several changes are quantization and then an adapter.
         if len(changes) != 1:
             base |= checkpoint.base_identity(model)
         if not changes:
@@ -263,7 +263,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
     """Log-probabilities of training and validation answers by the model at step 0, which equals the base.
 
-    They are stored in `path`, from which a resumed run reads them, so that they stay equal.
+    They are stored in `path`, and a resumed run reads them from there, so that they stay the same.
     """
     fingerprints, sides = dict(task.facts.fingerprints), {"train": task.data.train, "valid": task.data.valid}
 
@@ -347,7 +347,8 @@ def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
 
 
 def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
-    """The base model's scores and answers; read from `path` if the run has saved states, otherwise measured."""
+    """The base model's scores and answers, which are read from `path` if the run has saved states, and otherwise
+    measured."""
     before = ranks.broadcast(_stored(path, Baseline.read, display))
     if before is None:
         display.detail("evaluating the base model")
@@ -473,7 +474,8 @@ class FinetuneTask:
         return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is UNMEASURED else inf
 
     def _answers(self) -> list[str]:
-        """Answers to the first validation examples: as many as the base model answered, or as `_budget` allows."""
+        """Answers to as many of the first validation examples as the base model answered, or as `_budget`
+        allows."""
         answers, end = list[str](), monotonic() + self._budget
         answered = ANSWERED if self.before is UNMEASURED else len(self.before.answers)
         for record in each(self.data.val_records[:answered]):

@@ -46,8 +46,8 @@ MIN_CONTEXT = 128
 """Minimum default context length."""
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
-"""Default template by format. For conversations, it is chatml if the tokenizer has chatml's special tokens, and
-mistral otherwise."""
+"""Default template by format. For conversations, the default is chatml if the tokenizer has its special tokens,
+else mistral."""
 
 PLAIN_KINDS = ("completion", "text")
 """Formats whose records are plain text, to which no chat template is applied."""
@@ -88,8 +88,8 @@ class FinetuneData:
     def read(cls, config: FinetuneConfig, base: LoadedModel, display: Display) -> "FinetuneData":
         """Read and tokenize the examples.
 
-        Raises ValueError if they cannot be read, if the context length is too large for the model, or if no
-        validation examples remain.
+        Raises ValueError if the examples cannot be read, if the context length is too large for the model, or if
+        no validation examples remain.
         """
         read = partial(
             read_dataset,
@@ -103,7 +103,7 @@ class FinetuneData:
             display.detail(line)
         check_formats(config, [*files, *val_files])
         tokenizer = base.require_tokenizer()
-        # The template depends on conversations if there are any, else on Alpaca records without history.
+        # The template is chosen for conversations if there are any, else for Alpaca records without history.
         records = min([*files, *val_files], key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
@@ -137,7 +137,8 @@ class FinetuneData:
 
     @property
     def template_name(self) -> str | None:
-        """Name of the finetuned model's chat template, or None; the base model's if the tokenizer is unchanged."""
+        """Name of the finetuned model's chat template, or None. With an unchanged tokenizer, it is the base
+        model's template."""
         if self.tokenizer is self.base.tokenizer:
             return self.base.card.get("template")
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
@@ -200,8 +201,8 @@ def _split_examples(
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
     """Divide the rows; returns (config with context length, training examples, validation examples, val. records).
 
-    `written` has an example for each row. Records are split by hash; the end of each large text is for validation.
-    Examples without a target within the context are used for validation only if no others remain.
+    `written` has an example for each row. Records are split by hash, and the end of each large text is used for
+    validation. Examples without a target within the context are used for validation only if no others remain.
     """
     by_row = {id(row): example for row, example in zip(rows, written, strict=True)}
     share = config.val_fraction
@@ -228,7 +229,8 @@ def _split_examples(
 
 
 def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Record]:
-    """The rows without near-duplicates of large texts, since those contain the texts' validation tails."""
+    """The rows without near-duplicates of large texts. Such a duplicate would contain the validation tail of its
+    text."""
     hashes = dict(zip(map(id, rows), record_hashes(rows), strict=True))
     firsts = {hashes[id(row)]: row for row in reversed(large)}
     return [row for row in rows if firsts.get(hashes[id(row)], row) is row]
@@ -316,7 +318,7 @@ def split_windows(example: Example, context_length: int) -> Iterator[Example]:
 
 
 def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
-    """The plain texts that are each longer than the fraction `share` of the length of all plain texts."""
+    """The plain texts longer than the fraction `share` of the total length of all plain texts."""
     texts = [row for row in rows if row.format == "text"]
     limit = share * sum(len(row.turns[-1].text) for row in texts)
     return [row for row in texts if len(row.turns[-1].text) > limit]
@@ -325,8 +327,8 @@ def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
 def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
     """Split each text into a head and a tail; the tail has about the fraction `share` of the text's tokens.
 
-    Short texts are not split. The first token of a tail is also the last token of the head, since it predicts the
-    first target of the tail.
+    Short texts are not split. The last token of a head is repeated as the first token of the tail, to predict the
+    tail's first target.
     """
     heads, tails = [], []
     for text in texts:

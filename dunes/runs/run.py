@@ -114,10 +114,11 @@ def begin_run(config: T, start: Start) -> T | None:
 
 
 def stored_config(config: T, folder: Path, options: RunOptions) -> T:
-    """In a new folder, `config` itself. With --resume, the stored config with the fields that the user changed.
+    """The config of the run: `config` itself in a new folder, or, with --resume, the stored config with the user's
+    changes.
 
-    Raises FolderInUse if the folder contains a run and is not resumed. Raises ValueError if the folder has no run
-    to resume, or if a changed field must not change.
+    Raises FolderInUse if the folder contains a run that is not resumed. Raises ValueError if there is no run to
+    resume, or if the user changed a field that must stay the same.
     """
     asked = options.asked
     if asked and {"steps", "minutes"} <= {*asked}:
@@ -161,7 +162,8 @@ def _check_new_folder(folder: Path) -> None:
 
 
 def build_schedule(config: RunConfig) -> Schedule:
-    """The learning-rate schedule over `config.steps`; with a time limit, its end is decided later."""
+    """The learning-rate schedule over `config.steps`; with a time limit, the end of the schedule is decided
+    later."""
     return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
 
 
@@ -305,7 +307,7 @@ class NonFatal:
 
 
 def _train(session: Session) -> int:
-    """Train and finish; returns the exit status. After most failures, it saves the last state."""
+    """Train and finish; returns the exit status. After most failures, the last state is saved."""
     run, saver, display = session.run, session.saver, session.display
     compile_loss(run, display.line)
     with saving.stop_signals() as session.request:
@@ -321,8 +323,8 @@ def _train(session: Session) -> int:
                 raise
             display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
             return NOT_SAVED
-        except ValueError:  # an error of the data, so that the weights are worth saving
-            if ranks.count() == 1:  # several ranks cannot save: the others do not know of the error
+        except ValueError:  # the data is invalid, but the weights are worth saving
+            if ranks.count() == 1:  # with several ranks, the others do not know of the error and cannot save
                 saver.last(run)
             raise
         return _finish(session)
@@ -364,9 +366,9 @@ def train_loop(session: Session) -> None:
 
 
 def _measure_time(session: Session, step: Step, clock: Clock | None) -> None:
-    """Add the time of a step to the run's time, from which `clock` decides when the run ends."""
+    """Add a step's time to the run's time, which `clock` uses to decide when the run ends."""
     run, before = session.run, session.run.elapsed
-    # All ranks use the same time: otherwise, they would soon wait for each other in different places.
+    # All ranks use the same time, since they would otherwise soon wait for each other in different places.
     run.elapsed, closing = ranks.all_reduce_max(monotonic() - run.start_time, run.closing_seconds)
     if run.warm:
         run.pace.append(run.elapsed - before)
@@ -457,7 +459,7 @@ def _sample(session: Session, weights_step: int) -> None:
 
 def early_end(run: Run, loss: float) -> str:
     """The reason to end a time-limited run after a step with this training loss; "" if the run continues."""
-    # If the learning rate makes validation loss rise, training loss rises, too, and the run continues.
+    # If validation loss rises because of the learning rate, training loss also rises, and the run continues.
     if run.config.steps or not run.best or not run.last or run.checks_since_best < PATIENCE:
         return ""
     rises = run.last.criterion > RISEN * run.best.criterion

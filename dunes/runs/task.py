@@ -87,10 +87,10 @@ class Timings:
 class TaskFacts:
     """Facts of a task that stay the same during its run.
 
-    `fingerprints` are digests of its data, `tokens` is its number of validation targets. `closing_seconds` returns
-    the estimated seconds of `Task.close` without its save, from the measured seconds to validate a token (0 before
-    they are measured). `memory_advice` returns a sentence with the estimated memory of the run and the options
-    that reduce it.
+    `fingerprints` are digests of its data, `tokens` is its number of validation targets. `closing_seconds`
+    estimates the seconds of `Task.close` without its save from the measured seconds to validate a token (0 before
+    the measurement). `memory_advice` returns a sentence with the estimated memory of the run and the options that
+    reduce it.
     """
 
     fingerprints: Mapping[str, str]
@@ -141,12 +141,12 @@ class Task(Protocol):
 class Run:
     """A run in progress: its task, trainer and schedule, and further state.
 
-    `elapsed` is the run's time in seconds so far; a resumed run adds the time of its earlier processes, and
-    `timings` include those processes, too. `start_time` is the current time minus `elapsed`. `begin` is `elapsed`
-    at the first step. `warm` is True after the first step of this process. `compiled` is True if the loss is
-    compiled, None if undecided. `checks_since_best` counts the validations since the best score. `pace` has the
-    seconds of recent steps, but not of a process's first step, which loads or compiles code. `save_seconds` and
-    `sample_seconds` are the durations of the last save and sample. `waited` is the time spent on batches so far.
+    `elapsed` is the run's time in seconds so far. In a resumed run, `elapsed` and `timings` include the earlier
+    processes. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first step. `warm` is
+    True after the first step of this process. `compiled` is True if the loss is compiled, None if undecided.
+    `checks_since_best` counts the validations since the best score. `pace` has the seconds of recent steps, but
+    not of a process's first step, which loads or compiles code. `save_seconds` and `sample_seconds` are the
+    durations of the last save and sample. `waited` is the time spent on batches so far.
     """
 
     folder: Path
