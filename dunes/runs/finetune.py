@@ -244,7 +244,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     base = {} if config.spec.adapter is None else checkpoint.base_identity(model, place)
     with measure.replaced_paged_out(model):
         changes = apply_method(model, resolve_targets(config, data.base))
-        # Without changes, all weights train in float32. Several changes are quantization and then an adapter.
+        # Without changes, all weights train in float32. With several, the base was quantized, then got an adapter.
         if len(changes) != 1:
             base |= checkpoint.base_identity(model)
         if not changes:
@@ -253,7 +253,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
         cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
-    update = optimizer(config, model)  # before any forward pass, which would leave sharded weights gathered
+    update = optimizer(config, model)  # before the first forward pass, which leaves sharded weights gathered
     if config.goal.has_reference:
         task = replace(task, reference=_reference(task, folder / REFERENCE, display))
     accumulate = config.batch // (micro_batch(config) * ranks.count())

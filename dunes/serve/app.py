@@ -32,16 +32,16 @@ RECEIPT = 10.0
 SENDING = 30.0
 """Maximum seconds for a client to accept one piece of a reply."""
 LISTED = 64
-"""Maximum number of ignored fields that a reply lists, and of characters of each name."""
+"""Maximum number of ignored fields in a reply, and maximum number of characters of each field's name."""
 REMEMBERED = 8
 """Number of lines for which the server remembers the last request, for `dunes doctor`."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EMPTY = Answer(reason="length")
-"""Answer to a request for zero tokens; it also stands for a missing choice."""
+"""Answer to a request for zero tokens, also used for a missing choice."""
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """Read a request of the page or `dunes complete`; with `tokens`, it asks to explain the first suggestion."""
+    """Read a request of the page or `dunes complete`; `tokens` requests an explanation of the first suggestion."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
     line = LineRequest(
@@ -186,7 +186,8 @@ class Server:
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Yield (index of a choice, its answer or a part of it). Cancel the tasks if the client disconnects.
+        """Yield pairs (index of a choice, answer or part of an answer). Cancel the tasks if the client
+        disconnects.
 
         Raises Refused.
         """
@@ -228,7 +229,7 @@ class Server:
                 task.cancel()
 
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
-        """The reply that describes all models or the named model; a name in the path must match exactly."""
+        """The reply that describes the named model, or all models. A name in the path must match exactly."""
         fields, path = await _fields(request), request.path_params.get("name")
         name = path or fields.text("model") or fields.text("name") or request.query_params.get("model", "")
         models = self.worker.facts_by_name(name.removesuffix(":latest"), path is not None)
@@ -241,7 +242,8 @@ class Server:
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
 
     def _places(self) -> list[dict[str, Any]]:
-        """The places of editors' last requests, newest first, with the texts shown then and suggested now."""
+        """The places of editors' last requests, newest first, each with the text that was shown and the one
+        suggested now."""
         places = []
         for time, request, shown in [*self._recent][::-1]:
             model = self.worker.find(request.model)
@@ -251,8 +253,8 @@ class Server:
         return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
-        """The reply with these places, only for the server's user, since the reply contains text that an
-        editor sent."""
+        """The reply with the result of `_places`. Only the server's user gets it, since it contains text from an
+        editor."""
         if key is None and request.client is not None:  # the socket in the user's folder has no client address
             raise Refused(403, "only the user who runs the server may see this")
         notes = {name: model.current.note for name, model in self.worker.models.items()}

@@ -65,8 +65,8 @@ def complete_by_server(folder: Path, before: str, after: str, path: Path | None)
 
 
 def listen(folder: Path) -> socket.socket | None:
-    """A listening socket for a folder's server; None if another server already listens there, or if the socket
-    cannot be created (as in another user's folder)."""
+    """A listening socket for a folder's server. None if another server already uses the socket, or if it cannot be
+    created (as in another user's folder)."""
     listener = socket.socket(socket.AF_UNIX)
     with suppress(OSError, ValueError):
         file = socket_file(folder)

@@ -1,6 +1,6 @@
 """Answer the `initialize` request of an editor before importing pygls, which takes a second.
 
-Later, pygls reads the same message, and the answer of pygls is dropped. A test compares the `capabilities` of both
+Later, pygls also answers the same message, and its answer is dropped. A test compares the `capabilities` of both
 answers.
 """
 

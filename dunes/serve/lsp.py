@@ -68,7 +68,7 @@ class Replayed:
 
 
 class Document(TextDocument):
-    """An open file with lines split as in the protocol, whereas pygls splits them by `str.splitlines`."""
+    """An open file whose lines are split as in the protocol; pygls splits them by `str.splitlines` instead."""
 
     def apply_change(self, change: types.TextDocumentContentChangeEvent) -> None:
         """Replace a range of the text, or all of it."""
@@ -160,7 +160,7 @@ class Server(LanguageServer):
             self._take_in(uri, document.source)
 
     def _take_in(self, uri: str, text: str | None) -> None:
-        """Let completions in other files copy from this text; if it is None, from the saved file."""
+        """Let completions in other files copy from this text, or from the saved file if `text` is None."""
 
         def work() -> None:
             if worker is not None:
@@ -184,7 +184,8 @@ class Server(LanguageServer):
         return document.source[:offset], document.source[offset:]
 
     async def _answers(self, uri: str, position: types.Position) -> list[Answer]:
-        """The suggestions at a position. A newer request ends an older one, even one that waits for the model."""
+        """The suggestions at a position. A newer request ends an older request, even if that request waits for the
+        model."""
         if self._newest is not None and not self._newest.done():
             self._newest.set_result([])
         loop = asyncio.get_running_loop()
