@@ -64,7 +64,7 @@ def with_trust(command: Callable[..., Any]) -> Callable[..., Any]:
                 trusted.enter_context(trained_text.trust_sources())
             return command(*args, **options)
 
-    del run.__wrapped__  # tyro would follow this link to the function without TRUST
+    del run.__wrapped__  # through `__wrapped__`, tyro would reach the function without TRUST
     return with_parameters(run, [*signature(command).parameters.values(), *trust])
 
 

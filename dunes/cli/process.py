@@ -1,4 +1,4 @@
-"""Standard streams, signals and exit status of a process in a terminal or a pipe; recipes use this, too."""
+"""Standard streams, signals and exit status of a process in a terminal or a pipe; recipes also use this module."""
 
 import errno
 import gc
@@ -111,7 +111,7 @@ def run_recipe(doc: str, main: Callable[..., int | None]) -> NoReturn:
     """Call `main` with the command-line arguments, and exit with the status that it returns (0 for None).
 
     The line of `doc` that starts with "python" lists the arguments; names in brackets are optional. If the number
-    of arguments is wrong, prints that line and exits with 2. With -h, prints `doc`.
+    of arguments is wrong, prints this line and exits with 2. With -h, prints `doc`.
     """
     usage = next(line.strip() for line in doc.split("\n") if line.strip().startswith("python "))
     arguments, (_, program, *names) = sys.argv[1:], usage.split()

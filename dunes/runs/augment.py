@@ -85,7 +85,7 @@ def _spill_into(folder: Path) -> Spill:
 
 
 def _source_stamp(source: Path) -> dict[str, tuple[int, ...]]:
-    """Size, times and inode of each file of a model, by path; for an adapter, also of its base's files."""
+    """Size, times and inode of each file of a model and, for an adapter, of its base, by path."""
     folders = [source, base_folder(source)] if source.is_dir() and is_adapter(source) else [source]
     files = [f for folder in folders for f in (sorted(folder.iterdir()) if folder.is_dir() else [folder])]
     stamps = {str(f.absolute()): f.stat() for f in files if f.suffix in READ and f.is_file()}
@@ -122,7 +122,7 @@ def _changed(
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
     with phase(name, *CHANGING):
         change = apply_change(loaded.model, name, spill=_spill_into(out / UNFINISHED), **request)
-        for path, file_stamp in _source_stamp(folder).items():  # files may have been removed
+        for path, file_stamp in _source_stamp(folder).items():  # removed files are allowed
             if stamp.get(path, file_stamp) != file_stamp:
                 raise ValueError(f"{path}: changed while it was being read; try again when nothing writes to it")
     with phase("measuring", CHANGING[1], WRITING):
@@ -181,7 +181,7 @@ def quantize_folder(
     validation: Sequence[str] | None = None,
     **request: Any,
 ) -> list[str]:
-    """Quantize the model in a folder, by default to nf4; arguments and result are like `augment_folder`'s.
+    """Quantize the model in a folder, by default to nf4; arguments and result are as in `augment_folder`.
 
     The default method is gptq if `kind` is int4 or int3 and calibration text is available (the `calibration`
     sources, or the model's training text); otherwise it is rtn. Raises ValueError in the same cases as
@@ -288,7 +288,7 @@ def describe_form(loaded: LoadedModel) -> str:
 
 
 def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path, check: Any) -> None:
-    """Save a loaded model after changes; its new card inherits the entries that are still true."""
+    """Save a loaded model after changes. The new card inherits those entries that are still true."""
     facts = inherited(loaded.card) | {"changes": history(loaded)}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     arguments = loaded.model, folder, loaded.tokenizer, loaded.context_length, facts, check

@@ -176,7 +176,7 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
 class Estimate:
     """Estimates for a model: parameters, training speed (tokens/s), training tokens, epochs, validation bits/byte.
 
-    `active` is the number of parameters that compute a token; in a mixture, it is below `parameters`.
+    `active` is the number of parameters that compute a token, which is below `parameters` in a mixture.
     """
 
     parameters: int
@@ -188,7 +188,7 @@ class Estimate:
 
 
 def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
-    """The config with the model size of lowest estimated validation loss, and its estimate.
+    """(config with the model size of lowest estimated validation loss, estimate).
 
     A configured size is kept. With fixed steps, the size depends on the number of tokens, but not on speed.
     """
@@ -275,7 +275,7 @@ def _named_parts(config: TrainConfig, vocab: int) -> Architecture:
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Number of parameters that compute a token: all except those of unselected experts and of `Decoder.ahead`."""
+    """Number of parameters that compute a token, without those of unselected experts and of `Decoder.ahead`."""
     model = model.trunk if isinstance(model, Decoder) else model
     idle = [(m.experts, 1 - m.top_k / len(m.experts)) for m in model.modules() if isinstance(m, MoE)]
     return tree.count(model) - sum(round(share * tree.count(experts)) for experts, share in idle)

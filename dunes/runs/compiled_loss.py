@@ -94,7 +94,7 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
     """The loss as one compiled graph.
 
     Dropout uses the same random numbers as in the eager loss, except for packed rows, whose padding the eager loss
-    skips. The graph is compiled for the first batch; a batch that needs another graph (of another length) runs
+    skips. The graph is compiled for the first batch. Batches that need another graph, due to their length, run
     eagerly.
     """
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None

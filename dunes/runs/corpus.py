@@ -30,7 +30,7 @@ from dunes.text import Tokenizer
 from dunes.units import format_bytes, plural
 
 SAMPLE = 2_000_000
-"""Bytes of text to train a tokenizer on; more text hardly changes the tokenizer."""
+"""Bytes of text on which a tokenizer is trained; more text hardly changes the tokenizer."""
 
 FEWEST = 5
 """Minimum number of validation files; with fewer, long files are split, and their tails are for validation."""
@@ -41,7 +41,7 @@ ENOUGH_CODE, LEAST_CODE = 50_000, 0.05
 bytes of code that are more than LEAST_CODE times the text that is neither code nor documentation."""
 NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
-"""With fewer bytes of validation text, a warning says that the validation loss is uncertain by some percent."""
+"""Bytes of validation text below which a warning says that the validation loss is uncertain."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
 
 
 def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus, with some files set aside for testing if the config trains completion and splits by files."""
+    """The corpus; if the config trains completion and splits by files, some files are set aside for testing."""
     hold_out = config.complete and corpus.split == "files"
     return hold_out_test(corpus) if hold_out else corpus
 

@@ -76,7 +76,7 @@ BUDGET = 0.05
 The finetuned model is measured on the same tokens."""
 
 UNMEASURED = Baseline(Score(nan, 1, 0), None, [], "")
-"""Placeholder until the base model is measured; its `limits` are the maximum numbers of tokens to score."""
+"""Placeholder until the base model is measured; `limits` are the maximum numbers of tokens to score."""
 
 
 def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples: int = 0, **options: Any) -> int:
@@ -193,7 +193,7 @@ def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
 
 
 def _dry_trainer(data: FinetuneData) -> Trainer:
-    """A trainer of the base model with the method's changes; it belongs to no run."""
+    """A trainer of the base model with the method's changes, for estimates without a run."""
     model, config = data.base.model.to(measure.device()), data.config
     apply_method(model, resolve_targets(config, data.base))
     cast_frozen_weights(model, config)
@@ -263,7 +263,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
     """Log-probabilities of training and validation answers by the model at step 0, which equals the base.
 
-    They are stored in `path`, and a resumed run reads them from there, so that they stay the same.
+    The values are stored in `path`, and a resumed run reads them from there, so that they stay the same.
     """
     fingerprints, sides = dict(task.facts.fingerprints), {"train": task.data.train, "valid": task.data.valid}
 
@@ -290,7 +290,7 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
 
 
 def _stored(path: Path, read: Callable[[Path], T], display: Display) -> T | None:
-    """The content of a file if the run has saved states; None without states, or if the file is damaged."""
+    """The content of a file; None if the run has no saved states or the file is damaged."""
     if path.is_file() and any(path.parent.glob("step-*")):
         try:
             return read(path)
@@ -445,7 +445,8 @@ class FinetuneTask:
 
     @property
     def _rows(self) -> int:
-        """Number of examples or pairs in a batch: one micro-batch per rank, which is known to fit into memory."""
+        """Number of examples or pairs in a batch. It has one micro-batch per rank, which is known to fit into
+        memory."""
         return micro_batch(self.config) * ranks.count()
 
     def sample(self) -> str:

@@ -185,7 +185,7 @@ def choose_template(
 def _tokenize(
     config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> tuple[list[Record], list[Example]]:
-    """The rows, with `seen` set from their examples, and the examples.
+    """(rows with `seen` set from their examples, examples).
 
     If `conversations` is true, the template is not applied to plain text among the rows.
     """
@@ -241,7 +241,7 @@ def choose_context_length(config: FinetuneConfig, examples: Sequence[Example], b
 
     For plain text, the default is at most the base model's context length. Raises ValueError if a length is above
     the limit. With learned position embeddings, the limit is the base model's context length; with rotary
-    embeddings, it is at least MAX_CONTEXT.
+    embeddings, the limit is at least MAX_CONTEXT.
     """
     trained = base.context_length
     limit = trained if base.model.embed.place is not None else max(trained, MAX_CONTEXT)
@@ -343,7 +343,7 @@ def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A model's validation score, its score on the forgetting data, and its answers.
+    """The validation score of a model, its score on the forgetting data, and its answers.
 
     `text` is the fingerprint of the forgetting data, and `limits` are the token limits of the two scores.
     `seconds` is the time to measure forgetting and to generate the answers.

@@ -121,7 +121,7 @@ def process_memory(
     in_heap = [a.size for a in log.live_at() if a.size <= measure.LARGE_BLOCK and a.kind != "parameters"]
     share = 1.0 if trainable is None else min(1.0, trainable / number / weights)
     parts["fragmentation"] = share * min(MOST_LOST, FRAGMENTATION * sum(in_heap))
-    # The best weights, and the copy of weights and optimizer state that a save writes while training continues.
+    # Copies of the best weights, and of the weights and optimizer state that a save writes during training.
     parts["copies for saving"] = 2 * (weights if trainable is None else trainable / number) + averages
     return parts
 
@@ -189,7 +189,7 @@ def _step(trainer: Trainer, batch: Any) -> None:
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __deepcopy__(self, memo: dict[int, Any]) -> "_FakeMode":
-        return self  # tensors of different modes cannot be mixed
+        return self  # tensors from different fake modes cannot be mixed
 
 
 @contextmanager

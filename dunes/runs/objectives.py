@@ -62,7 +62,8 @@ class Objective:
         return partial(loss, **{name: getattr(config, name) for name in self.options}) if self.options else loss
 
     def full_batch(self, config: "FinetuneConfig", size: int) -> "Batch":
-        """A batch of `size` full rows with a loss on every token; with packing, a row has two examples."""
+        """A batch of `size` full rows with a loss on every token; with packing, each row consists of two
+        examples."""
         import numpy as np
 
         from dunes.data.batches import collate
@@ -94,7 +95,7 @@ class PairObjective(Objective):
         return batch if self.has_reference else batch[:3]
 
     def score(self, config: "FinetuneConfig", loaded: "LoadedModel", batches: "Batches") -> "Score":
-        """The score of an epoch of pairs; until the reference is computed, of chosen answers alone."""
+        """The score of an epoch of pairs. Until the reference is computed, only the chosen answers are scored."""
         from dunes.evaluate.preferences import score_pairs
         from dunes.runs.autosize import autocast_dtype
 

@@ -187,8 +187,8 @@ def new_run(
 class Session:
     """A process that executes a run.
 
-    `saved` is the run's `elapsed` at the last save, `warned` the run's `best_step` at the last warning of a rising
-    loss. `durations` are the seconds of recent steps.
+    `saved` is the run's `elapsed` at the last save. `warned` is the run's `best_step` at the last warning of a
+    rising loss. `durations` are the seconds of recent steps.
     """
 
     run: Run
@@ -232,10 +232,10 @@ def _execute(run: Run, start: Start) -> int:
 
 
 def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bool = False) -> None:
-    """Restore the newest undamaged state of the run; without one, start from step 0.
+    """Restore the newest undamaged state of the run, or start from step 0 if there is no such state.
 
-    Raises ValueError, and changes nothing, if the config, data or model differs from the saved one in an option
-    that is not in `override`. With `strict`, raises ValueError if the newest state is damaged.
+    Raises ValueError without changing anything if the saved config, data or model differs in an option that is not
+    in `override`. With `strict`, raises ValueError if the newest state is damaged.
     """
 
     def damaged(text: str) -> None:
@@ -358,7 +358,7 @@ def train_loop(session: Session) -> None:
             return
         if score and (reason := early_end(run, step.loss)):
             display.line(reason)
-            run.schedule.records.append(Record(step.number, step.number))  # a resumed run ends here, too
+            run.schedule.records.append(Record(step.number, step.number))  # a resumed run also ends here
             return
         if _stops_or_saves(session):
             return

@@ -94,7 +94,7 @@ def was_started_by_job(folder: Path) -> bool:
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
-    """Save the tokenizer, then the config; a folder counts as a run once it contains the config.
+    """Save the tokenizer, then the config, with which the folder counts as a run.
 
     Raises FolderInUse if the folder already contains a run.
     """
@@ -170,7 +170,8 @@ def run_state(run: Run) -> dict[str, Any]:
 def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
     """Read the state in a folder `step-000123`, and construct its config, scores and schedule.
 
-    Raises ValueError, naming the folder, if any is invalid. The state's digests detect damage, but not edits.
+    Raises ValueError with the folder's name if one of these is invalid. The state's digests detect damage, but not
+    edits.
     """
     state = checkpoint.load_state(folder)
     with invalid_state(folder):
@@ -195,7 +196,7 @@ def invalid_state(folder: Path) -> Iterator[None]:
 def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
     """Restore a run, except its schedule, from a result of `read_state`.
 
-    Raises ValueError, naming the folder, if the state is from another model.
+    Raises ValueError with the folder's name if the state is from another model.
     """
     with invalid_state(folder):
         if state["best_weights"]:
@@ -210,7 +211,8 @@ def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_score(values: Any) -> Score | None:
-    """The `Score` in a stored list of three values, or `PreferenceScore` in a list of eight; None for None."""
+    """The `Score` stored as a list of three values, or the `PreferenceScore` stored as a list of eight; None for
+    None."""
     if values is None:
         return None
     return PreferenceScore(*values) if len(values) == len(fields(PreferenceScore)) else Score(*values)

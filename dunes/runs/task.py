@@ -36,7 +36,7 @@ FINAL_SHARE = 0.06
 SAMPLE_SHARE = 0.03
 """Maximum fraction of the time limit for a sample."""
 CLOSING = 3.0
-"""Seconds to save the model and plot at the end of a run, which `closing_seconds` of the task does not include."""
+"""Seconds to save the model and plot at the end of a run; `TaskFacts.closing_seconds` does not include them."""
 Item = TypeVar("Item")
 
 
@@ -85,12 +85,10 @@ class Timings:
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """Facts of a task that stay the same during its run.
-
-    `fingerprints` are digests of its data, `tokens` is its number of validation targets. `closing_seconds`
-    estimates the seconds of `Task.close` without its save from the measured seconds to validate a token (0 before
-    the measurement). `memory_advice` returns a sentence with the estimated memory of the run and the options that
-    reduce it.
+    """Facts of a task that stay the same during its run. `fingerprints` are digests of the data, and `tokens` is
+    the number of validation targets. `closing_seconds` estimates the seconds of `Task.close` without its save from
+    the measured seconds to validate a token (0 before the measurement). `memory_advice` returns a sentence with
+    the estimated memory of the run and the options that reduce it.
     """
 
     fingerprints: Mapping[str, str]
@@ -196,7 +194,8 @@ class Run:
 
     @property
     def closing_seconds(self) -> float:
-        """Estimated seconds from the last step to the end: its validation, a save, a sample, and the close."""
+        """Estimated seconds from the last step to the end of the run, for validation, a save, a sample and
+        `Task.close`."""
         check = self.seconds_per_token * min(check_tokens(self.config), self.task.facts.tokens)
         close = self.task.facts.closing_seconds(self.seconds_per_token) + self.final_seconds
         sample = self.sample_seconds or min(CLOSING, SAMPLE_SHARE * self.config.seconds)
@@ -211,13 +210,14 @@ class Run:
 
     @property
     def final_seconds(self) -> float:
-        """Estimated seconds of the final validation, from the speed of the latest one; 0 if `has_final_score`."""
+        """Estimated seconds of the final validation, from the speed of the latest validation; 0 if
+        `has_final_score`."""
         tokens = min(self.final_tokens, self.task.facts.tokens)
         return 0.0 if self.has_final_score else self.seconds_per_token * tokens
 
     @property
     def has_final_score(self) -> bool:
-        """True if validations during the run score as many tokens as the final one would."""
+        """True if validations during the run score as many tokens as the final validation would."""
         tokens = min(self.final_tokens, self.task.facts.tokens)
         return self.best is not None and tokens <= check_tokens(self.config)
 
@@ -227,7 +227,7 @@ class Run:
         self.last = score = self.task.score(check_tokens(self.config))
         (self.seconds_per_token,) = ranks.all_reduce_max((perf_counter() - start) / score.tokens)
         self.checks_since_best += 1
-        # NaN compares as not smaller, so a best score of NaN is replaced explicitly.
+        # No score is smaller than NaN, so a best score of NaN is replaced explicitly.
         if self.best is None or score.criterion < self.best.criterion or isnan(self.best.criterion):
             self.best, self.best_step, self.checks_since_best = score, self.trainer.number, 0
             self.best_weights = {k: v.detach().cpu().clone() for k, v in trainable_state(self.model).items()}
@@ -256,7 +256,7 @@ def trainable_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load a result of `trainable_state` into the model. Raises ValueError if it is from another model."""
+    """Load a result of `trainable_state` into the model. Raises ValueError if the state is from another model."""
     state = trainable_state(model)
     check_tensors(state, weights)
     with torch.no_grad():
@@ -279,7 +279,7 @@ def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
 
 
 def selects(globs: Iterable[str], name: str) -> bool:
-    """True if a glob matches the parameter's name or its module's name, and the last matching glob has no `!`."""
+    """True if the last glob that matches the parameter's name or its module's name does not start with `!`."""
     names, selected = (name, name.rpartition(".")[0]), False
     for glob in globs:
         if any(tree.matches(glob.removeprefix("!"), n) for n in names):

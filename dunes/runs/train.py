@@ -126,7 +126,7 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
             run = prepare(config, folder, tokens, base, completion)
         if base and not resumed:
             _report(config, run.trainer, base, display)
-            score = run.validate()  # if training makes the weights worse, the base's are saved
+            score = run.validate()  # if training makes the weights worse, the base's weights are saved
             append_metrics(folder, {"step": 0} | score.record)
             values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
             display.detail(f"validation loss before training: {values}")
@@ -161,7 +161,7 @@ def _index(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: D
 
 
 def _dry_trainer(config: TrainConfig, base: LoadedModel) -> Trainer:
-    """A trainer of the base, which belongs to no run."""
+    """A trainer of the base for estimates, without a run."""
     model = base.model.float().to(measure.device())
     select_trainable(model, config.trainable, base)
     optimizer, dtype = autosize.build_optimizer(model, config), autosize.autocast_dtype(config)
@@ -204,7 +204,8 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
 
 
 def find_base(config: TrainConfig, start: Start) -> tuple[LoadedModel | None, Path]:
-    """The model of --from, if any, and its path. A base to which a resumed run refers may have moved with the run.
+    """The model of --from, if any, and its path. If a resumed run refers to a base, the base may have moved with
+    the run.
 
     Raises ValueError for an adapter, and for a folder that cannot be loaded.
     """
@@ -221,7 +222,7 @@ def find_base(config: TrainConfig, start: Start) -> tuple[LoadedModel | None, Pa
 def _choose_with_base(config: TrainConfig, base: LoadedModel, size: int) -> tuple[TrainConfig, list[str]]:
     """The config for --from with all unset options chosen, and lines with the reasons.
 
-    Raises ValueError for a context longer than the model's, if its positions are learned.
+    Raises ValueError if the context is longer than the model's learned positions allow.
     """
     if base.model.embed.place is not None and config.context_length > base.context_length:
         length = config.context_length

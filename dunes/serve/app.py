@@ -81,7 +81,8 @@ def refusal(request: Request, error: Exception) -> Response:
 
 
 def client_error(error: Exception) -> Refused:
-    """The error that a client receives; Starlette's errors (unknown path or method) become status 404."""
+    """The error that a client receives; Starlette's errors (unknown path or method) are reported with status
+    404."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):
@@ -91,7 +92,8 @@ def client_error(error: Exception) -> Refused:
 
 class Gate:
     """Middleware that refuses requests to foreign host names (DNS rebinding), requests from web pages of other
-    origins, and, if a key is set, requests without the key. It also ends the requests of slow clients."""
+    origins, and, if a key is set, requests without the key. The middleware also ends the requests of slow
+    clients."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
@@ -174,7 +176,8 @@ class Server:
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
-            # A line can have fewer alternatives than requested choices; only the last choices can be missing.
+            # A line can have fewer alternatives than the requested choices. The missing choices are always the
+            # last.
             by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
             return json_response(endpoint.write(asked, by_place, False), headers=headers)
         try:
@@ -236,7 +239,7 @@ class Server:
         return json_response(write(models), headers=_headers(fields))
 
     def _remember(self, request: LineRequest, answer: Answer) -> None:
-        """Remember an editor's request and the shown text, in place of an earlier request in the same line."""
+        """Remember an editor's request and the shown text. An earlier request in the same line is forgotten."""
         above = request.before.rpartition("\n")[0]
         others = [past for past in self._recent if past[1].before.rpartition("\n")[0] != above]
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)

@@ -104,7 +104,8 @@ def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
 
 
 def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
-    """A token at a character offset, with its bytes and alternatives; a special token's bytes are its name."""
+    """A token at a character offset, with its bytes and alternatives. For a special token, the bytes are those of
+    its name."""
 
     def data(id: int) -> bytes:
         piece = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""
@@ -249,10 +250,10 @@ class Batch:
         row.ready = next(row.pieces, "read") is not None
 
     def _resize(self, count: int) -> None:
-        """Change the number of rows; the first rows keep their cache."""
+        """Change the number of rows, keeping the cache of the first rows."""
         old, self._cache = self._cache, self._make_cache(count)
         for row in filter(None, self.rows):
-            row.pieces = None  # prefill goes on in the new cache
+            row.pieces = None  # prefill continues in the new cache
         common = min(count, len(old.ids))
         if old.cache is not None:
             device = old.cache.length.device

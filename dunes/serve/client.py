@@ -84,7 +84,8 @@ def listen(folder: Path) -> socket.socket | None:
 
 @contextmanager
 def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
-    """Inside the `with` block, listen on a socket for each folder if possible; at the end, remove their files."""
+    """Inside the `with` block, listen on a socket for each folder if possible; at the end, remove the sockets'
+    files."""
     listeners = {socket_file(folder): listener for folder in folders if (listener := listen(folder)) is not None}
     try:
         yield [*listeners.values()]

@@ -167,7 +167,7 @@ class Fields:
         return value
 
     def objects(self, name: str, most: int) -> list["Fields"]:
-        """The objects in a list field, at most `most`."""
+        """The objects in a list field with at most `most` entries."""
         values = self.items(name, most)
         for i, value in enumerate(values):
             if not isinstance(value, dict):

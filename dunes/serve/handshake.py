@@ -34,8 +34,8 @@ def message(content: dict[str, Any]) -> bytes:
 
 
 def shake_hands(stdin: BinaryIO, stdout: BinaryIO, version: str) -> tuple[bytes, bool]:
-    """Read the first message. If it is `initialize`, answer it and return (JSON of the message, True); otherwise
-    return (bytes of the message, False)."""
+    """Read the first message. For `initialize`, answer the message and return (JSON of the message, True); for
+    another message, return (bytes of the message, False)."""
     head = b""
     while (line := stdin.readline()).strip():
         head += line

@@ -98,7 +98,7 @@ class Server(LanguageServer):
         self._newest: asyncio.Future[Event] | None = None
         self._load_error, self._accepted, self._is_closed = "", 0, False
         self._timers = dict[str, asyncio.TimerHandle]()
-        # pygls sets an attribute on the function; a bound method refuses that, a partial accepts it.
+        # pygls sets an attribute on the function, which a partial allows and a bound method does not.
         self.feature(types.INITIALIZED)(partial(self._begin))
         self.feature(types.TEXT_DOCUMENT_DID_OPEN)(partial(self._open))
         self.feature(types.TEXT_DOCUMENT_DID_CHANGE)(partial(self._change))
@@ -142,11 +142,11 @@ class Server(LanguageServer):
             self._worker.close()
 
     def _count(self, *_: Any) -> None:
-        """Count an accepted suggestion; the log reports the number at the end."""
+        """Count an accepted suggestion; at the end, the log reports the count."""
         self._accepted += 1
 
     def _index_later(self, uri: str) -> None:
-        """Index a file after IDLE seconds without a change, so that other files copy from it."""
+        """Index a file after IDLE seconds without a change, so that completions in other files copy from it."""
         if timer := self._timers.get(uri):
             timer.cancel()
         self._timers[uri] = asyncio.get_running_loop().call_later(IDLE, self._index, uri)
