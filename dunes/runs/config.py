@@ -38,7 +38,7 @@ class Optimization:  # options that are None or 0 are chosen at the start of the
     """Stop after this many minutes."""
     steps: Annotated[int | None, flag("STEPS", "by --minutes")] = None
     """Stop after this many optimizer steps instead."""
-    batch: int = 0  # each verb describes this field and the next two
+    batch: int = 0  # the subclasses describe this field and the next two
     context_length: int = 0
     lr: float | None = None
     seed: Annotated[int, flag("SEED")] = 0

@@ -36,9 +36,10 @@ FEWEST = 5
 """Minimum number of validation files; with fewer, long files are split, and their tails are for validation."""
 LONG = 4_000
 """Minimum mean size in bytes of the files that are split."""
-ENOUGH_CODE, LEAST_CODE = 50_000, 0.05
-"""A run completes lines if more than half of its text is source code. It also does so with at least ENOUGH_CODE
-bytes of code that are more than LEAST_CODE times the text that is neither code nor documentation."""
+ENOUGH_CODE = 50_000
+"""Minimum bytes of source code for a run to complete lines although at most half of its text is code."""
+LEAST_CODE = 0.05
+"""In such a run, minimum ratio of code to the text that is neither code nor documentation."""
 NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
 """Bytes of validation text below which a warning says that the validation loss is uncertain."""

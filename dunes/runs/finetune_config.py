@@ -16,7 +16,7 @@ TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2",
 TrainOn = Literal["answers", "all"]
 
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
-"""Maps each option of --method lora-experts to the name of an option of the change lora-experts."""
+"""Names of the options of --method lora-experts, and of the same options in the change `lora-experts`."""
 
 TOKENS = 4096
 """Tokens per step with the default batch size."""
@@ -157,7 +157,8 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def field_names(self) -> dict[str, str]:
-        """`fields` as a dict from our names to the data's. Raises ValueError if an entry is not OURS=THEIRS."""
+        """`fields` as a dict from our field names to those of the data. Raises ValueError if an entry is not
+        OURS=THEIRS."""
         return parse_fields(self.fields)
 
     @property
@@ -212,12 +213,13 @@ def unused_options(config: FinetuneConfig, asked: Collection[str]) -> dict[str, 
 def learning_rate(config: FinetuneConfig, width: int) -> float:
     """The configured learning rate, or the default for a model of this width.
 
-    For full finetuning, the default is `adamw_rate`. For adapters, it is 0.7 times the power law of
-    https://thinkingmachines.ai/blog/lora/, at most MAX_ADAPTER_LR; at higher rates, the validation loss rises
-    during training. The result is divided by the adapter's scale relative to LoRA with alpha 32, since the scale
-    multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives results for 100 to
-    5,000 steps, and the limits of these defaults. The objective's `lr_scale` multiplies both defaults: full
-    finetuning with dpo gets 1e-6 at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
+    For full finetuning, the default is `adamw_rate`. For adapters, the default is 0.7 times the power law of
+    https://thinkingmachines.ai/blog/lora/, but at most MAX_ADAPTER_LR, since the validation loss rises during
+    training at higher rates. The result is divided by the adapter's scale relative to LoRA with alpha 32, since
+    the scale multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives results for
+    100 to 5,000 steps, and the limits of these defaults. Both defaults are multiplied by the objective's
+    `lr_scale`. Full finetuning with dpo thus gets 1e-6 at a width of 4,096, as in
+    https://arxiv.org/abs/2305.18290.
     """
     if config.lr is not None:
         return config.lr

@@ -446,7 +446,8 @@ class Reference:
 
     @property
     def card(self) -> dict[str, Any]:
-        """The card's entries on the text; prompts have no headers, since the base was trained without headers."""
+        """The card's entries about the text. Prompts have no file headers, since the base was trained without
+        them."""
         text = {"split_version": SPLIT_VERSION, "file_headers": False, "packages": sorted(self.packages)}
         return {"trained": asdict(self.config) | text}
 
@@ -457,7 +458,8 @@ class Reference:
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
     def is_finished(self) -> bool:
-        """True if the base's gate is fitted and no option changes; records the new path of a moved base."""
+        """True if the base's gate is fitted and no option changes. If the base was moved, its new path is
+        recorded."""
         fitted, changed = self.fitted, {*self.start.options.override}
         if changed - {"base"} or not fitted or not self._has_fitted(fitted):
             return False
@@ -467,7 +469,8 @@ class Reference:
         return True
 
     def _has_fitted(self, fitted: Mapping[str, Any]) -> bool:
-        """True if the base has the weights and settings of this record, and the index has the base's tokenizer."""
+        """True if the weights and settings of the base match this record, and the index was made with its
+        tokenizer."""
         settings = adapter_base_of(self.base.architecture.outline(), described_family(self.base)).settings
         same = fitted.get("sha256") == self.identity["sha256"] and fitted.get("config") == settings
         return same and Tokenizer.load(self.folder).json() == self.base.require_tokenizer().json()
@@ -487,7 +490,7 @@ class Reference:
         stored = size_of(self.base)
         loaded = round_for_speed(replace(self.base, card={"adapter": None, **self.card}))
         loaded.model.to(measure.device())
-        amount = FitSize.of(config.seconds, 1.0, ALONE)  # the maximum, since the model's speed is unknown
+        amount = FitSize.of(config.seconds, 1.0, ALONE)  # the maximum amount, since the model's speed is unknown
         parts = {"parameters": float(sum({stored, size_of(loaded)})), "Python and torch": PROCESS}
         memory = describe_memory(parts | autosize.fit_memory(amount.places, size))
         seconds = format_seconds(round(sum(amount.seconds) + 2 * BYTE_SECONDS * size))

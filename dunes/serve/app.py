@@ -81,8 +81,7 @@ def refusal(request: Request, error: Exception) -> Response:
 
 
 def client_error(error: Exception) -> Refused:
-    """The error that a client receives; Starlette's errors (unknown path or method) are reported with status
-    404."""
+    """The error that a client receives; Starlette's errors (unknown path or method) get status 404."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):
@@ -92,8 +91,7 @@ def client_error(error: Exception) -> Refused:
 
 class Gate:
     """Middleware that refuses requests to foreign host names (DNS rebinding), requests from web pages of other
-    origins, and, if a key is set, requests without the key. The middleware also ends the requests of slow
-    clients."""
+    origins, and, if a key is set, requests without the key. The middleware also ends slow requests."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
@@ -176,8 +174,7 @@ class Server:
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
-            # A line can have fewer alternatives than the requested choices. The missing choices are always the
-            # last.
+            # A line can have fewer alternatives than requested. The missing choices are always the last.
             by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
             return json_response(endpoint.write(asked, by_place, False), headers=headers)
         try:

@@ -13,7 +13,7 @@ from dunes.serve.fields import ENDLESS, SEEDS, Fields, Refused
 from dunes.text.templates import Turn
 
 PROMPTS = 48
-"""Maximum number of choices per body, over all its prompts, so that the queue has room for other requests."""
+"""Maximum number of choices for all prompts of a body, so that the queue has room for other requests."""
 MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -47,17 +47,17 @@ class LineRequest:
     model: str = ""
     shows_all: bool = False
     explains: bool = False
-    """True to explain the tokens of the first suggestion. `shows_all` keeps improbable and short suggestions."""
+    """True to explain the tokens of the first suggestion. With `shows_all`, improbable and short suggestions are
+    kept."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request to continue a prompt (text or ids) or a chat.
-
-    `sampling` has the settings of a sampler that differ from their neutral values. `logprobs` is the number of
-    alternatives per token; None means no log-probabilities. With `echo`, the answer starts with the prompt. If
-    there are `messages`, the model's chat template renders them with `variables` as the prompt; a model without a
-    template reads `prompt`. With `continues`, the last message is the beginning of the answer.
+    """A request to continue a prompt (text or ids) or a chat. `sampling` has those settings of the sampler that
+    are not neutral. `logprobs` is the number of alternatives per token; None means no log-probabilities. With
+    `echo`, the answer starts with the prompt. If there are `messages`, the model's chat template renders them with
+    `variables` as the prompt; a model without a template reads `prompt`. With `continues`, the last message is the
+    beginning of the answer.
     """
 
     prompt: str | Sequence[int] = ""
@@ -160,9 +160,9 @@ class Asked:
 def read_text(
     fields: Fields, defaults: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """Read a TextRequest from the fields, and its settings from `options` if given. A missing sampler setting
-    is taken from `defaults`, or is neutral. The field named `limit` has the maximum number of tokens, by default
-    `tokens`. `more` are additional attributes of the request."""
+    """Read a TextRequest from the fields, and its settings from `options` if given. A missing sampler setting is
+    taken from `defaults`, or is neutral. `limit` is the name of the field with the maximum number of tokens, by
+    default `tokens`. `more` are additional attributes of the request."""
     options, sampling = options or fields, dict[str, float]()
     for name, rule in RULES.items():
         read: Any = options.integer if isinstance(rule.neutral, int) else options.number
@@ -200,7 +200,7 @@ def line_or_texts(
 
 
 def prompts(fields: Fields) -> list[str | list[int]]:
-    """The prompts of a body: one text, one list of ids, or a list of these."""
+    """The prompts of a body: one text, one list of ids, or a list of texts and lists of ids."""
     value = fields.get("prompt")
     if not isinstance(value, list):
         return [fields.text("prompt", None)]

@@ -48,7 +48,7 @@ from dunes.text.lines import split_lines
 from dunes.units import plural
 
 Call = Callable[[Callable[[], Any]], Future[Any]]
-"""A function that runs another function in the worker's thread, and returns the future result."""
+"""A function that runs another function in the worker's thread, and returns its `Future`."""
 SHORT = 3
 """Minimum characters of a suggestion that does not end its line."""
 PATHS = 64
@@ -147,7 +147,7 @@ def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | Non
 
 
 class ServedModel:
-    """A model folder. Only the worker's thread may load it, complete lines or generate texts with it.
+    """A model folder. Only the worker's thread may load the model, complete lines or generate texts.
 
     `acceptance` is the desired share of accepted suggestions, which selects a threshold fitted in training; 0
     shows all suggestions. Raises ValueError for a folder that cannot be used for completion.
@@ -188,7 +188,8 @@ class ServedModel:
 
     @property
     def is_outdated(self) -> bool:
-        """True if the folder has changed since loading, or if a base that could not be loaded has changed."""
+        """True if the folder has changed since it was loaded, or if a base that could not be loaded has
+        changed."""
         current = self.current
         is_missing = isinstance(current.completer, CopyCompleter)
         has_base_changed = is_missing and base_stamp(self.folder) != current.base_stamp
@@ -297,8 +298,9 @@ class ServedModel:
     def with_prompt(self, request: TextRequest) -> TextRequest:
         """The request, with its messages encoded as a prompt for the model's next turn. Thread-safe.
 
-        A model without a chat template reads the request's `prompt`. Raises Refused if this prompt is empty or
-        comes with a system message or thinking. Also raises Refused if the template refuses the messages.
+        A model without a chat template reads the request's `prompt`. In that case, raises Refused if the prompt is
+        empty or if the request has a system message or thinking. Also raises Refused if the template refuses the
+        messages.
         """
         batch, chats = self.require_batch(), self.current.chats
         chat, variables = chats.get(request.model, chats[self.name]), dict(request.variables)
@@ -317,7 +319,7 @@ class ServedModel:
 
 
 def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> Answer:
-    """The answer with a suggestion; its text is empty if the suggestion is too improbable or too short."""
+    """The answer with a suggestion; the text is empty if the suggestion is too improbable or too short."""
     text = suggestion.text
     if threshold is not None and (suggestion.word < threshold or (len(text) < SHORT and not suggestion.ends_line)):
         text = ""
@@ -364,7 +366,7 @@ class FileFinder:
     def __init__(self, files: Iterable[tuple[str, str]]) -> None:
         self._lines: dict[str, frozenset[int]] = {}
         self._numbers: dict[str, int] = {}
-        # By line: the number of files that contain it, and the sum of the files' numbers.
+        # For each line: the number of files that contain the line, and the sum of the files' numbers.
         self._owners: dict[int, tuple[int, int]] = {}
         self.update(dict(files))
 

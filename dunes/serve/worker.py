@@ -89,7 +89,7 @@ class Worker:
                 self._followers[-1].start()
 
     def facts_by_name(self, name: str, is_exact: bool = False) -> Named:
-        """(name, facts) of the model or adapter with this name; for an empty name, of all models and adapters."""
+        """Pairs (name, facts) for the model or adapter with this name, or for all of them if the name is empty."""
         models = [self.find(name, is_exact)] if name or is_exact else self.models.values()
         entries = [(entry, model.current.facts) for model in models for entry in model.names]
         return [entry for entry in entries if entry[0] == name] or entries
@@ -129,7 +129,7 @@ class Worker:
         return result
 
     def take_in(self, path: str, text: str | None) -> None:
-        """Let all models copy from this text of an open file when they complete other files."""
+        """Let all models copy from this text of an open file when they complete lines in other files."""
         for model in self.models.values():
             model.take_in(self.call, {model.name_of(path): text})
 
