@@ -1,8 +1,8 @@
 """Compile the loss of a run into one graph. https://docs.pytorch.org/docs/stable/torch.compiler.html
 
-The loss is compiled in the first step. The choice to compile is stored in the run's state. It depends only on the
-run's options, so that the same command gives the same losses. Compiled code runs in deterministic mode, since
-Inductor's threads would otherwise add to gradients in varying order.
+The loss is compiled in the first step. The choice to compile is stored in the run's state. The choice depends only
+on the run's options, so that the same command gives the same losses. Compiled code runs in deterministic mode,
+since Inductor's threads would otherwise add to gradients in varying order.
 """
 
 from itertools import islice
@@ -24,7 +24,7 @@ GAIN = 0.12
 COMPILING = 45.0
 """Seconds to compile the loss."""
 WORTH = 2.0
-"""Minimum ratio of the saved time to the time to compile; runs longer than 12.5 minutes exceed it."""
+"""Minimum ratio of the saved time to the time to compile; runs longer than 12.5 minutes exceed this ratio."""
 
 NOMINAL = 30e9
 """Assumed FLOP/s per thread, used to estimate the duration of a run with fixed steps."""
@@ -94,7 +94,7 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
     """The loss as one compiled graph.
 
     Dropout uses the same random numbers as in the eager loss, except for packed rows, whose padding the eager loss
-    skips. The graph is compiled for the first batch. Batches that need another graph, due to their length, run
+    skips. The graph is compiled for the first batch. Batches of other lengths, which need another graph, run
     eagerly.
     """
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None

@@ -153,8 +153,7 @@ class RunConfig(Optimization, Hardware):
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """Descriptions of differences from an earlier config, by field; with `asked`, only differences in these
-        fields."""
+        """Descriptions of differences from an earlier config, by field; with `asked`, only of these fields."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"

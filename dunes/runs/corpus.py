@@ -39,7 +39,7 @@ LONG = 4_000
 ENOUGH_CODE = 50_000
 """Minimum bytes of source code for a run to complete lines although at most half of its text is code."""
 LEAST_CODE = 0.05
-"""In such a run, minimum ratio of code to the text that is neither code nor documentation."""
+"""Minimum ratio, for the same runs, of code to text that is neither code nor documentation."""
 NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
 """Bytes of validation text below which a warning says that the validation loss is uncertain."""

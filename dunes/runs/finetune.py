@@ -445,7 +445,7 @@ class FinetuneTask:
 
     @property
     def _rows(self) -> int:
-        """Number of examples or pairs in a batch. It has one micro-batch per rank, which is known to fit into
+        """Number of examples or pairs in a batch of one micro-batch per rank, which is known to fit into
         memory."""
         return micro_batch(self.config) * ranks.count()
 

@@ -85,10 +85,12 @@ class Timings:
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """Facts of a task that stay the same during its run. `fingerprints` are digests of the data, and `tokens` is
-    the number of validation targets. `closing_seconds` estimates the seconds of `Task.close` without its save from
-    the measured seconds to validate a token (0 before the measurement). `memory_advice` returns a sentence with
-    the estimated memory of the run and the options that reduce it.
+    """Facts of a task that stay the same during its run.
+
+    `fingerprints` are digests of the data, and `tokens` is the number of validation targets. `closing_seconds`
+    estimates the seconds of `Task.close` without its save from the measured seconds to validate a token (0 before
+    the measurement). `memory_advice` returns a sentence with the estimated memory of the run and the options that
+    reduce it.
     """
 
     fingerprints: Mapping[str, str]

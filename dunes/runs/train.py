@@ -260,9 +260,10 @@ def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> st
 
 
 def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
-    """True if a run that completes lines trains nothing and only refers to the base. By default, this requires
-    that a folder can refer to the base, and that dunes has neither changed the base nor trained it to complete
-    lines. Raises ValueError if the config requires an impossible reference.
+    """True if a run that completes lines trains nothing and only refers to the base.
+
+    By default, this requires that a folder can refer to the base, and that dunes has neither changed the base nor
+    trained it to complete lines. Raises ValueError if the config requires an impossible reference.
     """
     if config.trainable and config.trains:
         return False

@@ -53,11 +53,12 @@ class LineRequest:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request to continue a prompt (text or ids) or a chat. `sampling` has those settings of the sampler that
-    are not neutral. `logprobs` is the number of alternatives per token; None means no log-probabilities. With
-    `echo`, the answer starts with the prompt. If there are `messages`, the model's chat template renders them with
-    `variables` as the prompt; a model without a template reads `prompt`. With `continues`, the last message is the
-    beginning of the answer.
+    """A request to continue a prompt (text or ids) or a chat.
+
+    `sampling` has those settings of the sampler that are not neutral. `logprobs` is the number of alternatives per
+    token; None means no log-probabilities. With `echo`, the answer starts with the prompt. If there are
+    `messages`, the model's chat template renders them with `variables` as the prompt; a model without a template
+    reads `prompt`. With `continues`, the last message is the beginning of the answer.
     """
 
     prompt: str | Sequence[int] = ""
@@ -161,8 +162,8 @@ def read_text(
     fields: Fields, defaults: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
     """Read a TextRequest from the fields, and its settings from `options` if given. A missing sampler setting is
-    taken from `defaults`, or is neutral. `limit` is the name of the field with the maximum number of tokens, by
-    default `tokens`. `more` are additional attributes of the request."""
+    taken from `defaults`, or is neutral. `limit` is the name of the field with the maximum number of tokens, whose
+    default is `tokens`. `more` are additional attributes of the request."""
     options, sampling = options or fields, dict[str, float]()
     for name, rule in RULES.items():
         read: Any = options.integer if isinstance(rule.neutral, int) else options.number

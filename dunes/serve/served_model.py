@@ -353,7 +353,7 @@ def file_time(path: Path) -> int:
 LINES = 400
 """Maximum number of lines looked up on each side of the cursor, nearest first."""
 LENGTH = 8
-"""Minimum characters of a looked-up line, not counting white space at its ends."""
+"""Minimum characters of a looked-up line without white space at its ends."""
 FEWEST = 3
 """Minimum number of looked-up lines that occur only in the selected file."""
 SHARE = 0.5

@@ -1,7 +1,7 @@
 """A worker runs the models in its own thread. Other threads send requests, each with a function that receives the
 answers.
 
-Calls are not concurrent, since each call changes the model's caches. Lines have priority, and are completed
+Models are not called concurrently, since each call changes their caches. Lines have priority, and are completed
 between two tokens of generated texts.
 """
 
