@@ -1,4 +1,4 @@
-"""`dunes augment ...`: one command per modification; each reads a model folder and writes another."""
+"""`dunes augment ...`: one command per modification, which reads a model folder and writes another."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -20,7 +20,7 @@ GIVEN: ContextVar[Collection[str]] = ContextVar("GIVEN", default=())
 
 
 class LateCommand:
-    """A command whose module is not imported until its parameters are needed; `load` returns the command."""
+    """A command that is imported only when its parameters are needed; `load` returns the command."""
 
     def __init__(self, load: Callable[[], Callable[..., Any]]) -> None:
         self._load = cache(load)
@@ -35,7 +35,7 @@ class LateCommand:
 
 def run(program: str, about: str, commands: Mapping[str, Callable[..., Any]], arguments: Sequence[str]) -> int:
     """Parse the arguments and call the chosen command; returns its exit status."""
-    import tyro  # not at the top: an interrupt before `exit_with` would print a traceback
+    import tyro  # not at the top, since an interrupt before `exit_with` would print a traceback
 
     GIVEN.set({word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")})
     verb = arguments[0] if arguments and arguments[0] in commands else None
@@ -64,7 +64,7 @@ def with_trust(command: Callable[..., Any]) -> Callable[..., Any]:
                 trusted.enter_context(trained_text.trust_sources())
             return command(*args, **options)
 
-    del run.__wrapped__  # tyro would follow this link to the function without TRUST
+    del run.__wrapped__  # through `__wrapped__`, tyro would reach the function without TRUST
     return with_parameters(run, [*signature(command).parameters.values(), *trust])
 
 

@@ -31,7 +31,7 @@ ABOUT = "Build, train, change and use small transformers on your own machine. --
 
 
 def main() -> None:
-    """Run the command line. A user error prints one line and exits with status 2."""
+    """Run the command line. After a user error, print one line and exit with status 2."""
     exit_with(partial(run_command, sys.argv[1:]), "dunes")
 
 
@@ -65,7 +65,8 @@ def _begin_rank(verb: str) -> None:
 
 
 def _report_late(errors: StringIO) -> None:
-    """At exit, print this rank's errors after a delay; if rank 0 failed, torchrun ends this process before."""
+    """At exit, print this rank's errors after a delay. If rank 0 failed, torchrun ends this process during the
+    delay."""
     if sys.stderr is errors and errors.getvalue():
         sleep(20)
         print(errors.getvalue(), file=sys.__stderr__, end="")

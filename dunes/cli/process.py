@@ -1,4 +1,4 @@
-"""Standard streams, signals and exit status of a process in a terminal or a pipe; recipes use this, too."""
+"""Standard streams, signals and exit status of a process in a terminal or a pipe; recipes also use this module."""
 
 import errno
 import gc
@@ -35,14 +35,15 @@ class Output(FileIO):
 
 
 def drop_lost_output() -> None:
-    """Ignore later failures to write to standard output, for commands whose result is not their output."""
+    """Ignore later failures to write to standard output, for commands whose result is something else."""
     output = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(output, Output):
         output.is_result = False
 
 
 def _open_streams() -> None:
-    """Open the standard streams. Closed streams become /dev/null, so that no other file gets their numbers.
+    """Open the standard streams. Closed streams are opened on /dev/null, so that no other file gets their file
+    descriptors.
 
     Characters that the locale's encoding lacks are escaped. Streams that a caller has replaced are kept.
     """
@@ -58,7 +59,7 @@ def _open_streams() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal: end the process with cleanup; a second SIGTERM or SIGHUP ends it at once.
+    """Handle a signal: end the process with cleanup. A second SIGTERM or SIGHUP ends the process at once.
 
     During an import, end the process at once, since torch and numpy catch exceptions in their imports, and the
     process would continue with a half-imported module.
@@ -84,7 +85,7 @@ def exit_with(work: Callable[[], int | None], program: str) -> NoReturn:
     """Call `work`, and exit with the status that it returns (0 for None).
 
     For a user error, print one line and exit with 2; after Ctrl-C, exit with 130. A failed write to standard
-    output is a user error, too, unless `work` calls `drop_lost_output`.
+    output also counts as a user error, unless `work` calls `drop_lost_output`.
     """
     _open_streams()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -110,7 +111,7 @@ def run_recipe(doc: str, main: Callable[..., int | None]) -> NoReturn:
     """Call `main` with the command-line arguments, and exit with the status that it returns (0 for None).
 
     The line of `doc` that starts with "python" lists the arguments; names in brackets are optional. If the number
-    of arguments is wrong, prints that line and exits with 2. With -h, prints `doc`.
+    of arguments is wrong, prints this line and exits with 2. With -h, prints `doc`.
     """
     usage = next(line.strip() for line in doc.split("\n") if line.strip().startswith("python "))
     arguments, (_, program, *names) = sys.argv[1:], usage.split()

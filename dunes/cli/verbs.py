@@ -1,4 +1,5 @@
-"""The verbs of the command line. Help shows their docstrings; functions import late, so that help is fast."""
+"""The verbs of the command line. Help shows the functions' docstrings. Functions import late, so that help is
+fast."""
 
 import gc
 import sys

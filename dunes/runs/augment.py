@@ -35,7 +35,7 @@ from dunes.runs.picture import comparison_picture
 from dunes.units import format_bytes, plural
 
 CHANGING, WRITING, COMPARING, MEASURING = (0.15, 0.55), 0.6, 0.8, 0.85
-"""Progress values from 0 to 1: at the start and the end of the change, and at the start of each later phase."""
+"""Progress from 0 to 1 at the start and end of the change, and at the start of each later phase."""
 LEARNED = ("trained", "finetuned", "measured", "timings")
 """Keys that `undo_folder` removes from a card, since their entries describe the changed model."""
 
@@ -49,21 +49,21 @@ def augment_folder(
     validation: Sequence[str] | None = None,
     **request: Any,
 ) -> list[str]:
-    """Make the change `name` to the model in a folder, and write the result to `out`; returns lines of a report.
+    """Apply the change `name` to the model in a folder, and write the result to `out`; returns lines of a report.
 
     `request` has options of the change. With `calibration`, the change also gets token ids of these sources; an
     empty sequence selects the model's training text. With `validation`, the report compares size, memory and speed
     before and after, and the loss on these sources; an empty sequence selects the validation text recorded in the
     card. The written model is loaded again and compared with the model in memory. Raises ValueError if `out`
-    exists or an option is invalid. If the comparison fails or files in `folder` change meanwhile, raises
-    ValueError and writes nothing.
+    exists or an option is invalid. Raises ValueError and writes nothing if the comparison fails, or if files in
+    `folder` change meanwhile.
 
     To save memory, a change that proceeds block by block stores its finished blocks in `out` until the end. If the
     process is killed, the next call starts from the beginning.
     """
     folder = readable_folder(folder)
     edit = partial(_changed, folder, out, name, calibration, validation, request)
-    # A change that calibrates takes nearly all of the time.
+    # A change with calibration takes nearly all of the time.
     scale = partial(np.interp, xp=(0.0, *CHANGING, 1.0), fp=(0.0, 0.03, 0.9, 1.0))
     with nullcontext() if calibration is None else shown_by(scale=scale):
         lines = rewrite(folder, out, edit, phase("writing", WRITING, COMPARING))
@@ -85,7 +85,7 @@ def _spill_into(folder: Path) -> Spill:
 
 
 def _source_stamp(source: Path) -> dict[str, tuple[int, ...]]:
-    """Size, times and inode of each file of a model, by path; for an adapter, also of its base's files."""
+    """Size, times and inode of each file of a model and, for an adapter, of its base, by path."""
     folders = [source, base_folder(source)] if source.is_dir() and is_adapter(source) else [source]
     files = [f for folder in folders for f in (sorted(folder.iterdir()) if folder.is_dir() else [folder])]
     stamps = {str(f.absolute()): f.stat() for f in files if f.suffix in READ and f.is_file()}
@@ -122,7 +122,7 @@ def _changed(
         identity = weights_identity(loaded.model) if getattr(CHANGES[name], "RESTORES", False) else {}
     with phase(name, *CHANGING):
         change = apply_change(loaded.model, name, spill=_spill_into(out / UNFINISHED), **request)
-        for path, file_stamp in _source_stamp(folder).items():  # files may have been removed
+        for path, file_stamp in _source_stamp(folder).items():  # removed files are allowed
             if stamp.get(path, file_stamp) != file_stamp:
                 raise ValueError(f"{path}: changed while it was being read; try again when nothing writes to it")
     with phase("measuring", CHANGING[1], WRITING):
@@ -133,7 +133,7 @@ def _changed(
 
     def check(staged: Path) -> tuple[list[str], Mapping[str, Any]]:
         entries = _check(staged, out, loaded, after, facts)
-        # With validation text, the comparison reports the agreement.
+        # With validation text, the comparison already reports the agreement.
         agreed = "" if ids is not None else f"top-1 tokens agree at {agreement:.0%} of positions; "
         lines = [
             *([CHANGES[name].describe(change)] if hasattr(CHANGES[name], "describe") else []),
@@ -181,7 +181,7 @@ def quantize_folder(
     validation: Sequence[str] | None = None,
     **request: Any,
 ) -> list[str]:
-    """Quantize the model in a folder, by default to nf4; arguments and result are like `augment_folder`'s.
+    """Quantize the model in a folder, by default to nf4; arguments and result are as in `augment_folder`.
 
     The default method is gptq if `kind` is int4 or int3 and calibration text is available (the `calibration`
     sources, or the model's training text); otherwise it is rtn. Raises ValueError in the same cases as
@@ -209,8 +209,8 @@ def quantize_folder(
 def undo_folder(folder: Path, out: Path, name: str) -> str:
     """Undo the change `name`, which must be the last one of the folder's model; write the original model to `out`.
 
-    Returns a line that reports the result. If the last change has another name, or the result is not equal bit for
-    bit to the original model, raises ValueError and writes nothing.
+    Returns a line that reports the result. Raises ValueError and writes nothing if the last change has another
+    name, or if the result is not equal bit for bit to the original model.
     """
     folder = readable_folder(folder)
     line = rewrite(folder, out, partial(_restored, folder, out, name), phase("writing", WRITING, COMPARING))
@@ -268,7 +268,7 @@ def records(loaded: LoadedModel) -> list[Any]:
 
 
 def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
-    """The globs, with `new` replaced by globs of the parameters that the model's last change added.
+    """The globs; `new` is replaced by globs for the parameters that the model's last change added.
 
     Raises ValueError for `new` if the last change added no parameters.
     """
@@ -279,7 +279,8 @@ def resolve_new(globs: Sequence[str], loaded: LoadedModel) -> tuple[str, ...]:
 
 
 def describe_form(loaded: LoadedModel) -> str:
-    """The format in which the model is saved, as text; if it is not plain Hugging Face, with the reason."""
+    """The format in which the model is saved, as text. For a format other than plain Hugging Face, the text has
+    the reason."""
     described = hf_config_of(loaded.model, loaded.context_length)
     if isinstance(described, str):
         return f"a form of its own, which only dunes opens, since no family describes it: {described[:200]}"
@@ -287,7 +288,7 @@ def describe_form(loaded: LoadedModel) -> str:
 
 
 def save_changed(loaded: LoadedModel, changes: tuple[Change, ...], folder: Path, check: Any) -> None:
-    """Save a loaded model after changes; its new card inherits the entries that are still true."""
+    """Save a loaded model after changes. The new card inherits those entries that are still true."""
     facts = inherited(loaded.card) | {"changes": history(loaded)}
     architecture = replace(loaded.architecture, changes=(*loaded.architecture.changes, *changes))
     arguments = loaded.model, folder, loaded.tokenizer, loaded.context_length, facts, check

@@ -1,8 +1,8 @@
 """Autosize: choose model size, batch size and sequence length from the minutes, the corpus and this machine.
 
-The rules come from the sweep in docs/log/training.md ("The dial"), which `benchmarks/autosize.py` repeats. A
-model's speed is estimated from its FLOPs and memory traffic, and its loss from the numbers of parameters and
-training tokens. The formula of the loss is Chinchilla's (https://arxiv.org/abs/2203.15556); repeated tokens count
+The rules come from a sweep (docs/log/training.md, "The dial"), which `benchmarks/autosize.py` repeats. A model's
+speed is estimated from its FLOPs and memory traffic, and its loss from the numbers of parameters and training
+tokens. The loss follows Chinchilla's formula (https://arxiv.org/abs/2203.15556), in which repeated tokens count
 less (https://arxiv.org/abs/2305.16264).
 """
 
@@ -49,20 +49,27 @@ TOKENS_PER_PARAMETER = 3.0
 """Ratio of training tokens to parameters of the best models in the sweep."""
 
 MAX_PARAMETERS_PER_TOKEN = 2.0
-"""A model with more parameters per unique token than this memorises the text."""
+"""Number of parameters per unique token above which a model memorises the text."""
 
-FLOOR, NARROW, SHORT = 0.086, (16.3, 0.25), (62.8, 0.30)
-"""Coefficients of the formula for bits/byte, fitted to the sweep: the irreducible loss, then (factor, exponent)
-for the number of parameters and for the number of tokens."""
+FLOOR = 0.086
+"""Irreducible loss in the formula for bits/byte, which was fitted to the sweep."""
+NARROW = (16.3, 0.25)
+"""(factor, exponent) of the formula's term for the number of parameters."""
+SHORT = (62.8, 0.30)
+"""(factor, exponent) of the formula's term for the number of training tokens."""
 
 EPOCH_DECAY = 5.0
-"""The value of repeated text decays exponentially with this constant, in epochs (15 in the paper)."""
+"""Decay constant of the value of repeated text, in epochs (15 in the paper)."""
 
-ARITHMETIC, PASSES = 0.79, 24.1
-"""Factors of FLOPs and of activation bytes in the formula for a step's time, fitted to timings of 16 models."""
+ARITHMETIC = 0.79
+"""Factor of FLOPs in the formula for a step's time, which was fitted to timings of 16 models."""
+PASSES = 24.1
+"""Factor of activation bytes in the formula for a step's time."""
 
-INDEX, INDEXING = 18, 60
-"""Memory of the index in bytes per byte of text, and additional memory while the text is indexed again."""
+INDEX = 18
+"""Memory of the completion index, in bytes per byte of text."""
+INDEXING = 60
+"""Additional memory while the text is indexed again, in bytes per byte of text."""
 
 FIT = "fitting the completion gate"
 WHY = "; a larger model would be undertrained, a smaller one has less capacity"
@@ -73,16 +80,17 @@ BIAS_RATE = 1e-3
 """Update rate of the selection bias, as in https://arxiv.org/abs/2408.15664."""
 CONTEXT = 256
 COMPLETION_CONTEXT, COMPLETION_BATCH = 512, 8  # a longer context improves completion enough to pay for its time
-DROPOUT, WEIGHT_DECAY = 0.2, 0.15  # repeated text needs far more decay: https://arxiv.org/abs/2509.14786
+DROPOUT, WEIGHT_DECAY = 0.2, 0.15  # repeated text needs more weight decay: https://arxiv.org/abs/2509.14786
 FEW_EPOCHS = 3.0
-"""A completion model that trains for more epochs than this gets DROPOUT and WEIGHT_DECAY."""
+"""Number of epochs above which a completion model gets DROPOUT and WEIGHT_DECAY."""
 
 
 @dataclass(frozen=True)
 class Machine:
     """Rates of a machine: of matrix products in `dtype` (FLOP/s), and of memory reads (bytes/s).
 
-    `planned` are the rates to plan with (`measure.Rate`), by default the same. `guessed` marks unmeasured rates.
+    `planned` are the rates for planning (`measure.Rate`), by default the rates themselves. `guessed` marks
+    unmeasured rates.
     """
 
     threads: int
@@ -147,7 +155,7 @@ def with_machine(config: TrainConfig, context_length: int) -> tuple[TrainConfig,
 def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]]:
     """Choose all unset options for `size` bytes of training text; returns the config and lines with the reasons.
 
-    If the config is complete, the machine is not measured.
+    If all options are set, the machine is not measured.
     """
     complete = config.dtype and config.threads and config.size and config.batch and config.context_length
     regularized = not config.complete or None not in (config.dropout, config.weight_decay)
@@ -168,7 +176,7 @@ def autosize_run(config: TrainConfig, size: int) -> tuple[TrainConfig, list[str]
 class Estimate:
     """Estimates for a model: parameters, training speed (tokens/s), training tokens, epochs, validation bits/byte.
 
-    `active` is the number of parameters that compute a token; in a mixture, it is below `parameters`.
+    `active` is the number of parameters that compute a token, which is below `parameters` in a mixture.
     """
 
     parameters: int
@@ -180,10 +188,9 @@ class Estimate:
 
 
 def choose_size(config: TrainConfig, size: int, machine: Machine) -> tuple[TrainConfig, Estimate]:
-    """The config with the model size of lowest estimated validation loss, and its estimate.
+    """(config with the model size of lowest estimated validation loss, estimate).
 
-    A configured size is kept. In a run with fixed steps, speed does not matter, and the size follows from the
-    number of tokens.
+    A configured size is kept. With fixed steps, the size depends on the number of tokens, but not on speed.
     """
     unique = unique_tokens(config, size)
     sizes = [s for s in SIZES if s <= max(SIZES[0], MAX_PARAMETERS_PER_TOKEN * unique)]
@@ -233,7 +240,8 @@ def meta_model(config: TrainConfig) -> Decoder:
 
 
 def architecture_for(config: TrainConfig, vocab: int) -> Architecture:
-    """The architecture of a new model. Shared experts and a selection bias are a change that only dunes reads.
+    """The architecture of a new model. Shared experts and a selection bias are added as a change, which only dunes
+    can read.
 
     Raises ValueError if the function of --parts cannot be imported or builds no Decoder.
     """
@@ -267,7 +275,7 @@ def _named_parts(config: TrainConfig, vocab: int) -> Architecture:
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Number of parameters that compute a token: all except those of unselected experts and of `Decoder.ahead`."""
+    """Number of parameters that compute a token, without those of unselected experts and of `Decoder.ahead`."""
     model = model.trunk if isinstance(model, Decoder) else model
     idle = [(m.experts, 1 - m.top_k / len(m.experts)) for m in model.modules() if isinstance(m, MoE)]
     return tree.count(model) - sum(round(share * tree.count(experts)) for experts, share in idle)
@@ -328,9 +336,9 @@ def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> 
 
 
 def flops(model: nn.Module, context: int) -> float:
-    """Training FLOPs per token if all weights are trained: 6 per weight of each matrix, plus attention.
+    """Training FLOPs per token if all weights are trained: 6 per weight of each matrix, plus those of attention.
 
-    Attention includes masked scores, since they are computed too. The optimizer is not included.
+    Masked attention scores are included, since they are computed. The optimizer is not included.
     """
     weights = sum(share * inputs * outputs for inputs, outputs, share in products(model))
     if isinstance(model, Decoder) and (reads := (model.head is None) + len(model.ahead or ())):
@@ -394,7 +402,7 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Bytes that each process of a run needs, by purpose, estimated on fake tensors.
 
-    Includes the memory that the completion gate and the index of `text` bytes of text need in addition to a step.
+    The result includes the additional memory for the completion gate and for the index of `text` bytes of text.
     `build` builds the model of --from. `trainable` is passed to `process_memory`.
     """
     shape = Shape(config.batch // ranks.count(), config.context_length, autocast_dtype(config))
@@ -408,7 +416,7 @@ def estimate_memory(
 
 
 def fit_memory(places: int, text: int) -> dict[str, float]:
-    """Bytes, by purpose: for the index of `text` bytes of text, and for fitting the gate on this many places."""
+    """Bytes for the index of `text` bytes of text, and for fitting the gate on this many `places`, by purpose."""
     indexed = min(text, INDEXED)
     return {"index of the text": INDEX * indexed, FIT: max(2 * places * PLACE_BYTES, INDEXING * indexed)}
 

@@ -1,7 +1,7 @@
 """Compile the loss of a run into one graph. https://docs.pytorch.org/docs/stable/torch.compiler.html
 
-The loss is compiled in the first step. The choice to compile depends only on the run's options, so that the same
-command gives the same losses; the run's state records the choice. Compiled code runs in deterministic mode,
+The loss is compiled in the first step. The choice to compile is stored in the run's state. The choice depends only
+on the run's options, so that the same command gives the same losses. Compiled code runs in deterministic mode,
 since Inductor's threads would otherwise add to gradients in varying order.
 """
 
@@ -19,12 +19,15 @@ from dunes.runs.saving import append_metrics
 from dunes.runs.task import Run
 from dunes.train.loss import Loss
 
-GAIN, COMPILING = 0.12, 45.0  # fraction of a step's time that a compiled loss saves; seconds to compile
+GAIN = 0.12
+"""Fraction of a step's time that a compiled loss saves."""
+COMPILING = 45.0
+"""Seconds to compile the loss."""
 WORTH = 2.0
-"""A loss is compiled if this saves more than WORTH times the time to compile, as in runs above 12.5 minutes."""
+"""Minimum ratio of the saved time to the time to compile; runs longer than 12.5 minutes exceed this ratio."""
 
 NOMINAL = 30e9
-"""Assumed FLOP/s of a thread, to estimate the duration of a run with fixed steps."""
+"""Assumed FLOP/s per thread, used to estimate the duration of a run with fixed steps."""
 
 COMPILER_BYTES = 0.7e9
 """Memory in bytes that torch.compile needs in addition to the run's own."""
@@ -34,7 +37,7 @@ SAMPLES = 10
 
 
 def compile_loss(run: Run, line: Line) -> None:
-    """Replace the trainer's loss by a compiled one with `--compile on`, and in long runs with `--compile auto`.
+    """Replace the trainer's loss by a compiled loss with `--compile on`, or in a long run with `--compile auto`.
 
     A resumed run repeats its earlier choice. `line` is called with messages for the user. Raises ValueError if
     `--compile on` is impossible.
@@ -58,8 +61,8 @@ def compile_loss(run: Run, line: Line) -> None:
 def pays(run: Run) -> bool:
     """True if a compiled loss saves more than WORTH times the time to compile it.
 
-    For a run with fixed steps, the NOMINAL speed is assumed. The result thus depends only on the config, and runs
-    are reproducible.
+    For a run with fixed steps, the NOMINAL speed is assumed, so that the result depends only on the config and
+    runs are reproducible.
     """
     config = run.config
     tokens = (config.steps or 0) * config.batch * config.context_length
@@ -91,7 +94,7 @@ def compiled_loss(loss: Loss, backend: str = "inductor") -> Loss:
     """The loss as one compiled graph.
 
     Dropout uses the same random numbers as in the eager loss, except for packed rows, whose padding the eager loss
-    skips. The graph is compiled for the first batch; a batch that needs another graph (of another length) runs
+    skips. The graph is compiled for the first batch. Batches of other lengths, which need another graph, run
     eagerly.
     """
     options: dict[str, Any] | None = {"fallback_random": True} if backend == "inductor" else None

@@ -24,8 +24,9 @@ T = TypeVar("T", bound="RunConfig")
 def adamw_rate(width: int) -> float:
     """Default learning rate of AdamW for all weights of a trained model of this width.
 
-    A power law through two points: Alpaca's 2e-5 at 4,096 (https://github.com/tatsu-lab/stanford_alpaca) and the
-    best of our sweep, 1e-3 at 192 (docs/log/finetuning.md, "LoRA against full").
+    The rate is a power law through two points: Alpaca's 2e-5 at width 4,096
+    (https://github.com/tatsu-lab/stanford_alpaca) and the best rate of our sweep, 1e-3 at width 192
+    (docs/log/finetuning.md, "LoRA against full").
     """
     rate: float = 2e-5 * (4096 / width) ** 1.28
     return rate
@@ -37,7 +38,7 @@ class Optimization:  # options that are None or 0 are chosen at the start of the
     """Stop after this many minutes."""
     steps: Annotated[int | None, flag("STEPS", "by --minutes")] = None
     """Stop after this many optimizer steps instead."""
-    batch: int = 0  # each verb describes this field and the next two
+    batch: int = 0  # the subclasses describe this field and the next two
     context_length: int = 0
     lr: float | None = None
     seed: Annotated[int, flag("SEED")] = 0
@@ -84,7 +85,7 @@ class RunOptions:  # `asked` are the config fields set by the user, the only one
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Optimization, Hardware):
-    """Options of a run, saved in its folder. The run ends after `steps`; if unset, after `minutes`."""
+    """Options of a run, saved in its folder. The run ends after `steps` if set, else after `minutes`."""
 
     MINIMUM: ClassVar[dict[str, float]] = {
         "context_length": 2, "batch": 1, "minutes": 0.01, "steps": 1, "threads": 1, "vocab_size": 1, "lr": 1e-12,
@@ -98,7 +99,7 @@ class RunConfig(Optimization, Hardware):
     FREE: ClassVar[tuple[str, ...]] = ("steps", "minutes", "compile", "dtype", "threads", "device")
     """Fields that may change when resuming."""
     OVERRIDABLE: ClassVar[tuple[str, ...]] = ()
-    """Fields that may change if listed in --override; all others affect the weights or the data's order."""
+    """Fields that may change if listed in --override. All other fields affect the weights or the data's order."""
     PATHS: ClassVar[tuple[str, ...]] = ()
     """Fields whose values are paths."""
     VERB: ClassVar[str] = ""
@@ -143,7 +144,7 @@ class RunConfig(Optimization, Hardware):
     def normalized(self: T, asked: Collection[str] | None = None) -> T:
         """The config with absolute paths, so that the run can also be resumed from another working directory.
 
-        `asked` are the options set by the user. Raises ValueError if they contradict each other.
+        `asked` are the options set by the user. Raises ValueError if these options contradict each other.
         """
         return replace(self, **{name: _absolute(getattr(self, name)) for name in self.PATHS})
 
@@ -152,7 +153,7 @@ class RunConfig(Optimization, Hardware):
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """Descriptions of differences from an earlier config, by field; with `asked`, for these fields only."""
+        """Descriptions of differences from an earlier config, by field; with `asked`, only of these fields."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"
@@ -170,7 +171,7 @@ class RunConfig(Optimization, Hardware):
 
 
 def _choices(annotation: Any) -> tuple[str, ...]:
-    """The values of the Literal in an annotation; empty if there is none."""
+    """The values of the Literal in an annotation; empty if the annotation has no Literal."""
     parts = get_args(annotation)
     return parts if get_origin(annotation) is Literal else tuple(c for part in parts for c in _choices(part))
 

@@ -30,17 +30,19 @@ from dunes.text import Tokenizer
 from dunes.units import format_bytes, plural
 
 SAMPLE = 2_000_000
-"""Bytes of text to train a tokenizer on; more text hardly changes the tokenizer."""
+"""Bytes of text on which a tokenizer is trained; more text hardly changes the tokenizer."""
 
-FEWEST, LONG = 5, 4_000
-"""With fewer validation files, the tails of all files are used instead, if files average LONG bytes or more."""
-ENOUGH_CODE, LEAST_CODE = 50_000, 0.05
-"""A run completes lines if more than half of its text is source code. In a project with much documentation,
-ENOUGH_CODE bytes of code are sufficient if they exceed LEAST_CODE times the text that is neither code nor
-documentation."""
+FEWEST = 5
+"""Minimum number of validation files; with fewer, long files are split, and their tails are for validation."""
+LONG = 4_000
+"""Minimum mean size in bytes of the files that are split."""
+ENOUGH_CODE = 50_000
+"""Minimum bytes of source code for a run to complete lines although at most half of its text is code."""
+LEAST_CODE = 0.05
+"""Minimum ratio, for the same runs, of code to text that is neither code nor documentation."""
 NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
-"""With fewer bytes of validation text, a warning says that the validation loss is uncertain by some percent."""
+"""Bytes of validation text below which a warning says that the validation loss is uncertain."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ def gather(config: TrainConfig) -> Corpus:
 
 
 def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus with validation files, or with tails of all files if --split says so or if files are few."""
+    """The corpus with validation files, or with tails of all files for validation if --split is tails or files are
+    few."""
     few_files = len(corpus.valid) < FEWEST and all(d.header for d in corpus.valid)
     few_files = few_files and corpus.size >= LONG * len(corpus.documents)
     if config.split == "files" or (config.split is None and corpus.valid and not few_files):
@@ -88,7 +91,7 @@ def _divided(config: TrainConfig, corpus: Corpus) -> Corpus:
 
 
 def with_test_files(config: TrainConfig, corpus: Corpus) -> Corpus:
-    """The corpus, with some files set aside for testing if the config trains completion and splits by files."""
+    """The corpus; if the config trains completion and splits by files, some files are set aside for testing."""
     hold_out = config.complete and corpus.split == "files"
     return hold_out_test(corpus) if hold_out else corpus
 
@@ -100,8 +103,8 @@ def choose_completion(
 
     If `base` lacks the fill-in-the-middle tokens, `fim_rate` becomes 0, and files get no headers.
 
-    Raises ValueError for --complete with a `base` that cannot write lines. Also raises ValueError if --fim-rate is
-    set although a chosen completion lacks these tokens, or if completion is off and one of its options is set.
+    Raises ValueError for --complete with a `base` that cannot write lines. Also raises ValueError if completion is
+    on, --fim-rate is set and the tokens are missing, or if completion is off and one of its options is set.
     """
     asked = config.complete is not None
     chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)
@@ -123,7 +126,7 @@ def choose_completion(
 
 
 def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | None) -> tuple[bool, str]:
-    """True if the model is trained for completion by default, and the reason."""
+    """(True if the model is trained for completion by default, the reason)."""
     code, other = code_size(corpus.documents)
     size = f"{format_bytes(code)} of {format_bytes(corpus.size)} of text are source code"
     if code <= corpus.size / 2 and not (code >= ENOUGH_CODE and code > LEAST_CODE * other):
@@ -134,7 +137,7 @@ def _suits_completion(config: TrainConfig, corpus: Corpus, base: Tokenizer | Non
 
 
 def tokenize(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer | None, display: Display) -> Tokens:
-    """Tokenize the documents; if `tokenizer` is None, a tokenizer is trained on them first.
+    """Tokenize the documents; if `tokenizer` is None, first train a tokenizer on the documents.
 
     Raises ValueError if the tokens are too few for one training window, or for validation.
     """
@@ -171,7 +174,7 @@ def _fingerprints(tokenizer: Tokenizer, corpus: Corpus) -> dict[str, str]:
 
 
 def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]:
-    """Yields about SAMPLE bytes of text from documents across the corpus; for a `chars` tokenizer, all text."""
+    """Yields about SAMPLE bytes of text from documents across the corpus, or all text for a `chars` tokenizer."""
     total = sum(d.size for d in documents)
     stride = 1 if config.tokenizer == "chars" else max(1, total // SAMPLE)
     for document in documents[::stride]:
@@ -186,7 +189,7 @@ def _sample(documents: Sequence[Document], config: TrainConfig) -> Iterator[str]
 
 
 def _tails(shard: Shard, share: float) -> list[Side]:
-    """Token ids and document starts of the texts without their tails, followed by those of the tails."""
+    """(token ids, document starts) of the texts without their tails, then of the tails."""
     bounds = [*shard.starts.tolist(), shard.length]
     cuts = [(start, tail_start(start, stop, share), stop) for start, stop in pairwise(bounds)]
     return [join_texts([shard.tokens[cut[i] : cut[i + 1]] for cut in cuts]) for i in (0, 1)]

@@ -72,11 +72,11 @@ ANSWER_TOKENS = 160
 """Maximum number of tokens of an answer."""
 
 BUDGET = 0.05
-"""Each measurement of the base model (validation, forgetting, answers) takes at most about this fraction of a
-time-limited run. The finetuned model is measured on the same tokens."""
+"""Maximum fraction of a time-limited run for each measurement of the base model (validation, forgetting, answers).
+The finetuned model is measured on the same tokens."""
 
 UNMEASURED = Baseline(Score(nan, 1, 0), None, [], "")
-"""Placeholder until the base model is measured; its `limits` are the maximum numbers of tokens to score."""
+"""Placeholder until the base model is measured; `limits` are the maximum numbers of tokens to score."""
 
 
 def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples: int = 0, **options: Any) -> int:
@@ -87,7 +87,7 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
     options or data.
     """
     start = Start(folder, display, RunOptions(**options))
-    # A resumed run compares the user's options with its own.
+    # In a resumed run, the user's options are compared with the stored ones later.
     if unused := unused_options(config, () if start.options.resume else start.options.asked or ()):
         name = next(iter(unused))
         raise ValueError(f"--{option(name)} has no effect with {unused[name]}; omit it")
@@ -193,7 +193,7 @@ def _fit_memory(data: FinetuneData, display: Display) -> FinetuneData:
 
 
 def _dry_trainer(data: FinetuneData) -> Trainer:
-    """A trainer of the base model with the method's changes; it belongs to no run."""
+    """A trainer of the base model with the method's changes, for estimates without a run."""
     model, config = data.base.model.to(measure.device()), data.config
     apply_method(model, resolve_targets(config, data.base))
     cast_frozen_weights(model, config)
@@ -217,7 +217,7 @@ def memory(data: FinetuneData) -> dict[str, float]:
     setup = TrainSetup(partial(optimizer, config), config.goal.loss(config), batch)
     parts = process_memory(build, shape, setup, size)
     stored, kept = sum(p.nbytes for p in data.base.model.parameters()), parts["parameters"]
-    # Until the base is cast or quantized, its weights as stored are in memory, too.
+    # Until the base is cast or quantized, the stored weights are also in memory.
     before = parts.get("Python and torch", 0.0) + stored + kept + parts.get("temporaries", 0.0)
     if kept < stored and before > sum(parts.values()):
         parts["base as stored"] = before - sum(parts.values())
@@ -244,7 +244,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
     base = {} if config.spec.adapter is None else checkpoint.base_identity(model, place)
     with measure.replaced_paged_out(model):
         changes = apply_method(model, resolve_targets(config, data.base))
-        # Without changes, all weights train in float32. With several, the base was quantized before the adapter.
+        # Without changes, all weights train in float32. With several, the base was quantized, then got an adapter.
         if len(changes) != 1:
             base |= checkpoint.base_identity(model)
         if not changes:
@@ -253,7 +253,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
         cast_frozen_weights(model, config)
     dtype = torch.float32 if config.spec.adapter is None else None
     task = replace(task, outline=ranks.shard(model, model.layers, dtype))
-    update = optimizer(config, model)  # before any forward pass, which would leave sharded weights gathered
+    update = optimizer(config, model)  # before the first forward pass, which leaves sharded weights gathered
     if config.goal.has_reference:
         task = replace(task, reference=_reference(task, folder / REFERENCE, display))
     accumulate = config.batch // (micro_batch(config) * ranks.count())
@@ -263,7 +263,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
     """Log-probabilities of training and validation answers by the model at step 0, which equals the base.
 
-    They are stored in `path`, from which a resumed run reads them, so that they stay equal.
+    The values are stored in `path`, and a resumed run reads them from there, so that they stay the same.
     """
     fingerprints, sides = dict(task.facts.fingerprints), {"train": task.data.train, "valid": task.data.valid}
 
@@ -290,7 +290,7 @@ def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
 
 
 def _stored(path: Path, read: Callable[[Path], T], display: Display) -> T | None:
-    """The content of a file if the run has saved states; None without states, or if the file is damaged."""
+    """The content of a file; None if the run has no saved states or the file is damaged."""
     if path.is_file() and any(path.parent.glob("step-*")):
         try:
             return read(path)
@@ -347,7 +347,8 @@ def optimizer(config: FinetuneConfig, model: nn.Module) -> Optimizer:
 
 
 def _baseline(task: "FinetuneTask", path: Path, display: Display) -> Baseline:
-    """The base model's scores and answers; read from `path` if the run has saved states, otherwise measured."""
+    """The base model's scores and answers, which are read from `path` if the run has saved states, and otherwise
+    measured."""
     before = ranks.broadcast(_stored(path, Baseline.read, display))
     if before is None:
         display.detail("evaluating the base model")
@@ -444,7 +445,8 @@ class FinetuneTask:
 
     @property
     def _rows(self) -> int:
-        """Number of examples or pairs in a batch: one micro-batch per rank, which is known to fit into memory."""
+        """Number of examples or pairs in a batch of one micro-batch per rank, which is known to fit into
+        memory."""
         return micro_batch(self.config) * ranks.count()
 
     def sample(self) -> str:
@@ -473,7 +475,8 @@ class FinetuneTask:
         return BUDGET * self.config.seconds if self.config.stops_by_time and self.before is UNMEASURED else inf
 
     def _answers(self) -> list[str]:
-        """Answers to the first validation examples: as many as the base model answered, or as `_budget` allows."""
+        """Answers to as many of the first validation examples as the base model answered, or as `_budget`
+        allows."""
         answers, end = list[str](), monotonic() + self._budget
         answered = ANSWERED if self.before is UNMEASURED else len(self.before.answers)
         for record in each(self.data.val_records[:answered]):

@@ -16,9 +16,12 @@ TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2",
 TrainOn = Literal["answers", "all"]
 
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
-"""Maps each option of --method lora-experts to the name of an option of the change lora-experts."""
+"""Names of the options of --method lora-experts, and of the same options in the change `lora-experts`."""
 
-TOKENS, STEPS = 4096, 32  # tokens per step; minimum steps per epoch: LoRA learns less with large batches
+TOKENS = 4096
+"""Tokens per step with the default batch size."""
+STEPS = 32
+"""Minimum steps per epoch with the default batch size, since LoRA learns less with large batches."""
 
 MAX_ADAPTER_LR = 0.005
 """Largest default learning rate of adapters."""
@@ -26,9 +29,9 @@ MAX_ADAPTER_LR = 0.005
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Specification of a method: options of the `change` that adds an adapter, and options to quantize the base.
+    """Specification of a method: options of `change`, which adds an adapter, and options to quantize the base.
 
-    Either is None if the method has no such step.
+    `adapter` or `quantize` is None if the method has no such step.
     """
 
     adapter: Mapping[str, Any] | None = None
@@ -136,7 +139,8 @@ class FinetuneOptimization(Optimization):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, RunConfig):
-    """Options of a finetuning run. It ends after `steps`; if unset, after `minutes`; if unset, after `epochs`."""
+    """Options of a finetuning run. The run ends after `steps` if set, else after `minutes` if set, else after
+    `epochs`."""
 
     AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
@@ -153,7 +157,8 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def field_names(self) -> dict[str, str]:
-        """`fields` as a dict from our names to the data's. Raises ValueError if an entry is not OURS=THEIRS."""
+        """`fields` as a dict from our field names to those of the data. Raises ValueError if an entry is not
+        OURS=THEIRS."""
         return parse_fields(self.fields)
 
     @property
@@ -197,7 +202,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> dict[str, str]:
-    """Options in `asked` without effect, each with the flag of the method or objective that does not use it."""
+    """Options in `asked` without effect, each with the flag of the method or objective that ignores the option."""
     others = () if config.spec.adapter is not None else ("rank", "alpha", "ranks", "dropout")
     others = (*others, *(EXPERTS if config.spec.change != "lora-experts" else ()))
     unused = dict.fromkeys(others, f"--method {config.method}")
@@ -208,12 +213,13 @@ def unused_options(config: FinetuneConfig, asked: Collection[str]) -> dict[str, 
 def learning_rate(config: FinetuneConfig, width: int) -> float:
     """The configured learning rate, or the default for a model of this width.
 
-    For full finetuning, the default is `adamw_rate`. For adapters, it is 0.7 times the power law of
-    https://thinkingmachines.ai/blog/lora/, at most MAX_ADAPTER_LR; at higher rates, the validation loss rises
-    during training. The result is divided by the adapter's scale relative to LoRA with alpha 32, since the scale
-    multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives results for 100 to
-    5,000 steps, and the limits of these defaults. The objective's `lr_scale` multiplies both defaults: full
-    finetuning with dpo gets 1e-6 at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
+    For full finetuning, the default is `adamw_rate`. For adapters, the default is 0.7 times the power law of
+    https://thinkingmachines.ai/blog/lora/, but at most MAX_ADAPTER_LR, since the validation loss rises during
+    training at higher rates. The result is divided by the adapter's scale relative to LoRA with alpha 32, since
+    the scale multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives results for
+    100 to 5,000 steps, and the limits of these defaults. Both defaults are multiplied by the objective's
+    `lr_scale`. Full finetuning with dpo thus gets 1e-6 at a width of 4,096, as in
+    https://arxiv.org/abs/2305.18290.
     """
     if config.lr is not None:
         return config.lr
@@ -226,7 +232,8 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
 
 
 def choose_batch(config: FinetuneConfig, context: int, rows_per_epoch: int) -> int:
-    """The configured batch size; by default, one that gives TOKENS per step and at least STEPS steps per epoch."""
+    """The configured batch size. The default gives about TOKENS tokens per step and at least STEPS steps per
+    epoch."""
     return config.batch or max(1, min(TOKENS // context, rows_per_epoch // STEPS))
 
 

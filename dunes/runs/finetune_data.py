@@ -40,11 +40,14 @@ from dunes.text import Tokenizer, chat_template, templates
 from dunes.text.templates import Conversation, Template, Turn
 from dunes.units import plural
 
-MAX_CONTEXT, MIN_CONTEXT = 2048, 128  # bounds of the default context length
+MAX_CONTEXT = 2048
+"""Maximum default context length."""
+MIN_CONTEXT = 128
+"""Minimum default context length."""
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
-"""Default template by format. For conversations, it is chatml if the tokenizer has chatml's special tokens, and
-mistral otherwise."""
+"""Default template by format. For conversations, the default is chatml if the tokenizer has its special tokens,
+else mistral."""
 
 PLAIN_KINDS = ("completion", "text")
 """Formats whose records are plain text, to which no chat template is applied."""
@@ -58,7 +61,10 @@ FORGETTING_TOKENS = 65_536
 PROBED = 2_048
 """Number of tokens to score first, to estimate how many tokens fit into the time budget."""
 
-LINES, LINE = 5, 200  # shown lines of an answer; shown characters of a line
+LINES = 5
+"""Maximum number of lines of an answer in the report."""
+LINE = 200
+"""Maximum number of characters of each of these lines."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,8 @@ class FinetuneData:
     def read(cls, config: FinetuneConfig, base: LoadedModel, display: Display) -> "FinetuneData":
         """Read and tokenize the examples.
 
-        Raises ValueError if they cannot be read, if the context length is too large for the model, or if no
-        validation examples remain.
+        Raises ValueError if the examples cannot be read, if the context length is too large for the model, or if
+        no validation examples remain.
         """
         read = partial(
             read_dataset,
@@ -97,7 +103,7 @@ class FinetuneData:
             display.detail(line)
         check_formats(config, [*files, *val_files])
         tokenizer = base.require_tokenizer()
-        # The template depends on conversations if there are any, else on Alpaca records without history.
+        # The template is chosen for conversations if there are any, else for Alpaca records without history.
         records = min([*files, *val_files], key=lambda r: (r.format in PLAIN_KINDS, _single_tasks(r)))
         template = choose_template(config, records, tokenizer, base.card)
         display.detail(f"template: {template.name}")
@@ -131,7 +137,8 @@ class FinetuneData:
 
     @property
     def template_name(self) -> str | None:
-        """Name of the finetuned model's chat template, or None; the base model's if the tokenizer is unchanged."""
+        """Name of the finetuned model's chat template, or None. With an unchanged tokenizer, it is the base
+        model's template."""
         if self.tokenizer is self.base.tokenizer:
             return self.base.card.get("template")
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
@@ -178,7 +185,7 @@ def choose_template(
 def _tokenize(
     config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> tuple[list[Record], list[Example]]:
-    """The rows, with `seen` set from their examples, and the examples.
+    """(rows with `seen` set from their examples, examples).
 
     If `conversations` is true, the template is not applied to plain text among the rows.
     """
@@ -194,8 +201,8 @@ def _split_examples(
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
     """Divide the rows; returns (config with context length, training examples, validation examples, val. records).
 
-    `written` has an example for each row. Records are split by hash; the end of each large text is for validation.
-    Examples without a target within the context are used for validation only if no others remain.
+    `written` has an example for each row. Records are split by hash, and the end of each large text is used for
+    validation. Examples without a target within the context are used for validation only if no others remain.
     """
     by_row = {id(row): example for row, example in zip(rows, written, strict=True)}
     share = config.val_fraction
@@ -222,7 +229,8 @@ def _split_examples(
 
 
 def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Record]:
-    """The rows without near-duplicates of large texts, since those contain the texts' validation tails."""
+    """The rows without near-duplicates of large texts. Such a duplicate would contain the validation tail of its
+    text."""
     hashes = dict(zip(map(id, rows), record_hashes(rows), strict=True))
     firsts = {hashes[id(row)]: row for row in reversed(large)}
     return [row for row in rows if firsts.get(hashes[id(row)], row) is row]
@@ -233,7 +241,7 @@ def choose_context_length(config: FinetuneConfig, examples: Sequence[Example], b
 
     For plain text, the default is at most the base model's context length. Raises ValueError if a length is above
     the limit. With learned position embeddings, the limit is the base model's context length; with rotary
-    embeddings, it is at least MAX_CONTEXT.
+    embeddings, the limit is at least MAX_CONTEXT.
     """
     trained = base.context_length
     limit = trained if base.model.embed.place is not None else max(trained, MAX_CONTEXT)
@@ -310,7 +318,7 @@ def split_windows(example: Example, context_length: int) -> Iterator[Example]:
 
 
 def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
-    """The plain texts that are each longer than the fraction `share` of the length of all plain texts."""
+    """The plain texts longer than the fraction `share` of the total length of all plain texts."""
     texts = [row for row in rows if row.format == "text"]
     limit = share * sum(len(row.turns[-1].text) for row in texts)
     return [row for row in texts if len(row.turns[-1].text) > limit]
@@ -319,8 +327,8 @@ def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
 def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
     """Split each text into a head and a tail; the tail has about the fraction `share` of the text's tokens.
 
-    Short texts are not split. The first token of a tail is also the last token of the head, since it predicts the
-    first target of the tail.
+    Short texts are not split. The last token of a head is repeated as the first token of the tail, to predict the
+    tail's first target.
     """
     heads, tails = [], []
     for text in texts:
@@ -335,7 +343,7 @@ def split_tails(texts: Sequence[Example], share: float) -> tuple[list[Example], 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A model's validation score, its score on the forgetting data, and its answers.
+    """The validation score of a model, its score on the forgetting data, and its answers.
 
     `text` is the fingerprint of the forgetting data, and `limits` are the token limits of the two scores.
     `seconds` is the time to measure forgetting and to generate the answers.

@@ -21,17 +21,17 @@ from dunes.train.loss import Loss, next_token_loss
 Build = Callable[[], Decoder]
 
 PROCESS = measure.resident_memory() + 190e6
-"""Bytes of Python and torch: resident memory after import, plus code and workspaces loaded by the first steps."""
+"""Bytes that Python and torch need: resident memory after import, plus code and workspaces of the first steps."""
 
 FRAGMENTATION = 0.45
-"""Memory lost to fragmentation of glibc's heap, as a fraction of what training allocates in the heap, if all
-weights are trained. Training an adapter loses hardly any, since little except activations is allocated."""
+"""Memory lost to fragmentation, as a fraction of what training allocates in glibc's heap, if all weights are
+trained. Training an adapter loses hardly any memory, since it allocates little except activations."""
 
 MOST_LOST = 0.3e9
-"""Maximum memory lost to fragmentation. A model of 135M parameters, with 2 GB in the heap, loses hardly more."""
+"""Maximum memory lost to fragmentation. Even a 135M model with 2 GB in the heap loses hardly more."""
 
 MEASURED_TOKENS = 1024
-"""Maximum number of tokens in the micro-batch that is timed, which has at least two rows."""
+"""Maximum number of tokens in the timed micro-batch, unless two rows have more."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def process_memory(
     in_heap = [a.size for a in log.live_at() if a.size <= measure.LARGE_BLOCK and a.kind != "parameters"]
     share = 1.0 if trainable is None else min(1.0, trainable / number / weights)
     parts["fragmentation"] = share * min(MOST_LOST, FRAGMENTATION * sum(in_heap))
-    # The best weights, and the copy of weights and optimizer state that a save writes while training continues.
+    # Copies of the best weights, and of the weights and optimizer state that a save writes during training.
     parts["copies for saving"] = 2 * (weights if trainable is None else trainable / number) + averages
     return parts
 
@@ -138,9 +138,9 @@ class StepCost(NamedTuple):
 def measure_step(trainer: Trainer, batch: tuple[Tensor, ...]) -> StepCost | None:
     """Time a step whose micro-batches are all like `batch`; weights and optimizer stay unchanged.
 
-    Gradients are timed for two rows, after a first call that loads the code, and for at most MEASURED_TOKENS
-    tokens; the time of all rows is extrapolated. The second of two updates is timed. Returns None for several
-    ranks, and if gradients and optimizer state do not fit into free memory.
+    After a warm-up call, gradients are timed for two rows and for at most MEASURED_TOKENS tokens, and the time of
+    all rows is extrapolated. The second of two optimizer updates is timed. Returns None for several ranks, and if
+    gradients and optimizer state do not fit into free memory.
     """
     trained = sum(p.nbytes for p in trainer.parameters() if p.requires_grad)
     if ranks.count() > 1 or 0 < measure.free_memory(trainer.device) < 3 * trained:
@@ -189,7 +189,7 @@ def _step(trainer: Trainer, batch: Any) -> None:
 
 class _FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __deepcopy__(self, memo: dict[int, Any]) -> "_FakeMode":
-        return self  # tensors of different modes cannot be mixed
+        return self  # tensors from different fake modes cannot be mixed
 
 
 @contextmanager

@@ -36,9 +36,9 @@ class Objective:
     """An objective on examples: the name of its loss in `dunes.train.loss`, and the options that the loss takes.
 
     `lr_scale` multiplies the default learning rate. With `has_reference`, batches have log-probabilities of the
-    base model. `row_format` is the format of all records, a key of RECORD_FORMATS; if empty, the objective reads
-    all formats except other objectives' `row_format`. `ignored` are options of the run without effect. `counted`
-    is the unit of a step's count, and `noun` the unit of `--batch`.
+    base model. `row_format` is the only format that the objective reads, a key of RECORD_FORMATS. If empty, the
+    objective reads all formats except the `row_format` of other objectives. `ignored` are options of the run
+    without effect. `counted` is the unit of a step's count, and `noun` the unit of `--batch`.
     """
 
     loss_name: str
@@ -62,7 +62,8 @@ class Objective:
         return partial(loss, **{name: getattr(config, name) for name in self.options}) if self.options else loss
 
     def full_batch(self, config: "FinetuneConfig", size: int) -> "Batch":
-        """A batch of `size` full rows with a loss on every token; with packing, a row has two examples."""
+        """A batch of `size` full rows with a loss on every token; with packing, each row consists of two
+        examples."""
         import numpy as np
 
         from dunes.data.batches import collate
@@ -81,7 +82,7 @@ class Objective:
 
 
 class PairObjective(Objective):
-    """An objective on pairs of a chosen and a rejected answer; a pair takes two rows, without packing."""
+    """An objective on pairs of a chosen and a rejected answer. Each pair takes two rows, which are not packed."""
 
     row_format, counted, noun = "preference", "pairs", "pair"
     ignored = ("text_field", "train_on", "packing")
@@ -94,7 +95,7 @@ class PairObjective(Objective):
         return batch if self.has_reference else batch[:3]
 
     def score(self, config: "FinetuneConfig", loaded: "LoadedModel", batches: "Batches") -> "Score":
-        """The score of an epoch of pairs, or of chosen answers alone until the reference is computed."""
+        """The score of an epoch of pairs. Until the reference is computed, only the chosen answers are scored."""
         from dunes.evaluate.preferences import score_pairs
         from dunes.runs.autosize import autocast_dtype
 

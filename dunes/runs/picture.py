@@ -16,16 +16,16 @@ from dunes.train import Step
 TRAINING, VALIDATION = "#8c5a1f", "#2f6f8f"
 LOAD = "expert_load"
 LAST = 0.1
-"""Final fraction of the steps, over which the plot of loads averages."""
+"""Fraction of the steps, at the end of the run, over which the plot of loads averages."""
 
 
 def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, path: Path) -> None:
     """Plot training and validation loss over steps as a PNG, in nats/token (left axis) and bits/byte (right axis).
 
-    For preferences, the left axis is the loss per pair, and the right one the margin of rewards.
+    For preferences, the left axis is the loss per pair, and the right axis is the margin of rewards.
 
-    `records` are the records of metrics.jsonl. `score` is the validation score of the saved weights, which are
-    from step `step`.
+    `records` are the records of metrics.jsonl. `score` is the validation score of the saved weights, and `step` is
+    their step.
     """
     with _figure(path, 8, 4.5) as figure:
         axes = figure.add_subplot()

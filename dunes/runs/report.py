@@ -20,15 +20,18 @@ from dunes.runs.task import Run, check_tokens
 from dunes.train import Step, Trainer
 from dunes.units import format_bytes, format_count, format_seconds, plural
 
-PATIENCE, WORSE = 3, 1.01  # minima for a warning: validations without improvement, and ratio to the best loss
+PATIENCE = 3
+"""Minimum number of validations without improvement before a warning."""
+WORSE = 1.01
+"""Minimum ratio of the validation loss to its best before a warning."""
 SLOW = 0.5
-"""A run is slow if its rate is below this fraction of the estimate, or its processor time is below this fraction
-of its threads' maximum."""
+"""Fraction of the estimated rate below which a run is slow. Without an estimate, a run is slow if its processor
+time is below this fraction of the maximum for its threads."""
 WATCHED = 10
 """Number of steps that are timed before the user is warned of a slow run."""
 HOT = "other programs are not the cause: the processor is slower than when it was measured (heat, power saving)"
 SMALL_STEP = 1_000
-"""In steps of fewer tokens, fixed costs may dominate, which the estimate does not include."""
+"""Minimum tokens per step to compare a run's speed with the estimate, which omits the fixed costs of a step."""
 
 
 def report_step(

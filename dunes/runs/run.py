@@ -32,12 +32,15 @@ from dunes.train import Clock, Diverged, Record, Schedule, Step, Trainer
 from dunes.train.loss import Loss, next_token_loss
 from dunes.units import format_seconds, plural
 
-WARMUP, FALL = 20, 0.5  # steps of warmup; fraction of the run in which the learning rate decays
+WARMUP = 20
+"""Steps of warmup."""
+FALL = 0.5
+"""Fraction of the run in which the learning rate decays."""
 LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
-# A time-limited run that memorises a small text (docs/log/training.md, "A small text is learned by heart") ends
-# early at LONG_AGO times its best step, if validation loss is above RISEN times the best, and training loss below
-# MEMORISED times validation loss.
+# A time-limited run ends early if it memorises a small text (docs/log/training.md, "A small text is learned by
+# heart"). It must have made LONG_AGO times as many steps as its best weights, the validation loss must be above
+# RISEN times its best, and the training loss below MEMORISED times the validation loss.
 LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
 NOT_SAVED = 3
 DIVERGED = 4
@@ -111,10 +114,11 @@ def begin_run(config: T, start: Start) -> T | None:
 
 
 def stored_config(config: T, folder: Path, options: RunOptions) -> T:
-    """In a new folder, `config` itself. With --resume, the stored config with the fields that the user changed.
+    """The config of the run: `config` itself in a new folder, or, with --resume, the stored config with the user's
+    changes.
 
-    Raises FolderInUse if the folder contains a run and is not resumed. Raises ValueError if the folder has no run
-    to resume, or if a changed field must not change.
+    Raises FolderInUse if the folder contains a run that is not resumed. Raises ValueError if there is no run to
+    resume, or if the user changed a field that must stay the same.
     """
     asked = options.asked
     if asked and {"steps", "minutes"} <= {*asked}:
@@ -158,7 +162,8 @@ def _check_new_folder(folder: Path) -> None:
 
 
 def build_schedule(config: RunConfig) -> Schedule:
-    """The learning-rate schedule over `config.steps`; with a time limit, its end is decided later."""
+    """The learning-rate schedule over `config.steps`; with a time limit, the end of the schedule is decided
+    later."""
     return Schedule.steps(config.steps, min(WARMUP, config.steps // 5), FALL) if config.steps else Schedule(WARMUP)
 
 
@@ -182,8 +187,8 @@ def new_run(
 class Session:
     """A process that executes a run.
 
-    `saved` is the run's `elapsed` at the last save, `warned` the run's `best_step` at the last warning of a rising
-    loss. `durations` are the seconds of recent steps.
+    `saved` is the run's `elapsed` at the last save. `warned` is the run's `best_step` at the last warning of a
+    rising loss. `durations` are the seconds of recent steps.
     """
 
     run: Run
@@ -227,10 +232,10 @@ def _execute(run: Run, start: Start) -> int:
 
 
 def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bool = False) -> None:
-    """Restore the newest undamaged state of the run; without one, start from step 0.
+    """Restore the newest undamaged state of the run, or start from step 0 if there is no such state.
 
-    Raises ValueError, and changes nothing, if the config, data or model differs from the saved one in an option
-    that is not in `override`. With `strict`, raises ValueError if the newest state is damaged.
+    Raises ValueError without changing anything if the saved config, data or model differs in an option that is not
+    in `override`. With `strict`, raises ValueError if the newest state is damaged.
     """
 
     def damaged(text: str) -> None:
@@ -302,7 +307,7 @@ class NonFatal:
 
 
 def _train(session: Session) -> int:
-    """Train and finish; returns the exit status. After most failures, it saves the last state."""
+    """Train and finish; returns the exit status. After most failures, the last state is saved."""
     run, saver, display = session.run, session.saver, session.display
     compile_loss(run, display.line)
     with saving.stop_signals() as session.request:
@@ -318,8 +323,8 @@ def _train(session: Session) -> int:
                 raise
             display.line(f"stopped: {error}; the last good state is in {run.folder}/state")
             return NOT_SAVED
-        except ValueError:  # an error of the data, so that the weights are worth saving
-            if ranks.count() == 1:  # several ranks cannot save: the others do not know of the error
+        except ValueError:  # the data is invalid, but the weights are worth saving
+            if ranks.count() == 1:  # with several ranks, the others do not know of the error and cannot save
                 saver.last(run)
             raise
         return _finish(session)
@@ -353,7 +358,7 @@ def train_loop(session: Session) -> None:
             return
         if score and (reason := early_end(run, step.loss)):
             display.line(reason)
-            run.schedule.records.append(Record(step.number, step.number))  # a resumed run ends here, too
+            run.schedule.records.append(Record(step.number, step.number))  # a resumed run also ends here
             return
         if _stops_or_saves(session):
             return
@@ -361,9 +366,9 @@ def train_loop(session: Session) -> None:
 
 
 def _measure_time(session: Session, step: Step, clock: Clock | None) -> None:
-    """Add the time of a step to the run's time, from which `clock` decides when the run ends."""
+    """Add a step's time to the run's time, which `clock` uses to decide when the run ends."""
     run, before = session.run, session.run.elapsed
-    # All ranks use the same time: otherwise, they would soon wait for each other in different places.
+    # All ranks use the same time, since they would otherwise soon wait for each other in different places.
     run.elapsed, closing = ranks.all_reduce_max(monotonic() - run.start_time, run.closing_seconds)
     if run.warm:
         run.pace.append(run.elapsed - before)
@@ -454,7 +459,7 @@ def _sample(session: Session, weights_step: int) -> None:
 
 def early_end(run: Run, loss: float) -> str:
     """The reason to end a time-limited run after a step with this training loss; "" if the run continues."""
-    # If the learning rate makes validation loss rise, training loss rises, too, and the run continues.
+    # If validation loss rises because of the learning rate, training loss also rises, and the run continues.
     if run.config.steps or not run.best or not run.last or run.checks_since_best < PATIENCE:
         return ""
     rises = run.last.criterion > RISEN * run.best.criterion

@@ -29,7 +29,7 @@ from dunes.text import Tokenizer
 from dunes.train import Record
 
 METRICS = "metrics.jsonl"
-"""File in a run's folder with a JSON record for each step, and for changes of the run."""
+"""File in a run's folder with a JSON record for each step and each change of the run."""
 FORMAT = 3
 """Format version of plan.json."""
 STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_best", "compiled")
@@ -37,7 +37,7 @@ STATE_FIELDS = ("elapsed", "begin", "best_step", "best_weights", "checks_since_b
 SAVE_SECONDS = 60.0
 """Seconds between saves, if a save takes at most CHEAP seconds. https://doi.org/10.1145/361147.361115"""
 CHEAP = SAVE_SECONDS**2 / (2 * 8 * 3600)
-"""Seconds of a save up to which SAVE_SECONDS is the best interval, assuming a failure every eight hours."""
+"""Duration of a save up to which SAVE_SECONDS is the best interval, if failures occur every eight hours."""
 STOPPING = b"\nstopping after this step and saving; interrupt again to exit at once\n"
 CLOSING = b"\nall steps are done; saving; interrupt again to exit at once\n"
 ANOTHER_RUN = "already contains a run; continue it with --resume, or choose another --out"
@@ -56,12 +56,12 @@ def run_lock(folder: Path) -> Iterator[None]:
     if not ranks.is_first():
         yield
         return
-    lock = folder / "state" / "lock"  # not the folder, which each save locks
+    lock = folder / "state" / "lock"  # each save locks the folder itself
     lock.parent.mkdir(parents=True, exist_ok=True)
     lock.touch()
     try:
         with folder_lock(lock, wait=False):
-            if lock.read_text() != ranks.job():  # otherwise not rewritten: a kill could leave it empty
+            if lock.read_text() != ranks.job():  # rewritten only if needed, since a kill could leave it empty
                 lock.write_text(ranks.job())
             yield
     except BlockingIOError:
@@ -94,7 +94,7 @@ def was_started_by_job(folder: Path) -> bool:
 
 
 def start_run(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> None:
-    """Save the tokenizer, then the config; a folder counts as a run once it contains the config.
+    """Save the tokenizer, then the config, with which the folder counts as a run.
 
     Raises FolderInUse if the folder already contains a run.
     """
@@ -170,7 +170,8 @@ def run_state(run: Run) -> dict[str, Any]:
 def read_state(folder: Path, config_class: type[RunConfig]) -> dict[str, Any]:
     """Read the state in a folder `step-000123`, and construct its config, scores and schedule.
 
-    Raises ValueError, naming the folder, if any is invalid. The state's digests detect damage, but not edits.
+    Raises ValueError with the folder's name if one of these is invalid. The state's digests detect damage, but not
+    edits.
     """
     state = checkpoint.load_state(folder)
     with invalid_state(folder):
@@ -195,7 +196,7 @@ def invalid_state(folder: Path) -> Iterator[None]:
 def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
     """Restore a run, except its schedule, from a result of `read_state`.
 
-    Raises ValueError, naming the folder, if the state is from another model.
+    Raises ValueError with the folder's name if the state is from another model.
     """
     with invalid_state(folder):
         if state["best_weights"]:
@@ -210,7 +211,8 @@ def load_run_state(run: Run, state: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_score(values: Any) -> Score | None:
-    """The `Score` in a stored list of three values, or `PreferenceScore` in a list of eight; None for None."""
+    """The `Score` stored as a list of three values, or the `PreferenceScore` stored as a list of eight; None for
+    None."""
     if values is None:
         return None
     return PreferenceScore(*values) if len(values) == len(fields(PreferenceScore)) else Score(*values)
@@ -228,7 +230,7 @@ class Saver:
     """Saves the run in a thread of `pool` while training continues. Each rank saves its part, one save at a time.
 
     If a save fails, earlier states remain, `line` gets a warning, and the next save tries again. With `strict`,
-    the next call raises the save's error instead. `seconds` is the duration of the last save.
+    the next call of a method raises the save's error instead. `seconds` is the duration of the last save.
     """
 
     pool: ThreadPoolExecutor
@@ -239,14 +241,14 @@ class Saver:
 
     @property
     def interval(self) -> float:
-        """Seconds between saves: by Young's rule, sqrt(2 * seconds of a save * seconds between failures)."""
+        """Seconds between saves by Young's rule: sqrt(2 * seconds of a save * seconds between failures)."""
         return SAVE_SECONDS * max(1.0, math.sqrt(self.seconds / CHEAP))
 
     def start(self, run: Run) -> bool:
         """Start to save the current state. Returns False, without saving, if the previous save is in progress."""
         if not self.ready():
             return False
-        measure.return_freed_memory()  # else, the copy would fragment memory that the next step needs
+        measure.return_freed_memory()  # otherwise, the copy would fragment memory that the next step needs
         snapshot = checkpoint.snapshot(run_state(run), unchanging=["best_weights"])
         self._pending = self.pool.submit(self._write, run.folder, run.trainer.number, snapshot)
         return True
@@ -294,7 +296,7 @@ class Saver:
 
 @dataclass
 class StopRequest:
-    """Requests by signals. `signal` is the number of the signal that requested a stop, or 0.
+    """Stops and saves requested by signals. `signal` is the number of the signal that requested a stop, or 0.
 
     `save` is True if a signal requested a save; `closing` is True after the last step.
     """
@@ -304,7 +306,8 @@ class StopRequest:
     closing: bool = False
 
     def asked(self) -> bool:
-        """True if long work like validation should stop; False with several ranks, whose signals may differ."""
+        """True if a signal should stop long work like validation; always False with several ranks, whose signals
+        may differ."""
         return bool(self.signal) and ranks.count() == 1
 
 
@@ -319,7 +322,7 @@ def stop_signals() -> Iterator[StopRequest]:
             os._exit(128 + number)
         request.signal = number
         if ranks.is_first():
-            # Not through the display, which the signal may have interrupted within a line.
+            # The display is not used, since the signal may have interrupted it within a line.
             with suppress(OSError):  # the terminal may be closed
                 os.write(2, CLOSING if request.closing else STOPPING)
 

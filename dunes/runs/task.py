@@ -23,18 +23,26 @@ from dunes.runs.config import RunConfig
 from dunes.train import Schedule, Trainer, mutable_buffers
 from dunes.units import plural
 
-CHECK_TOKENS, FINAL_TOKENS, FEWEST_TOKENS = 16_384, 262_144, 2_048
-"""Validation tokens to score: maximum during a run, maximum at its end, and minimum for either."""
-CHECK_SHARE, FINAL_SHARE, SAMPLE_SHARE = 0.03, 0.06, 0.03
-"""Maximum fractions of the time limit for a validation during the run, the final validation, and a sample."""
+CHECK_TOKENS = 16_384
+"""Maximum number of tokens to score in a validation during a run."""
+FINAL_TOKENS = 262_144
+"""Maximum number of tokens to score in the final validation."""
+FEWEST_TOKENS = 2_048
+"""Minimum number of tokens to score in a validation."""
+CHECK_SHARE = 0.03
+"""Maximum fraction of the time limit for a validation during the run."""
+FINAL_SHARE = 0.06
+"""Maximum fraction of the time limit for the final validation."""
+SAMPLE_SHARE = 0.03
+"""Maximum fraction of the time limit for a sample."""
 CLOSING = 3.0
-"""Seconds to save the model and plot at the end of a run; `closing_seconds` of the task does not include them."""
+"""Seconds to save the model and plot at the end of a run; `TaskFacts.closing_seconds` does not include them."""
 Item = TypeVar("Item")
 
 
 @dataclass
 class Timings:
-    """Seconds of each phase of a run. `with timings("saves"):` adds the time of its block to the phase "saves".
+    """Seconds of each phase of a run. `with timings("saves"):` adds the block's time to the phase "saves".
 
     Each use costs about a microsecond.
     """
@@ -56,7 +64,7 @@ class Timings:
             self.add(phase, perf_counter() - start)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Add seconds to a phase; negative seconds subtract time that is counted elsewhere."""
+        """Add seconds to a phase; negative seconds subtract time that another phase includes."""
         self.seconds[phase] += seconds  # type: ignore[assignment]
 
     def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
@@ -79,10 +87,10 @@ class Timings:
 class TaskFacts:
     """Facts of a task that stay the same during its run.
 
-    `fingerprints` are digests of its data, `tokens` is its number of validation targets. `closing_seconds` returns
-    the estimated seconds of `Task.close` without its save, from the measured seconds to validate a token (0 before
-    they are measured). `memory_advice` returns a sentence with the estimated memory of the run and the options
-    that reduce it.
+    `fingerprints` are digests of the data, and `tokens` is the number of validation targets. `closing_seconds`
+    estimates the seconds of `Task.close` without its save from the measured seconds to validate a token (0 before
+    the measurement). `memory_advice` returns a sentence with the estimated memory of the run and the options that
+    reduce it.
     """
 
     fingerprints: Mapping[str, str]
@@ -133,12 +141,12 @@ class Task(Protocol):
 class Run:
     """A run in progress: its task, trainer and schedule, and further state.
 
-    `elapsed` is the run's time in seconds so far; a resumed run adds the time of its earlier processes, and
-    `timings` include those processes, too. `start_time` is the current time minus `elapsed`. `begin` is `elapsed`
-    at the first step. `warm` is True after the first step of this process. `compiled` is True if the loss is
-    compiled, None if undecided. `checks_since_best` counts the validations since the best score. `pace` has the
-    seconds of recent steps, but not of a process's first step, which loads or compiles code. `save_seconds` and
-    `sample_seconds` are the durations of the last save and sample. `waited` is the time spent on batches so far.
+    `elapsed` is the run's time in seconds so far. In a resumed run, `elapsed` and `timings` include the earlier
+    processes. `start_time` is the current time minus `elapsed`. `begin` is `elapsed` at the first step. `warm` is
+    True after the first step of this process. `compiled` is True if the loss is compiled, None if undecided.
+    `checks_since_best` counts the validations since the best score. `pace` has the seconds of recent steps, but
+    not of a process's first step, which loads or compiles code. `save_seconds` and `sample_seconds` are the
+    durations of the last save and sample. `waited` is the time spent on batches so far.
     """
 
     folder: Path
@@ -188,7 +196,8 @@ class Run:
 
     @property
     def closing_seconds(self) -> float:
-        """Estimated seconds from the last step to the end: its validation, a save, a sample, and the close."""
+        """Estimated seconds from the last step to the end of the run, for validation, a save, a sample and
+        `Task.close`."""
         check = self.seconds_per_token * min(check_tokens(self.config), self.task.facts.tokens)
         close = self.task.facts.closing_seconds(self.seconds_per_token) + self.final_seconds
         sample = self.sample_seconds or min(CLOSING, SAMPLE_SHARE * self.config.seconds)
@@ -203,13 +212,14 @@ class Run:
 
     @property
     def final_seconds(self) -> float:
-        """Estimated seconds of the final validation, from the speed of the latest one; 0 if `has_final_score`."""
+        """Estimated seconds of the final validation, from the speed of the latest validation; 0 if
+        `has_final_score`."""
         tokens = min(self.final_tokens, self.task.facts.tokens)
         return 0.0 if self.has_final_score else self.seconds_per_token * tokens
 
     @property
     def has_final_score(self) -> bool:
-        """True if validations during the run score as many tokens as the final one would."""
+        """True if validations during the run score as many tokens as the final validation would."""
         tokens = min(self.final_tokens, self.task.facts.tokens)
         return self.best is not None and tokens <= check_tokens(self.config)
 
@@ -219,7 +229,7 @@ class Run:
         self.last = score = self.task.score(check_tokens(self.config))
         (self.seconds_per_token,) = ranks.all_reduce_max((perf_counter() - start) / score.tokens)
         self.checks_since_best += 1
-        # NaN compares as not smaller, so a best score of NaN is replaced explicitly.
+        # No score is smaller than NaN, so a best score of NaN is replaced explicitly.
         if self.best is None or score.criterion < self.best.criterion or isnan(self.best.criterion):
             self.best, self.best_step, self.checks_since_best = score, self.trainer.number, 0
             self.best_weights = {k: v.detach().cpu().clone() for k, v in trainable_state(self.model).items()}
@@ -227,9 +237,10 @@ class Run:
 
 
 def check_tokens(config: RunConfig) -> int:
-    """Approximate number of validation tokens to score during a run, the same in all of its validations.
+    """Approximate number of tokens to score in each validation during a run.
 
-    With a time limit, it follows from `config.rate`; scoring a token takes a third of the time to train on it.
+    With a time limit, the number depends on `config.rate`. Scoring a token takes a third of the time to train on
+    it.
     """
     if config.steps or not config.rate:
         return CHECK_TOKENS
@@ -247,7 +258,7 @@ def trainable_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load a result of `trainable_state` into the model. Raises ValueError if it is from another model."""
+    """Load a result of `trainable_state` into the model. Raises ValueError if the state is from another model."""
     state = trainable_state(model)
     check_tensors(state, weights)
     with torch.no_grad():
@@ -270,7 +281,7 @@ def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
 
 
 def selects(globs: Iterable[str], name: str) -> bool:
-    """True if a glob matches the parameter's name or its module's name, and the last matching glob has no `!`."""
+    """True if the last glob that matches the parameter's name or its module's name does not start with `!`."""
     names, selected = (name, name.rpartition(".")[0]), False
     for glob in globs:
         if any(tree.matches(glob.removeprefix("!"), n) for n in names):

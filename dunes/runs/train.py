@@ -63,14 +63,18 @@ from dunes.tree.summary import module_rows
 from dunes.units import format_count, format_seconds
 
 TYPICAL_RATE = 10_000
-"""Assumed tokens/s of a run with fixed steps, as the estimate of its duration must not depend on the machine."""
+"""Assumed tokens/s of a run with fixed steps, whose estimated duration must not depend on the machine."""
 
-SCORED, SCORED_BLOCKS, CHANCE = 4_000, 64, 8.5
-"""A base is scored before a run on SCORED characters of at most SCORED_BLOCKS blocks of text. At CHANCE bits/byte
-or more, the run starts without it. Random bytes have 8, a random model a little more (docs/log/completion.md)."""
+SCORED = 4_000
+"""Number of characters on which a base is scored before a run."""
+SCORED_BLOCKS = 64
+"""Maximum number of blocks of text from which these characters are taken."""
+CHANCE = 8.5
+"""Bits/byte from which a new model replaces a base that dunes trained. Random bytes have 8, and a random model has
+a little more (docs/log/completion.md)."""
 ADAMW_FROM = 30_000_000
-"""With --from, AdamW is the default if at least this number of parameters is trained: it is better with published
-weights of 135M, but worse with our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
+"""Number of trained parameters from which AdamW is the default with --from. AdamW is better for published weights
+of 135M, but worse for our own of 3M (docs/log/real-models.md, "Training on from published weights")."""
 
 
 def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -> int:
@@ -87,8 +91,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Callable[[], Run] | None:
     """Read the text, choose all unset options, and return a function that builds the run.
 
-    `parts` are the --parts of this command. Returns None in a dry run, and also if nothing is trained, after
-    fitting the completion gate of the base.
+    `parts` are the --parts of this command. Returns None in a dry run. If nothing is trained, fits the completion
+    gate of the base and returns None.
     """
     folder, display, resumed, timings = start.folder, start.display, start.options.resume, start.timings
     if resumed and isinstance(config.chosen_parts, str) and not (config.parts == parts or cards_trusted()):
@@ -122,7 +126,7 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
             run = prepare(config, folder, tokens, base, completion)
         if base and not resumed:
             _report(config, run.trainer, base, display)
-            score = run.validate()  # if training makes the weights worse, the base's are saved
+            score = run.validate()  # if training makes the weights worse, the base's weights are saved
             append_metrics(folder, {"step": 0} | score.record)
             values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
             display.detail(f"validation loss before training: {values}")
@@ -157,7 +161,7 @@ def _index(config: TrainConfig, corpus: Corpus, tokenizer: Tokenizer, display: D
 
 
 def _dry_trainer(config: TrainConfig, base: LoadedModel) -> Trainer:
-    """A trainer of the base, which belongs to no run."""
+    """A trainer of the base for estimates, without a run."""
     model = base.model.float().to(measure.device())
     select_trainable(model, config.trainable, base)
     optimizer, dtype = autosize.build_optimizer(model, config), autosize.autocast_dtype(config)
@@ -200,7 +204,8 @@ def _choose_options(config: TrainConfig, corpus: Corpus, base: LoadedModel | Non
 
 
 def find_base(config: TrainConfig, start: Start) -> tuple[LoadedModel | None, Path]:
-    """The model of --from, if any, and its path. A base to which a resumed run refers may have moved with the run.
+    """The model of --from, if any, and its path. If a resumed run refers to a base, the base may have moved with
+    the run.
 
     Raises ValueError for an adapter, and for a folder that cannot be loaded.
     """
@@ -217,7 +222,7 @@ def find_base(config: TrainConfig, start: Start) -> tuple[LoadedModel | None, Pa
 def _choose_with_base(config: TrainConfig, base: LoadedModel, size: int) -> tuple[TrainConfig, list[str]]:
     """The config for --from with all unset options chosen, and lines with the reasons.
 
-    Raises ValueError for a context longer than the model's, if its positions are learned.
+    Raises ValueError if the context is longer than the model's learned positions allow.
     """
     if base.model.embed.place is not None and config.context_length > base.context_length:
         length = config.context_length
@@ -257,8 +262,8 @@ def memory_sentence(config: TrainConfig, base: LoadedModel, text: int = 0) -> st
 def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
     """True if a run that completes lines trains nothing and only refers to the base.
 
-    By default, this is so if a folder can refer to the base, and dunes has neither changed the base nor trained it
-    to complete lines. Raises ValueError if the config requires an impossible reference.
+    By default, this requires that a folder can refer to the base, and that dunes has neither changed the base nor
+    trained it to complete lines. Raises ValueError if the config requires an impossible reference.
     """
     if config.trainable and config.trains:
         return False
@@ -278,7 +283,7 @@ def only_completes(config: TrainConfig, base: LoadedModel) -> bool:
 def tells_nothing(base: LoadedModel, corpus: Corpus) -> str:
     """A sentence for the user if a base that dunes trained predicts the text no better than chance; else "".
 
-    It is empty for a base that was changed or that a function builds, since the user may want its structure.
+    The result is "" for a base that was changed or is built by a function, since the user may want its structure.
     """
     if not trained_text(base.card) or records(base) or base.architecture.function:
         return ""
@@ -405,7 +410,7 @@ def prepare(
 
 
 def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
-    """The amount of text on which the gate is fitted; with fixed steps, it depends only on the config."""
+    """The amount of text on which the gate is fitted; with fixed steps, the amount depends only on the config."""
     if config.steps:
         return FitSize.of(config.steps * config.batch * config.context_length / TYPICAL_RATE)
     return FitSize.of(config.seconds, seconds_per_token * (config.threads or 1))  # the fit has one thread
@@ -413,10 +418,11 @@ def fit_size(config: TrainConfig, seconds_per_token: float) -> FitSize:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run that trains nothing; its folder has an index for copies and a gate, and refers to `base` at `place`.
+    """A run that trains nothing. Its folder contains an index for copies and a gate, and refers to `base` at
+    `place`.
 
     `packages` are the installed packages whose code is in the text. Raises ValueError if no folder can refer to
-    the base, if the base's tokenizer cannot write lines, and with several ranks.
+    the base, if its tokenizer cannot write lines, or if there are several ranks.
     """
 
     config: TrainConfig
@@ -441,18 +447,20 @@ class Reference:
 
     @property
     def card(self) -> dict[str, Any]:
-        """The card's entries on the text; prompts have no headers, since the base was trained without headers."""
+        """The card's entries about the text. Prompts have no file headers, since the base was trained without
+        them."""
         text = {"split_version": SPLIT_VERSION, "file_headers": False, "packages": sorted(self.packages)}
         return {"trained": asdict(self.config) | text}
 
     @property
     def fitted(self) -> Mapping[str, Any]:
-        """The record of the base in the folder's card, if the gate is fitted; else empty."""
+        """The entry for the base in the folder's card if the gate is fitted, else empty."""
         card = read_card(self.folder)
         return dict(card["base"]) if is_reference(card) and read_gate(self.folder) else {}
 
     def is_finished(self) -> bool:
-        """True if the base's gate is fitted and no option changes; records the new path of a moved base."""
+        """True if the base's gate is fitted and no option changes. If the base was moved, its new path is
+        recorded."""
         fitted, changed = self.fitted, {*self.start.options.override}
         if changed - {"base"} or not fitted or not self._has_fitted(fitted):
             return False
@@ -462,7 +470,8 @@ class Reference:
         return True
 
     def _has_fitted(self, fitted: Mapping[str, Any]) -> bool:
-        """True if the base has the weights and settings of this record, and the index has the base's tokenizer."""
+        """True if the weights and settings of the base match this record, and the index was made with its
+        tokenizer."""
         settings = adapter_base_of(self.base.architecture.outline(), described_family(self.base)).settings
         same = fitted.get("sha256") == self.identity["sha256"] and fitted.get("config") == settings
         return same and Tokenizer.load(self.folder).json() == self.base.require_tokenizer().json()
@@ -482,7 +491,7 @@ class Reference:
         stored = size_of(self.base)
         loaded = round_for_speed(replace(self.base, card={"adapter": None, **self.card}))
         loaded.model.to(measure.device())
-        amount = FitSize.of(config.seconds, 1.0, ALONE)  # the maximum, since the model's speed is unknown
+        amount = FitSize.of(config.seconds, 1.0, ALONE)  # the maximum amount, since the model's speed is unknown
         parts = {"parameters": float(sum({stored, size_of(loaded)})), "Python and torch": PROCESS}
         memory = describe_memory(parts | autosize.fit_memory(amount.places, size))
         seconds = format_seconds(round(sum(amount.seconds) + 2 * BYTE_SECONDS * size))

@@ -20,7 +20,10 @@ WIDTH_STEP = 32
 
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
 """Model families that have experts."""
-EXPERTS, MAX_EXPERTS = 8, 4096  # by default; at most
+EXPERTS = 8
+"""Default number of experts."""
+MAX_EXPERTS = 4096
+"""Maximum number of experts."""
 Tokenization = Literal["bpe", "bytes", "chars"]
 
 EXPERT_OPTIONS = ("experts", "experts_per_token", "shared_experts", "balancing")
@@ -201,7 +204,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
     def chosen_parts(self) -> dict[str, str] | str:
         """`parts` as choices by name, or as the name of the function that builds the model.
 
-        Raises ValueError for an unknown part or choice, and for a function beside parts.
+        Raises ValueError for an unknown part or choice, and for a function together with parts.
         """
         if len(self.parts) == 1 and ":" in self.parts[0]:
             return self.parts[0]
@@ -233,7 +236,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
         return bool(self.shared_experts or self.parts) or self.balancing == "bias"
 
     def normalized(self, asked: Collection[str] | None = None) -> "TrainConfig":
-        """As in `RunConfig`; the family becomes mixtral if options of experts are set and the user set no family.
+        """As in `RunConfig`. The family also becomes mixtral if options of experts are set, but no family.
 
         Raises ValueError if options of experts are set together with a family that has no experts.
         """

@@ -1,4 +1,4 @@
-"""Servers for editors and programs: one worker that owns a model, behind HTTP and LSP.
+"""Servers for editors and programs: HTTP and LSP in front of one worker, which runs the models.
 
 Start with `worker.Worker`, `app.Server` and `http.run`, `lsp.start`, `doctor.examine`.
 """

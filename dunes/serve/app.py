@@ -32,16 +32,16 @@ RECEIPT = 10.0
 SENDING = 30.0
 """Maximum seconds for a client to accept one piece of a reply."""
 LISTED = 64
-"""Maximum number of ignored fields that a reply lists, and of characters of each name."""
+"""Maximum number of ignored fields in a reply, and maximum number of characters of each field's name."""
 REMEMBERED = 8
 """Number of lines for which the server remembers the last request, for `dunes doctor`."""
 LOCAL = ("localhost", "127.0.0.1", "::1")
 EMPTY = Answer(reason="length")
-"""Answer to a request for zero tokens; it also stands for a missing choice."""
+"""Answer to a request for zero tokens, also used for a missing choice."""
 
 
 def read_suggest(fields: Fields) -> Asked:
-    """Read a request of the page or `dunes complete`; with `tokens`, it asks to explain the first suggestion."""
+    """Read a request of the page or `dunes complete`; `tokens` requests an explanation of the first suggestion."""
     before, after, path = fields.text("before"), fields.text("after"), fields.path("path")
     explains, model = fields.flag("tokens"), fields.text("model")
     line = LineRequest(
@@ -81,7 +81,7 @@ def refusal(request: Request, error: Exception) -> Response:
 
 
 def client_error(error: Exception) -> Refused:
-    """The error that a client receives; Starlette's errors (unknown path or method) become status 404."""
+    """The error that a client receives; Starlette's errors (unknown path or method) get status 404."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):
@@ -91,7 +91,7 @@ def client_error(error: Exception) -> Refused:
 
 class Gate:
     """Middleware that refuses requests to foreign host names (DNS rebinding), requests from web pages of other
-    origins, and, if a key is set, requests without the key. It also ends the requests of slow clients."""
+    origins, and, if a key is set, requests without the key. The middleware also ends slow requests."""
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str], key: str | None) -> None:
         self.app, self.key = app, key
@@ -174,7 +174,7 @@ class Server:
         if not asked.stream:
             async with aclosing(events):
                 answers = {index: answer async for index, answer in events if answer.reason}
-            # A line can have fewer alternatives than requested choices; only the last choices can be missing.
+            # A line can have fewer alternatives than requested. The missing choices are always the last.
             by_place = {i: answers.get(i, EMPTY) for i in range(max(answers, default=0) + 1)}
             return json_response(endpoint.write(asked, by_place, False), headers=headers)
         try:
@@ -186,7 +186,8 @@ class Server:
         return StreamingResponse(chunks, media_type=media_type, headers={"Cache-Control": "no-cache", **headers})
 
     async def _events(self, asked: Asked, request: Request) -> AsyncGenerator[tuple[int, Answer], None]:
-        """Yield (index of a choice, its answer or a part of it). Cancel the tasks if the client disconnects.
+        """Yield pairs (index of a choice, answer or part of an answer). Cancel the tasks if the client
+        disconnects.
 
         Raises Refused.
         """
@@ -228,20 +229,21 @@ class Server:
                 task.cancel()
 
     async def _describe(self, write: Callable[[Named], Any], request: Request) -> Response:
-        """The reply that describes all models or the named model; a name in the path must match exactly."""
+        """The reply that describes the named model, or all models. A name in the path must match exactly."""
         fields, path = await _fields(request), request.path_params.get("name")
         name = path or fields.text("model") or fields.text("name") or request.query_params.get("model", "")
         models = self.worker.facts_by_name(name.removesuffix(":latest"), path is not None)
         return json_response(write(models), headers=_headers(fields))
 
     def _remember(self, request: LineRequest, answer: Answer) -> None:
-        """Remember an editor's request and the shown text, in place of an earlier request in the same line."""
+        """Remember an editor's request and the shown text. An earlier request in the same line is forgotten."""
         above = request.before.rpartition("\n")[0]
         others = [past for past in self._recent if past[1].before.rpartition("\n")[0] != above]
         self._recent = deque([*others, (monotonic(), request, answer.text)], REMEMBERED)
 
     def _places(self) -> list[dict[str, Any]]:
-        """The places of editors' last requests, newest first, with the texts shown then and suggested now."""
+        """The places of editors' last requests, newest first, each with the text that was shown and the one
+        suggested now."""
         places = []
         for time, request, shown in [*self._recent][::-1]:
             model = self.worker.find(request.model)
@@ -251,8 +253,8 @@ class Server:
         return places
 
     async def _replay(self, key: str | None, request: Request) -> Response:
-        """The reply with these places, only for the server's user, since the reply contains text that an
-        editor sent."""
+        """The reply with the result of `_places`. Only the server's user gets it, since it contains text from an
+        editor."""
         if key is None and request.client is not None:  # the socket in the user's folder has no client address
             raise Refused(403, "only the user who runs the server may see this")
         notes = {name: model.current.note for name, model in self.worker.models.items()}

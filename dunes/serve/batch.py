@@ -88,7 +88,8 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
-    """Wrap a sampler: if it fails, add the error to `errors` and return the most probable id for this text."""
+    """Wrap a sampler. If the sampler fails, the error is added to `errors`, and the most probable id is
+    returned."""
     if choose.choose is greedy:
         return choose  # greedy cannot fail, and compiled decoding recognises it
 
@@ -103,7 +104,8 @@ def _collect_errors(choose: Sampler, errors: list[Exception]) -> Sampler:
 
 
 def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
-    """A token at a character offset, with its bytes and alternatives; a special token's bytes are its name."""
+    """A token at a character offset, with its bytes and alternatives. For a special token, the bytes are those of
+    its name."""
 
     def data(id: int) -> bytes:
         piece = tokenizer.token_bytes[id] if id < len(tokenizer.token_bytes) else b""
@@ -114,7 +116,7 @@ def token_text(tokenizer: Tokenizer, token: Token, offset: int) -> TokenText:
 
 
 class Batch:
-    """Texts that a model generates in one batch. Each text is the same as if it were generated alone.
+    """Texts that a model generates in one batch. Each text is the same as without the other texts.
 
     `adapters` maps names in requests to adapters; other names select the adapter `default`.
     """
@@ -179,7 +181,8 @@ class Batch:
         self.rows[self.rows.index(None)] = row
 
     def _echo(self, row: Row, ids: Sequence[int], tops: int) -> None:
-        """Emit the prompt, with its tokens if log-probabilities were requested (the first token has none)."""
+        """Emit the prompt. If log-probabilities were requested, also emit its tokens (the first token has no
+        log-probability)."""
         tokens: list[TokenText] = []
         prompt, stream, length = row.text_request.prompt, DecodeStream(self.tokenizer), 0
         if row.text_request.logprobs is not None:
@@ -247,10 +250,10 @@ class Batch:
         row.ready = next(row.pieces, "read") is not None
 
     def _resize(self, count: int) -> None:
-        """Change the number of rows; the first rows keep their cache."""
+        """Change the number of rows, keeping the cache of the first rows."""
         old, self._cache = self._cache, self._make_cache(count)
         for row in filter(None, self.rows):
-            row.pieces = None  # prefill goes on in the new cache
+            row.pieces = None  # prefill continues in the new cache
         common = min(count, len(old.ids))
         if old.cache is not None:
             device = old.cache.length.device

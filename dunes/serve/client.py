@@ -65,8 +65,8 @@ def complete_by_server(folder: Path, before: str, after: str, path: Path | None)
 
 
 def listen(folder: Path) -> socket.socket | None:
-    """A listening socket for a folder's server; None if another server already listens there, or if the socket
-    cannot be created (as in another user's folder)."""
+    """A listening socket for a folder's server. None if another server already uses the socket, or if it cannot be
+    created (as in another user's folder)."""
     listener = socket.socket(socket.AF_UNIX)
     with suppress(OSError, ValueError):
         file = socket_file(folder)
@@ -84,7 +84,8 @@ def listen(folder: Path) -> socket.socket | None:
 
 @contextmanager
 def listening(folders: Sequence[Path]) -> Iterator[list[socket.socket]]:
-    """Inside the `with` block, listen on a socket for each folder if possible; at the end, remove their files."""
+    """Inside the `with` block, listen on a socket for each folder if possible; at the end, remove the sockets'
+    files."""
     listeners = {socket_file(folder): listener for folder in folders if (listener := listen(folder)) is not None}
     try:
         yield [*listeners.values()]

@@ -11,7 +11,7 @@ def url(host: str, port: int) -> str:
 
 def config(editor: str, address: str, model: str) -> str:
     """The settings of an editor as text; `model` is the absolute path of the folder."""
-    # JSON strings are valid TOML, too.
+    # JSON strings are also valid TOML.
     escaped = model.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
     lua, toml = f"'{escaped}'", json.dumps(model, ensure_ascii=False)
     # llama.vim needs no setting for its default address.

@@ -29,13 +29,13 @@ FILES = 64
 ENDLESS = 4096
 """Maximum number of new tokens of an answer, even if the client asks for no limit."""
 OPEN = 256_000
-"""Maximum characters of all open files in a request; the last files that fit are used."""
+"""Maximum total characters of the open files in a request; the last files that fit are used."""
 SEEDS = 2**64 - 1
 REFERENCE: dict[str, dict[str, Any]] = json.loads(files("dunes.serve").joinpath("reference.json").read_text())
 """Properties and settings that llama-server reports and this server lacks."""
 NEUTRAL: Mapping[str, Sequence[Any]] = REFERENCE["unsupported"] | REFERENCE["neutral"]
-"""Fields that change the generated text, with their neutral values. A path that does not read such a field refuses
-all other values. Fields outside this table that a path does not read are ignored and listed in its reply."""
+"""Fields that change the generated text, with their neutral values. If a path does not read such a field, it
+refuses all other values. Unread fields outside this table are ignored and listed in the reply."""
 KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 500: "server_error",
     503: "unavailable_error",
@@ -92,7 +92,7 @@ class Fields:
         return self.body.get(name)
 
     def first(self, *names: str) -> str:
-        """The first of these names whose field is present; the first name if none is present."""
+        """The first of these names whose field is present; if no field is present, the first name."""
         return next(filter(self.has, names), names[0])
 
     def ignored(self) -> list[str]:
@@ -167,7 +167,7 @@ class Fields:
         return value
 
     def objects(self, name: str, most: int) -> list["Fields"]:
-        """The objects in a list field, at most `most`."""
+        """The objects in a list field with at most `most` entries."""
         values = self.items(name, most)
         for i, value in enumerate(values):
             if not isinstance(value, dict):
@@ -199,7 +199,7 @@ class Fields:
         return turn if role in ROLES else replace(turn, role=role)
 
     def open_files(self, name: str) -> list[tuple[str, str]]:
-        """Names and texts of other files: the last ones that fit into OPEN characters."""
+        """Names and texts of other open files: the last files that fit into OPEN characters."""
         files, room = list[tuple[str, str]](), OPEN
         for file in reversed([(part.path("filename"), part.text("text")) for part in self.objects(name, FILES)]):
             room -= len(file[1])

@@ -1,7 +1,7 @@
-"""Follow the user's work: index saved files, and load a run's model once it is written.
+"""Index source files when the user saves them, and load a run's model once it is written.
 
-Editors need not send anything. Every second, the times and sizes of the training source files are checked. The
-times of the files' folders are checked, too, since they change when a file is added or deleted.
+Editors need not send anything. Every second, a thread checks the times and sizes of the training source files. It
+also checks the times of their folders, which change when a file is added or deleted.
 """
 
 import os
@@ -90,7 +90,7 @@ class Follower(threading.Thread):
         self._take_in([path for path in self._files if path not in self._stamps])
 
     def _load_again(self) -> None:
-        """Load the model again if it is outdated; report a failure once, and try again later."""
+        """Reload the model if it is outdated. After a failure, report it once, and try again later."""
         self._seconds_left -= PERIOD
         if not self.model.is_outdated or self._seconds_left > 0:
             return
@@ -104,7 +104,7 @@ class Follower(threading.Thread):
             self._begin()
 
     def _walk(self) -> None:
-        """List the files of the sources, and their folders; remove deleted files from the index."""
+        """List the files and folders of the sources; remove deleted files from the index."""
         sources, self._follow_links = training_sources(self.model.folder)
         if not sources:
             self._folders = {self.model.folder: file_time(self.model.folder)}
@@ -126,14 +126,14 @@ class Follower(threading.Thread):
         return (status.st_mtime_ns, status.st_size) if stat.S_ISREG(status.st_mode) else None
 
     def _take_in(self, paths: list[Path]) -> None:
-        """Update the model with these files, in order, as far as they fit into `MOST // 4` bytes."""
+        """Update the model with as many of these files, in order, as fit into `MOST // 4` bytes."""
         texts, stamps, room = dict[str, str | None](), dict[Path, Stamp](), MOST // 4
         for path in paths:
             stamp, name = self._stamp(path), self._files[path]
             if stamp is None or LARGE >= stamp[1] > room:
                 continue  # a deleted file is removed in the next walk; a file without room is read later
             stamps[path] = stamp
-            if stamp[1] <= LARGE:  # the index keeps the old text of a larger file
+            if stamp[1] <= LARGE:  # for a larger file, the index keeps the old text
                 text = _read(path, name)
                 if text is not None or name in self.model.current.files.names:
                     texts[name] = text

@@ -23,7 +23,7 @@ ENDING = 30
 
 
 class DeadlineProtocol(H11Protocol):
-    """HTTP/1.1 with a deadline for requests, since a client could otherwise send single bytes forever."""
+    """HTTP/1.1 with a deadline for requests. Without it, a client could send single bytes forever."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -72,10 +72,11 @@ def open_sockets(host: str, ports: Sequence[int]) -> list[socket.socket]:
 
 
 def _listen(addresses: Sequence[tuple[int, Any]], port: int, sockets: list[socket.socket]) -> None:
-    """Add a listening socket for each address; for port 0, all use the same free port. Raises OSError."""
+    """Add a listening socket for each address. If the port is 0, all sockets use the same free port. Raises
+    OSError."""
     count, missing = len(sockets), OSError("the host has no address")
     for family, (name, _, *scope) in addresses:
-        dual = family == socket.AF_INET6 and len(addresses) == 1  # a single `::` accepts IPv4, too
+        dual = family == socket.AF_INET6 and len(addresses) == 1  # a single `::` also accepts IPv4
         try:
             sockets.append(socket.create_server((name, port, *scope), family=family, dualstack_ipv6=dual))
         except OSError as error:
@@ -114,7 +115,7 @@ async def _serve(server: uvicorn.Server, sockets: list[socket.socket], ready: Ca
     hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)  # nohup ignores SIGHUP
     for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    # uvicorn would end the process by the signal instead of with a status.
+    # uvicorn would let the signal end the process, without an exit status.
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     ready()  # clients can connect: the sockets listen
     await server.serve(sockets)

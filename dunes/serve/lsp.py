@@ -68,7 +68,7 @@ class Replayed:
 
 
 class Document(TextDocument):
-    """An open file with lines split as in the protocol, whereas pygls splits them by `str.splitlines`."""
+    """An open file whose lines are split as in the protocol; pygls splits them by `str.splitlines` instead."""
 
     def apply_change(self, change: types.TextDocumentContentChangeEvent) -> None:
         """Replace a range of the text, or all of it."""
@@ -98,7 +98,7 @@ class Server(LanguageServer):
         self._newest: asyncio.Future[Event] | None = None
         self._load_error, self._accepted, self._is_closed = "", 0, False
         self._timers = dict[str, asyncio.TimerHandle]()
-        # pygls sets an attribute on the function; a bound method refuses that, a partial accepts it.
+        # pygls sets an attribute on the function, which a partial allows and a bound method does not.
         self.feature(types.INITIALIZED)(partial(self._begin))
         self.feature(types.TEXT_DOCUMENT_DID_OPEN)(partial(self._open))
         self.feature(types.TEXT_DOCUMENT_DID_CHANGE)(partial(self._change))
@@ -142,11 +142,11 @@ class Server(LanguageServer):
             self._worker.close()
 
     def _count(self, *_: Any) -> None:
-        """Count an accepted suggestion; the log reports the number at the end."""
+        """Count an accepted suggestion; at the end, the log reports the count."""
         self._accepted += 1
 
     def _index_later(self, uri: str) -> None:
-        """Index a file after IDLE seconds without a change, so that other files copy from it."""
+        """Index a file after IDLE seconds without a change, so that completions in other files copy from it."""
         if timer := self._timers.get(uri):
             timer.cancel()
         self._timers[uri] = asyncio.get_running_loop().call_later(IDLE, self._index, uri)
@@ -160,7 +160,7 @@ class Server(LanguageServer):
             self._take_in(uri, document.source)
 
     def _take_in(self, uri: str, text: str | None) -> None:
-        """Let completions in other files copy from this text; if it is None, from the saved file."""
+        """Let completions in other files copy from this text, or from the saved file if `text` is None."""
 
         def work() -> None:
             if worker is not None:
@@ -184,7 +184,8 @@ class Server(LanguageServer):
         return document.source[:offset], document.source[offset:]
 
     async def _answers(self, uri: str, position: types.Position) -> list[Answer]:
-        """The suggestions at a position. A newer request ends an older one, even one that waits for the model."""
+        """The suggestions at a position. A newer request ends an older request, even if that request waits for the
+        model."""
         if self._newest is not None and not self._newest.done():
             self._newest.set_result([])
         loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ from dunes.serve.fields import ENDLESS, SEEDS, Fields, Refused
 from dunes.text.templates import Turn
 
 PROMPTS = 48
-"""Maximum number of choices per body, over all its prompts, so that the queue has room for other requests."""
+"""Maximum number of choices for all prompts of a body, so that the queue has room for other requests."""
 MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -34,8 +34,8 @@ UNNAMED = "filename"
 
 @dataclass(frozen=True)
 class LineRequest:
-    """A request for the rest of a line between two texts. `name` is the file's path, if known; completion also
-    copies from `files`, pairs (name, text)."""
+    """A request for the rest of a line between two texts. `name` is the file's path, if known. Completion also
+    copies from `files`, which are pairs (name, text)."""
 
     before: str
     after: str = ""
@@ -47,17 +47,18 @@ class LineRequest:
     model: str = ""
     shows_all: bool = False
     explains: bool = False
-    """True to explain the tokens of the first suggestion. `shows_all` keeps improbable and short suggestions."""
+    """True to explain the tokens of the first suggestion. With `shows_all`, improbable and short suggestions are
+    kept."""
 
 
 @dataclass(frozen=True)
 class TextRequest:
     """A request to continue a prompt (text or ids) or a chat.
 
-    `sampling` has the settings of a sampler that differ from their neutral values.
-    `logprobs` is the number of alternatives per token; None means no log-probabilities. With `echo`, the answer
-    starts with the prompt. If there are `messages`, they are the prompt, rendered with `variables` by the model's
-    chat template; a model without a template reads `prompt`. With `continues`, the last message begins the answer.
+    `sampling` has those settings of the sampler that are not neutral. `logprobs` is the number of alternatives per
+    token; None means no log-probabilities. With `echo`, the answer starts with the prompt. If there are
+    `messages`, the model's chat template renders them with `variables` as the prompt; a model without a template
+    reads `prompt`. With `continues`, the last message is the beginning of the answer.
     """
 
     prompt: str | Sequence[int] = ""
@@ -107,8 +108,8 @@ class TokenText(NamedTuple):
 
 @dataclass
 class Answer:
-    """A complete answer, or a part of an answer if `reason` is empty. `first` marks the first part of a choice in
-    a stream. Reasons: stop (end token), length (limit), word (stop string `stopped_at`)."""
+    """A complete answer; if `reason` is empty, a part of an answer. `first` marks the first part of a choice in a
+    stream. Reasons: stop (end token), length (limit), word (stop string `stopped_at`)."""
 
     text: str = ""
     reason: str = ""
@@ -134,15 +135,15 @@ Facts = Mapping[str, Any]
 Named = Sequence[tuple[str, Facts]]
 """Names of models and of their adapters, with their facts."""
 Event = Answer | list[Answer] | Exception
-"""One result of a request: a part of a text or its complete answer, a line's answers, or an error."""
+"""A result of a request: part of a text, a complete text, the answers for a line, or an error."""
 Answers = Mapping[int, Answer]
 """Answers, or parts of answers, keyed by the index of the choice in the reply."""
 
 
 class Asked:
-    """The requests in a body: a text request for each choice of the reply, or a line request for several choices.
-    Each prompt has `count` choices. The reply's id starts with `prefix`, and `streams` is the default of `stream`.
-    `files` are indexed before the requests. Raises Refused for too many requests."""
+    """The requests in a body: one text request for each choice of the reply, or one line request for several
+    choices. Each prompt has `count` choices. The reply's id starts with `prefix`, and `streams` is the default of
+    `stream`. `files` are indexed before the requests. Raises Refused for too many requests."""
 
     def __init__(
         self, fields: Fields, requests: Sequence[Request], prefix: str = "", count: int = 1, streams: bool = False
@@ -160,9 +161,9 @@ class Asked:
 def read_text(
     fields: Fields, defaults: Settings, limit: str, tokens: int = -1, options: Fields | None = None, **more: Any
 ) -> TextRequest:
-    """Read a TextRequest from the fields, and its settings from `options` if given. A missing sampler setting
-    is taken from `defaults`, or is neutral. The field named `limit` has the maximum number of tokens, by default
-    `tokens`. `more` are additional attributes of the request."""
+    """Read a TextRequest from the fields, and its settings from `options` if given. A missing sampler setting is
+    taken from `defaults`, or is neutral. `limit` is the name of the field with the maximum number of tokens, whose
+    default is `tokens`. `more` are additional attributes of the request."""
     options, sampling = options or fields, dict[str, float]()
     for name, rule in RULES.items():
         read: Any = options.integer if isinstance(rule.neutral, int) else options.number
@@ -200,7 +201,7 @@ def line_or_texts(
 
 
 def prompts(fields: Fields) -> list[str | list[int]]:
-    """The prompts of a body: one text, one list of ids, or a list of these."""
+    """The prompts of a body: one text, one list of ids, or a list of texts and lists of ids."""
     value = fields.get("prompt")
     if not isinstance(value, list):
         return [fields.text("prompt", None)]

@@ -1,4 +1,4 @@
-"""Serve a model folder: complete lines, batch text requests, and reload both on change.
+"""A served model folder: complete lines, batch text requests, and reload the model when the folder changes.
 
 If a request has no path, the file is recognised by its lines.
 """
@@ -48,11 +48,11 @@ from dunes.text.lines import split_lines
 from dunes.units import plural
 
 Call = Callable[[Callable[[], Any]], Future[Any]]
-"""A function that runs another function in the worker's thread, and returns the future result."""
+"""A function that runs another function in the worker's thread, and returns its `Future`."""
 SHORT = 3
 """Minimum characters of a suggestion that does not end its line."""
 PATHS = 64
-"""Number of paths whose names in training are cached, since looking up a name reads the model's card."""
+"""Number of paths whose names in training are cached, since each look-up of a name reads the model's card."""
 UNFITTED = 0.3
 """Minimum probability of a shown suggestion if no threshold was fitted."""
 FILES = (
@@ -101,7 +101,7 @@ class LoadedFolder:
         self.name_in_sources = lru_cache(PATHS)(lambda path: name_in_sources(Path(path), folder))
 
     def use(self, files: Any, texts: Mapping[str, str | None]) -> None:
-        """Use these texts for completion; `files` is the result of the completer's `with_texts` for them."""
+        """Use these texts for completion; `files` is the result of the completer's `with_texts(texts)`."""
         self.completer.use(files)
         self.files.update(texts)
 
@@ -147,10 +147,10 @@ def describe_model(folder: Path, stamp: Sequence[int], loaded: LoadedModel | Non
 
 
 class ServedModel:
-    """A model folder. Only the worker's thread may load it, complete lines or generate texts with it.
+    """A model folder. Only the worker's thread may load the model, complete lines or generate texts.
 
-    `acceptance` selects a threshold, fitted in training, with which users accept about this share of the shown
-    suggestions; 0 shows all suggestions. Raises ValueError for a folder that cannot be used for completion.
+    `acceptance` is the desired share of accepted suggestions, which selects a threshold fitted in training; 0
+    shows all suggestions. Raises ValueError for a folder that cannot be used for completion.
     """
 
     def __init__(
@@ -170,7 +170,8 @@ class ServedModel:
         self.current = self._load()
 
     def reload(self) -> None:
-        """Load the folder again, for example after training. Texts already started continue with the old model.
+        """Load the folder again, for example after training. Texts that have already started continue with the old
+        model.
 
         Raises ValueError or OSError if the folder cannot be loaded; the old model then stays in use.
         """
@@ -187,14 +188,16 @@ class ServedModel:
 
     @property
     def is_outdated(self) -> bool:
-        """True if the folder has changed since loading, or if a base that could not be loaded has changed."""
+        """True if the folder has changed since it was loaded, or if a base that could not be loaded has
+        changed."""
         current = self.current
         is_missing = isinstance(current.completer, CopyCompleter)
         has_base_changed = is_missing and base_stamp(self.folder) != current.base_stamp
         return has_base_changed or model_stamp(self.folder) != current.stamp
 
     def take_in(self, call: Call, texts: Mapping[str, str | None]) -> None:
-        """Use these texts of files, by name, in later completions; None means a deleted file. Thread-safe.
+        """Use these texts of files, by name, in later completions; a text of None means a deleted file.
+        Thread-safe.
 
         The texts are indexed in the calling thread, unless a concurrent call in another thread has already picked
         them up.
@@ -211,7 +214,8 @@ class ServedModel:
                 is_current = call(partial(self._use, completer, files, pending)).result()
 
     def _use(self, completer: Any, files: Any, texts: Mapping[str, str | None]) -> bool:
-        """Use these files and return True, unless they were indexed for a model that has been replaced."""
+        """Use these files and return True; return False if they were indexed for a model that has been
+        replaced."""
         if completer is self.current.completer:
             self._texts |= texts
             self.current.use(files, texts)
@@ -292,10 +296,11 @@ class ServedModel:
         return self.current.batch
 
     def with_prompt(self, request: TextRequest) -> TextRequest:
-        """The request with its messages encoded as a prompt for the model's next turn; thread-safe.
+        """The request, with its messages encoded as a prompt for the model's next turn. Thread-safe.
 
-        A model without a chat template reads the request's `prompt`. Raises Refused if this prompt is empty or
-        comes with a system message or thinking. Also raises Refused if the template refuses the messages.
+        A model without a chat template reads the request's `prompt`. In that case, raises Refused if the prompt is
+        empty or if the request has a system message or thinking. Also raises Refused if the template refuses the
+        messages.
         """
         batch, chats = self.require_batch(), self.current.chats
         chat, variables = chats.get(request.model, chats[self.name]), dict(request.variables)
@@ -314,7 +319,7 @@ class ServedModel:
 
 
 def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> Answer:
-    """The answer with a suggestion; its text is empty if the suggestion is too improbable or too short."""
+    """The answer with a suggestion; the text is empty if the suggestion is too improbable or too short."""
     text = suggestion.text
     if threshold is not None and (suggestion.word < threshold or (len(text) < SHORT and not suggestion.ends_line)):
         text = ""
@@ -324,12 +329,13 @@ def _answer(suggestion: Suggestion, threshold: float | None, seconds: float) -> 
 
 
 def model_stamp(folder: Path) -> tuple[int, ...]:
-    """A stamp that changes when a model, its gate or its index is written into a folder, or to a GGUF file."""
+    """A stamp that changes when a model, its gate or its index is written into a folder, or when a GGUF file is
+    written."""
     return tuple(file_time(folder / name) for name in (FILES if folder.is_dir() else [""]))
 
 
 def base_stamp(folder: Path) -> Sequence[Sequence[int]]:
-    """Sizes and times of the base's files if the run refers to a base on this machine, otherwise empty."""
+    """Sizes and times of the base's files; empty if the run does not refer to a base on this machine."""
     with suppress(ValueError, OSError):
         if is_reference(read_card(folder)):
             return [*file_stamps(base_folder(folder, fetch=False)).values()]
@@ -347,11 +353,11 @@ def file_time(path: Path) -> int:
 LINES = 400
 """Maximum number of lines looked up on each side of the cursor, nearest first."""
 LENGTH = 8
-"""Minimum characters of a line that is looked up, without white space at its ends."""
+"""Minimum characters of a looked-up line without white space at its ends."""
 FEWEST = 3
-"""Minimum number of lines that must occur in the selected file and in no other file."""
+"""Minimum number of looked-up lines that occur only in the selected file."""
 SHARE = 0.5
-"""Of the looked-up lines that occur in exactly one file, the minimum fraction from the selected file."""
+"""Minimum fraction of lines from the selected file among the looked-up lines that occur in only one file."""
 
 
 class FileFinder:
@@ -360,7 +366,7 @@ class FileFinder:
     def __init__(self, files: Iterable[tuple[str, str]]) -> None:
         self._lines: dict[str, frozenset[int]] = {}
         self._numbers: dict[str, int] = {}
-        # By line: the number of files that contain it, and the sum of the files' numbers.
+        # For each line: the number of files that contain the line, and the sum of the files' numbers.
         self._owners: dict[int, tuple[int, int]] = {}
         self.update(dict(files))
 

@@ -1,7 +1,8 @@
-"""The worker owns the models. Other threads send requests to its thread, which calls a function to answer.
+"""A worker runs the models in its own thread. Other threads send requests, each with a function that receives the
+answers.
 
-An engine's caches change with each call, so concurrent calls would give wrong answers. Lines have priority: they
-are completed between two tokens of generated texts.
+Models are not called concurrently, since each call changes their caches. Lines have priority, and are completed
+between two tokens of generated texts.
 """
 
 import threading
@@ -32,8 +33,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Task:
-    """A request to a model. The worker's thread calls `emit` with the parts and the answer, or with an error, but
-    not after the task is cancelled."""
+    """A request to a model. The worker's thread calls `emit` with the parts and the answer, or with an error.
+    After the task is cancelled, `emit` is not called."""
 
     request: Request
     emit: Callable[[Event], None]
@@ -44,7 +45,7 @@ class Task:
 
 
 class Worker:
-    """Runs the models in one thread, which completes lines and generates texts; other threads follow their files.
+    """Completes lines and generates texts with all models in one thread; other threads follow the models' files.
 
     Raises ValueError for a model folder that cannot be used for completion.
     """
@@ -81,14 +82,14 @@ class Worker:
             self.close()
             raise
         for model in self.models.values():
-            # A first line is completed here, since it takes longer than later lines.
+            # The first line takes longer than later lines, so one is completed here.
             self.call(partial(model.lines, request, lambda: False)).exception()
             if follows:
                 self._followers.append(Follower(model, self.call, say))
                 self._followers[-1].start()
 
     def facts_by_name(self, name: str, is_exact: bool = False) -> Named:
-        """(name, facts) of the model or adapter with this name; for an empty name, of all models and adapters."""
+        """Pairs (name, facts) for the model or adapter with this name, or for all of them if the name is empty."""
         models = [self.find(name, is_exact)] if name or is_exact else self.models.values()
         entries = [(entry, model.current.facts) for model in models for entry in model.names]
         return [entry for entry in entries if entry[0] == name] or entries
@@ -128,12 +129,12 @@ class Worker:
         return result
 
     def take_in(self, path: str, text: str | None) -> None:
-        """Let all models copy from this text of an open file when they complete other files."""
+        """Let all models copy from this text of an open file when they complete lines in other files."""
         for model in self.models.values():
             model.take_in(self.call, {model.name_of(path): text})
 
     def close(self) -> None:
-        """End the threads; the worker's thread completes the current call, line or token first."""
+        """End the threads; the worker's thread first completes its current call, line or token."""
         for follower in self._followers:
             follower.close()
         with self._wake:
@@ -172,7 +173,7 @@ class Worker:
         return sum(model.advance() for model in self.models.values()) > 0  # each goes on
 
     def _must_wait(self, task: Task) -> bool:
-        """True if a text has to wait until its model has room for it."""
+        """True if a text has to wait for room in its model's batch."""
         with suppress(Refused):  # an unknown model is refused when its text starts
             return self.find(task.request.model).is_full
         return False

@@ -1,4 +1,4 @@
-"""The HTTP protocols: a file and an entry in PROTOCOLS for each. Importing this package does not import torch."""
+"""The HTTP protocols. Each has a file and an entry in PROTOCOLS. Importing this package does not import torch."""
 
 from dunes.serve.protocols import llama_server, mistral, ollama, openai
 from dunes.serve.protocols.protocol import Protocol

@@ -72,7 +72,8 @@ def write(request: Asked, answers: Answers, streams: bool) -> Any:
 
 
 def _reply(request: Asked, index: int, answer: Answer) -> dict[str, Any]:
-    """The object of an answer, or only its requested fields; a slash in a name selects a field of an object."""
+    """The object of an answer with all fields or only the requested ones; a slash in a name selects a field of an
+    object."""
     body = request.fields.body
     reply = {
         "index": index,

@@ -37,7 +37,7 @@ def read_generate(fields: Fields) -> Asked:
 
 
 def read_chat(fields: Fields) -> Asked:
-    """A request for the model's next turn in a chat. Without messages, a client only loads the model."""
+    """A request for the model's next turn in a chat. A request without messages only loads the model."""
     text = _text_request(fields, messages=fields.messages())
     return Asked(fields, [text] if text.messages else [], streams=True)
 

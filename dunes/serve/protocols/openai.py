@@ -65,7 +65,8 @@ def _wants_usage(fields: Fields) -> bool:
 def endpoint(
     read: Callable[[Fields], Asked], full: str, chunk: str, choice: Callable[[Asked, Answer, bool], dict[str, Any]]
 ) -> Endpoint:
-    """An endpoint of OpenAI, which replies with choices; in a stream, the last chunk of a choice has no text."""
+    """An endpoint of OpenAI's API, which replies with choices. In a stream, the last chunk of a choice has no
+    text."""
 
     def reply(request: Asked, name: str, choices: Sequence[Any], usage: Mapping[str, Any]) -> dict[str, Any]:
         head = {"id": request.id, "object": name, "created": request.created, "model": request.model}

@@ -9,8 +9,9 @@ from dunes.serve.requests import Answers, Asked, Named
 
 
 class Endpoint(NamedTuple):
-    """The functions of a path. `read` reads a body. `write` returns the reply with all answers or, in a stream, an
-    object for a part or the end of an answer. `end` returns the objects that follow the answers of a stream."""
+    """The functions of a path. `read` reads a body. `write` returns the reply with all answers. In a stream, it
+    returns an object for a part or the end of an answer. `end` returns the objects that follow the answers of a
+    stream."""
 
     read: Callable[[Fields], Asked]
     write: Callable[[Asked, Answers, bool], Any]
@@ -31,9 +32,9 @@ class Check(NamedTuple):
 class Protocol(NamedTuple):
     """A protocol: paths with their endpoints, and paths that describe the models.
 
-    `checks` returns the requests of its clients, which `dunes doctor` sends, given the text before and after a
-    cursor and the name of a model. `write_error` returns the body of a reply with an error, also for unknown paths
-    that start with `prefix`.
+    `checks` maps the text before and after a cursor and a model's name to the clients' requests, which `dunes
+    doctor` sends. `write_error` returns the body of a reply with an error, also for unknown paths that start with
+    `prefix`.
     """
 
     name: str
