@@ -114,7 +114,7 @@ def read(model: Any, context_length: int) -> Config:
 def read_fields(model: Any, context_length: int, mlp: Any, attns: Sequence[Any] | None = None) -> dict[str, Any]:
     """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block.
 
-    `attns` are the attentions of a model in which some blocks have none; without any, their fields are left out.
+    `attns` are the attention parts, by default of all blocks; if there are none, their fields are left out.
     """
     attns = [block.attn for block in model.blocks] if attns is None else attns
     return {

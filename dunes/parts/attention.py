@@ -28,7 +28,7 @@ class Attention(nn.Module):
     """
 
     depends_on_order: ClassVar[bool] = False
-    """True if the part reads tensors that a certain earlier block put into the context."""
+    """True if the part reads tensors that a particular earlier block stored in the context."""
     # Class attributes, which do not change the saved structure of models without these settings.
     scale: float | None = None
     softcap: float | None = None

@@ -99,8 +99,8 @@ class Cache:
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
         """Begin a forward of a single row with `new` tokens.
 
-        Returns the first slot to write, and the positions (S,) of the slots to read. If `slots` > `new`, positions
-        of later tokens follow; `advance` does not count these tokens.
+        Returns the first slot to write, and the positions (S,) of the slots to read. If `slots` > `new`, they
+        include positions of later tokens, which `advance` does not count.
         """
         self._count(new)
         n = self.max_length - new if self._in_order else int(self.length)

@@ -38,8 +38,9 @@ class MoE(nn.Module):
     `biased` adds a selection bias that training does not change.
 
     As in DeepSeek V3, with `sigmoid` the probabilities are the sigmoids of the logits, and weights are multiplied
-    by `factor`. With `groups` of successive experts, experts are chosen from the `top_groups` groups in which the
-    two highest biased probabilities have the highest sums. Raises ValueError like `check_groups`.
+    by `factor`. With `groups` of successive experts, a group's score is the sum of its two highest biased
+    probabilities, and experts are chosen from the `top_groups` groups with the highest scores. Raises ValueError
+    like `check_groups`.
     """
 
     supports_packing = True

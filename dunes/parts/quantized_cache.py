@@ -1,7 +1,7 @@
 """A KV cache in 8, 4 or 2 bits: keys quantized per channel, values per token, the last tokens in full precision.
 
 Some channels of keys are large in all tokens (KIVI, https://arxiv.org/abs/2402.02750). So keys are quantized per
-channel, over a group of tokens. Values, without such channels, are quantized per token. A group of G tokens is
+channel, over a group of tokens. Values have no such channels and are quantized per token. A group of G tokens is
 stored as codes as soon as it is complete. A query reads the codes if the entire group is older than the last R
 tokens (the query's own token included); otherwise it reads the group in full precision. So a query's inputs depend
 only on its position, not on how a text was split into forwards, nor on other rows.
@@ -119,17 +119,18 @@ class _Writes:
     groups: Tensor
     """Group indices (B, n) to write; groups still incomplete get the index of an unused extra slot."""
     index: Tensor
-    """Offset (B, T) of each token in the concatenation of these n groups; n * G for a token outside them."""
+    """Offset (B, T) of each token in the concatenated groups to write; n * G for a token outside them."""
     open_slots: Tensor
-    """Ring slots (B, G) of the first of these groups; an earlier forward may have stored its first tokens."""
+    """Ring slots (B, G) of the first group to write, whose first tokens an earlier forward may have stored."""
 
 
 class QuantizedCache(Cache):
     """A quantized KV cache for `capacity` positions in each of `batch` rows.
 
-    `keys` and `values` have each layer's ring of full-precision tokens (B, K, W + 1, D). `codes` (B, K, N + 1, P),
-    `scales` and `minima` have two tensors per layer, of keys and of values; their last group receives incomplete
-    groups. Layers may have windows, but tokens outside all windows still stay in the cache.
+    `keys` and `values` contain each layer's ring of full-precision tokens (B, K, W + 1, D). `codes` (B, K, N + 1,
+    P), `scales` and `minima` contain two tensors per layer, for keys and for values; incomplete groups are written
+    to their last group, which is never read. Layers may have windows, but tokens outside all windows still stay in
+    the cache.
     """
 
     row_state = ("length", "first_whole")
@@ -162,7 +163,7 @@ class QuantizedCache(Cache):
         self._new_positions = positions = positions.expand(self.batch, -1)
         size, ring = self.format.group, self.format.ring
         real, open_group = positions >= 0, self.length // size
-        # Each slot is written once, since a GPU does not define which of several values stays.
+        # Each slot is written once, since the order of several writes to a slot is undefined on a GPU.
         in_ring = real & (positions >= self._ring_start(positions.amax(1))[:, None])
         count = self._completed_count(positions.shape[1])
         numbers = torch.arange(max(size, count), device=real.device)

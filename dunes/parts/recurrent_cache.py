@@ -15,7 +15,7 @@ SNAPSHOTS = 16
 
 
 class RecurrentCache(Cache):
-    """A cache for models with recurrent states; states cannot drop tokens, but return to snapshots.
+    """A cache for models with recurrent states; since states cannot drop tokens, `truncate` restores snapshots.
 
     `states` contains one tensor (B, ...) for each name that `state` was called with, and `snapshots` (B,
     SNAPSHOTS, ...) are earlier states. Layers without keys and values take no memory for them.
