@@ -143,7 +143,7 @@ class Allocations:
         return [a for a in self.made if a.allocated <= moment and (a.freed is None or a.freed > moment)]
 
     def by(self, *names: str, moment: int | None = None) -> dict[tuple[Any, ...], int]:
-        """Live bytes after an event (default: the peak), grouped by these fields of `Allocation`, largest first."""
+        """Live bytes after an event (default: the peak), grouped by fields of `Allocation`, largest first."""
         sums: Counter[tuple[Any, ...]] = Counter()
         for a in self.live_at(moment):
             sums[tuple(getattr(a, name) for name in names)] += a.size

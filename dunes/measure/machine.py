@@ -40,9 +40,9 @@ FAR = 3.0
 READERS = 8
 """Number of cores above which the memory read bandwidth hardly grows."""
 SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
-"""A rate is measured with at least SAMPLES calls and SAMPLE_SECONDS in total. Samples agree if their quartiles differ
-by less than SPREAD times the median; with three other busy processes on two cores, the difference is up to 0.34
-times the median.
+"""A rate is measured with at least SAMPLES calls and SAMPLE_SECONDS in total. Samples agree if their quartiles
+differ by less than SPREAD times the median; with three other busy processes on two cores, the difference is up to
+0.34 times the median.
 """
 
 
