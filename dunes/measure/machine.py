@@ -1,8 +1,8 @@
 """Properties of this machine: device, memory, rates, and the dtype and number of threads that suit it.
 
 Training results depend on the dtype and the number of threads. So both are chosen by the kind of processor and the
-cores that this process may use, never by a measurement. Measured rates decide the size of a run. They count the
-threads' processor time, since other programs hardly change it.
+cores that this process may use, never by a measurement. Measured rates decide the size of a run. The measurements
+use the threads' processor time, since other programs hardly change it.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ differ by less than SPREAD times the median; with three other busy processes on 
 
 
 class Kind(NamedTuple):
-    """A kind of processor: all processors whose facts (`processor`) contain the words in `where`.
+    """A kind of processor: all processors whose facts (see `kind_of`) contain the words in `where`.
 
     `bfloat16` is True if matrix products are clearly faster in bfloat16 than in float32. `rates` are typical rates
     of one core: TFLOP/s of products in float32 and bfloat16, and GB/s of memory reads. `most` are upper bounds for

@@ -158,8 +158,8 @@ def config_fields(
     """The fields of a Config, read from a config.json.
 
     `act` is the only supported activation, `base` is the default rotary base, and `eps` the key of the norms'
-    epsilon. `partial` is the default share of each head that is rotated, and adds the field `rotary_dim`; without
-    `partial`, heads must be rotated completely. Raises ValueError for unsupported or out-of-range values, and
+    epsilon. With `partial`, the default share of each head that is rotated, the fields include `rotary_dim`;
+    without it, heads must be rotated completely. Raises ValueError for unsupported or out-of-range values, and
     KeyError for missing values.
     """
     check_supported(hf, required={"hidden_act": act})

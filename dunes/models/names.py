@@ -23,7 +23,7 @@ def identity(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Name:
-    """One row of a table: their tensor is one of ours, or several of ours joined along the first dimension.
+    """One entry of a table: their tensor is one of ours, or several of ours joined along the first dimension.
 
     `load` converts their tensor to our layout before it is split; `save` is the inverse. Joined tensors have
     equally many rows by default. With `like`, the first has as many rows as their matrix `like` has columns, and

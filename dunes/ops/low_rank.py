@@ -2,7 +2,7 @@
 
 LoRA https://arxiv.org/abs/2106.09685, QLoRA https://arxiv.org/abs/2305.14314
 
-A function computes W in the forward pass, and again in the backward pass, so that no dense copy of a quantized
+A function computes W twice, in the forward pass and in the backward pass, so that no dense copy of a quantized
 weight and no autocast copy stays in memory. The fused version adds the update into the layer's output; the plain
 version allocates the update and the sum.
 """

@@ -83,8 +83,11 @@ class ForwardContext:
         return (k, v) if self.cache is None else self.cache.put(layer, k, v, self.positions)
 
     def state(self, name: Hashable, initial: Tensor) -> Tensor:
-        """The recurrent state of this name after the earlier tokens; `initial` (B, ...), which is zero, if no
-        tokens are cached. Raises ValueError for a cache without states."""
+        """The recurrent state of this name after the cached tokens.
+
+        Without cached tokens, the state is `initial` (B, ...), which is zero. Raises ValueError for a cache without
+        states.
+        """
         if self.cache is None:
             return initial
         if not isinstance(self.cache, RecurrentCache):
@@ -239,8 +242,8 @@ class WithoutContext(nn.Module):
 def fitted(slot: str, part: Part, arguments: str) -> Part:
     """Return the part if it can be called with these arguments, such as "x, ctx, layer".
 
-    Otherwise raises ValueError that names the slot. torch's own modules cannot take a context, even if they have
-    further parameters. A part with a parameter `ctx` cannot be called without a context.
+    Otherwise raises ValueError with the name of the slot. torch's own modules cannot take a context, even if they
+    have further parameters. A part with a parameter `ctx` cannot be called without a context.
     """
     alone, call = "," not in arguments, _signature(part)
     calls = map(_signature, part.modules()) if isinstance(part, nn.Sequential) else [call]

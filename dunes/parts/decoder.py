@@ -48,8 +48,9 @@ class Block(nn.Module):
     `dropout` acts on the outputs of attn and mlp, in training only. `attn_post_norm` and `mlp_post_norm` are
     applied to these outputs before they are added; with nn.Identity as `attn_norm` and `mlp_norm`, the block
     normalizes only outputs. With `parallel`, the block is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an
-    MLP (both None), only attn is added. `attn` is called with (x, ctx, layer), or with x if it takes nothing else;
-    the others are called with x. Raises ValueError for a part that does not take these arguments.
+    MLP (`mlp_norm` and `mlp` are None), only attn is added. `attn` is called with (x, ctx, layer), or with x if it
+    takes nothing else; the others are called with x. Raises ValueError for a part that does not take these
+    arguments.
     """
 
     supports_packing = True
@@ -128,7 +129,8 @@ class MultiTokenPredictor(nn.Module):
     """A module of `Decoder.ahead`, which predicts one token further than the module before it.
 
     It applies `block` to a linear map of two normed inputs: the states of the module before it, and the embeddings
-    of later tokens. The head reads the result after `norm`. Section 2.2 of https://arxiv.org/abs/2412.19437.
+    of later tokens. The head is applied to the result after `norm`. Section 2.2 of
+    https://arxiv.org/abs/2412.19437.
     """
 
     supports_packing = True
