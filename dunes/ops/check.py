@@ -65,13 +65,13 @@ def check(
     backend: str = "inductor",
     seconds: float = 0.2,
 ) -> Report:
-    """Compare an operation with its reference on these arguments; print a report and return it.
+    """Compare an operation with its reference on these arguments, print a report and return it.
 
     Gradients are checked for inputs that require one (`requires_grad_()`). `op` is an `Operation`, an operator of
     `torch.library.custom_op`, or any function; operators and functions need a `reference`. `backend` is passed to
     torch.compile. Each time is measured for `seconds`; with 0, no times are measured.
 
-    If a check fails, the table is printed, and ValueError names the first failed check.
+    If a check fails, the report is printed, and a ValueError with the name of the first failed check is raised.
     """
     own = op if isinstance(op, Operation) else None
     name = own.name if own else str(getattr(op, "_qualname", getattr(op, "__name__", op)))

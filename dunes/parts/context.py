@@ -85,7 +85,7 @@ class ForwardContext:
     def state(self, name: Hashable, initial: Tensor) -> Tensor:
         """The recurrent state of this name after the cached tokens.
 
-        Without cached tokens, the state is `initial` (B, ...), which is zero. Raises ValueError for a cache without
+        Without cached tokens, it is `initial` (B, ...), which is zero. Raises ValueError for a cache without
         states.
         """
         if self.cache is None:

@@ -3,8 +3,9 @@
 Some channels of keys are large in all tokens (KIVI, https://arxiv.org/abs/2402.02750). So keys are quantized per
 channel, over a group of tokens. Values have no such channels and are quantized per token. A group of G tokens is
 stored as codes as soon as it is complete. A query reads the codes if the entire group is older than the last R
-tokens (the query's own token included); otherwise it reads the group in full precision. So a query's inputs depend
-only on its position, not on how a text was split into forwards, nor on other rows.
+tokens (the query's own token included); otherwise it reads the group in full precision. So the keys and values
+that a query reads depend only on the query's position, not on how a text was split into forwards, nor on other
+rows.
 
 A ring buffer of a few groups stores tokens in full precision for longer than queries read them, so that a short
 rollback is exact.
@@ -72,8 +73,8 @@ def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize float32 values with one grid along `dim`: returns codes, scales and minima.
 
     Codes are uint8 with the shape of x. Scales and minima are float16, with size 1 in `dim`. The minimum is
-    rounded down and the scale up, so that the grid covers all values: `code * scale + minimum` is off by at most
-    half the scale. Values beyond the range of float16 are clipped first.
+    rounded down and the scale up, so that the grid covers all values, and `code * scale + minimum` is off by at
+    most half the scale. Values beyond the range of float16 are clipped first.
     """
     x, levels = x.clamp(-LARGEST, LARGEST), 2**bits - 1
     zero = _round_outwards(x.amin(dim, True), -torch.inf)
@@ -283,8 +284,9 @@ class QuantizedCache(Cache):
         """Keep only the first `n` (B,) tokens of each row, or up to G - 1 fewer. Returns the numbers (B,) kept.
 
         Dropping up to SLACK tokens is exact. After dropping more, some of the last tokens may exist only as codes;
-        queries then read the codes, with an error of at most half the scale. If the cut falls inside a group of
-        such codes, the group is dropped, and the caller evaluates its tokens again; no token is quantized twice.
+        queries then read the codes, with an error of at most half the scale. If the cut falls inside a group that
+        exists only as codes, the group is dropped, and the caller evaluates the group's tokens again; no token is
+        quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
         whole_groups = n // self.format.group * self.format.group

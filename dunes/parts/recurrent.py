@@ -73,7 +73,7 @@ class ShortConvolution(nn.Module):
 class GatedConvolution(nn.Module):
     """A short convolution of a gated input, with a gated output, in place of attention, as in LFM2.
 
-    The result is out(gate * convolution(input * value)); `join` returns input, gate and value one after another.
+    The result is out(gate * convolution(input * value)); `join` returns input, gate and value concatenated.
     https://arxiv.org/abs/2511.23404
     """
 

@@ -85,8 +85,8 @@ class RecurrentCache(Cache):
     def truncate(self, n: Tensor) -> Tensor:
         """Keep at most the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain.
 
-        A row that has to drop tokens, or whose last forward was interrupted, returns to its longest snapshot of at
-        most `n` tokens, or is emptied; the caller must evaluate later tokens again.
+        A row that has to drop tokens, or whose last forward was interrupted, is restored from its longest snapshot
+        of at most `n` tokens, or emptied if there is none; the caller must evaluate later tokens again.
         """
         n = torch.minimum(self.length, n.to(self.length))
         usable = torch.where(self.snapshot_lengths <= n[:, None], self.snapshot_lengths, 0)
