@@ -33,7 +33,7 @@ Check = namedtuple("Check", "name result detail")
 Times = namedtuple("Times", "form reference operation")  # median seconds of a call
 
 SLACK, ROUNDINGS = 4, 4  # permitted errors, as multiples of the reference's error and of a rounding error
-SMALL = 1 / 2  # errors are relative to a tensor's largest number, or to SMALL times the largest of all tensors
+SMALL = 1 / 2  # errors are relative to a tensor's largest number, or to SMALL times all tensors' largest if larger
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTPUTS = {"": slice(None), " of the first output alone": slice(1), " of the last output alone": slice(-1, None)}

@@ -30,7 +30,7 @@ ALIGNED = 64
 
 INT4_ROWS = 16
 """Maximum rows of the int4 packed product; with 32 rows it takes as long as dequantizing."""
-WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # the kernel's group sizes, and a divisor of the number of outputs
+WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # the int4 kernel's group sizes; OUTPUTS divides the number of outputs
 MIDDLE = 8  # the kernel reads this code as zero
 
 

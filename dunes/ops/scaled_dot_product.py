@@ -35,7 +35,7 @@ QUERY_BLOCK = 64
 CAUSAL_BLOCK = 512
 """Queries per block in `causal_attention`."""
 
-PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # queries per block; maximum keys, since scores are saved for backward
+PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # of `plain`: queries per block; maximum keys, since it saves the scores
 
 BLOCKS_PER_PRODUCT = 4
 LONG_KEYS = 512
