@@ -34,7 +34,7 @@ class ModuleTracker:
 
     The running module is the innermost module whose `forward` runs, or in a backward pass, the module whose
     forward pass created the running graph node. Graph nodes are numbered in order of creation, so the tracker
-    records the numbers at which modules begin and end. The model has hooks only inside the `with`.
+    records the numbers at which modules begin and end. The model has hooks only inside the `with` block.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -60,7 +60,7 @@ class ModuleTracker:
     def now(self) -> str | None:
         """Dotted name of the running module; None outside all modules.
 
-        While a parameter accumulates its gradient, the name of the parameter's module.
+        While a parameter's gradient is accumulated, the running module is the one that owns the parameter.
         """
         if self.stack:
             return self.stack[-1]
@@ -143,7 +143,7 @@ class Allocations:
         return [a for a in self.made if a.allocated <= moment and (a.freed is None or a.freed > moment)]
 
     def by(self, *names: str, moment: int | None = None) -> dict[tuple[Any, ...], int]:
-        """Live bytes after an event (default: the peak), summed by these fields of `Allocation`, largest first."""
+        """Live bytes after an event (default: the peak), grouped by fields of `Allocation`, largest first."""
         sums: Counter[tuple[Any, ...]] = Counter()
         for a in self.live_at(moment):
             sums[tuple(getattr(a, name) for name in names)] += a.size
@@ -152,10 +152,10 @@ class Allocations:
 
 @contextmanager
 def allocations(model: nn.Module) -> Iterator[Allocations]:
-    """`with allocations(model) as log:` records all allocations inside; read `log` afterwards.
+    """`with allocations(model) as log:` records all allocations inside the block; read `log` after it.
 
-    The model's existing tensors count as parameters and gradients. Any optimizer that steps inside is recorded.
-    Recording costs some tens of microseconds per operation.
+    The model's existing tensors count as parameters and gradients. Steps of any optimizer inside the block are
+    recorded. Recording costs some tens of microseconds per operation.
     """
     log = Allocations([])
     gc.collect()  # otherwise earlier garbage would be freed while recording
@@ -182,7 +182,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorded: dict[int, tuple[Any, Allocation]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(t, "full_tensor") for t in types):  # operations on a sharded tensor's local part follow
+        if any(hasattr(t, "full_tensor") for t in types):  # later calls have the local tensors
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
@@ -235,7 +235,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moment += 1
         allocation.freed = self.moment
         if allocation.kind == "temporaries" and allocation.phase == "forward":
-            # A later module or the backward pass needed the tensor.
+            # The tensor lived until a later module or the backward pass, so it was an activation.
             inside = allocation.owner in self.places.stack
             if self.phase == "backward" or (self.places.calls > allocation.call and not inside):
                 allocation.kind = "activations"
@@ -287,7 +287,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
     def finish(self) -> None:
-        """Change live temporaries of the forward pass to activations, since no backward pass freed them."""
+        """Reclassify the forward pass's live temporaries as activations, since no backward pass freed them."""
         self.over = True
         for _, allocation in self.recorded.values():
             if allocation.kind == "temporaries" and allocation.phase == "forward":

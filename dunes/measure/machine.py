@@ -1,8 +1,8 @@
 """Properties of this machine: device, memory, rates, and the dtype and number of threads that suit it.
 
-Training results depend on the dtype and the number of threads. So both follow from the kind of processor and from
-the cores that this process may use, never from a measurement. Rates, which decide the size of a run, are measured
-in the threads' processor time, which other programs hardly change.
+Training results depend on the dtype and the number of threads. So both are chosen by the kind of processor and the
+cores that this process may use, never by a measurement. Measured rates decide the size of a run. The measurements
+use the threads' processor time, since other programs hardly change it.
 """
 
 import ctypes
@@ -40,17 +40,18 @@ FAR = 3.0
 READERS = 8
 """Number of cores above which the memory read bandwidth hardly grows."""
 SAMPLES, SAMPLE_SECONDS, SPREAD = 7, 0.15, 0.5
-"""A rate needs SAMPLES samples of SAMPLE_SECONDS in total. Samples agree if their quartiles differ by less than
-SPREAD times the median; beside three busy processes on two cores, the difference is up to 0.34 times the median.
+"""A rate is measured with at least SAMPLES calls and SAMPLE_SECONDS in total. Samples agree if their quartiles
+differ by less than SPREAD times the median; with three other busy processes on two cores, the difference is up to
+0.34 times the median.
 """
 
 
 class Kind(NamedTuple):
-    """A kind of processor: all processors whose facts (`processor`) contain the words in `where`.
+    """A kind of processor: all processors whose facts (see `kind_of`) contain the words in `where`.
 
-    `bfloat16` is True if matrix products are clearly faster in bfloat16 than in float32. `rates` are typical of a
-    core: TFLOP/s of products in float32 and bfloat16, GB/s of memory reads. `most` are upper bounds of a core:
-    operations per cycle in float32 and in 16 bits, and bytes per cycle.
+    `bfloat16` is True if matrix products are clearly faster in bfloat16 than in float32. `rates` are typical rates
+    of one core: TFLOP/s of products in float32 and bfloat16, and GB/s of memory reads. `most` are upper bounds for
+    one core: operations per cycle in float32 and in 16 bits, and bytes read per cycle.
     """
 
     where: Mapping[str, str]
@@ -80,14 +81,14 @@ KINDS = (
     Kind({"system": "aarch64", "Features": "bf16"}, True, (0.06, 0.15, 15), (128, 256, 32)),
     Kind({}, False, (0.03, 0.002, 8), (128, 256, 32)),
 )
-"""A processor is of the first kind that matches. Unmeasured rates are estimates from clock and SIMD width."""
+"""Kinds of processors; the first match applies. Unmeasured rates are estimates from clock and SIMD width."""
 
 
 class Rate(NamedTuple):
     """A rate per second. `sure` is True if the samples agree; else `value` is typical of the kind of processor.
 
-    Plans use `planned`, which varies less than `value`. It is the typical rate, multiplied by a power of two if
-    `value` differs from it by more than a factor of FAR.
+    Plans use `planned`, which varies less than `value`: the typical rate, multiplied by a power of two if `value`
+    differs from the typical rate by more than a factor of FAR.
     """
 
     value: float
@@ -169,7 +170,7 @@ def page_out(ranges: Iterable[tuple[int, int]]) -> None:
 
 @contextmanager
 def replaced_paged_out(model: nn.Module) -> Iterator[None]:
-    """Page out the weights of a model that the `with` block casts, quantizes or otherwise replaces."""
+    """Page out those weights of a model that the `with` block replaces, for example by casting or quantizing."""
     stored = {p.data_ptr(): p.nbytes for p in model.parameters() if p.device.type == "cpu"}
     yield
     used = {p.data_ptr() for p in model.parameters()}
@@ -417,9 +418,9 @@ def _cached_rate(
     amount: float,
     most_cores: int = sys.maxsize,
 ) -> Rate:
-    """The rate of a function whose call does `amount` of work; if the samples agree, the rate is cached on disk.
+    """Rate of a function that does `amount` of work per call; cached on disk if the samples agree.
 
-    `prepare` takes the number of cores and returns the function; each core calls it with the core's number.
+    `prepare` takes the number of cores and returns the function; each core calls the function with its own index.
     """
     cpu, threads = device.type == "cpu", torch.get_num_threads()
     key = f"{name}-{device.type}" + f"-{threads}" * cpu

@@ -3,7 +3,7 @@
 A single process is rank 0 of 1; in it, functions that exchange values return their arguments. All ranks must call
 the same functions in the same order. https://docs.pytorch.org/docs/stable/elastic/run.html
 
-Another way to shard (by tensors, experts or stages) would change this module and its uses in others:
+Another way to shard (by tensors, experts or stages) would change this module and the modules that use it:
 - `ops`, `parts`: a mixture calls all experts on each rank, and sums their load.
 - `data`: each rank reads its rows of a batch.
 - `models`: each rank draws complete weights and keeps its part.
@@ -44,7 +44,7 @@ STALLED = 5
 GATHERED = 0.1
 """Weights stay gathered until backward if gathered weights take less than this fraction of a machine's memory."""
 SLOW_STEP = 30
-"""In a step, a rank waits for others at most this many times the longest step, or a minute if that is longer."""
+"""Maximum wait for other ranks within a step, as a multiple of the longest step's duration; at least a minute."""
 _last = 0.0
 _limit = math.inf
 _saving: Any = None
@@ -55,7 +55,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def job() -> str:
-    """A name of the torchrun command that started this process; with --rdzv_id, the same on all machines."""
+    """An id of the torchrun command that started this process; with --rdzv_id, the same on all machines."""
     name, parent = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.getppid()
     if name != "none":
         return name
@@ -79,7 +79,7 @@ def process_group(
     Parameters will be sharded over all ranks, or with `by_node` over each machine's ranks. A rank that has waited
     `limit` seconds for the others writes its threads' stacks into the folder and exits. If several ranks fail, the
     first to fail raises its error, and the others exit with status 2. Raises ValueError if a machine has more
-    ranks than GPUs, and if another rank ends.
+    ranks than GPUs, or if another rank exits early.
     """
     if not under_torchrun():
         yield
@@ -127,10 +127,11 @@ def _meet(limit: float) -> tuple[Any, int, int]:
 
 
 def _fresh_store(shared: Any, number: int, ranks: int, limit: float = LIMIT) -> Any:
-    """A store for the ranks of this start only. Raises RuntimeError if a rank is missing after `limit` seconds.
+    """A store used only by the ranks of this start.
 
-    torchrun's static rendezvous has one store for all restarts, with the addresses of processes that have ended. A
-    restart's number is not unique, because torchrun counts restarts on each machine.
+    With a static rendezvous, torchrun uses one store for all restarts, so it contains addresses of processes that
+    have ended. The number of a restart is not unique, because torchrun counts restarts on each machine. Raises
+    RuntimeError if a rank is missing after `limit` seconds.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -305,7 +306,7 @@ def all_reduce(tensor: Tensor) -> None:
 
 
 def broadcast_tensor(tensor: Tensor) -> Tensor:
-    """Rank 0's tensor on all ranks, whose own tensors could differ, since machines round differently."""
+    """Return rank 0's tensor on all ranks; the others' tensors could differ, since machines round differently."""
     tensor = tensor.contiguous()
     if count() > 1:
         dist.broadcast(tensor, 0)
@@ -323,7 +324,7 @@ def summed(x: Tensor) -> Tensor:
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Wait for all ranks. Raises ValueError, naming the fact, if a rank's fact differs from rank 0's."""
+    """Wait for all ranks. Raises ValueError with a fact's name if its value on a rank differs from rank 0's."""
     first, *everyone = all_gather(lambda: dict(facts))
     _alive()
     for number, others in enumerate(everyone, 1):
@@ -378,17 +379,18 @@ def rows(size: int) -> slice:
 
 
 def shard(model: M, units: Iterable[nn.Module], dtype: torch.dtype | None = None) -> M | None:
-    """Shard the trainable parameters over the ranks, on `machine.device()`. Each unit gathers its own to compute.
+    """Shard the trainable parameters over the ranks, on `machine.device()`.
 
-    With `dtype`, each unit is cast just before it is sharded, so no rank has all parameters in `dtype`. Parameters
-    on the meta device become uninitialized memory. Frozen parameters, which may have another dtype, stay complete
-    on every rank. Returns a copy of the model on the meta device, for gathered weights; None for a single process.
+    Each unit gathers its parameters when it runs. With `dtype`, each unit is cast just before it is sharded, so no
+    rank has all parameters in `dtype`. Parameters on the meta device become uninitialized memory. Frozen
+    parameters, which may have another dtype, stay complete on every rank. Returns a copy of the model on the meta
+    device, to be filled with gathered weights; None for a single process.
     """
     if count() == 1:
         return None
     from torch.distributed.fsdp import fully_shard
 
-    # deepcopy takes these for copies that it has already made, so no values are copied.
+    # deepcopy treats these as copies that it has already made, so it copies no values.
     copies: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     copies |= {id(b): b.to("meta") for b in model.buffers()}
     outline, modules = deepcopy(model, copies), [*units, cast(nn.Module, model)]
@@ -469,7 +471,7 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 
 
 def gather_rows(own: Tensor, size: int) -> Tensor:
-    """Gather the items of all ranks into (size, ...). `own` (N, ...) has this rank's items: every `count()`-th."""
+    """Gather the items of all ranks into (size, ...). `own` (N, ...) is every `count()`-th item."""
     if count() == 1:
         return own
     padded = torch.cat([own, own.new_zeros(-(-size // count()) - len(own), *own.shape[1:])])

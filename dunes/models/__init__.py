@@ -2,7 +2,7 @@
 
 Each family's file defines Config, build(config), read(model, context_length), from_hf, to_hf and NAMES. It may
 also define ALIASES (weight names that are read but not written), IGNORED_NAMES (tensors in checkpoint files that
-are no weights) and refusal(config) (the reason why transformers does not run the model). Start with
+are not weights) and refusal(config) (the reason why transformers does not run the model). Start with
 `llama.Config`, `llama.build` and `initialise.initialise`. `FAMILIES` is the table of all families by name.
 """
 

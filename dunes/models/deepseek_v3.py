@@ -123,7 +123,7 @@ _KEYS = _SIZES | {"q_rank": "q_lora_rank", "dense": "first_k_dense_replace", "de
 _KEYS |= {"hidden": "moe_intermediate_size", "experts": "n_routed_experts", "top_k": "num_experts_per_tok"}
 _KEYS |= {"factor": "routed_scaling_factor", "renormalise": "norm_topk_prob", "balance": "aux_loss_alpha"}
 _KEYS |= {"adjacent": "rope_interleave"}
-"""Keys of a config.json by our fields; keys in `_SIZES` have no default."""
+"""Maps fields of `Config` to keys of a config.json; keys in `_SIZES` have no default."""
 _REQUIRED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "mlp_bias": False}
 
 
@@ -160,7 +160,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why a forward of transformers fails with this config; "" if it does not."""
+    """The reason why transformers cannot run a forward with this config; "" if it does not."""
     single = config.experts == 1 and config.dense < config.depth
     return "it has 1 expert, but groups of experts are chosen by their 2 best" if single else ""
 

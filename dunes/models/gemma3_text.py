@@ -67,10 +67,10 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 
 def _rope(hf: dict[str, Any], kind: str, base: float) -> dict[str, Any]:
-    """The rotary settings of one kind of layer: since transformers 5, an object in `rope_parameters`.
+    """The rotary settings of one kind of layer, which transformers 5 writes as an object in `rope_parameters`.
 
-    Settings that this object lacks are read from the top level, as in older files: `rope_local_base_freq` is the
-    base of layers with a window; `rope_theta` is the base of the other layers, which `rope_scaling` scales.
+    Settings missing in this object are read from the top level, as in older files: `rope_local_base_freq` is the
+    base of layers with a window, and `rope_theta` and `rope_scaling` apply to the other layers.
     """
     nested = hf.get("rope_parameters") or {}
     own, scaling = (nested.get(kind) if isinstance(nested, dict) else None) or {}, hf.get("rope_scaling") or {}

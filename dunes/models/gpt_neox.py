@@ -20,7 +20,7 @@ TANH_GELU_NAMES = ("gelu_fast", "gelu_new", "gelu_pytorch_tanh")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(stablelm.Config):
-    """StableLM's config; `attention_bias` applies to `out`, too, and `parallel` is an argument of `Block`.
+    """StableLM's config; `attention_bias` also applies to `out`, and `parallel` is an argument of `Block`.
 
     The MLP uses the exact GELU, or with `tanh_gelu` the tanh approximation.
     """

@@ -29,7 +29,7 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch; windows are half the context, and experts as narrow as Mixtral's."""
+        """A config for training from scratch; windows are half the context, and experts have Mixtral's width."""
         base = vars(llama.Config.from_size(vocab, dim, depth, context_length))
         base |= {"hidden": expert_width(dim, cls.experts), "attention_bias": True, "mlp_bias": True}
         return cls(**base, windows=tuple(None if i % 2 else max(1, context_length // 2) for i in range(depth)))

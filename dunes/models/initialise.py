@@ -13,11 +13,11 @@ from dunes.parts import Decoder
 def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
     """Initialise the weights in place and return the model; the same seed (modulo 2^64) gives the same weights.
 
-    Matrices are drawn from a normal distribution with standard deviation 1/sqrt(fan_in), embeddings with 0.02.
+    Matrices are drawn from a normal distribution with standard deviation 1/sqrt(fan_in), or 0.02 for embeddings.
     Biases are zero. The projections that add to the residual stream (attention's `out`, each MLP's `down`) are
     zero, so that every block starts as the identity (https://arxiv.org/abs/2203.03466). Projections before a norm
     are not zero, since the norm's gradient at zero would be huge. With `empty`, for a model built on the meta
-    device, all other parameters are set, too: those in a part's `initial_values` to these values, weights of norms
+    device, all other parameters are also set: those in a part's `initial_values` to these values, weights of norms
     to 1, and the rest to 0.
     """
     generator = torch.Generator().manual_seed(seed % 2**64)

@@ -114,7 +114,7 @@ def read(model: Any, context_length: int) -> Config:
 def read_fields(model: Any, context_length: int, mlp: Any, attns: Sequence[Any] | None = None) -> dict[str, Any]:
     """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block.
 
-    `attns` are the attentions of a model in which some blocks have none; without any, their fields are left out.
+    `attns` are the attention parts, by default of all blocks; if there are none, their fields are left out.
     """
     attns = [block.attn for block in model.blocks] if attns is None else attns
     return {
@@ -158,8 +158,8 @@ def config_fields(
     """The fields of a Config, read from a config.json.
 
     `act` is the only supported activation, `base` is the default rotary base, and `eps` the key of the norms'
-    epsilon. `partial` is the default share of each head that is rotated, and adds the field `rotary_dim`; without
-    `partial`, heads must be rotated completely. Raises ValueError for unsupported or out-of-range values, and
+    epsilon. With `partial`, the default share of each head that is rotated, the fields include `rotary_dim`;
+    without it, heads must be rotated completely. Raises ValueError for unsupported or out-of-range values, and
     KeyError for missing values.
     """
     check_supported(hf, required={"hidden_act": act})

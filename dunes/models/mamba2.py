@@ -91,7 +91,7 @@ SIZES = {
     "vocab": "vocab_size", "dim": "hidden_size", "depth": "num_hidden_layers", "heads": "num_heads",
     "head_dim": "head_dim", "state_dim": "state_size", "groups": "n_groups", "width": "conv_kernel",
 }  # fmt: skip
-"""The keys of a config.json by the fields of `Config`."""
+"""Maps fields of `Config` to keys of a config.json."""
 DEFAULTS = {"state_size": 128, "n_groups": 8, "conv_kernel": 4, "expand": 2, "max_position_embeddings": 2048}
 """Default values of a config.json; all but the last are also the defaults of transformers."""
 
@@ -121,7 +121,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 
 def _limits(hf: dict[str, Any]) -> tuple[float, float]:
-    """The smallest and the largest time step; transformers 5 writes infinity as an object with this name."""
+    """The smallest and the largest time step; transformers 5 writes infinity as an object."""
     given = [*UNLIMITED] if hf.get("time_step_limit") is None else hf["time_step_limit"]
     values = [math.inf if v == {"__float__": "Infinity"} else v for v in given] if isinstance(given, list) else []
     sized = [type(v) in (int, float) and (v < 1e30 or v == math.inf) for v in values]

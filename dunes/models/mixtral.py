@@ -72,7 +72,7 @@ def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
 def experts_to_hf(config: Any) -> dict[str, Any]:
     """The setting in config.json that transformers needs to run experts of this width; empty if it needs none.
 
-    The default of transformers, `F.grouped_mm`, needs rows of a multiple of 16 bytes.
+    By default, transformers uses `F.grouped_mm`, which needs rows whose size is a multiple of 16 bytes.
     """
     return {"experts_implementation": "eager"} if config.dim % 8 or config.hidden % 8 else {}
 

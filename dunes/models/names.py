@@ -1,7 +1,8 @@
 """Tables that map our weight names to the names in another format ("theirs"), and back.
 
 `{i}` in a name stands for a number, which is the same on both sides. If only our name has a number (`{e}`, an
-expert), their tensor stacks several of our tensors, and the number is an index into its first dimension.
+expert), their tensor stacks several of our tensors, and the number is an index into the first dimension of the
+stack.
 """
 
 import re
@@ -22,12 +23,12 @@ def identity(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Name:
-    """One row of a table: their tensor is one of ours, or several of ours joined along the first dimension.
+    """One entry of a table: their tensor is one of ours, or several of ours joined along the first dimension.
 
-    `load` converts their tensor to our layout before it is split; `save` is the inverse. Our tensors have equally
-    many rows; with `like`, the first has as many rows as their matrix `like` has columns, and the others share the
-    remaining rows. With `beside`, the row applies only to blocks with our tensor `beside`, since different parts
-    may share a name.
+    `load` converts their tensor to our layout before it is split; `save` is the inverse. Joined tensors have
+    equally many rows by default. With `like`, the first has as many rows as their matrix `like` has columns, and
+    the others share the remaining rows. With `beside`, this entry applies only to blocks that have our tensor
+    `beside`, since different parts may use the same name.
     """
 
     theirs: str
@@ -54,7 +55,7 @@ def transpose(weight: Tensor) -> Tensor:
 def halves(weight: Tensor) -> Tensor:
     """Reorder the rows of a matrix or bias: first the rows with even numbers, then the rows with odd numbers."""
     if len(weight) % 2:
-        return weight  # refused later, when shapes are compared
+        return weight  # the comparison of shapes will raise an error
     return torch.unflatten(weight, 0, (-1, 2)).transpose(0, 1).flatten(0, 1)
 
 

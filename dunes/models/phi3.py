@@ -1,6 +1,6 @@
 """Phi-3: Mistral whose files join queries, keys and values, and the MLP's gate and up. https://arxiv.org/abs/2404.14219
 
-The modules are Mistral's, or without a window LLaMA's; a changed model is saved as a model of that family.
+The modules are Mistral's, or LLaMA's if there is no window. A changed model is saved as a Mistral or LLaMA.
 """
 
 from typing import Any

@@ -149,7 +149,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why a forward of transformers fails with this config; "" if it does not."""
+    """The reason why transformers cannot run a forward with this config; "" if it does not."""
     return "no layer has attention, which the cache of transformers needs" if all(config.recurrent) else ""
 
 
@@ -178,4 +178,4 @@ IGNORED_NAMES = (
     *(n.theirs.replace("model.", "mtp.") for n in [*NAMES, *ALIASES] if n.theirs.startswith("model.")),
     *("mtp.fc.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.pre_fc_norm_embedding.weight"),
 )
-"""LLaMA's ignored names, and tensors for multi-token prediction, which transformers ignores, too."""
+"""LLaMA's ignored names, and tensors for multi-token prediction, which transformers also ignores."""

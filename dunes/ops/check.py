@@ -33,7 +33,7 @@ Check = namedtuple("Check", "name result detail")
 Times = namedtuple("Times", "form reference operation")  # median seconds of a call
 
 SLACK, ROUNDINGS = 4, 4  # permitted errors, as multiples of the reference's error and of a rounding error
-SMALL = 1 / 2  # errors are relative to a tensor's largest number, or to SMALL times the largest of all tensors
+SMALL = 1 / 2  # errors are relative to a tensor's largest number, or to SMALL times all tensors' largest if larger
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTPUTS = {"": slice(None), " of the first output alone": slice(1), " of the last output alone": slice(-1, None)}
@@ -44,7 +44,7 @@ class NotTried(Exception):
 
 
 class Fault(ValueError):
-    """Raised by a check for a fault that no operation may have, even where an operation may raise errors."""
+    """Raised for a fault that no operation may have, even in cases in which operations may raise errors."""
 
 
 class Report(NamedTuple):
@@ -65,13 +65,13 @@ def check(
     backend: str = "inductor",
     seconds: float = 0.2,
 ) -> Report:
-    """Compare an operation with its reference on these arguments; print a report and return it.
+    """Compare an operation with its reference on these arguments, print a report and return it.
 
     Gradients are checked for inputs that require one (`requires_grad_()`). `op` is an `Operation`, an operator of
     `torch.library.custom_op`, or any function; operators and functions need a `reference`. `backend` is passed to
     torch.compile. Each time is measured for `seconds`; with 0, no times are measured.
 
-    If a check fails, the table is printed, and ValueError names the first failed check.
+    If a check fails, the report is printed, and a ValueError with the name of the first failed check is raised.
     """
     own = op if isinstance(op, Operation) else None
     name = own.name if own else str(getattr(op, "_qualname", getattr(op, "__name__", op)))
@@ -142,10 +142,10 @@ class Case:
     outputs: str = ""
     context: Form = nullcontext
     may_refuse: bool = False
-    wild: bool = False  # inputs are not finite: gradients may have inf for NaN, and NaN for 0
+    wild: bool = False  # inputs are not finite, so gradients may be inf instead of NaN, or NaN instead of 0
     seed: int = 0
     graphs: tuple[bool, ...] = (False,)  # per backward: True if the next backward differentiates its gradients
-    after: Form | None = None  # a further check of the case, if its results are right
+    after: Form | None = None  # a further check, called if the results are right
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -210,7 +210,7 @@ def _evaluate(form: Form, c: Case) -> dict[str, Tensor]:
 
 
 def _memory(x: Tensor, name: str = "") -> tuple[str, Tensor, Tensor]:
-    """The name, all bytes of x's storage, including gaps between the numbers of x, and a copy of these bytes."""
+    """The name, a view of x's storage as bytes (gaps between elements included), and a copy of these bytes."""
     memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
     return name, memory, memory.clone()
 
@@ -220,9 +220,9 @@ def _describe(name: str, y: Tensor | None) -> str:
 
 
 def _compare(c: Case) -> tuple[float, float] | str:
-    """The errors of operation and reference, or the text of an allowed error that one of them raises.
+    """The numerical errors of operation and reference, or the text of an allowed exception of one of them.
 
-    Raises ValueError if the results differ too much. Raises errors of the operation that are not allowed.
+    Raises ValueError if the results differ too much, and any exception of the operation that is not allowed.
     """
     try:
         reference = _evaluate(c.reference, c)
@@ -244,7 +244,7 @@ def _compare(c: Case) -> tuple[float, float] | str:
         if aliases == [True, False]:
             raise ValueError(f"it returns its input {name} or a view of it; return a clone")
     exact = reference
-    with suppress(Exception):  # the reference may not support float64, or draws other random numbers in it
+    with suppress(Exception):  # the reference may not support float64, or may draw other random numbers in float64
         other = _evaluate(c.reference, replace(c, seed=1))
         if all(torch.equal(_memory(y)[1], _memory(other[name])[1]) for name, y in reference.items()):
             exact = _evaluate(c.reference, c.in_mode("float64"))
@@ -284,7 +284,7 @@ def _errors(own: Any, reference: Any, exact: Any, c: Case) -> Iterator[tuple[str
     for name, y in ((name, y) for name, y in own.items() if y.numel()):
         value, ref, want = (x[name].detach().to(exact[name].dtype) for x in (own, reference, exact))
         want = want.where(want.to(y.dtype).isfinite(), want.to(y.dtype).to(want.dtype))  # y's dtype overflows
-        # Errors of outputs, such as softmax's, reach gradients that cancel to nearly 0.
+        # Gradients that cancel to nearly 0 still have the errors of outputs, such as softmax's.
         floor = min(1.0, *(size for output, size in sizes.items() if output[0] == "o")) * (name[0] == "g")
         largest = max(sizes[name], floor, *(SMALL * size for other, size in sizes.items() if other[0] == name[0]))
         overflows = want.isfinite() & ~((ref - want).abs() <= largest / 2)  # an overflow inside the reference

@@ -21,7 +21,7 @@ from dunes.ops.operation import autocast_dtype, once_differentiable, without_aut
 IGNORE = -100
 """Target id of a position that does not count in the loss, as in PyTorch."""
 CHUNK = {"cpu": 1 << 21}  # logits per chunk that fit the cache
-MIN_TOKENS = 256  # tokens per chunk; the head's width if that is less, to bound the memory of logits
+MIN_TOKENS = 256  # fewest tokens per chunk, or the head's width if that is less, to limit the memory of logits
 LARGE_CHUNK = 1 << 28  # logits per chunk on devices where launching a kernel costs more than memory
 
 
@@ -136,7 +136,7 @@ def _chunk(x: Tensor, head: Tensor, targets: Tensor, mask: Tensor, needs_grad: b
     logits = (x @ head.T).float()
     probs = logits.softmax(-1)
     index = targets.where(mask, 0)[:, None]
-    # The largest probability never underflows, so logsumexp follows from it exactly.
+    # The largest probability never underflows, so logsumexp can be computed from it exactly.
     logsumexp = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
     loss = (logsumexp - logits.gather(1, index))[:, 0].where(mask, 0.0).sum()
     if not needs_grad:

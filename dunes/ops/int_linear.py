@@ -5,11 +5,11 @@ them exactly) and scales the outputs, which takes 0.3 to 0.6 of the time of scal
 reads the codes directly, and for a few rows it is faster than a bfloat16 product. From 16 rows on it is slower
 than the plain implementation, and in float32 it is not vectorized.
 
-int4 codes have one scale and zero point per group of inputs. The packed product reads half a byte per weight: 2048
-x 2048, one thread, 1 / 4 / 16 rows: 0.20 / 0.37 / 1.6 ms. A bfloat16 product takes 0.56 ms; dequantizing into a
-dense matrix takes 3 ms. The packed product sums in float32, with offsets in bfloat16. Rounding the outputs causes
-an error of about 0.2 %, as in a bfloat16 product. The packed layout is private to torch and specific to the CPU,
-so it is never saved, but made from the codes on first use.
+int4 codes have one scale and zero point per group of inputs. The packed product reads half a byte per weight. For
+2048 x 2048 weights and 1 / 4 / 16 rows, it takes 0.20 / 0.37 / 1.6 ms on one thread; a bfloat16 product takes 0.56
+ms, and dequantizing into a dense matrix 3 ms. The packed product sums in float32, with offsets in bfloat16.
+Rounding the outputs causes an error of about 0.2 %, as in a bfloat16 product. The packed layout is private to
+torch and specific to the CPU, so this layout is never saved, but made from the codes on first use.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.
@@ -30,7 +30,7 @@ ALIGNED = 64
 
 INT4_ROWS = 16
 """Maximum rows of the int4 packed product; with 32 rows it takes as long as dequantizing."""
-WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # the kernel's group sizes, and a divisor of the number of outputs
+WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # the int4 kernel's group sizes; OUTPUTS divides the number of outputs
 MIDDLE = 8  # the kernel reads this code as zero
 
 
@@ -66,13 +66,13 @@ def plain(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def packed(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    # Scales passed to the kernel would be rounded to bfloat16, and few rows would differ from many by 0.2 %.
+    # The kernel would round scales to bfloat16; results would differ by 0.2 % from those for many rows.
     sums: Tensor = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), codes, x.new_ones(len(codes)))
     return (sums * scale).to(x.dtype).view(*x.shape[:-1], len(codes))
 
 
 class PackedInt4(NamedTuple):
-    """A matrix in the int4 kernel's layout; `steps` (G, O, 2) has scales and offsets in bfloat16."""
+    """A matrix in the int4 kernel's layout; `steps` (G, O, 2) are scales and offsets in bfloat16."""
 
     codes: Tensor
     steps: Tensor

@@ -40,7 +40,7 @@ def _pairs(x: Tensor, adjacent: bool) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int, adjacent: bool) -> Tensor:
-    # Attention returns its queries' layout; x's layout, tokens first, suits the output projection.
+    # In inference, keep x's layout (tokens first): attention returns it, and the output projection reads it.
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if torch.is_grad_enabled() else torch.empty_like(x)
     (a, b), (first, second) = _pairs(x, adjacent), _pairs(y, adjacent)
     torch.mul(a, cos, out=first)

@@ -6,10 +6,10 @@ especially in the backward pass. Forward and backward, 4 heads of 64, fused / pl
 21 / 9 ms; B=8, one thread, AMD EPYC: 101 / 45 ms with T=512 (71 without blocks), 260 / 169 ms with T=1,024. With
 T=1,024 and two key heads, `plain` was slower on the Xeon (28 / 61 ms, without blocks); it is used up to 512 keys.
 
-`varlen_attention` is the attention of documents packed into one row. Blocks of queries are computed, each with the
-keys from the start of its first document on. So few masked scores are computed, and no scores are saved for the
-backward pass. Blocks start at multiples of QUERY_BLOCK, and BLOCKS_PER_PRODUCT of them form one product. So few
-shapes occur, for each of which oneDNN compiles and caches a kernel.
+`varlen_attention` is the attention of documents packed into one row. It computes blocks of queries, each with the
+keys from the start of the block's first document on. Therefore, few masked scores are computed, and no scores are
+saved for the backward pass. Blocks start at multiples of QUERY_BLOCK, and BLOCKS_PER_PRODUCT of them form one
+product. Therefore, few shapes occur, which matters since oneDNN compiles and caches a kernel for each shape.
 """
 
 # Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim,
@@ -35,7 +35,7 @@ QUERY_BLOCK = 64
 CAUSAL_BLOCK = 512
 """Queries per block in `causal_attention`."""
 
-PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # queries per block; maximum keys, since scores are saved for backward
+PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # of `plain`: queries per block; maximum keys, since it saves the scores
 
 BLOCKS_PER_PRODUCT = 4
 LONG_KEYS = 512

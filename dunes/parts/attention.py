@@ -28,7 +28,7 @@ class Attention(nn.Module):
     """
 
     depends_on_order: ClassVar[bool] = False
-    """True if the part reads tensors that a certain earlier block put into the context."""
+    """True if the part reads tensors that a particular earlier block stored in the context."""
     # Class attributes, which do not change the saved structure of models without these settings.
     scale: float | None = None
     softcap: float | None = None
@@ -127,7 +127,7 @@ class Attention(nn.Module):
 
 
 class ValueResidualAttention(Attention):
-    """Attention whose values are a learned mixture of its own and the first layer's.
+    """Attention whose values are a learned mixture of its own values and the first layer's.
 
     `first` is True for the first layer of a model; later layers mix in the values of the first layer. The other
     arguments are Attention's. The mixture starts with one half of each. https://arxiv.org/abs/2410.17897

@@ -99,8 +99,8 @@ class Cache:
     def start_row(self, new: int, slots: int) -> tuple[int, Tensor]:
         """Begin a forward of a single row with `new` tokens.
 
-        Returns the first slot to write, and the positions (S,) of the slots to read. If `slots` > `new`, positions
-        of later tokens follow; `advance` does not count these tokens.
+        Returns the first slot to write, and the positions (S,) of the slots to read. If `slots` > `new`, these
+        include positions of later tokens, which `advance` does not count.
         """
         self._count(new)
         n = self.max_length - new if self._in_order else int(self.length)
@@ -214,8 +214,8 @@ class Cache:
 class RollingCache(Cache):
     """A cache of the last `window + slack` positions of each row; its memory does not grow with the text.
 
-    Every layer of the model must have a window of at most `window`. From a text longer than the capacity,
-    `truncate` can drop `slack + 1` tokens.
+    Every layer of the model must have a window of at most `window`. Once a text is longer than the capacity,
+    `truncate` can drop at most `slack + 1` tokens.
     """
 
     row_state = ("length", "high_water")

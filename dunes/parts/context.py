@@ -47,7 +47,7 @@ class ForwardContext:
         document_starts: Tensor | None = None,
     ) -> None:
         self.positions, self.cache, self.document_starts = positions, cache, document_starts
-        # True if it is known without reading the tensor that each row has the last T of positions 0..S-1.
+        # True if each row is known, without reading the tensor, to have the last T of positions 0..S-1.
         self.consecutive = consecutive
         self.carried: dict[str, Tensor] = {}
         """Tensors that a layer hands to later layers of this forward, for these tokens, by name."""
@@ -73,7 +73,7 @@ class ForwardContext:
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """The result of `make()`, computed once per `key` and then shared by all layers."""
         if torch.compiler.is_compiling():
-            return make()  # a checkpointed block must not write outside itself, and Inductor merges equal terms
+            return make()  # checkpointing forbids side effects, and Inductor merges the repeated computations
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]
@@ -83,8 +83,11 @@ class ForwardContext:
         return (k, v) if self.cache is None else self.cache.put(layer, k, v, self.positions)
 
     def state(self, name: Hashable, initial: Tensor) -> Tensor:
-        """The recurrent state of this name after the earlier tokens; `initial` (B, ...), which is zero, if no
-        tokens are cached. Raises ValueError for a cache without states."""
+        """The recurrent state of this name after the cached tokens.
+
+        Without cached tokens, it is `initial` (B, ...), which is zero. Raises ValueError for a cache without
+        states.
+        """
         if self.cache is None:
             return initial
         if not isinstance(self.cache, RecurrentCache):
@@ -97,7 +100,7 @@ class ForwardContext:
             self.state(name, state).copy_(state)
 
     def padding(self) -> Tensor | None:
-        """Mask (B, T), True for padding among tokens that continue cached tokens; None if there is no padding."""
+        """Mask (B, T), True for padding among tokens appended to a cache; None without padding or cache."""
         return None if self.cache is None or self.consecutive else self.positions < 0
 
     def documents(self) -> Tensor | None:
@@ -151,7 +154,7 @@ class ForwardContext:
         return self.positions if self.cache is None else self.cache.slot_positions(self.positions.amax(1))
 
     def document_ends(self) -> Tensor:
-        """True (B or 1, T) for the last token of each document, and for padding."""
+        """Mask (B or 1, T), True for the last token of each document, and for padding."""
         if (starts := self.document_starts) is not None:
             follows = starts[None].diff() == 0
         else:
@@ -239,8 +242,8 @@ class WithoutContext(nn.Module):
 def fitted(slot: str, part: Part, arguments: str) -> Part:
     """Return the part if it can be called with these arguments, such as "x, ctx, layer".
 
-    Otherwise raises ValueError that names the slot. torch's own modules take no context, even if they have further
-    parameters. A part with a parameter `ctx` cannot be called without a context.
+    Otherwise raises ValueError with the name of the slot. torch's own modules cannot take a context, even if they
+    have further parameters. A part with a parameter `ctx` cannot be called without a context.
     """
     alone, call = "," not in arguments, _signature(part)
     calls = map(_signature, part.modules()) if isinstance(part, nn.Sequential) else [call]
@@ -291,7 +294,7 @@ def supports_packing(model: nn.Module) -> bool:
 
 
 def undeclared_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules that may mix tokens of documents: those not in PER_TOKEN that do not declare `supports_packing`."""
+    """Modules that may mix documents, because they are not in PER_TOKEN and do not declare `supports_packing`."""
     return [m for m in model.modules() if not _declares_packing(m)]
 
 

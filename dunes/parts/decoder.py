@@ -48,8 +48,9 @@ class Block(nn.Module):
     `dropout` acts on the outputs of attn and mlp, in training only. `attn_post_norm` and `mlp_post_norm` are
     applied to these outputs before they are added; with nn.Identity as `attn_norm` and `mlp_norm`, the block
     normalizes only outputs. With `parallel`, the block is x + attn(attn_norm(x)) + mlp(mlp_norm(x)). Without an
-    MLP (both None), only attn is added. `attn` is called with (x, ctx, layer), or with x if it takes nothing else;
-    the others are called with x. Raises ValueError for a part that does not take these arguments.
+    MLP (`mlp_norm` and `mlp` are None), only attn is added. `attn` is called with (x, ctx, layer), or with x if it
+    takes nothing else; the others are called with x. Raises ValueError for a part that does not take these
+    arguments.
     """
 
     supports_packing = True
@@ -80,7 +81,7 @@ class Block(nn.Module):
             self.parallel = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):  # also where `tree.replace` exchanges a part
+        if isinstance(value, nn.Module):  # also checks parts that `tree.replace` inserts
             value = with_context(name, value) if name == "attn" else fitted(name, value, "x")
         super().__setattr__(name, value)
 
@@ -101,8 +102,8 @@ class SkipBlock(Block):
     """A block that adds an earlier block's input, times a learned weight that starts at 0, to its own input.
 
     `source` is the number of the earlier block, which must be a SkipBlock; None adds nothing. The input of block 0
-    is the embedding. In a U-Net, the last blocks add the inputs of the first blocks.
-    https://github.com/KellerJordan/modded-nanogpt does both.
+    is the embedding, so a `source` of 0 adds the embedding. In a U-Net, the last blocks add the inputs of the
+    first blocks. https://github.com/KellerJordan/modded-nanogpt uses both.
     """
 
     supports_packing = True
@@ -128,7 +129,8 @@ class MultiTokenPredictor(nn.Module):
     """A module of `Decoder.ahead`, which predicts one token further than the module before it.
 
     It applies `block` to a linear map of two normed inputs: the states of the module before it, and the embeddings
-    of later tokens. The head reads the result after `norm`. Section 2.2 of https://arxiv.org/abs/2412.19437.
+    of later tokens. The head is applied to the result after `norm`. Section 2.2 of
+    https://arxiv.org/abs/2412.19437.
     """
 
     supports_packing = True
@@ -150,12 +152,12 @@ class MultiTokenPredictor(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model. With `head=None` the token embedding is also the head (tied weights).
 
-    `softcap` bounds the logits, by softcap * tanh(logits / softcap).
-    Each `MultiTokenPredictor` in `ahead` predicts one token further than the one before it, in training only.
-    `ahead_weight` times the mean of their losses, each over the positions that have such a target, is added to the
-    loss; the losses are the metrics `ahead_1`, ... (multi-token prediction, https://arxiv.org/abs/2404.19737).
-    Documents packed into one row do not attend to each other. If a module's class does not declare
-    `supports_packing`, each document is computed in its own row, and `cache_for` returns None; both are slower.
+    `softcap` bounds the logits, by softcap * tanh(logits / softcap). Each `MultiTokenPredictor` in `ahead`
+    predicts one token further than the one before it, in training only. Its loss is over the positions that have
+    such a target; `ahead_weight` times the mean of these losses is added to the model's loss. These losses are the
+    metrics `ahead_1`, ... (multi-token prediction, https://arxiv.org/abs/2404.19737). Documents packed into one
+    row do not attend to each other. If a module's class does not declare `supports_packing`, each document is
+    computed in its own row, and `cache_for` returns None; both are slower.
     """
 
     supports_packing = True
@@ -334,7 +336,7 @@ class Decoder(nn.Module):
         return total, count, metrics
 
     def _row_losses(self, ids: Tensor, targets: Tensor, positions: Tensor | None) -> RowLosses:
-        """Loss and number of targets of each row; as in `_loss`, tokens without effect may be dropped."""
+        """Loss and number of targets of each row; may drop tokens that do not affect the loss, as `_loss` does."""
         counts, starts = (targets != IGNORE).sum(1), None
         read = self._logits if self._head_mixes else self._states
         if positions is not None and self._uses_varlen(positions := positions.expand_as(ids)):
@@ -347,7 +349,7 @@ class Decoder(nn.Module):
         x, targets = x.flatten(0, 1), targets.flatten()
         if starts is None:
             losses = self._token_losses(x, targets).view(len(counts), -1).sum(1)
-        else:  # targets come first, row by row
+        else:  # `_target_index` returns the targets first, in the order of the rows
             index, sizes = _target_index(targets), counts.tolist()
             each = self._token_losses(x[index], targets[index])[: sum(sizes)]
             losses = torch.stack([row.sum() for row in torch.split(each, sizes)])
@@ -400,7 +402,7 @@ class Decoder(nn.Module):
 
 
 def _next(x: Tensor, ctx: ForwardContext, fill: float) -> Tensor:
-    """x (B, T, ...) of the next token; `fill` where no token of the same document follows."""
+    """x (B, T, ...) shifted so that each token gets the next token's value, or `fill` at a document's end."""
     ends = ctx.document_ends()
     return x.roll(-1, 1).masked_fill(ends.view(*ends.shape, *[1] * (x.dim() - 2)), fill)
 
@@ -441,8 +443,8 @@ def cache_for(
 ) -> Cache | None:
     """An empty cache for `batch` rows of up to `capacity` tokens.
 
-    For a model with recurrent states it is a `RecurrentCache`, with a `format` it is a `QuantizedCache`, and if
-    every layer has a window smaller than the capacity, it is a `RollingCache`; otherwise it is a `Cache`.
+    The cache is a `RecurrentCache` for a model with recurrent states, a `QuantizedCache` if there is a `format`, a
+    `RollingCache` if every layer has a window smaller than the capacity, and otherwise a `Cache`.
 
     Returns None, with a warning, if a module may mix tokens in ways that a KV cache cannot reproduce. The model
     may be compiled or wrapped. Raises ValueError for a `format` with recurrent states or a `LatentAttention`.
@@ -503,7 +505,7 @@ def auxiliary_losses(
     that each kind is balanced as if it were alone. Parts are of one kind if the same method computes their losses.
 
     The sums of a metric are stacked to (parts, ...); vectors of different lengths are padded with -1. `real` (N,)
-    is False for padding; if it is given, each call of a part must have these same N tokens.
+    is False for padding; if it is given, each call of a part must process exactly these N tokens.
     """
     values: dict[str, list[tuple[Any, Any]]] = {}
     for part, tensors in recorded.items():

@@ -23,17 +23,17 @@ class LatentAttention(Attention):
 
     A head's query and key have `nope_dim` dimensions without positions and `rope_dim` dimensions that `position`
     encodes. All heads share the key's dimensions with positions. Values have `value_dim` dimensions. With a
-    `q_rank`, queries are computed from a latent, too. Latents are normed with `eps`. `bias` applies to the
+    `q_rank`, queries are also computed from a latent. Latents are normed with `eps`. `bias` applies to the
     projections to latents and to `out`. Other arguments are Attention's.
 
     The cache stores one key of kv_rank + rope_dim elements per token: the latent and the part with positions. The
-    cache's values have width 0, since values follow from the latents. Without earlier tokens, keys and values of
-    each head are computed. With earlier tokens and few queries, queries are multiplied by the keys' weight and
-    attend to the latents, and the result is multiplied by the values' weight. This does not apply if `kv_b` is a
-    mixture of adapters.
+    cache's values have width 0, since values are computed from the latents. Without earlier tokens, the keys and
+    values of each head are computed. With earlier tokens and few queries, queries are multiplied by the keys'
+    weight and attend to the latents, and the result is multiplied by the values' weight. This does not apply if
+    `kv_b` is a mixture of adapters.
     """
 
-    supports_packing = Attention.supports_packing  # a class with its own forward declares it again
+    supports_packing = Attention.supports_packing  # a class with its own forward must declare it again
     sinks = q_norm = k_norm = None
 
     def __init__(
@@ -92,7 +92,7 @@ class LatentAttention(Attention):
         return self._encode(q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2), ctx)
 
     def compress(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Cache entries (B, 1, T, C + R): the normed latent, and the dimensions with positions of all keys."""
+        """Cache entries (B, 1, T, C + R): the normed latent, and the key dimensions with positions."""
         latent, shared = self.kv_a(x)[:, None].tensor_split([-self.rope_dim], -1)
         return self._encode(torch.cat([self.kv_a_norm(latent).to(shared.dtype), shared], -1), ctx)
 
@@ -104,7 +104,7 @@ class LatentAttention(Attention):
         return torch.cat([k, shared.expand(-1, k.shape[1], -1, -1)], -1).to(v.dtype), v
 
     def _encode(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """x with positions in its last `rope_dim` dimensions."""
+        """x with positions encoded into its last `rope_dim` dimensions."""
         if self.position is None:
             return x
         rest, encoded = x.tensor_split([-self.rope_dim], -1)

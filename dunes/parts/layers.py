@@ -36,7 +36,8 @@ def quick_gelu(x: Tensor) -> Tensor:
 class Embedding(nn.Module):
     """A token embedding. With `positions`, a learned embedding of each position is added.
 
-    The embedding is multiplied by `scale`, rounded to its dtype. `dropout` acts on the sum, in training only.
+    The embedding is multiplied by `scale`, which is rounded to the embedding's dtype. `dropout` acts on the sum,
+    in training only.
     """
 
     supports_packing = True

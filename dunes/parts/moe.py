@@ -37,9 +37,10 @@ class MoE(nn.Module):
     are summed over all micro-batches and ranks. The bias is cast together with the weights, so train in float32.
     `biased` adds a selection bias that training does not change.
 
-    As in DeepSeek V3, with `sigmoid` the probabilities are the sigmoids of the logits, and weights are multiplied
-    by `factor`. With `groups` of successive experts, experts are chosen from the `top_groups` groups in which the
-    two highest biased probabilities have the highest sums. Raises ValueError like `check_groups`.
+    As in DeepSeek V3, the probabilities are the sigmoids of the logits if `sigmoid` is set, and weights are
+    multiplied by `factor`. With `groups` of successive experts, a group's score is the sum of its two highest
+    biased probabilities, and experts are chosen from the `top_groups` groups with the highest scores. Raises
+    ValueError like `check_groups`.
     """
 
     supports_packing = True
@@ -175,8 +176,8 @@ class MoE(nn.Module):
         """Store the experts' matrices one after another, as the function `grouped` reads them.
 
         All gate weights become views of one storage, and so do all up and all down weights; the parameters stay
-        the same objects. Returns False, and changes nothing, unless the experts are unmodified `GatedMLP`s with
-        silu, of equal shape, dtype and device, without biases.
+        the same objects. The experts must be unmodified `GatedMLP`s with silu, of equal shape, dtype and device,
+        without biases; otherwise returns False and changes nothing.
         """
         matrices = self._matrices()
         if matrices is None:
@@ -234,8 +235,8 @@ def choose_experts(scores: Tensor, top_k: int) -> Tensor:
 def load_balance(logits: Tensor, top_k: int, real: Tensor | None = None) -> Tensor:
     """Load-balancing loss of a layer's router logits (N, E); only tokens that are `real` (N, bool) count.
 
-    The loss is E times the sum over experts of (share of tokens) * (mean probability): `top_k` if all experts are
-    used equally, E if `top_k` experts get every token. This is the convention of transformers;
+    The loss is E times the sum over experts of (share of tokens) * (mean probability). It is `top_k` if all
+    experts are used equally, and E if `top_k` experts get every token. transformers has the same convention;
     https://arxiv.org/abs/2101.03961 divides by `top_k`. Training computes the loss per layer, since logits pooled
     over layers can look balanced even if each layer prefers different experts.
     """
@@ -285,8 +286,8 @@ def _count(x: Tensor, real: Tensor | None) -> Tensor:
 class NoisyGate(nn.Module):
     """A router of two linear layers, with noise in training and its own balance loss, as in LLaMA-MoE.
 
-    Returns out(tanh(hidden(x))). In training it adds normal noise of standard deviation softplus(noise(x)) + 0.01.
-    https://arxiv.org/abs/2406.16554, after https://arxiv.org/abs/1701.06538
+    The logits are out(tanh(hidden(x))). In training, normal noise with standard deviation softplus(noise(x)) +
+    0.01 is added. https://arxiv.org/abs/2406.16554, after https://arxiv.org/abs/1701.06538
 
     The balance loss is `balance` times the sum of two squared coefficients of variation over experts: of the
     importance (an expert's summed weights), and of the load (the summed probability of choosing the expert if the

@@ -139,7 +139,7 @@ class Rotary:
     supports_packing: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.head_dim % 2:  # a dimension would be left out with a warning
+        if self.head_dim % 2:  # otherwise one dimension would be left out, with a warning
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,8 +179,9 @@ class PartialRotary:
 class Alibi:
     """ALiBi: a bias of slope * (key position - query position), with one slope per head, and no other positions.
 
-    Head h of H has slope 2^(-8 h / H). If H is no power of two, the slopes of the next smaller power P come first,
-    then every second slope of 2 P heads. https://arxiv.org/abs/2108.12409
+    Head h of H has slope 2^(-8 h / H). If H is not a power of two, the first P heads, where P is the next smaller
+    power, have the slopes of a model with P heads; the other heads have every second slope of a model with 2 P
+    heads. https://arxiv.org/abs/2108.12409
     """
 
     heads: int

@@ -1,10 +1,11 @@
 """A KV cache in 8, 4 or 2 bits: keys quantized per channel, values per token, the last tokens in full precision.
 
 Some channels of keys are large in all tokens (KIVI, https://arxiv.org/abs/2402.02750). So keys are quantized per
-channel, over a group of tokens. Values, without such channels, are quantized per token. A group of G tokens is
+channel, over a group of tokens. Values have no such channels and are quantized per token. A group of G tokens is
 stored as codes as soon as it is complete. A query reads the codes if the entire group is older than the last R
-tokens (the query's own token included); otherwise it reads the group in full precision. So a query's inputs depend
-only on its position, not on how a text was split into forwards, nor on other rows.
+tokens (the query's own token included); otherwise it reads the group in full precision. So the keys and values
+that a query reads depend only on the query's position, not on how a text was split into forwards, nor on other
+rows.
 
 A ring buffer of a few groups stores tokens in full precision for longer than queries read them, so that a short
 rollback is exact.
@@ -72,8 +73,8 @@ def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize float32 values with one grid along `dim`: returns codes, scales and minima.
 
     Codes are uint8 with the shape of x. Scales and minima are float16, with size 1 in `dim`. The minimum is
-    rounded down and the scale up, so that the grid covers all values: `code * scale + minimum` is off by at most
-    half the scale. Values beyond the range of float16 are clipped first.
+    rounded down and the scale up, so that the grid covers all values, and `code * scale + minimum` is off by at
+    most half the scale. Values beyond the range of float16 are clipped first.
     """
     x, levels = x.clamp(-LARGEST, LARGEST), 2**bits - 1
     zero = _round_outwards(x.amin(dim, True), -torch.inf)
@@ -119,17 +120,18 @@ class _Writes:
     groups: Tensor
     """Group indices (B, n) to write; groups still incomplete get the index of an unused extra slot."""
     index: Tensor
-    """Offset (B, T) of each token in the concatenation of these n groups; n * G for a token outside them."""
+    """Offset (B, T) of each token in the concatenated groups to write; n * G for a token outside them."""
     open_slots: Tensor
-    """Ring slots (B, G) of the first of these groups; an earlier forward may have stored its first tokens."""
+    """Ring slots (B, G) of the first group to write, whose first tokens an earlier forward may have stored."""
 
 
 class QuantizedCache(Cache):
     """A quantized KV cache for `capacity` positions in each of `batch` rows.
 
-    `keys` and `values` have each layer's ring of full-precision tokens (B, K, W + 1, D). `codes` (B, K, N + 1, P),
-    `scales` and `minima` have two tensors per layer, of keys and of values; their last group receives incomplete
-    groups. Layers may have windows, but tokens outside all windows still stay in the cache.
+    `keys` and `values` contain each layer's ring of full-precision tokens (B, K, W + 1, D). `codes` (B, K, N + 1,
+    P), `scales` and `minima` contain two tensors per layer, for keys and for values; incomplete groups are written
+    to their last group, which is never read. Layers may have windows, but tokens outside all windows still stay in
+    the cache.
     """
 
     row_state = ("length", "first_whole")
@@ -162,7 +164,7 @@ class QuantizedCache(Cache):
         self._new_positions = positions = positions.expand(self.batch, -1)
         size, ring = self.format.group, self.format.ring
         real, open_group = positions >= 0, self.length // size
-        # Each slot is written once, since a GPU does not define which of several values stays.
+        # Each slot is written once, since the order of several writes to a slot is undefined on a GPU.
         in_ring = real & (positions >= self._ring_start(positions.amax(1))[:, None])
         count = self._completed_count(positions.shape[1])
         numbers = torch.arange(max(size, count), device=real.device)
@@ -282,8 +284,9 @@ class QuantizedCache(Cache):
         """Keep only the first `n` (B,) tokens of each row, or up to G - 1 fewer. Returns the numbers (B,) kept.
 
         Dropping up to SLACK tokens is exact. After dropping more, some of the last tokens may exist only as codes;
-        queries then read the codes, with an error of at most half the scale. If the cut falls inside a group of
-        such codes, the group is dropped, and the caller evaluates its tokens again; no token is quantized twice.
+        queries then read the codes, with an error of at most half the scale. If the cut falls inside a group that
+        exists only as codes, the group is dropped, and the caller evaluates the group's tokens again; no token is
+        quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
         whole_groups = n // self.format.group * self.format.group

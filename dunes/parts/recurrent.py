@@ -46,7 +46,7 @@ class ShortConvolution(nn.Module):
         return {"weight": F.one_hot(torch.tensor(self.weight.shape[1] - 1), self.weight.shape[1])}
 
     def forward(self, x: Tensor, ctx: ForwardContext, layer: int) -> Tensor:
-        """(B, T, C) -> (B, T, C), in x's dtype. The state is the inputs (B, W - 1, C) before the new tokens."""
+        """(B, T, C) -> (B, T, C), in x's dtype. The state is the last W - 1 inputs (B, W - 1, C)."""
         weight, back, length = self.weight.to(x.dtype), self.weight.shape[1] - 1, x.shape[1]
         before = ctx.state((layer, "convolution"), x.new_zeros(len(x), back, x.shape[2]))
         documents, padding, order = ctx.documents(), ctx.padding(), None
@@ -73,7 +73,7 @@ class ShortConvolution(nn.Module):
 class GatedConvolution(nn.Module):
     """A short convolution of a gated input, with a gated output, in place of attention, as in LFM2.
 
-    The result is out(gate * convolution(input * value)); `join` returns input, gate and value one after another.
+    The result is out(gate * convolution(input * value)); `join` returns input, gate and value concatenated.
     https://arxiv.org/abs/2511.23404
     """
 
@@ -114,7 +114,7 @@ def _recur(
 
 
 def _products(heads: int, key: int, value: int, delta: bool = False) -> list[tuple[int, int]]:
-    """Sizes (inputs, outputs) of the recurrence's matrix products per token, without triangular systems."""
+    """Sizes (inputs, outputs) of the recurrence's matrix products per token, except triangular systems."""
     times = 1 + delta
     return [(heads * key, value)] * (1 + times) + [(key, heads * CHUNK)] * times + [(value, heads * CHUNK)]
 
@@ -122,9 +122,9 @@ def _products(heads: int, key: int, value: int, delta: bool = False) -> list[tup
 class GatedDeltaNet(nn.Module):
     """Linear attention by the gated delta rule, in place of attention, with the layout of Qwen3-Next.
 
-    Each of the `key_heads` key heads has a query and a key, shared by `heads / key_heads` value heads. Key head by
-    key head, `project` returns query, key, values and gates, and `rates` returns learning and forgetting rates.
-    Queries, keys and values go through a short convolution. https://arxiv.org/abs/2412.06464
+    Each of the `key_heads` key heads has a query and a key, shared by `heads / key_heads` value heads. `project`
+    returns query, key, values and gates, and `rates` returns learning and forgetting rates, both grouped by key
+    head. Queries, keys and values go through a short convolution. https://arxiv.org/abs/2412.06464
     """
 
     supports_packing = recurrent = True

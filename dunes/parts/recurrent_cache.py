@@ -15,7 +15,7 @@ SNAPSHOTS = 16
 
 
 class RecurrentCache(Cache):
-    """A cache for models with recurrent states; states cannot drop tokens, but return to snapshots.
+    """A cache for models with recurrent states; since states cannot drop tokens, `truncate` restores snapshots.
 
     `states` contains one tensor (B, ...) for each name that `state` was called with, and `snapshots` (B,
     SNAPSHOTS, ...) are earlier states. Layers without keys and values take no memory for them.
@@ -85,8 +85,8 @@ class RecurrentCache(Cache):
     def truncate(self, n: Tensor) -> Tensor:
         """Keep at most the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain.
 
-        A row that has to drop tokens, or whose last forward was interrupted, returns to its longest snapshot of at
-        most `n` tokens, or is emptied; the caller must evaluate later tokens again.
+        A row that has to drop tokens, or whose last forward was interrupted, is restored from its longest snapshot
+        of at most `n` tokens, or emptied if there is none; the caller must evaluate later tokens again.
         """
         n = torch.minimum(self.length, n.to(self.length))
         usable = torch.where(self.snapshot_lengths <= n[:, None], self.snapshot_lengths, 0)
