@@ -50,11 +50,11 @@ SHARES = 0.09, 0.06
 ALONE = 0.15, 0.35
 """SHARES for a run that trains no weights."""
 FITTED = 0.2
-"""Minimum fraction of the time for gate positions that is reserved for fitting the gate."""
+"""At least this fraction of the time for gate positions is reserved for fitting the gate."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
-"""Minimum number of cursors per file, if it has enough lines; the number of files is limited accordingly."""
+"""Minimum number of cursors in a file with enough lines; the number of files is limited accordingly."""
 FEWEST = 3
 """With fewer files than this, the comparison of model and copying never disables the model."""
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -105,9 +105,9 @@ def begin_completion(run: Path, files: CompletionFiles, architecture: Architectu
 
 @dataclass(frozen=True)
 class FitSize:
-    """Numbers of gate positions (`places`) and `cursors` to fit on. `limits` are the seconds after which no
-    further positions, and no further cursors, are evaluated. `seconds` are the estimated durations: for positions,
-    including the fit of the gate, and for cursors."""
+    """Numbers of gate positions (`places`) and `cursors` to fit on. `limits` and `seconds` have one value for
+    positions and one for cursors: the seconds after which no further ones are evaluated, and the estimated
+    duration, which for positions includes the fit of the gate."""
 
     places: int
     cursors: int
@@ -119,7 +119,7 @@ class FitSize:
         """The size for a run of `seconds`; one thread validates a token in `per_token` seconds.
 
         Gate positions and cursors take at most the fractions `shares` of the run's time. Without `per_token`, time
-        is not limited, so the numbers alone determine the result of the fit.
+        is not limited, so the fit depends only on the numbers of positions and cursors.
         """
         places, cursors = (int(min(most, max(least, rate * seconds))) for rate, least, most in (PLACES, CURSORS))
         most = tuple(share * seconds if per_token else math.inf for share in shares)
@@ -283,7 +283,8 @@ def closing_seconds(files: CompletionFiles, size: FitSize) -> float:
 def fit_mixture(
     engine: CompletionEngine, texts: Sequence[NamedText], most: int, seconds: float = math.inf
 ) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
-    """Fit two gates for the engine's model and index. Returns both (or None for texts without tokens) and facts.
+    """Fit two gates for the engine's model and index. Returns both gates (None for texts without tokens) and
+    facts.
 
     The first gate is fitted without every third text, so that thresholds fitted on these unseen texts are not
     overconfident. The second gate, for use, is fitted on all texts. The changes of both gates are scaled by the
@@ -332,7 +333,7 @@ class Interval:
 
 
 def file_means(values: Sequence[float], files: Sequence[int]) -> np.ndarray:
-    """Mean of the values of each file, float (F,); `files` has the file index of each value."""
+    """Mean of the values of each file, float (F,); `files` contains the file index of each value."""
     _, owners = np.unique(np.asarray(files, int), return_inverse=True)
     means: np.ndarray = np.bincount(owners, np.asarray(values, float)) / np.bincount(owners)
     return means

@@ -20,13 +20,14 @@ from dunes.text.lines import split_lines
 
 LEAST = 3
 """Minimum characters of a half-typed name."""
-SAME, OTHER = 0.98, 0.55
-"""Probability of the only name that continues a half-typed word: SAME if this name was already suggested, OTHER if
-it replaces a less probable word."""
+SAME = 0.98
+"""Probability of the only name that continues a half-typed word, if this name was already suggested."""
+OTHER = 0.55
+"""Probability of the only name that continues a half-typed word, if the name replaces a less probable word."""
 REPEATED = 0.75, 0.4
-"""Probabilities of the first word and of the full rest, if the line above is suggested with other names."""
+"""Probabilities of the first word and of the full rest for a suggestion of the line above with other names."""
 RENAMED = 0.65, 0.2
-"""Probabilities of the first word and of the full rest, if a copied line is suggested with other names."""
+"""Probabilities of the first word and of the full rest for a suggestion of a copied line with other names."""
 REACH = 20_000
 """Number of characters above and below the cursor that are searched for lines."""
 SCOPE = 80
@@ -161,7 +162,7 @@ def repeated(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion, if it is a copied line, with names from around the cursor.
+    """A suggestion that is a copied line, with its names replaced by names near the cursor.
 
     The lines above the cursor are compared with the lines above the copied line. If two of these lines differ only
     in names, the suggestion gets the names above the cursor; names that occur in the function at the cursor are
@@ -221,7 +222,8 @@ def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def not_again(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion, cut before the name that it defines if another line of the block defines the same name."""
+    """The suggestion, cut before the name that it defines, if another line of the block already defines this
+    name."""
     typed, defined = place.typed.lstrip(), _defined(place.typed + first_line(best.text))
     if len(defined) <= len(typed) or defined not in map(_defined, place.block()):
         return None
@@ -229,8 +231,8 @@ def not_again(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
-    """For each line of the source that ends like `line`, yield a list: the tokens of that line, and of each line
-    above."""
+    """For each longest match of the end of `line`, yield a list: the tokens of the matched line, and the tokens of
+    each line above it."""
     length, positions = source.longest(line[-DEPTH_BYTES:])
     for place in positions if 2 * length >= min(len(line), DEPTH_BYTES) else ():
         end = source.text.find(b"\n", place)

@@ -40,8 +40,10 @@ READ = 128
 """Maximum number of prompt tokens when speed is measured."""
 WRITTEN = 16
 """Maximum number of tokens, after the first generated token, whose decoding is timed."""
-ROUNDS, SECONDS = (6, 40), 5.0
-"""Minimum and maximum number of rounds, and the processor time in seconds after which no further round begins."""
+ROUNDS = (6, 40)
+"""Minimum and maximum number of rounds."""
+SECONDS = 5.0
+"""Processor time in seconds after which no further round begins, once the minimum is reached."""
 PHASES = {"prefill": "reading a prompt", "decode": "decoding"}
 
 
@@ -203,7 +205,8 @@ def _id_array(ids: TokenIds) -> Any:
 
 
 def measure_speeds(folders: Sequence[Path], file: Path) -> dict[str, list[tuple[float, ...]]]:
-    """Tokens per second of processor time on one thread: by phase, one tuple (value per folder) per round.
+    """Tokens per second of processor time on one thread. Each phase has a list with one tuple per round, which
+    contains one value per folder.
 
     The folders alternate in the order A B, B A. `file` is as in `measure_folder`.
     """
