@@ -149,7 +149,7 @@ def _copy_line(
 
 
 def name_in_sources(path: Path, folder: Path) -> str:
-    """The file's name in training, which is its path relative to the source that contains it."""
+    """The file's name in training: the path relative to the source that contains the file."""
     for source in training_sources(folder, of_anyone=True)[0]:
         with suppress(OSError, ValueError, RuntimeError):  # a path of another user may be invalid here
             for root in map(Path.resolve, source_roots(source)):

@@ -265,8 +265,7 @@ class CompletionEngine:
         return sources
 
     def far(self, name: str, texts: Collection[NamedText] = ()) -> list[TextSource]:
-        """The sources in `texts`, in open files, and in unchanged files of the index; the file `name` of the
-        latter two is left out."""
+        """The sources in `texts` and, without the file `name`, in open files and unchanged files of the index."""
         sources = self._open.far(name)
         if self.index:
             hidden = self.index.names & {name, *self._open.texts}
@@ -284,8 +283,8 @@ class CompletionEngine:
         return Sources(near, self.far(name, texts), self._vocabulary)
 
     def _mixture_of(self, width: int) -> Mixture:
-        """The mixture for `width` beams. A compiled step, whose weights may be rounded, is used for a single beam
-        only."""
+        """The mixture for `width` beams. A compiled step, whose weights may be rounded, is used only for a single
+        beam."""
         step = self._find_step() if width == 1 else None
         mixture = self._mixtures.get(width)
         if mixture is None or mixture.logits.cache.step is not step:

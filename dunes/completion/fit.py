@@ -44,7 +44,7 @@ SECONDS = 1.2e-3, 1.5e-2
 FIT_SECONDS = 1.5e-3
 """Seconds per position for fitting the gate."""
 TOKENS = 10, 250
-"""Numbers of validation tokens that cost as much as the model's forwards per gate position and per cursor."""
+"""The model's forwards per gate position and per cursor take as long as the validation of this many tokens."""
 SHARES = 0.09, 0.06
 """Maximum fractions of the run's time for gate positions and for cursors."""
 ALONE = 0.15, 0.35
@@ -105,9 +105,9 @@ def begin_completion(run: Path, files: CompletionFiles, architecture: Architectu
 
 @dataclass(frozen=True)
 class FitSize:
-    """Numbers of gate positions (`places`) and `cursors` to fit on. `limits` and `seconds` have one value for
-    positions and one for cursors: the seconds after which no further ones are evaluated, and the estimated
-    duration, which for positions includes the fit of the gate."""
+    """Numbers of gate positions (`places`) and `cursors` to fit on. `limits` are the seconds after which the
+    evaluation of positions and of cursors stops. `seconds` are the estimated durations for positions (including
+    the fit of the gate) and for cursors."""
 
     places: int
     cursors: int
@@ -131,7 +131,8 @@ class FitSize:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread inside the `with` block, since more threads only wait for single tokens."""
+    """Limit torch to one thread inside the `with` block, since further threads mostly wait when single tokens are
+    evaluated."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -149,7 +150,8 @@ def finish_completion(
     copies: Copies = "auto",
     save: Callable[[], object] = lambda: None,
 ) -> str:
-    """Fit gate and thresholds on texts unseen by model and index, index these texts, too, and write everything.
+    """Fit gate and thresholds on texts that neither the model nor the index has seen, add these texts to the
+    index, and write everything.
 
     `loaded` is the model as it will be loaded for completion, and `copies` the option of `dunes train`. `save` is
     called after an earlier gate is deleted; until the new gate is written, lines are copied. Returns a line for

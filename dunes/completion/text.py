@@ -103,7 +103,7 @@ class FileTokenizer:
         return tuple(chain.from_iterable(self._line(text[i : i + LINE]) for i in range(0, len(text), LINE)))
 
     def split_typed(self, ids: Sequence[int]) -> tuple[Sequence[int], bytes]:
-        """Split ids into the ids to keep, and the bytes of the last ids, which a longer token could replace.
+        """Split ids into the ids to keep, and the bytes of those last ids that a longer token could replace.
 
         After more typing, the last tokens may become one longer token. Characters that are in no token of the
         vocabulary are never replaced.

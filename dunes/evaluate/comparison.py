@@ -35,7 +35,7 @@ from dunes.units import format_bytes
 SCORED = 65_536
 """Approximate number of validation tokens that are scored."""
 COMPARED = 8_192
-"""Approximate number of validation tokens after which the most probable next tokens are compared."""
+"""Approximate number of validation tokens at which the models' most probable next tokens are compared."""
 READ = 128
 """Maximum number of prompt tokens when speed is measured."""
 WRITTEN = 16

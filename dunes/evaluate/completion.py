@@ -1,6 +1,6 @@
 """Evaluate line completion: a table that compares a model with copying alone.
 
-Only files outside the model's training text are scored, except for lines that resemble a training line.
+Only files outside the model's training text are scored, without the lines that resemble a training line.
 """
 
 import math
@@ -103,7 +103,7 @@ class LineIndex:
                 self._sets.setdefault(token, []).append(tokens)
 
     def has_similar(self, line: str) -> bool:
-        """True if the line has at least FEWEST tokens, and equals a line of the texts or has a similar token
+        """True if the line has at least FEWEST tokens, and a line of the texts is equal or has a similar token
         set."""
         words = _TOKEN.findall(line)
         if len(words) < FEWEST:
