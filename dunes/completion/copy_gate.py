@@ -87,7 +87,7 @@ class Places(NamedTuple):
         return cls(features, logprobs, mask, best, target, target_logprob, rest_logprob)
 
     def set(self, row: int, id: int, logprobs: Tensor, candidates: Candidates) -> None:
-        """Set a row to a position with the target `id` and the model's log-probabilities (V,)."""
+        """Store a position, with the target `id` and the model's log-probabilities (V,), in a row."""
         ids = candidates.ids[:ROOM]
         hits, count = (ids == id).nonzero(), len(ids)
         self.features[row, :count], self.logprobs[row, :count] = candidates.features[:count], logprobs[ids]

@@ -24,8 +24,8 @@ PROPOSED = 16
 ROOM = 128
 """Cache capacities are multiples of this, since enlarging a cache copies all its keys and values."""
 PIECE = 256
-"""Minimum number of prompt tokens evaluated between two checks for cancellation. With 135M parameters, pieces of
-32 tokens took 1.5 times (float32) to 2.5 times (bfloat16) as long per token as longer pieces."""
+"""Minimum number of prompt tokens evaluated between two checks for cancellation. With 135M parameters, a token
+took 1.5 times (float32) to 2.5 times (bfloat16) as long in pieces of 32 tokens as in longer pieces."""
 FEW = 32
 """A request with fewer texts than this and than the previous request may have been cancelled, so the next request
 drops no entries."""

@@ -97,7 +97,7 @@ def prepare_completion(
 
 
 def begin_completion(run: Path, files: CompletionFiles, architecture: Architecture) -> str:
-    """Write the index of a run, so that lines can be copied during training. Returns a line for the user."""
+    """Write the index of a run, so that lines can be copied during training. Returns a message for the user."""
     write_index(run, files.index, files.sources, files.follow_links)
     folder = shlex.quote(str(run)) + architecture.trust_option
     return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
@@ -154,7 +154,7 @@ def finish_completion(
     index, and write everything.
 
     `loaded` is the model as it will be loaded for completion, and `copies` the option of `dunes train`. `save` is
-    called after an earlier gate is deleted; until the new gate is written, lines are copied. Returns a line for
+    called after an earlier gate is deleted; until the new gate is written, lines are copied. Returns a message for
     the user.
     """
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
@@ -259,8 +259,8 @@ def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
 
 
 def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, str]:
-    """True if lines are to be copied without the model, and the reason for the user; `copies` is the option of
-    `dunes train`."""
+    """Returns True if lines are to be copied without the model, and the reason as text for the user; `copies` is
+    the option of `dunes train`."""
     if copies == "only":
         return True, "--copies only: lines are copied, without the model"
     if not files:

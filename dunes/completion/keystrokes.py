@@ -70,9 +70,9 @@ def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count
     cursor inside brackets that the line closes later occurs a second time, as if an editor had inserted the
     closing brackets behind the cursor.
 
-    Lines are drawn without replacement, then a character in each line, so that long lines have no more cursors
-    than short ones. A cursor inside a line is after the first and before the last character of the line without
-    indentation.
+    Lines are drawn without replacement, and one character is drawn in each line, so that long lines have no more
+    cursors than short ones. A cursor inside a line is after the first and before the last character of the line
+    without indentation.
     """
     random = _generator(name, text, seed)
     longer = [line for line in lines if len(line.text) > 1]

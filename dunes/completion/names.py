@@ -31,7 +31,7 @@ RENAMED = 0.65, 0.2
 REACH = 20_000
 """Number of characters above and below the cursor that are searched for lines."""
 SCOPE = 80
-"""Maximum lines of a function above the cursor."""
+"""Maximum number of lines above the cursor that are searched for the header of its function."""
 ALIKE = 6
 """Number of lines above the cursor and above a copied line that are compared."""
 LINE = 400
@@ -115,12 +115,13 @@ class Place:
         return frozenset(re.findall(r"(?<![.>$\w])\$?\w+", "\n".join(lines)))
 
     def names(self, part: str) -> Mapping[str, None]:
-        """The names in the file and in open files that begin with `part`."""
+        """The names that begin with `part`, in the file and in open files."""
         texts = self.before[: -len(part)], self.after, *self.opened
         return dict.fromkeys(name for text in texts for name in _names(text, part))
 
     def headers(self, name: str) -> Iterator[tuple[str, list[str]]]:
-        """For each definition of the function `name`, yield the line up to this name, and the parameters."""
+        """For each definition of the function `name`, yield the line up to this name, and a list of the
+        parameters."""
         for text in (self.before, self.after, *self.opened):
             for match in re.finditer(rf"{name}\(([^()]*)\)", text):
                 defined = _defined(text[text.rfind("\n", 0, match.start()) + 1 : match.end()])

@@ -305,8 +305,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """The closing brackets missing at the end of a text, innermost first, and None. For a text with an unmatched
-    closing bracket: an empty string, and the position of the first such bracket."""
+    """The closing brackets missing at the end of a text, innermost first, and None; if the text has an unmatched
+    closing bracket, an empty string and the position of the first such bracket."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:

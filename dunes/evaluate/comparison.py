@@ -76,7 +76,7 @@ class Speed:
 
     @classmethod
     def of(cls, rounds: Sequence[tuple[float, float]]) -> "Speed":
-        """The speed from the tokens/s (before, after) of at least six rounds."""
+        """Summarize the tokens/s (before, after) of at least six rounds."""
         ratios, count = sorted(after / before for before, after in rounds), len(rounds)
         tails = accumulate(math.comb(count, i) for i in range(count))
         cut = sum(tail <= 0.025 * 2**count for tail in tails)
