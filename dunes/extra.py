@@ -9,7 +9,8 @@ from typing import Any
 
 
 def extra(module: str, name: str) -> Any:
-    """Import a module of an optional package. If that fails, raises ValueError that names the extra to install."""
+    """Import a module of an optional package. If that fails, raises ValueError with the name of the extra to
+    install."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -289,11 +289,11 @@ def fit_mixture(
     facts.
 
     The first gate is fitted without every third text, so that thresholds fitted on these unseen texts are not
-    overconfident. The second gate, for use, is fitted on all texts. The changes of both gates are scaled by the
-    factor that is best for the first gate on the unseen texts, since an unscaled gate fitted on few or dissimilar
-    texts makes unseen text less probable. The facts contain this factor, and the loss in nats/token on the unseen
-    texts, without a gate and with the first gate. At most `most` positions are collected, and none after
-    `seconds`.
+    overconfident. The second gate, which is used for completion, is fitted on all texts. The changes of both gates
+    are scaled by the factor that is best for the first gate on the unseen texts, since an unscaled gate fitted on
+    few or dissimilar texts makes unseen text less probable. The facts contain this factor, and the loss in
+    nats/token on the unseen texts, without a gate and with the first gate. At most `most` positions are collected,
+    and none after `seconds`.
     """
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized

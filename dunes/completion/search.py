@@ -123,7 +123,8 @@ class LineSearch:
         return text.rstrip("\r\n")
 
     def logprob(self, beam: Beam, text: str) -> float:
-        """Log-probability that this text follows the typed part, and that its last identifier is complete."""
+        """Log-probability that this text follows the typed part, and that the last identifier of this text is
+        complete."""
         total, size, end, ids = 0.0, 0, len(self.mixture.copies.typed) + len(text.encode()), [*self.prompt]
         for id, logprob in zip(beam.ids, beam.logprobs, strict=True):
             if size >= end:

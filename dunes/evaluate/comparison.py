@@ -97,7 +97,7 @@ class Speed:
 class Comparison:
     """Both measurements, and the fraction of validation tokens after which both models predict the same token.
 
-    `speeds` has an entry for each of PHASES; it is empty if memory cannot hold both models at once.
+    `speeds` maps each of PHASES to its speed, or is empty if memory cannot hold both models at once.
     """
 
     before: Measurement
@@ -135,7 +135,8 @@ class Comparison:
 
 
 def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparison | str:
-    """Measure both folders, and their loss on `ids` if given. Returns a message if a process failed."""
+    """Measure both folders, and their loss on `ids` if given. Returns an error message instead if a process
+    fails."""
     try:
         with TemporaryDirectory() as scratch:
             if ids is not None:

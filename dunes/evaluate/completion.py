@@ -88,8 +88,8 @@ class ScoredFiles:
 class LineIndex:
     """The lines of texts, indexed to find near-duplicates of a line.
 
-    Two token sets are compared only if they share one of their rarest tokens: similar sets share one of their
-    `|set| - ceil(0.8 |set|) + 1` rarest tokens (prefix filtering, https://doi.org/10.1145/1242572.1242591).
+    Two token sets are compared only if they share one of their rarest tokens, since similar sets share one of
+    their `|set| - ceil(0.8 |set|) + 1` rarest tokens (prefix filtering, https://doi.org/10.1145/1242572.1242591).
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
