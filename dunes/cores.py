@@ -1,7 +1,7 @@
 """Let waiting OpenMP threads spin while the cores are idle, and sleep early while other programs use the cores.
 
 A waiting libgomp thread (PyTorch's OpenMP on Linux) spins 300,000 times before it sleeps. While other programs
-run, a spinning thread may occupy the core that the awaited thread needs, so that a training step took 25 times as
+run, a spinning thread may occupy the core that the awaited thread needs; this made a training step 25 times as
 long. On an idle machine, always sleeping early costs 17 % (docs/log/training.md, "Waiting threads by need;
 measured once, kept for ever"). libgomp spins less while it manages more threads than the machine has processors,
 and checks this at each wait (`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). So a watcher

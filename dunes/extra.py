@@ -9,7 +9,8 @@ from typing import Any
 
 
 def extra(module: str, name: str) -> Any:
-    """Import a module of an optional package. If that fails, raises ValueError that names the extra to install."""
+    """Import a module of an optional package. If that fails, raises ValueError with the name of the extra to
+    install."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -36,7 +37,7 @@ def attributes_of(package: str, files: Sequence[str], names: Sequence[str]) -> C
 def python_command(*arguments: str) -> tuple[list[str], dict[str, str]]:
     """The command and the environment that run Python with these arguments and this process's `sys.path`.
 
-    `-P` keeps the working directory out of `sys.path`, since it may contain a `json.py` of the user.
+    `-P` keeps the working directory out of `sys.path`, since that directory may contain the user's own `json.py`.
     """
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return [sys.executable, "-P", *arguments], os.environ | {"PYTHONPATH": path}

@@ -134,7 +134,7 @@ class Display:
 def shown_by(show: Show | None = None, scale: Callable[[float], float] = lambda done: done) -> Iterator[None]:
     """Inside the `with` block, call `show` for each report, after mapping the fraction done by `scale`.
 
-    By default, `show` is the function already in use outside.
+    By default, `show` is the function in use outside the block.
     """
     outer = show or _show.get()
     token = _show.set(lambda text, done: outer(text, scale(done)))
@@ -238,8 +238,8 @@ def print_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str
     """Print a table: labels and bars left-aligned, figures right-aligned.
 
     A table that is wider than the terminal is printed in several parts, since truncated or wrapped figures would
-    mislead. Each part has the first `keys` columns, which identify a line, and at least one other column. A column
-    without a title contains text, and stays in one part with the column before it.
+    mislead. Each part repeats the first `keys` columns, which identify a line, and adds at least one other column.
+    A column without a title contains text, and stays in the same part as the column before it.
     """
     from rich.cells import cell_len
 

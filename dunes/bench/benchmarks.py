@@ -8,7 +8,8 @@
         ...
 
 `Work.bytes` counts each weight once per batch, and also the keys and values of earlier tokens, like the inference
-benchmarks of gpt-fast and nanochat. Experts are counted as often as uniform routing would select them.
+benchmarks of gpt-fast and nanochat. An expert counts with the probability that uniform routing selects it for any
+of the tokens.
 """
 
 import warnings
@@ -42,8 +43,8 @@ Make = Callable[[Subject, Setting], Work]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: the function that makes its workload, its default batch size, memory estimate, and the settings
-    it reads.
+    """A benchmark: a function that makes the workload, the default batch size, the memory estimate, and the
+    settings that the function reads.
 
     `memory` is None if the memory is not estimated.
     """
@@ -202,7 +203,8 @@ def weight_bytes(model: Decoder, tokens: int = 1) -> float:
     """Bytes of weights, codes and scales that a forward pass over `tokens` tokens reads.
 
     Embedding tables are left out, since only a few rows are read; a table that the head shares is counted. Only
-    active adapters are counted. Experts are counted as often as uniform routing would select them.
+    active adapters are counted. An expert counts with the probability that uniform routing selects it for any of
+    the tokens.
     """
     tied = _table(model).nbytes if model.head is None else 0
     all_weights, embeddings = _active_bytes(model.trunk), _active_bytes(model.embed)

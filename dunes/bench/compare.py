@@ -99,7 +99,7 @@ def _label(columns: Sequence[str], key: Sequence[Any]) -> str:
 
 
 def _ceilings(a: Sequence[Row], b: Sequence[Row]) -> dict[str, tuple[Any, Any]]:
-    """The machine's own median rates during A and during B, which do not depend on the program."""
+    """Median rates of the machine itself, which do not depend on the program, during A and during B."""
     results = {}
     for name in ("matmul", "read"):
         x, y = ([float(r[name]) for r in side if r.get(name)] for side in (a, b))
@@ -128,7 +128,8 @@ def hodges_lehmann(
 
 
 def _critical(n: int, tail: float) -> int | None:
-    """Number of sorted means to cut at each end, for Wilcoxon's signed ranks of n values; None for too small n.
+    """Number of sorted means to cut at each end, from Wilcoxon's signed-rank distribution for n values; None if n
+    is too small.
 
     The number is the largest s with P(sum of positive ranks <= s) <= `tail`.
     """

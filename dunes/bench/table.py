@@ -79,7 +79,7 @@ def print_times(report: Report, overhead: float) -> None:
 
 
 def print_memory(log: Allocations) -> None:
-    """Print the memory at the peak, by kind, and the modules or functions that allocated most of it."""
+    """Print the peak memory by kind, and the modules or functions that allocated most of it."""
     peak = log.peak or 1
     kinds = [[k, format_bytes(b), f"{b / peak:.1%}", bar(b / peak)] for (k,), b in log.by("kind").items()]
     print_table(f"peak tensor memory: {format_bytes(log.peak)}", ["", "bytes", "share", ""], kinds)
@@ -111,7 +111,8 @@ def print_estimates(results: Sequence[MemoryEstimate], truths: Sequence[Measured
 
 
 def bar(share: float, width: int = 30) -> str:
-    """A text bar for `share` (0 to 1), up to `width` characters long; its length has steps of 1/8 character."""
+    """A text bar for `share` (0 to 1), up to `width` characters long; its length is a multiple of 1/8
+    character."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 

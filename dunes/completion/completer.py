@@ -57,7 +57,7 @@ class FolderCompleter(CompletionEngine):
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
         """The most probable suggestions. Only the copied line is returned if no gate was fitted, or if the model
-        was worse than copying on validation lines. Raises Cancelled if `options.cancelled()`."""
+        was worse than copying on validation lines. Raises Cancelled once `options.cancelled()` is true."""
         if not self.copies:
             return super().alternatives(before, after, name, options)
         opened, far = newest(self._open.texts, name, options), self.far(name, options.files)
@@ -69,7 +69,7 @@ class FolderCompleter(CompletionEngine):
         return self.index.texts() if self.index else []
 
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
-        """Minimum first-word probability of shown suggestions, so that users accept about the share `acceptance`.
+        """Minimum first-word probability at which users accept about the share `acceptance` of shown suggestions.
 
         The result is the lowest threshold fitted for at least this share, 0 if no threshold was fitted, or 2 (show
         nothing) if all thresholds were fitted for lower shares.
@@ -110,7 +110,8 @@ class CopyCompleter:
     def alternatives(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[Suggestion]:
-        """A list with one suggestion, cut at a stop string. Raises Cancelled if `options.cancelled()`."""
+        """A list with one suggestion, cut at a stop string. Raises Cancelled once `options.cancelled()` is
+        true."""
         opened = newest(self._open, name, options)
         sources = [TextSource(text.encode(errors="replace")) for text in reversed(opened)]
         far = [self._without(self.index.names & {name, *self._open}), *sources]
@@ -138,7 +139,8 @@ def _copy_line(
     options: CompleteOptions,
     shorten: Callable[[str, int | None], str],
 ) -> Suggestion:
-    """The copied line, cut at a stop string and by `shorten`. Raises Cancelled if `options.cancelled()`."""
+    """The copied line, cut at a stop string and by `shorten`. Raises Cancelled once `options.cancelled()` is
+    true."""
     if options.cancelled():
         raise Cancelled("a newer request came")
     near, copier = near_text(before), CopyNearest(far)
@@ -147,7 +149,7 @@ def _copy_line(
 
 
 def name_in_sources(path: Path, folder: Path) -> str:
-    """The file's name in training, which is its path relative to the source that contains it."""
+    """The file's name in training: the path relative to the source that contains the file."""
     for source in training_sources(folder, of_anyone=True)[0]:
         with suppress(OSError, ValueError, RuntimeError):  # a path of another user may be invalid here
             for root in map(Path.resolve, source_roots(source)):
@@ -202,8 +204,9 @@ def find_completer(
 class CopyNearest:
     """Copies the text that follows the longest match (at most 128 bytes) of the text before the cursor.
 
-    Matches are searched in `far` and in the file above and below the cursor. Among equally long matches, those in
-    the file have priority, and in each text the last match. Probabilities only serve to rank matches by length.
+    Matches are searched in `far` and in the file above and below the cursor. Among equally long matches, a match
+    in the file is preferred to one in `far`, and within a text, the last one is used. The probabilities only rank
+    matches by length.
     """
 
     def __init__(self, far: Sequence[TextSource]) -> None:

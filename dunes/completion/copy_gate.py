@@ -35,7 +35,7 @@ STEPS = (200, 1600)
 """Minimum and maximum number of Adam steps. 800 steps on 500 positions overfitted, so that the mixture was worse
 than the model alone."""
 PLACES_PER_STEP = 5
-"""The number of Adam steps is the number of positions divided by this, within the minimum and maximum."""
+"""Number of positions per Adam step, before the number of steps is clamped to the range STEPS."""
 FACTORS = 20
 """Number of positive factors that `best_factor` tries."""
 RENEWED = 100
@@ -43,17 +43,17 @@ RENEWED = 100
 CONTEXT = 64
 """Maximum number of ids before a position that are compared with the sources."""
 ROOM = 3 * CANDIDATES + TOP
-"""Maximum number of candidates of a position."""
+"""Maximum number of candidates per position."""
 PLACE_BYTES = 4 * ROOM * (Copies.FEATURES + 2)
 """Memory of a position in bytes. While two `Places` are concatenated, each position is in memory twice."""
 WINDOW = 512
-"""Maximum number of ids in a forward; half of them precede the chunk. With 8,192, 65 tokens were evaluated per
+"""Maximum number of ids in a forward; half of them precede the chunk. With 8,192 ids, 65 tokens were evaluated per
 position."""
 CHUNK = 64
 """Approximate number of positions in a contiguous chunk."""
 FEWEST = 8
-"""Minimum positions per text. With fewer, most positions came from many small files and had little text above
-them, and the gate was 0.17 nats worse at other positions (docs/log/completion.md, "Completion of lines:
+"""Minimum positions per text. With a lower minimum, most positions came from many small files and had little text
+above them, and the gate was 0.17 nats worse at other positions (docs/log/completion.md, "Completion of lines:
 probabilities given what is typed, a gate of whole files")."""
 FORMAT = 2
 REMEDY = "remove gate.json there to complete by copying alone, or train again"
@@ -87,7 +87,7 @@ class Places(NamedTuple):
         return cls(features, logprobs, mask, best, target, target_logprob, rest_logprob)
 
     def set(self, row: int, id: int, logprobs: Tensor, candidates: Candidates) -> None:
-        """Set a row to a position with the target `id` and the model's log-probabilities (V,)."""
+        """Store a position, with the target `id` and the model's log-probabilities (V,), in a row."""
         ids = candidates.ids[:ROOM]
         hits, count = (ids == id).nonzero(), len(ids)
         self.features[row, :count], self.logprobs[row, :count] = candidates.features[:count], logprobs[ids]
@@ -123,7 +123,7 @@ def fit_gate(places: Places) -> Gate:
 
 
 def best_factor(gate: Gate, places: Places) -> float:
-    """The factor by which to multiply the gate's changes, from 0 (the model alone) to 1, for the lowest loss."""
+    """The factor for the gate's changes, from 0 (the model alone) to 1, that gives the lowest loss."""
     change = gate(places.features, places.logprobs, places.best)
     factors = [number / FACTORS for number in range(FACTORS, -1, -1)]
     return min(factors, key=lambda factor: float(places.mixture_loss(factor * change).mean()))

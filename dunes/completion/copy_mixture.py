@@ -24,11 +24,11 @@ PROPOSED = 16
 ROOM = 128
 """Cache capacities are multiples of this, since enlarging a cache copies all its keys and values."""
 PIECE = 256
-"""Minimum number of prompt tokens evaluated between two checks for cancellation. With 135M parameters, pieces of
-32 tokens took 1.5 times (float32) to 2.5 times (bfloat16) as long per token as longer pieces."""
+"""Minimum number of prompt tokens evaluated between two checks for cancellation. With 135M parameters, a token
+took 1.5 times (float32) to 2.5 times (bfloat16) as long in pieces of 32 tokens as in longer pieces."""
 FEW = 32
-"""A request with fewer texts than this, and with fewer than the previous request, may have been cancelled; in this
-case, the next request drops no entries."""
+"""A request with fewer texts than this and than the previous request may have been cancelled, so the next request
+drops no entries."""
 
 
 @dataclass
@@ -56,7 +56,8 @@ class RememberedLogits:
         self._current = dict[tuple[int, ...], Entry]()
 
     def begin(self, length: int) -> None:
-        """Begin a request for texts of up to `length` ids, and drop entries that the previous one did not use."""
+        """Begin a request for texts of up to `length` ids, and drop entries that the previous request did not
+        use."""
         if len(self._current) >= min(len(self._previous), FEW):
             self._previous, self._current = self._current, {}
         room = -(-length // ROOM) * ROOM
@@ -117,8 +118,7 @@ class RememberedLogits:
 
 
 def assign_rows(cached: Sequence[Sequence[int]], texts: Sequence[list[int]]) -> dict[int, list[int]]:
-    """The texts by row of the KV cache; if possible, a text gets a row that contains all of its ids but the
-    last."""
+    """Assign each text a row of the KV cache, if possible one that contains all ids of the text but the last."""
     free, rows, later = set(range(len(cached))), dict[int, list[int]](), []
     for text in texts:
         row = next((r for r in sorted(free) if list(cached[r]) == text[:-1]), None)
@@ -177,8 +177,8 @@ class Mixture:
     def typed_logprob(self, prompt: Sequence[int]) -> float:
         """`log P(typed text | prompt)`; subtract it from a line's log-probability to condition on the typed text.
 
-        Ids that cover only a part of the typed text count only if this request has computed the probabilities
-        after them.
+        An id that covers a part of the typed text counts only if this request has computed the probabilities after
+        that id.
         """
         prob = self._typed_prob(tuple(prompt))
         return math.log(prob) if prob > 0 else 0.0

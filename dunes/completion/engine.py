@@ -43,8 +43,8 @@ from dunes.tree import count
 SUFFIX = 0.25
 """Maximum share of the context length for the text after the cursor."""
 PROMPT_WORK = 7e10
-"""Maximum product of parameters and prompt tokens. With twice this product, one thread takes half a second longer,
-and no more lines are completed correctly (docs/log/completion.md, "Beams and budgets of a large model")."""
+"""Maximum product of parameters and prompt tokens. With twice this product, one thread takes half a second longer
+without completing more lines correctly (docs/log/completion.md, "Beams and budgets of a large model")."""
 SHORTEST = 256
 """Minimum budget of a prompt in tokens, however large the model is."""
 GREEDY_FROM = 30_000_000
@@ -138,7 +138,7 @@ class CompletionEngine:
     def complete(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> Suggestion:
-        """The rest of the line, or `options.lines` lines. Raises Cancelled if `options.cancelled()`."""
+        """The rest of the line, or `options.lines` lines. Raises Cancelled once `options.cancelled()` is true."""
         return self.alternatives(before, after, name, options)[0]
 
     def alternatives(
@@ -146,7 +146,7 @@ class CompletionEngine:
     ) -> list[Suggestion]:
         """The most probable suggestions, best first, at most `options.alternatives`; the first may be empty.
 
-        Raises Cancelled if `options.cancelled()`.
+        Raises Cancelled once `options.cancelled()` is true.
         """
         place = Place(
             before=near_text(before),
@@ -202,11 +202,12 @@ class CompletionEngine:
     def explain(
         self, before: str, after: str = "", name: str = "", options: CompleteOptions = DEFAULTS
     ) -> list[dict[str, Any]]:
-        """Text, probability, the model's probability and likely tokens for each token of the first suggestion.
+        """For each token of the first suggestion: its text, its probability, the model's probability, and likely
+        tokens.
 
         Probabilities are conditional on the text around the cursor, including the typed part of a token; their
         product is the line's probability. The last tokens returned, such as a line end, may not be part of the
-        suggestion. An empty suggestion gives an empty list. Raises Cancelled if `options.cancelled()`.
+        suggestion. An empty suggestion gives an empty list. Raises Cancelled once `options.cancelled()` is true.
         """
         shown = self.complete(before, after, name, options).text
         search, ranked = self._find(before, after, name, options)
@@ -238,7 +239,8 @@ class CompletionEngine:
         return total / math.log(2)
 
     def _prompt(self, text: list[int], below: list[int], header: int) -> list[int]:
-        """Prompt ids for a cursor between `text` and `below`; `text` starts with `header` header ids."""
+        """Prompt ids for a cursor between `text` and `below`; the first `header` ids of `text` are the file's
+        header."""
         room = self.loaded.context_length - min(LIMIT, self.loaded.context_length // 2)
         moves = 4 if room <= self.prompt_tokens else 2  # evaluating a long prompt again is slow
         room = min(room, self.prompt_tokens)
@@ -257,14 +259,13 @@ class CompletionEngine:
         self, above: Sequence[int], below: Sequence[int] = (), name: str = "", texts: Collection[NamedText] = ()
     ) -> Sources:
         """The sources to copy from if the cursor is between the ids `above` and `below`. The same cached object is
-        returned until these lines or other files change."""
+        returned until `above`, `below` or other files change."""
         parts = (tuple(above), tuple(below)) if below else (tuple(above),)
         sources: Sources = self.files.recent(self._find_sources, parts, name, tuple(texts), self._open)
         return sources
 
     def far(self, name: str, texts: Collection[NamedText] = ()) -> list[TextSource]:
-        """The sources in unchanged files of the index and open files, both without the file `name`, and in
-        `texts`."""
+        """The sources in `texts` and, without the file `name`, in open files and unchanged files of the index."""
         sources = self._open.far(name)
         if self.index:
             hidden = self.index.names & {name, *self._open.texts}
@@ -282,7 +283,8 @@ class CompletionEngine:
         return Sources(near, self.far(name, texts), self._vocabulary)
 
     def _mixture_of(self, width: int) -> Mixture:
-        """The mixture for `width` beams. Only a single beam uses a compiled step, whose weights may be rounded."""
+        """The mixture for `width` beams. A compiled step, whose weights may be rounded, is used only for a single
+        beam."""
         step = self._find_step() if width == 1 else None
         mixture = self._mixtures.get(width)
         if mixture is None or mixture.logits.cache.step is not step:

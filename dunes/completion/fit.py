@@ -44,17 +44,17 @@ SECONDS = 1.2e-3, 1.5e-2
 FIT_SECONDS = 1.5e-3
 """Seconds per position for fitting the gate."""
 TOKENS = 10, 250
-"""Numbers of validation tokens that cost as much as the model's forwards per gate position and per cursor."""
+"""The model's forwards per gate position and per cursor take as long as the validation of this many tokens."""
 SHARES = 0.09, 0.06
 """Maximum fractions of the run's time for gate positions and for cursors."""
 ALONE = 0.15, 0.35
 """SHARES for a run that trains no weights."""
 FITTED = 0.2
-"""Minimum fraction of the time for gate positions that is reserved for fitting the gate."""
+"""At least this fraction of the time for gate positions is reserved for fitting the gate."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
-"""Minimum number of cursors per file, if it has enough lines; the number of files is limited accordingly."""
+"""Minimum number of cursors in a file with enough lines; the number of files is limited accordingly."""
 FEWEST = 3
 """With fewer files than this, the comparison of model and copying never disables the model."""
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -97,7 +97,7 @@ def prepare_completion(
 
 
 def begin_completion(run: Path, files: CompletionFiles, architecture: Architecture) -> str:
-    """Write the index of a run, so that lines can be copied during training. Returns a line for the user."""
+    """Write the index of a run, so that lines can be copied during training. Returns a message for the user."""
     write_index(run, files.index, files.sources, files.follow_links)
     folder = shlex.quote(str(run)) + architecture.trust_option
     return f"completes lines from now on, at first by copying: dunes complete {folder} FILE:LINE:COLUMN"
@@ -105,9 +105,9 @@ def begin_completion(run: Path, files: CompletionFiles, architecture: Architectu
 
 @dataclass(frozen=True)
 class FitSize:
-    """Numbers of gate positions (`places`) and `cursors` to fit on. `limits` are the seconds after which no
-    further positions, and no further cursors, are evaluated. `seconds` are the estimated durations: for positions,
-    including the fit of the gate, and for cursors."""
+    """Numbers of gate positions (`places`) and `cursors` to fit on. `limits` are the seconds after which the
+    evaluation of positions and of cursors stops. `seconds` are the estimated durations for positions (including
+    the fit of the gate) and for cursors."""
 
     places: int
     cursors: int
@@ -119,7 +119,7 @@ class FitSize:
         """The size for a run of `seconds`; one thread validates a token in `per_token` seconds.
 
         Gate positions and cursors take at most the fractions `shares` of the run's time. Without `per_token`, time
-        is not limited, so the numbers alone determine the result of the fit.
+        is not limited, so the fit depends only on the numbers of positions and cursors.
         """
         places, cursors = (int(min(most, max(least, rate * seconds))) for rate, least, most in (PLACES, CURSORS))
         most = tuple(share * seconds if per_token else math.inf for share in shares)
@@ -131,7 +131,8 @@ class FitSize:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread inside the `with` block, since more threads only wait for single tokens."""
+    """Limit torch to one thread inside the `with` block, since further threads mostly wait when single tokens are
+    evaluated."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -149,10 +150,11 @@ def finish_completion(
     copies: Copies = "auto",
     save: Callable[[], object] = lambda: None,
 ) -> str:
-    """Fit gate and thresholds on texts unseen by model and index, index these texts, too, and write everything.
+    """Fit gate and thresholds on texts that neither the model nor the index has seen, add these texts to the
+    index, and write everything.
 
     `loaded` is the model as it will be loaded for completion, and `copies` the option of `dunes train`. `save` is
-    called after an earlier gate is deleted; until the new gate is written, lines are copied. Returns a line for
+    called after an earlier gate is deleted; until the new gate is written, lines are copied. Returns a message for
     the user.
     """
     engine = CompletionEngine(loaded, files.index, header=knows_paths(loaded))
@@ -257,8 +259,8 @@ def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
 
 
 def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, str]:
-    """True if lines are to be copied without the model, and the reason for the user; `copies` is the option of
-    `dunes train`."""
+    """Returns True if lines are to be copied without the model, and the reason as text for the user; `copies` is
+    the option of `dunes train`."""
     if copies == "only":
         return True, "--copies only: lines are copied, without the model"
     if not files:
@@ -283,14 +285,15 @@ def closing_seconds(files: CompletionFiles, size: FitSize) -> float:
 def fit_mixture(
     engine: CompletionEngine, texts: Sequence[NamedText], most: int, seconds: float = math.inf
 ) -> tuple[tuple[Gate, Gate] | None, dict[str, Any]]:
-    """Fit two gates for the engine's model and index. Returns both (or None for texts without tokens) and facts.
+    """Fit two gates for the engine's model and index. Returns both gates (None for texts without tokens) and
+    facts.
 
     The first gate is fitted without every third text, so that thresholds fitted on these unseen texts are not
-    overconfident. The second gate, for use, is fitted on all texts. The changes of both gates are scaled by the
-    factor that is best for the first gate on the unseen texts, since an unscaled gate fitted on few or dissimilar
-    texts makes unseen text less probable. The facts contain this factor, and the loss in nats/token on the unseen
-    texts, without a gate and with the first gate. At most `most` positions are collected, and none after
-    `seconds`.
+    overconfident. The second gate, which is used for completion, is fitted on all texts. The changes of both gates
+    are scaled by the factor that is best for the first gate on the unseen texts, since an unscaled gate fitted on
+    few or dissimilar texts makes unseen text less probable. The facts contain this factor, and the loss in
+    nats/token on the unseen texts, without a gate and with the first gate. At most `most` positions are collected,
+    and none after `seconds`.
     """
     tokenized = [engine.files.tokenize(text, name) for name, text in texts]
     seen = [text for number, text in enumerate(tokenized) if number % 3] or tokenized
@@ -332,7 +335,7 @@ class Interval:
 
 
 def file_means(values: Sequence[float], files: Sequence[int]) -> np.ndarray:
-    """Mean of the values of each file, float (F,); `files` has the file index of each value."""
+    """Mean of the values of each file, float (F,); `files` contains the file index of each value."""
     _, owners = np.unique(np.asarray(files, int), return_inverse=True)
     means: np.ndarray = np.bincount(owners, np.asarray(values, float)) / np.bincount(owners)
     return means

@@ -84,7 +84,7 @@ def first_documents(documents: Sequence[Document]) -> Sequence[Document]:
 
 
 def named_texts(documents: Sequence[Document], first: float = 0, last: float = 1) -> list[tuple[str, str]]:
-    """The path within its source and the text of each document, without byte order marks.
+    """The path (within its source) and the text (without byte order mark) of each document.
 
     With `first` and `last`, each text is cut to the part between these fractions of its bytes; texts too short to
     split become empty. The text of a document has at most `MOST` bytes.

@@ -67,11 +67,12 @@ def file_lines(text: str) -> list[Line]:
 
 def cut_points(name: str, text: str, lines: Sequence[Line], seed: int = 0, count: int = 60) -> list[CutPoint]:
     """At most `count` cursors inside lines, and a third as many at line starts, each kind in the file's order. A
-    cursor inside brackets that close later in the line occurs a second time, with the closing brackets behind it.
+    cursor inside brackets that the line closes later occurs a second time, as if an editor had inserted the
+    closing brackets behind the cursor.
 
-    Lines are drawn without replacement, then a character in each line, so that long lines have no more cursors
-    than short ones. A cursor inside a line is after the first and before the last character of the line without
-    indentation.
+    Lines are drawn without replacement, and one character is drawn in each line, so that long lines have no more
+    cursors than short ones. A cursor inside a line is after the first and before the last character of the line
+    without indentation.
     """
     random = _generator(name, text, seed)
     longer = [line for line in lines if len(line.text) > 1]
@@ -199,12 +200,12 @@ def column_in_word(before: str, rest: str) -> int:
 
 def fit_threshold(answers: Sequence[tuple[CutPoint, int, Suggestion]], acceptance: float = ACCEPTANCE) -> float:
     """The lowest threshold at which users accept at least the share `acceptance` of shown suggestions; 2.0 if
-    there is none.
+    there is no such threshold.
 
     `answers` are cursors inside lines, their `column_in_word` and the suggestions there. Cursors can be at any
     character of a word, but a user accepts a word only once. A correct suggestion therefore has weight 1/n, where
-    n estimates the number of cursors in the word with a correct suggestion: 1 for each character from the cursor
-    to the last but one, and 1/2 for each character before the cursor. A correct suggestion of only the last
+    n estimates the number of cursors in the word at which the suggestion is correct: 1 for each character from the
+    cursor to the last but one, and 1/2 for each character before the cursor. A correct suggestion of only the last
     character of a partly typed word is ignored, since it saves no key. (docs/log/completion.md, "Thresholds from
     cursors".)
     """

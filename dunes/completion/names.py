@@ -20,17 +20,18 @@ from dunes.text.lines import split_lines
 
 LEAST = 3
 """Minimum characters of a half-typed name."""
-SAME, OTHER = 0.98, 0.55
-"""Probability of the only name that continues a half-typed word: SAME if this name was already suggested, OTHER if
-it replaces a less probable word."""
+SAME = 0.98
+"""Probability of the only name that continues a half-typed word, if this name was already suggested."""
+OTHER = 0.55
+"""Probability of the only name that continues a half-typed word, if the name replaces a less probable word."""
 REPEATED = 0.75, 0.4
-"""Probabilities of the first word and of the full rest, if the line above is suggested with other names."""
+"""Probabilities of the first word and of the full rest for a suggestion of the line above with other names."""
 RENAMED = 0.65, 0.2
-"""Probabilities of the first word and of the full rest, if a copied line is suggested with other names."""
+"""Probabilities of the first word and of the full rest for a suggestion of a copied line with other names."""
 REACH = 20_000
 """Number of characters above and below the cursor that are searched for lines."""
 SCOPE = 80
-"""Maximum lines of a function above the cursor."""
+"""Maximum number of lines above the cursor that are searched for the header of its function."""
 ALIKE = 6
 """Number of lines above the cursor and above a copied line that are compared."""
 LINE = 400
@@ -81,8 +82,8 @@ class Place:
         return [best, *(other for other in others if other.text != best.text)]
 
     def go_on(self, text: str, word: float) -> Suggestion:
-        """Suggest `text`, followed by its continuation if that starts a new word. `word` is the first word's
-        probability."""
+        """Suggest `text`, followed by its continuation if the continuation starts a new word. `word` is the first
+        word's probability."""
         more, *_ = self.suggest(text)
         if re.match(r"\w", text[-1:]) and re.match(r"\w", more.text):
             return Suggestion(text, word, 0.0, ends_line=False)
@@ -114,12 +115,13 @@ class Place:
         return frozenset(re.findall(r"(?<![.>$\w])\$?\w+", "\n".join(lines)))
 
     def names(self, part: str) -> Mapping[str, None]:
-        """The names in the file and in open files that begin with `part`."""
+        """The names that begin with `part`, in the file and in open files."""
         texts = self.before[: -len(part)], self.after, *self.opened
         return dict.fromkeys(name for text in texts for name in _names(text, part))
 
     def headers(self, name: str) -> Iterator[tuple[str, list[str]]]:
-        """For each definition of the function `name`, yield the line up to this name, and the parameters."""
+        """For each definition of the function `name`, yield the line up to this name, and a list of the
+        parameters."""
         for text in (self.before, self.after, *self.opened):
             for match in re.finditer(rf"{name}\(([^()]*)\)", text):
                 defined = _defined(text[text.rfind("\n", 0, match.start()) + 1 : match.end()])
@@ -161,7 +163,7 @@ def repeated(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion, if it is a copied line, with names from around the cursor.
+    """A suggestion that is a copied line, with its names replaced by names near the cursor.
 
     The lines above the cursor are compared with the lines above the copied line. If two of these lines differ only
     in names, the suggestion gets the names above the cursor; names that occur in the function at the cursor are
@@ -221,7 +223,8 @@ def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def not_again(place: Place, best: Suggestion) -> Suggestion | None:
-    """The suggestion, cut before the name that it defines if another line of the block defines the same name."""
+    """The suggestion, cut before the name that it defines, if another line of the block already defines this
+    name."""
     typed, defined = place.typed.lstrip(), _defined(place.typed + first_line(best.text))
     if len(defined) <= len(typed) or defined not in map(_defined, place.block()):
         return None
@@ -229,8 +232,8 @@ def not_again(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def _copied_lines(source: TextSource, line: bytes) -> Iterator[list[list[str]]]:
-    """For each line of the source that ends like `line`, yield a list: the tokens of that line, and of each line
-    above."""
+    """For each longest match of the end of `line`, yield a list: the tokens of the matched line, and the tokens of
+    each line above it."""
     length, positions = source.longest(line[-DEPTH_BYTES:])
     for place in positions if 2 * length >= min(len(line), DEPTH_BYTES) else ():
         end = source.text.find(b"\n", place)

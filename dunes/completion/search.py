@@ -83,7 +83,7 @@ class Beam(NamedTuple):
         return Beam((*self.ids, id), (*self.logprobs, logprob))
 
     def condition(self, logprob: float) -> "Beam":
-        """The beam conditioned on an event; the event's `logprob` is subtracted from that of the first id."""
+        """The beam conditioned on an event, whose `logprob` is subtracted from the first id's log-probability."""
         first, *rest = self.logprobs
         return Beam(self.ids, (first - logprob, *rest))
 
@@ -123,7 +123,8 @@ class LineSearch:
         return text.rstrip("\r\n")
 
     def logprob(self, beam: Beam, text: str) -> float:
-        """Log-probability that this text follows the typed part, and that its last identifier is complete."""
+        """Log-probability that this text follows the typed part, and that the last identifier of this text is
+        complete."""
         total, size, end, ids = 0.0, 0, len(self.mixture.copies.typed) + len(text.encode()), [*self.prompt]
         for id, logprob in zip(beam.ids, beam.logprobs, strict=True):
             if size >= end:
@@ -147,8 +148,8 @@ class LineSearch:
         return beam
 
     def _or_copy(self, beam: Beam) -> Beam:
-        """The beam or, if it is below HOPELESS, the line after the text's longest match. The beam stays if its
-        first word is likely and differs from the copy's first word."""
+        """The beam, or the line after the text's longest match if the beam's log-probability is below HOPELESS.
+        The beam stays if its first word is likely and differs from the copy's first word."""
         if (beam.ids and (beam.total >= HOPELESS or self._uncovered(beam))) or not self._copied:
             return beam
         copy = self.score(self._copied, bounded=True)
@@ -169,8 +170,8 @@ class LineSearch:
         return ids if fits and self.ends(Beam(tuple(ids))) else ()
 
     def score(self, ids: Sequence[int], bounded: bool = False) -> Beam:
-        """The beam of these ids, with log-probabilities given the typed text. With `bounded`, ids after a
-        beginning below NEGLIGIBLE get log-probability 0, so the total is an upper bound."""
+        """The beam of these ids, with log-probabilities given the typed text. With `bounded`, once the total is
+        below NEGLIGIBLE, further ids get log-probability 0, so the total is an upper bound."""
         beam, is_enough = Beam(), False
         for id in ids:
             room, logprob = self.limit - len(beam.ids), 0.0
@@ -200,8 +201,8 @@ class LineSearch:
         return not any(map(self._uncovered, beams)) and (lead >= LEAD or self._is_hopeless(beams))
 
     def _is_hopeless(self, beams: Sequence[Beam], least: float = math.inf) -> bool:
-        """True if the first beam is below HOPELESS and `least`; False while a beam does not cover the typed
-        text."""
+        """True if the first beam's log-probability is below both HOPELESS and `least`; False while a beam does not
+        cover the typed text."""
         least = min(least, HOPELESS)
         if any(map(self._uncovered, beams)):
             return False

@@ -43,9 +43,9 @@ BOUNDARIES = (
     (r"(?<=[!-~])(?=[\r\n])", rb"[!-~][\r\n]"),
     (r"(?<=\n)(?=[ \t]*[!-~])", rb"\n(?:[ \t]+\Z|[ \t]*[!-~])"),
 )
-"""Pairs of patterns for texts in which a token may span lines. The first one splits a text before line ends that
-follow a printable character (GPT-2), or after the last line end (LLaMA 3); the second one matches a token across
-such a split."""
+"""Pairs of patterns for texts in which a token may span lines. The first pattern of a pair matches where a text is
+split: before line ends that follow a printable character (GPT-2), or after the last line end (LLaMA 3). The second
+pattern matches a token across such a split."""
 _PROBE = "".join(
     f"{end}{join}{start}"
     for end in ("x", "1", ");", '"', "'s", "é", "字", "\u3000", " ", "\t")
@@ -54,7 +54,7 @@ _PROBE = "".join(
 )
 """A text with many kinds of line ends."""
 HEALED = 8
-"""Maximum number of ids before the cursor, of line ends and spaces, that are generated again."""
+"""Maximum number of ids of line ends and spaces before the cursor that are generated again."""
 CACHED_LINES = 1 << 16
 """Number of parts whose ids are cached; after a keystroke, all parts but one are the same."""
 RECENT = 12
@@ -103,7 +103,7 @@ class FileTokenizer:
         return tuple(chain.from_iterable(self._line(text[i : i + LINE]) for i in range(0, len(text), LINE)))
 
     def split_typed(self, ids: Sequence[int]) -> tuple[Sequence[int], bytes]:
-        """Split ids into the ids to keep, and the bytes of the last ids, which a longer token could replace.
+        """Split ids into the ids to keep, and the bytes of those last ids that a longer token could replace.
 
         After more typing, the last tokens may become one longer token. Characters that are in no token of the
         vocabulary are never replaced.
@@ -164,7 +164,7 @@ class FileTokenizer:
         return TokenizedText(ids, starts, size)
 
     def _tokenize_parts(self, text: str, name: str) -> tuple[TokenizedText, str]:
-        """Tokenize all but the last part of a text of complete lines; also returns the last part."""
+        """Tokenize a text of complete lines except its last part, which is returned as text."""
         ids, *parts = self.start(name), *self._parts(text)
         starts = [] if self.tokenizer.line_separable else [len(ids)]
         for part in parts[:-1]:
@@ -196,7 +196,7 @@ class FileTokenizer:
 
     @cached_property
     def _boundary(self) -> re.Pattern[str] | None:
-        """The pattern of BOUNDARIES at which this tokenizer can split every text; None if neither is valid."""
+        """The first pattern in BOUNDARIES that splits texts without changing their ids; None if there is none."""
         for boundary, across in BOUNDARIES:
             if not any(map(re.compile(across).search, self.pieces)):
                 first, *parts = re.split(boundary, _PROBE)
@@ -272,8 +272,8 @@ def _before_closing(line: str, rest: str, typed: str) -> str:
 
 
 def _overlaps(line: str, part: str, typed: str) -> bool:
-    """True if the line ends with this part, but False if the part closes a quote that the line opens, or a bracket
-    that the line opens while `typed` has open brackets."""
+    """True if the line ends with `part`, and `part` closes neither a quote that the line opens nor, if `typed` has
+    open brackets, a bracket that the line opens."""
     if not line.endswith(part):
         return False
     before = line[: -len(part)]
@@ -305,8 +305,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """The closing brackets missing at the end of a text, innermost first, and None. For a text with an unmatched
-    closing bracket: an empty string, and the position of the first such bracket."""
+    """The closing brackets missing at the end of a text, innermost first, and None; if the text has an unmatched
+    closing bracket, an empty string and the position of the first such bracket."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:

@@ -35,13 +35,15 @@ from dunes.units import format_bytes
 SCORED = 65_536
 """Approximate number of validation tokens that are scored."""
 COMPARED = 8_192
-"""Approximate number of validation tokens after which the most probable next tokens are compared."""
+"""Approximate number of validation tokens at which the models' most probable next tokens are compared."""
 READ = 128
 """Maximum number of prompt tokens when speed is measured."""
 WRITTEN = 16
 """Maximum number of tokens, after the first generated token, whose decoding is timed."""
-ROUNDS, SECONDS = (6, 40), 5.0
-"""Minimum and maximum number of rounds, and the processor time in seconds after which no further round begins."""
+ROUNDS = (6, 40)
+"""Minimum and maximum number of rounds."""
+SECONDS = 5.0
+"""Processor time in seconds after which no further round begins, once the minimum is reached."""
 PHASES = {"prefill": "reading a prompt", "decode": "decoding"}
 
 
@@ -74,7 +76,7 @@ class Speed:
 
     @classmethod
     def of(cls, rounds: Sequence[tuple[float, float]]) -> "Speed":
-        """The speed from the tokens/s (before, after) of at least six rounds."""
+        """Summarize the tokens/s (before, after) of at least six rounds."""
         ratios, count = sorted(after / before for before, after in rounds), len(rounds)
         tails = accumulate(math.comb(count, i) for i in range(count))
         cut = sum(tail <= 0.025 * 2**count for tail in tails)
@@ -95,7 +97,7 @@ class Speed:
 class Comparison:
     """Both measurements, and the fraction of validation tokens after which both models predict the same token.
 
-    `speeds` has an entry for each of PHASES; it is empty if memory cannot hold both models at once.
+    `speeds` maps each of PHASES to its speed, or is empty if memory cannot hold both models at once.
     """
 
     before: Measurement
@@ -133,7 +135,8 @@ class Comparison:
 
 
 def compare_folders(before: Path, after: Path, ids: TokenIds | None) -> Comparison | str:
-    """Measure both folders, and their loss on `ids` if given. Returns a message if a process failed."""
+    """Measure both folders, and their loss on `ids` if given. Returns an error message instead if a process
+    fails."""
     try:
         with TemporaryDirectory() as scratch:
             if ids is not None:
@@ -203,7 +206,8 @@ def _id_array(ids: TokenIds) -> Any:
 
 
 def measure_speeds(folders: Sequence[Path], file: Path) -> dict[str, list[tuple[float, ...]]]:
-    """Tokens per second of processor time on one thread: by phase, one tuple (value per folder) per round.
+    """Tokens per second of processor time on one thread. Each phase has a list with one tuple per round, which
+    contains one value per folder.
 
     The folders alternate in the order A B, B A. `file` is as in `measure_folder`.
     """

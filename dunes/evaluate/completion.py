@@ -1,6 +1,6 @@
 """Evaluate line completion: a table that compares a model with copying alone.
 
-Only files outside the model's training text are scored, except for lines that resemble a training line.
+Only files outside the model's training text are scored, without the lines that resemble a training line.
 """
 
 import math
@@ -45,7 +45,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 COPY = "copy nearest"
 """Name of the baseline."""
 COPYING = 0.03
-"""Fraction of an evaluation's time for its preparation, and the same fraction for the baseline."""
+"""Estimated fraction of an evaluation's time that the preparation takes; the baseline takes as much."""
 
 COLUMNS = (
     "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
@@ -65,8 +65,8 @@ class ScoredFile:
 
 @dataclass(frozen=True)
 class ScoredFiles:
-    """The files to score, and the numbers of what is omitted: training files, near-duplicate lines, and files that
-    have no other lines. `line_count` counts the nonblank lines of files outside the training text."""
+    """The files to score, and the numbers of omitted training files, omitted near-duplicate lines, and omitted
+    files without other lines. `line_count` counts the nonblank lines of files outside the training text."""
 
     files: Sequence[ScoredFile]
     trained_files: int
@@ -88,8 +88,8 @@ class ScoredFiles:
 class LineIndex:
     """The lines of texts, indexed to find near-duplicates of a line.
 
-    Two token sets are compared only if they share one of their rarest tokens: similar sets share one of their
-    `|set| - ceil(0.8 |set|) + 1` rarest tokens (prefix filtering, https://doi.org/10.1145/1242572.1242591).
+    Two token sets are compared only if they share one of their rarest tokens, since similar sets share one of
+    their `|set| - ceil(0.8 |set|) + 1` rarest tokens (prefix filtering, https://doi.org/10.1145/1242572.1242591).
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -103,7 +103,7 @@ class LineIndex:
                 self._sets.setdefault(token, []).append(tokens)
 
     def has_similar(self, line: str) -> bool:
-        """True if the line has at least FEWEST tokens, and equals a line of the texts or has a similar token
+        """True if the line has at least FEWEST tokens, and a line of the texts is equal or has a similar token
         set."""
         words = _TOKEN.findall(line)
         if len(words) < FEWEST:
@@ -128,8 +128,9 @@ def scored_files(
 ) -> ScoredFiles:
     """Select the files and lines to score for a model trained on the `training` files.
 
-    A file is left out if its text equals a training file's except for white space, or if its digest is in `seen`.
-    Near-duplicates of training lines are left out, too, unless `all_lines`. Raises ValueError if no line is left.
+    A file is left out if its text equals the text of a training file except for white space, or if its digest is
+    in `seen`. Near-duplicates of training lines are left out, too, unless `all_lines`. Raises ValueError if no
+    line is left.
     """
     digests = {content_digest([text]) for _, text in training} | {*seen}
     unseen = [(name, text) for name, text in texts if content_digest([text]) not in digests]
@@ -183,10 +184,10 @@ def is_inside(point: Point) -> bool:
 
 @dataclass
 class CompleterScore:
-    """The score of a completer. `points` has its suggestion at each cursor. `typed` has the totals of each file in
-    simulated typing, by threshold: for 0.0, all suggestions are shown; for `threshold` (unless NaN), only
-    suggestions that reach this threshold. `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN
-    if the completer has no probabilities."""
+    """The score of a completer. `points` contains the suggestion at each cursor. `typed` maps a threshold to the
+    totals of each file in simulated typing: with 0.0, all suggestions are shown, and with `threshold` (if not
+    NaN), only those that reach it. `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN if the
+    completer has no probabilities."""
 
     name: str
     threshold: float = math.nan

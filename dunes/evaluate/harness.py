@@ -92,7 +92,8 @@ class Harness(TemplateLM):
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation given its context, and True if greedy decoding generates it.
 
-        Raises ValueError for a continuation without a token of its own, or longer than the model's context length.
+        Raises ValueError for a continuation that is longer than the model's context length, or that shares its
+        only token with the context.
         """
         # The superclass moves spaces from the context's end to the continuation, and splits the ids.
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
