@@ -206,7 +206,7 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
         part = parts.pop(part_name(next(iter(qparams))))
         to_nearest = {name: {**part.places[name], "method": "rtn"} for name in short}
         yield Part(replace(part, places={**part.places, **to_nearest}), qparams)
-    yield from map(Part, parts.values())  # kinds that the method does not support
+    yield from map(Part, parts.values())  # parts that the method does not support
 
 
 def _require_finite(model: nn.Module, change: Change) -> None:

@@ -91,7 +91,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def weights_identity(model: nn.Module) -> dict[str, str]:
-    """A digest of each block and each other child; and the `kind` of the weights, as in `base_identity`."""
+    """Digests of the blocks and the model's other children, and `kind`, as in `base_identity`."""
     weights = BaseWeights(model, adapters=True)
     return {"kind": weights.kind, **weights.part_digests()}
 

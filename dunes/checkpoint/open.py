@@ -230,7 +230,7 @@ class OpenedModel:
 
     @cached_property
     def expected(self) -> dict[str, LazyTensor]:
-        """The tensors, without values, that a model with this config has, by the model's names.
+        """State dict, without values, of a model with this config, under the model's names.
 
         Raises ValueError, before the model is built, if the config has more blocks than the files have tensors.
         """

@@ -24,7 +24,7 @@ BINS = 64
 EMPTY = 2**32 - 1
 """Value of a bin without lines."""
 SIMILAR = 0.7
-"""Minimum Jaccard similarity of the lines of near-duplicates, for example 17 common lines of 20, or 83 of 100."""
+"""Minimum Jaccard similarity of near-duplicates' lines: 17 common lines if both have 20 (17 / 23 = 0.74)."""
 
 FEW_LINES = 6
 """Minimum number of nonempty bins for a comparison by lines; texts with fewer have equal lines by chance."""

@@ -30,7 +30,7 @@ __all__ = ["IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "refu
 
 @dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """LLaMA's config and the windows of its layers. Scores are divided by sqrt(`query_scalar`)."""
+    """LLaMA's config, with a window for each layer. Scores are divided by sqrt(`query_scalar`)."""
 
     windows: tuple[int | None, ...]
     query_scalar: int

@@ -61,7 +61,7 @@ def read_completion(fields: Fields) -> Asked:
 
 
 def write(request: Asked, answers: Answers, streams: bool) -> Any:
-    """An object for each answer, or part of an answer; a list of objects if several answers were requested."""
+    """An object: the answer, or a part of it if streamed; a list if several answers were requested."""
     replies = [(_reply if answer.reason else _part)(request, i, answer) for i, answer in answers.items()]
     if streams:
         reply, is_last = replies[0], any(answer.reason for answer in answers.values())
