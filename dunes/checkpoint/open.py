@@ -279,7 +279,7 @@ def open_verified_model(
     Raises ValueError for the first file that differs. Files are hashed if they have at most `max_bytes` in total.
     """
     require_model_folder(folder)
-    card = verified_card(folder, max_bytes)  # first, since this error has the name of the changed file
+    card = verified_card(folder, max_bytes)  # first, since its error names the changed file
     return open_model(folder, renames, build, card)
 
 

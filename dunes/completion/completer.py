@@ -104,7 +104,7 @@ class CopyCompleter:
         return self.index.texts()
 
     def complete(self, before: str, after: str = "", name: str = "") -> Suggestion:
-        """The rest of the line after the longest match; the indexed version of this file is left out."""
+        """The rest of the line, copied after the longest match; this file's indexed text is skipped."""
         return self.alternatives(before, after, name)[0]
 
     def alternatives(

@@ -109,7 +109,7 @@ class ForwardContext:
             return None
         if self.document_starts is not None:
             return self.document_starts[None]
-        previous = F.pad(self.positions[:, :-1], (1, 0), value=-1)  # after padding, 0 also starts a document
+        previous = F.pad(self.positions[:, :-1], (1, 0), value=-1)  # 0 after -1 (padding) starts a document
         return ((previous < 0) | (self.positions != previous + 1)).cumsum(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:
