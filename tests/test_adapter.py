@@ -127,7 +127,7 @@ def test_layers_that_peft_takes_for_experts_are_named(tmp_path):
     _, ours = pair("deepseek_v3")
     attach(ours, where=["**.shared.**"], rank=2)
     trained(ours)
-    with pytest.warns(UserWarning, match="down_proj, gate_proj, up_proj of this mixture for an expert"):
+    with pytest.warns(UserWarning, match="down_proj, gate_proj, up_proj of this mixture as an expert"):
         checkpoint.save_adapter(ours, tmp_path / "a", family="deepseek_v3")
     said = ours(IDS)
     detach(ours)

@@ -107,7 +107,7 @@ def test_a_name_on_the_hub_goes_to_the_hub(made, monkeypatch):
     card_of(folder, lambda card: [card["base"].pop("folder"), card["files"].pop("adapter_config.json")])
     words(base_model_name_or_path="org/name", revision="main")(folder)
     monkeypatch.setattr("dunes.checkpoint.open.locate_model", local)
-    refuses("no way to the Hub; or name it", checkpoint.load, folder)
+    refuses("no way to the Hub; or pass it", checkpoint.load, folder)
     assert asked == [("org/name", "main")]
 
 

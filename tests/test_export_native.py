@@ -90,7 +90,7 @@ def hooked():
     [
         (nn.Linear(2, 2), CONTEXT, None, "needs a Decoder, not a Linear"),
         (mixing, CONTEXT, None, "may mix tokens"),
-        (hooked, CONTEXT, None, "no hooks"),
+        (hooked, CONTEXT, None, "without hooks"),
         (model_of, 4, None, "attends to 4 tokens; expected at least 8"),
         (lambda: model_of(dtype=torch.bfloat16), CONTEXT, torch.float16, "--dtype float16"),
         (lambda: model_of().to("meta"), CONTEXT, None, "on another device"),
@@ -190,7 +190,7 @@ def test_a_network_needs_the_sizes_of_its_input_and_a_form_that_has_networks(mon
     for arguments, message in (
         (["--to", "cpp"], "--example is missing: the sizes of the network's input"),
         (["--to", "onnx", "--example", "0"], "--example is missing"),
-        (["--to", "hf", "--example", "1"], "no language model; expected cpp or onnx"),
+        (["--to", "hf", "--example", "1"], "no language model; for networks, expected cpp or onnx"),
         (["--to", "cpp", "--example", "1", "28", "28", "--dtype", "float16"], "weights are written in float32"),
         (["--to", "cpp", "--example", "1", "27", "28"], "images of shape (1, 27, 28); expected (B, 28, 28)"),
     ):

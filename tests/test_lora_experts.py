@@ -277,7 +277,7 @@ def test_rows_of_a_batch_have_adapters_of_their_own_unless_these_are_mlps():
                 expected.append(model(IDS[row : row + 1]))
         if router == "mlp":
             with (
-                pytest.raises(ValueError, match="adapters in experts or as MLPs"),
+                pytest.raises(ValueError, match="adapters in experts, as MLPs"),
                 row_adapters(model, ["b", "a"]),
             ):
                 pass

@@ -98,7 +98,7 @@ def test_a_change_is_made_or_refused_in_one_line_and_the_form_has_a_reason(model
     ("model", "change", "reason"),
     [
         ("experts", "narrow", r"^blocks\.0\.mlp: its experts are OwnMLP; expected MLP or GatedMLP"),
-        ("nested", "routing", r"^blocks\.0\.mlp: its experts"),
+        ("nested", "routing", r"^blocks\.0\.mlp: experts"),
         (
             "embedding",
             "expand",

@@ -440,7 +440,7 @@ def test_mean_squared_and_cross_entropy():
     ):
         total, count = loss(model, (x, target))
         assert float((total / count).detach()) == pytest.approx(float(mean(model(x), target).detach()))
-    refuses("the targets are", train.mean_squared, model, (x, label.float()))
+    refuses("the targets", train.mean_squared, model, (x, label.float()))
     refuses("the labels are", train.cross_entropy, model, (x, nn.functional.one_hot(label, 3).float()))
 
 
