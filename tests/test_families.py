@@ -101,7 +101,7 @@ def test_the_table_in_the_documentation_has_all_families():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:PEFT refuses the out_proj")
+@pytest.mark.filterwarnings("ignore:PEFT refuses")
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(("family", "cells"), [(family, cells) for family, *cells in ROWS])
 def test_a_family_can_do_what_the_table_in_the_documentation_says(family, cells, use, tmp_path):

@@ -434,7 +434,7 @@ SOME = [pytest.param(name, marks=[pytest.mark.slow] * (i % 4 > 0)) for i, name i
 
 
 @pytest.mark.parametrize("name", SOME)
-@pytest.mark.filterwarnings("ignore:llama.cpp")
+@pytest.mark.filterwarnings("ignore:.*llama.cpp")
 def test_a_tokenizer_is_built_from_the_tokens_of_a_file(name, tmp_path):
     before = FOREIGN[name]()
     _, path = written(tmp_path, "llama", before)
@@ -520,7 +520,7 @@ UNSAID = {
 
 @pytest.mark.parametrize("reason", UNSAID)
 @pytest.mark.parametrize("name", ["own", "gpt-2", "sentencepiece"])
-@pytest.mark.filterwarnings("ignore:llama.cpp")
+@pytest.mark.filterwarnings("ignore:.*llama.cpp")
 def test_settings_that_llama_cpp_lacks_are_refused_for_the_ids_that_differ(reason, name, tokenizer):
     if name != "gpt-2" and "_tokenizer" in reason:
         pytest.skip("another kind of tokenizer then")
@@ -553,7 +553,7 @@ DIFFERENT = {  # nothing in their settings is unusual
 
 
 @pytest.mark.parametrize("case", DIFFERENT)
-@pytest.mark.filterwarnings("ignore:llama.cpp")
+@pytest.mark.filterwarnings("ignore:.*llama.cpp")
 def test_other_ids_of_llama_cpp_are_found(case):
     name, parts, reason = DIFFERENT[case]
     other = changed(FOREIGN[name](), **parts)
@@ -594,7 +594,7 @@ def test_what_stands_around_a_text_is_written(text):
 
 
 @pytest.mark.parametrize("name", ["own", *SOME])
-@pytest.mark.filterwarnings("ignore:llama.cpp")
+@pytest.mark.filterwarnings("ignore:.*llama.cpp")
 def test_llama_cpps_algorithm_in_python_gives_the_ids_of_hard_texts(name, tokenizer):
     before = tokenizer if name == "own" else FOREIGN[name]()
     encode = gguf_vocabulary.encoder(vocabulary_fields(before, before.vocab))
@@ -785,7 +785,7 @@ def test_llama_cpp_gives_the_same_logits_and_greedy_tokens(family, changes, tmp_
 
 @pytest.mark.slow
 @pytest.mark.llama_cpp
-@pytest.mark.filterwarnings("ignore:llama.cpp")
+@pytest.mark.filterwarnings("ignore:.*llama.cpp")
 @pytest.mark.parametrize("name", sorted(FOREIGN.keys() - {"symbols"}))  # around which it puts other spaces
 def test_llama_cpp_gives_the_same_ids(name, tmp_path, llama):
     tokenizer = FOREIGN[name]()
@@ -909,7 +909,7 @@ def test_a_converted_file_names_the_ids_that_it_lacks(tmp_path, tokenizer, comma
 
 
 @pytest.mark.parametrize("name", ["gpt-2", "sentencepiece"])
-@pytest.mark.filterwarnings("ignore:llama.cpp")
+@pytest.mark.filterwarnings("ignore:.*llama.cpp")
 def test_keys_of_a_vocabulary_are_read_or_refused_by_name(name, tmp_path):
     _, path = written(tmp_path, "llama", FOREIGN[name]())
     fields = {k: v for k, v in read_header(path).fields.items() if k != "tokenizer.huggingface.json"}
