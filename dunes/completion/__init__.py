@@ -14,8 +14,8 @@ Source = Literal["model", "copies"]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A suggested rest of a line. `word` is the probability in [0, 1] that its first word is right, `line` the
-    probability that all of it is right. `ends_line` is False if the line continues after `text`."""
+    """A suggested rest of a line. `word` is the probability in [0, 1] that the first word is right; `line` is the
+    probability that `text` is right. `ends_line` is False if the line continues after `text`."""
 
     text: str
     word: float = 1.0

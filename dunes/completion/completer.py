@@ -71,8 +71,8 @@ class FolderCompleter(CompletionEngine):
     def threshold(self, acceptance: float = ACCEPTANCE) -> float:
         """Minimum first-word probability at which users accept about the share `acceptance` of shown suggestions.
 
-        The result is the lowest threshold fitted for at least this share, 0 if no threshold was fitted, or 2 (show
-        nothing) if all thresholds were fitted for lower shares.
+        The result is the lowest threshold fitted for at least this share. Without fitted thresholds, the result is
+        0; if all were fitted for lower shares, it is 2 (show nothing).
         """
         pairs = self.facts.get("thresholds", {}).get("word", ())
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)
@@ -205,8 +205,8 @@ class CopyNearest:
     """Copies the text that follows the longest match (at most 128 bytes) of the text before the cursor.
 
     Matches are searched in `far` and in the file above and below the cursor. Among equally long matches, a match
-    in the file is preferred to one in `far`, and within a text, the last one is used. The probabilities only rank
-    matches by length.
+    in the file is preferred to a match in `far`, and the last match in a text to earlier ones. The probabilities
+    only rank matches by length.
     """
 
     def __init__(self, far: Sequence[TextSource]) -> None:

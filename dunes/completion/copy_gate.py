@@ -47,8 +47,8 @@ ROOM = 3 * CANDIDATES + TOP
 PLACE_BYTES = 4 * ROOM * (Copies.FEATURES + 2)
 """Memory of a position in bytes. While two `Places` are concatenated, each position is in memory twice."""
 WINDOW = 512
-"""Maximum number of ids in a forward; half of them precede the chunk. With 8,192 ids, 65 tokens were evaluated per
-position."""
+"""Maximum number of ids in a forward; half of them precede the chunk. With windows of 8,192 ids, the model
+evaluated 65 tokens per position."""
 CHUNK = 64
 """Approximate number of positions in a contiguous chunk."""
 FEWEST = 8
@@ -60,7 +60,7 @@ REMEDY = "remove gate.json there to complete by copying alone, or train again"
 
 Item = TypeVar("Item")
 SourcesOf = Callable[[list[int]], Sources]
-"""A function that is called with the first ids of a file and returns the sources to copy from after them."""
+"""A function that maps the first ids of a file to the sources to copy from after these ids."""
 
 
 class Places(NamedTuple):

@@ -27,7 +27,7 @@ PIECE = 256
 """Minimum number of prompt tokens evaluated between two checks for cancellation. With 135M parameters, a token
 took 1.5 times (float32) to 2.5 times (bfloat16) as long in pieces of 32 tokens as in longer pieces."""
 FEW = 32
-"""A request with fewer texts than this and than the previous request may have been cancelled, so the next request
+"""A request with fewer texts than FEW and than the previous request may have been cancelled. The next request then
 drops no entries."""
 
 
@@ -178,7 +178,7 @@ class Mixture:
         """`log P(typed text | prompt)`; subtract it from a line's log-probability to condition on the typed text.
 
         An id that covers a part of the typed text counts only if this request has computed the probabilities after
-        that id.
+        it.
         """
         prob = self._typed_prob(tuple(prompt))
         return math.log(prob) if prob > 0 else 0.0

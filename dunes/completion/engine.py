@@ -212,7 +212,7 @@ class CompletionEngine:
         shown = self.complete(before, after, name, options).text
         search, ranked = self._find(before, after, name, options)
         (rest, beam), mixture, tokens = ranked[0], search.mixture, list[dict[str, Any]]()
-        is_same = shown == rest  # otherwise, a rule in names.py changed it
+        is_same = shown == rest  # False if a rule in names.py changed the text
         typed_and_shown = mixture.copies.typed + shown.encode()
         rest, beam = shown, search.score(beam.ids if is_same else self._vocabulary.encode(typed_and_shown))
         decode = partial(bytes.decode, errors="replace")
@@ -221,7 +221,7 @@ class CompletionEngine:
             ids, piece = [*search.prompt, *beam.ids[:place]], self.files.pieces[id]
             best = (mixed := mixture.after_one(ids, 0)).topk(min(LIKELY, len(mixed)))
             mixed_sum, alone_sum = mixed_sum + logprob, alone_sum + float(mixture.alone(ids)[id])
-            if len(piece) > typed:  # fully typed tokens count towards the next token
+            if len(piece) > typed:  # a fully typed token's probability goes to the next one
                 pairs = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
                 likely = [[decode(self.files.pieces[i][typed:]), prob] for i, prob in pairs]
                 probs = {"probability": math.exp(min(mixed_sum, 0.0)), "model": math.exp(min(alone_sum, 0.0))}

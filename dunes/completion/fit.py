@@ -32,7 +32,7 @@ from dunes.progress import Display, each, part, phase
 from dunes.units import plural
 
 BEFORE = 1.2
-"""If validation uses the tail of each text, a text is indexed up to this many tail lengths before its end."""
+"""If validation uses the tail of each text, the index omits the last BEFORE tail lengths of a text."""
 BEHIND = 0.9
 """If validation uses the tail of each text, the gate is fitted on the last BEHIND tail lengths of a text."""
 PLACES = (25.0, 500, 20_000)
@@ -251,7 +251,7 @@ def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
     mean = float((model - copying).mean())
     if len(files) < FEWEST:
         return Interval(mean, -1.0, 1.0)
-    smooth = [(side * cursors + 0.5) / (cursors + 1) for side in (model, copying)]  # shares 0 and 1 get variance
+    smooth = [(side * cursors + 0.5) / (cursors + 1) for side in (model, copying)]  # avoids zero variances
     inside = np.mean(sum(p * (1 - p) for p in smooth) / cursors)
     deviation = math.sqrt(max((model - copying).var(ddof=1), inside) / len(files))
     half = STUDENT[min(len(files) - 1, len(STUDENT)) - 1] * deviation
@@ -259,8 +259,8 @@ def model_minus_copying(files: Sequence[FileShares]) -> "Interval":
 
 
 def choose_copies(copies: Copies, files: Sequence[FileShares]) -> tuple[bool, str]:
-    """Returns True if lines are to be copied without the model, and the reason as text for the user; `copies` is
-    the option of `dunes train`."""
+    """True if lines are to be copied without the model, and the reason, for the user. `copies` is the option of
+    `dunes train`."""
     if copies == "only":
         return True, "--copies only: lines are copied, without the model"
     if not files:

@@ -204,10 +204,9 @@ def fit_threshold(answers: Sequence[tuple[CutPoint, int, Suggestion]], acceptanc
 
     `answers` are cursors inside lines, their `column_in_word` and the suggestions there. Cursors can be at any
     character of a word, but a user accepts a word only once. A correct suggestion therefore has weight 1/n, where
-    n estimates the number of cursors in the word at which the suggestion is correct: 1 for each character from the
-    cursor to the last but one, and 1/2 for each character before the cursor. A correct suggestion of only the last
-    character of a partly typed word is ignored, since it saves no key. (docs/log/completion.md, "Thresholds from
-    cursors".)
+    n estimates the number of cursors in the word with a correct suggestion. Each suggested character but the last
+    adds 1 to n, and each character before the cursor adds 1/2. A correct suggestion of only the last character of
+    a partly typed word is ignored, since it saves no key. (docs/log/completion.md, "Thresholds from cursors".)
     """
     rows = list[tuple[float, float, float]]()
     for cut, column, suggestion in answers:

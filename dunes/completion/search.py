@@ -134,8 +134,8 @@ class LineSearch:
         return total + (self.mixture.word_end_logprob(ids) if ends_word else 0.0)
 
     def _decode(self, beam: Beam) -> Beam:
-        """Continue a beam greedily until it ends; a hopeless beam stops after its first word, or as soon as a copy
-        is certain to replace it."""
+        """Continue a beam greedily until it ends. A hopeless beam stops after its first word, or as soon as a copy
+        is certain to replace the beam."""
         while len(beam.ids) < self.limit and not self.ends(beam):
             text = self._data(beam).decode(errors="ignore")
             if self._is_hopeless([beam]) and (first_word(text) != text or self._will_be_copied(beam, text)):

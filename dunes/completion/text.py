@@ -103,7 +103,7 @@ class FileTokenizer:
         return tuple(chain.from_iterable(self._line(text[i : i + LINE]) for i in range(0, len(text), LINE)))
 
     def split_typed(self, ids: Sequence[int]) -> tuple[Sequence[int], bytes]:
-        """Split ids into the ids to keep, and the bytes of those last ids that a longer token could replace.
+        """Split ids into ids to keep, and the bytes of the last ids, which a longer token could replace.
 
         After more typing, the last tokens may become one longer token. Characters that are in no token of the
         vocabulary are never replaced.
@@ -272,8 +272,8 @@ def _before_closing(line: str, rest: str, typed: str) -> str:
 
 
 def _overlaps(line: str, part: str, typed: str) -> bool:
-    """True if the line ends with `part`, and `part` closes neither a quote that the line opens nor, if `typed` has
-    open brackets, a bracket that the line opens."""
+    """True if the line ends with `part`. False if `part` closes a quote that the line opens, or closes a bracket
+    that the line opens while `typed` has open brackets."""
     if not line.endswith(part):
         return False
     before = line[: -len(part)]
@@ -305,8 +305,8 @@ def first_line(text: str) -> str:
 
 
 def unmatched(text: str) -> tuple[str, int | None]:
-    """The closing brackets missing at the end of a text, innermost first, and None; if the text has an unmatched
-    closing bracket, an empty string and the position of the first such bracket."""
+    """The closing brackets missing at the end of a text, innermost first, and None. For a text with an unmatched
+    closing bracket, returns an empty string and the position of the first such bracket."""
     closing = ""
     for place, character in enumerate(text):
         if character in BRACKETS:

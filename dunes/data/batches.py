@@ -74,7 +74,7 @@ class PackedText:
         return self.tokens[index]
 
     def transformed(self, index: NDArray[np.int64], key: tuple[int, int]) -> NDArray[np.int64]:
-        """The ids at these consecutive indices (N,) of transformed documents; `key` is (seed, epoch)."""
+        """The ids of transformed documents at `index` (N,), consecutive indices; `key` is (seed, epoch)."""
         assert self.transform is not None
         first, last = np.searchsorted(self.starts, index[[0, -1]], "right") - 1
         bounds = np.append(self.starts, len(self))[first : last + 2]
@@ -89,7 +89,7 @@ class PackedText:
     def batch(self, window: Tensor, index: NDArray[np.int64]) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, targets and positions (B, T) of windows (B, T + 1); `index` has consecutive indices in each row.
 
-        A target that is the first id of the next document is ignored, unless it is `end`.
+        If a target is the first id of the next document, and is not `end`, it becomes IGNORE.
         """
         document_starts = self.starts[np.searchsorted(self.starts, index, "right") - 1]
         positions = torch.from_numpy(index - np.maximum(document_starts, index[:, :1]))
@@ -107,8 +107,8 @@ class Windows:
     `arrange`, if any, is applied to each window, with a generator seeded by (seed, epoch, position in the epoch's
     order). Batches with `arrange` have separate targets, which are IGNORE where `arrange.is_target` is False.
 
-    Each epoch has its own offset and order. An epoch omits fewer than two windows of tokens at the ends of the
-    text; other epochs include these tokens. Raises ValueError if there are fewer tokens than one window needs.
+    Each epoch has its own offset and order. An epoch omits fewer than 2 * `length` tokens, all at the ends of the
+    text; other epochs include them. Raises ValueError if there are fewer tokens than one window needs.
     """
 
     tokens: TokenIds
@@ -228,7 +228,7 @@ def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
 
 
 def tail_start(start: int, stop: int, share: float) -> int:
-    """Start index of the last `share` of the tokens of a text that spans `start` to `stop` (including EOS)."""
+    """Index that divides a text with ids `start` to `stop` (with EOS): the last `share` of them is the tail."""
     return stop - round((stop - start) * share)
 
 
@@ -342,7 +342,7 @@ class Batches:
     def _ranking(self, epoch: int) -> NDArray[np.int64]:
         """Examples in descending order of length; examples of equal length are shuffled in each epoch."""
         if epoch not in self._cache:
-            # A different key from the one that shuffles rows.
+            # The epoch is negated, since (seed, epoch) is the key that shuffles rows.
             size = len(self._with_target)
             order = shuffle_index(np.arange(size), size, (self.seed, -1 - epoch))
             self._cache.clear()
@@ -376,8 +376,8 @@ class Batches:
 def collate(rows: Sequence[Sequence[Example]], context_length: int, full: bool = False) -> Batch:
     """Join rows of examples to a batch, padded to `context_length` if `full`, otherwise to the longest row.
 
-    Targets are the next ids of the same example, never ids of the following example. Padding has position -1 and
-    id 0, which is never read.
+    Targets are the next ids of the same example, never ids of the following example. Padding has position -1, id 0
+    and target IGNORE.
     """
     parts = [_row(row, context_length) for row in rows]
     width = context_length if full else max(part.shape[1] for part in parts)
@@ -399,7 +399,7 @@ def _row(row: Sequence[Example], context_length: int) -> NDArray[np.int64]:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Pack items into rows by best fit; their lengths are in descending order.
+    """Pack items into rows by best fit; `lengths` must be in descending order.
 
     Returns the item indices of each row; a row's total length is at most `room`.
     """

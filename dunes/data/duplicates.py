@@ -24,12 +24,12 @@ BINS = 64
 EMPTY = 2**32 - 1
 """Value of a bin without lines."""
 SIMILAR = 0.7
-"""Minimum Jaccard similarity of near-duplicates' lines: 17 common lines if both have 20 (17 / 23 = 0.74)."""
+"""Minimum Jaccard similarity of the lines of near-duplicates: of 20 lines each, 17 are equal (17 / 23 = 0.74)."""
 
 FEW_LINES = 6
-"""Minimum number of nonempty bins for a comparison by lines; texts with fewer have equal lines by chance."""
+"""Minimum number of nonempty bins for a comparison by lines; shorter texts have equal lines by chance."""
 SHORT_LINE = 4
-"""Minimum bytes of a line that is compared; shorter lines, such as brackets, are equal by chance."""
+"""Minimum length in bytes of a compared line; shorter lines, such as brackets, are equal by chance."""
 
 KEYS = 4
 """Number of a text's rarest hashes; two texts are compared if they share one of these hashes."""
@@ -85,7 +85,7 @@ def _without_space(text: str) -> bytes:
 
 
 def _hashes(lines: Iterable[bytes]) -> NDArray[np.uint32]:
-    """Hashes of lines: CRC-32, then the finalizer of MurmurHash3, which mixes the bits of the linear CRC-32."""
+    """Hashes of lines: CRC-32, which is linear, with its bits mixed by the finalizer of MurmurHash3."""
     hashes = np.array([*map(crc32, lines)], np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         hashes = (hashes ^ (hashes >> np.uint32(shift))) * np.uint32(factor)

@@ -87,8 +87,8 @@ UNUSABLE_IN_MESSAGES: tuple[_Unusable, ...] = (
     ),
     (("refusal",), lambda value: value is not False, "write a refusal into the content"),
 )
-"""Fields with a meaning that training does not support: keys, a condition on the value, and the error message.
-Other values of these fields, and all other fields that are not read, are ignored and listed."""
+"""Fields that training does not support: keys, a predicate of the values that are refused, and the error message.
+`Records.ignored` lists these fields if they have other values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class RecordFormat:
 class Example:
     """The `ids` (T,), int32, of a record, and `loss_mask` (T,), bool, True for targets. `place` is its location.
 
-    `window_index` numbers the windows of a plain text, which overlap by one id; conversations have None. For a
+    `window_index` numbers the windows of a plain text (None for conversations); windows overlap by one id. For a
     preference, `ids` are the prompt and the chosen answer, and `rejected` is the example of the rejected answer.
     `seen` is a digest of the words of a rendered conversation or a preference's prompt; plain text has none.
     """
@@ -212,7 +212,7 @@ def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[st
 def record_texts(
     path: Path, fields: Sequence[str] = (), names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield each record's file and line, and its text (possibly empty).
+    """Yield (place, text) of each record: its file and line, and its text, which may be empty.
 
     Arguments are as for `read_records`. Raises ValueError like `read_records`, and if no record has text.
     """
@@ -237,7 +237,7 @@ NO_RECORDS = "no records; expected a JSON list, or one JSON object per line"
 def text_reader(
     first: Any, fields: Sequence[str] = (), names: Collection[str] = ()
 ) -> tuple[str, Callable[[Any], str]]:
-    """A description of the text in a file that starts with this row, and the function that extracts a row's text.
+    """A description of the text in a file with the first row `first`, and a function that extracts a row's text.
 
     Several fields, or the turns of a conversation, are joined by blank lines. Only formats with all fields in
     `names` are tried. Raises ValueError for a row of an unknown format.
@@ -251,7 +251,7 @@ def text_reader(
 
 
 def _chat_text(name: str, row: Any) -> str:
-    """The text of a conversation. Raises ValueError for tools, tool calls and reasoning, which are no text."""
+    """The text of a conversation. Raises ValueError if it has tools, tool calls or reasoning."""
     turns = _read(name, row)
     if keys := [*["tools"] * bool(_tools(row)), *(key for turn in turns for key in turn.fields)]:
         raise ValueError(
@@ -373,9 +373,9 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _functions(key: str, entries: Any, noun: str) -> list[dict[str, Any]]:
-    """The list of tools, or of their calls, under a key of a row or message, in OpenAI's form.
+    """The tools or tool calls under a key of a row or message, in OpenAI's form.
 
-    An entry may be given as JSON, and may be the function without the object around it.
+    An entry may be a string of JSON, or only the function, without its enclosing object.
     """
     if not _typed(entries, list, key):
         raise ValueError(f"{key}: expected {noun}s, found an empty list")
@@ -469,9 +469,9 @@ def _pair(row: dict[str, Any]) -> Conversation:
 def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """The prompt with the chosen answer, and the prompt with the rejected answer.
 
-    `chosen` and `rejected` are answers (text, a message, or messages) to a prompt, or complete conversations. The
-    prompt of complete conversations is their common beginning, which must contain the text of the field `prompt`,
-    if any. Answers inside the prompt are not trained on.
+    `chosen` and `rejected` are answers (text, a message, or messages) to a prompt, or complete conversations.
+    Complete conversations have their common beginning as prompt, which must contain any text of the field
+    `prompt`. Answers inside the prompt are not trained on.
     """
     prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
     size = _shared(chosen, rejected)
@@ -658,8 +658,8 @@ def record_hashes(rows: Sequence[Record]) -> list[float]:
     """Hashes of the records' words, in [0, 1), which decide the split.
 
     Near-duplicate texts share a hash, as do preferences with equal prompts, and records whose examples have equal
-    words (`seen`). A group with more than the fraction LARGE of the records is selected for validation last, since
-    1 is added to its hash.
+    words (`seen`). If a group has more than the fraction LARGE of the records, 1 is added to its hash, so it is
+    selected for validation last.
     """
     hashes = [split_hash(_split_by(row)) for row in rows]
     texts = [i for i, row in enumerate(rows) if row.format == "text"]
@@ -672,14 +672,14 @@ def record_hashes(rows: Sequence[Record]) -> list[float]:
     joined, keys = list[float](), (hashes, [row.seen for row in rows])
     while joined != hashes:
         joined = hashes
-        for each in keys:  # records with equal keys get their least hash, which comes last in the dict
+        for each in keys:  # the least hash of each key is last, so it is kept
             least: dict[Any, float] = dict(sorted(zip(each, hashes, strict=True), key=itemgetter(1), reverse=True))
             hashes = [least[key] if key != b"" else value for key, value in zip(each, hashes, strict=True)]
     return hashes
 
 
 def _split_by(row: Record) -> Conversation:
-    """The turns whose hash decides the split: all turns, or a preference's prompt."""
+    """The turns that `split_hash` reads: all turns, or a preference's prompt."""
     return row.turns[: _shared(row.turns, row.rejected)] if row.rejected else row.turns
 
 
@@ -730,7 +730,7 @@ def tokenize_records(
 
 def _example(row: Record, template: Template, tokenizer: Tokenizer, train_on: str) -> Example:
     if row.turns[-1].role == "text":
-        # A plain text may be large and needs no rendering; an empty text checks that the template supports it.
+        # Plain text is not rendered, since it may be large; an empty text checks that the template supports it.
         template.render((Turn("text", ""),), variables=row.variables)
         return _text_example(row, tokenizer)
     segments = template.render(row.turns, variables=row.variables)
@@ -758,7 +758,7 @@ def _text_example(row: Record, tokenizer: Tokenizer) -> Example:
 
 
 def trained_spans(example: Example, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """Spans of an example's text, each with a flag, True if trained on. Special tokens are spelled out."""
+    """Spans of an example's text as (text, True if trained on). Special tokens are spelled out."""
     edges = np.flatnonzero(np.diff(example.loss_mask)) + 1
     runs = np.split(example.ids, edges)
     return [

@@ -1,7 +1,7 @@
 """List the plain files in sources (files and folders), except files that .gitignore excludes.
 
-Links are not followed by default. A link's target inside the sources is found without the link, or is ignored on
-purpose. A target outside the sources may be a device, a password file, or an entire disk.
+Links are not followed by default. If a link's target is inside the sources, it is listed without the link, or
+excluded on purpose. A target outside the sources may be a device, a password file, or an entire disk.
 
 By git's rules (https://git-scm.com/docs/gitignore), the last matching line in the deepest .gitignore decides. A
 line that matches a folder does not match the files below it, but excluded folders are never walked.
@@ -24,10 +24,10 @@ from dunes.flags import STDLIB, is_path
 
 NEVER = {".git", ".hg", ".svn", "__pycache__"}
 DEPENDENCIES = {"node_modules", ".venv", "site-packages"}
-"""Folders of third-party code, which are skipped in a source, and reported unless .gitignore excludes them."""
+"""Folders of third-party code. They are skipped, and reported unless .gitignore excludes them."""
 THIRD_PARTY = {"bower_components", "third_party", "third-party", "thirdparty", "3rdparty"}
 VENDOR = {"vendor", "vendors", "vendored", "_vendor"}
-"""Folders of third-party code, if they or their subfolders have a file that `_OF_OTHERS` matches."""
+"""Folders that contain third-party code if `_OF_OTHERS` matches a file in them or in a subfolder."""
 _OF_OTHERS = re.compile(
     r"licen[cs]e.*|copying.*|modules\.txt|vendor\.txt|autoload\.php|package\.json|\.cargo-checksum\.json", re.I
 )
@@ -100,8 +100,8 @@ class Walk:
 
     `folders` maps each folder that was read to its modification time (ns). The source `stdlib` is the standard
     library of the running Python, and `installed` the code of installed packages. A link that is itself a source
-    is always followed; other links are followed only with `follow_links`, to targets outside the sources. Raises
-    ValueError for a missing source.
+    is always followed. With `follow_links`, other links are followed if their targets are outside the sources.
+    Raises ValueError for a missing source.
     """
 
     def __init__(self, sources: Sequence[str | Path], follow_links: bool = False) -> None:
@@ -163,7 +163,7 @@ class Walk:
                 yield SourceFile(path, name, False)
 
     def _follow_link(self, path: Path, root: Path, is_folder: bool) -> Iterator[SourceFile]:
-        """Yield the files behind a link if its target is outside the sources, not ignored, and may be followed."""
+        """Yield a link's files, if `follow_links` and the target is outside the sources and not ignored."""
         name = path.relative_to(root).as_posix()
         try:
             target = path.resolve(strict=True)
@@ -270,7 +270,7 @@ def source_roots(source: str | Path) -> dict[Path, Rules]:
         stdlib = {Path(sysconfig.get_paths()["stdlib"]).resolve(): STDLIB_TESTS}
         roots = stdlib if str(source) == STDLIB else installed_roots(str(source))
         return {root: [(root, parse_lines(lines))] for root, lines in roots.items()}
-    if str(source) == "":  # Path would read it as the current folder
+    if str(source) == "":  # Path("") is the current folder
         raise ValueError("a source is an empty string; pass a file or a folder, . for the current one")
     path = Path(os.path.expanduser(source))
     if not path.exists():

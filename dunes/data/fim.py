@@ -6,9 +6,9 @@ The sentinels are spelled and placed as in Qwen2.5-Coder, https://arxiv.org/abs/
     prefix, suffix, middle:  <|fim_prefix|> P <|fim_suffix|> S <|fim_middle|> M <|endoftext|>
     suffix, prefix, middle:  <|fim_prefix|> <|fim_suffix|> S <|fim_middle|> P M <|endoftext|>
 
-In the second order, prefix and middle are one text and are encoded together, so each character that a user types
-only extends the key-value cache of suffix and prefix. In the first order, the suffix comes after the typed
-character, so the suffix has to be evaluated again.
+In the second order, prefix and middle are encoded together as one text. Each character that a user types then only
+extends the key-value cache of suffix and prefix. In the first order, the suffix follows the typed character, so
+the suffix has to be evaluated again.
 """
 
 # Shapes: N ids of a window.
@@ -165,7 +165,7 @@ def _line_end(text: str, start: int, lines: int) -> int:
 
 
 def _before_line_end(text: str, index: int) -> int:
-    """The index or, if it is inside a \\r\\n, the index of the \\r."""
+    """The index, moved to the \\r if it is between \\r and \\n."""
     return index - (0 < index < len(text) and text[index - 1 : index + 1] == "\r\n")
 
 

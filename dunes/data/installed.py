@@ -1,8 +1,8 @@
 """Code that is installed on this machine: packages of Python, Node, Go and Rust, and headers of C.
 
 `installed` is a source of text like `stdlib`; `installed:python,go` limits it to these languages. Headers are read
-only if `c` is listed, since every machine has them. Tests are left out. If there are more than CAP bytes, all
-packages get the same limit, and packages smaller than the limit are read completely.
+only if `c` is listed, since every machine has them. Tests are left out. If there are more than CAP bytes, at most
+the same number of bytes is read from each package.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Read MNIST's digits from IDX files, plain or gzipped, or draw digits by code, which needs no files.
+"""Read MNIST's digits from IDX files, plain or gzipped, or draw similar digits without any files.
 
 An IDX file has two zero bytes, the data type, the number of dimensions, the size of each dimension as four
 big-endian bytes, then the data (http://yann.lecun.com/exdb/mnist/).
@@ -100,7 +100,7 @@ def _shape(path: Path, header: bytes) -> list[int]:
 
 
 def _find(folder: Path, pattern: str) -> Path:
-    """The one file that matches the pattern; a plain file is preferred. Raises ValueError for none or several."""
+    """The one file that matches the pattern, preferably plain. Raises ValueError if none or several match."""
     matches = sorted(folder.glob(pattern)) or sorted(folder.glob(f"{pattern}.gz"))
     if len(matches) != 1:
         names = ", ".join(path.name for path in matches[:3])
@@ -123,7 +123,7 @@ def fetch_digits(folder: str | Path) -> None:
 
 
 def _download(name: str, digest: str) -> bytes:
-    """The file from the first of URLS that has it. Raises ValueError with a reason for each URL if none has it."""
+    """Download a file from the first of URLS that works. If none works, raises ValueError with the reasons."""
     from urllib.request import urlopen  # not needed to read files
 
     reasons = []

@@ -20,8 +20,8 @@ FEW = 0.05
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts of training examples. `validation` is the number of validation examples; `val_trained` counts their
-    targets within the context, and `val_without_target` counts validation examples without a target.
+    """Counts of training examples. `validation` is the number of validation examples. `val_trained` counts their
+    targets within the context. `val_without_target` counts validation examples without a target.
 
     `windows` counts windows of plain text; other examples are conversations. `tokens` counts an id shared by two
     windows once. `trained` counts targets within the context, `lost` targets beyond it. `lengths` are QUANTILES of

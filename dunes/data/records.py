@@ -1,4 +1,4 @@
-"""Read the rows of a file: JSON lines or a JSON list, both perhaps gzipped, or a table in a format of `TABLES`."""
+"""Read the rows of a file: JSON lines or a JSON list (plain or gzipped), or a table in a format of `TABLES`."""
 
 import gzip
 import io
@@ -55,8 +55,8 @@ def rows(
 ) -> Iterator[tuple[str, Any]]:
     """Yield each row with its place (file and line or row). With `fields`, only these columns of tables are read.
 
-    `names` maps new names to the file's field names; an unmapped field that has one of the new names is renamed.
-    Raises ValueError that names the file, the line or row, the expected value and the actual one.
+    `names` maps new names to the file's field names; another field with a new name gets a suffix. Raises
+    ValueError that names the file, the line or row, the expected value and the actual one.
     """
     if not names:
         yield from _rows(path, fields)
@@ -99,7 +99,7 @@ def _rows(path: Path, fields: Collection[str] = ()) -> Iterator[tuple[str, Any]]
 def first_row(path: Path) -> Any:
     """The first row of a file; no other row is read. Duplicate keys, which `rows` refuses, are allowed.
 
-    Raises ValueError if the file starts with no row.
+    Raises ValueError if the file does not start with a row.
     """
     try:
         if suffix := _table_suffix(path):

@@ -42,7 +42,7 @@ ENTRY = Struct("<II32s")
 AHEAD = 4
 """Number of batches that are tokenized before the first of them is written."""
 Batch = tuple[int, list[str | list[int] | None]]
-"""Size of the texts in bytes, and a list of strings to encode, ids around each text, and None before each text."""
+"""Size of the texts in bytes, and a list: strings to encode, ids to insert, and None where a text starts."""
 Encoded = tuple[int, NDArray[np.uint32], NDArray[np.int64]]
 """Size of the texts in bytes, their ids, and the index of each text's first id."""
 
@@ -223,7 +223,7 @@ def _resume(tokens: BinaryIO, starts: BinaryIO, entries: BinaryIO, digest: Any) 
 
 
 def _tokenized(batches: Iterator[Batch], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Encode batches, with two threads that work ahead, since a single core converts ids to Python integers."""
+    """Encode batches in two threads that work ahead, since ids are converted to Python integers on one core."""
     waiting = deque[Future[Encoded]]()
     with ThreadPoolExecutor(2, "tokenizer") as pool:
         for batch in batches:

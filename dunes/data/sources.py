@@ -53,9 +53,9 @@ class Corpus:
     """A corpus: documents for training, validation and test, and the names of skipped files for each reason.
 
     `notes` are lines on records and near-duplicates. With `split` "files", entire files and records are for
-    validation; with "tails", the last part of each document. `duplicates` maps the digest of each near-duplicate
-    to the digest of the first file in its group. `packages` are the installed packages whose code was collected,
-    with versions and licences. `share` is the fraction of the text for validation.
+    validation; with "tails", the last part of each document is. `duplicates` maps the digest of each
+    near-duplicate to the digest of the first file in its group. `packages` are the installed packages whose code
+    was collected, with versions and licences. `share` is the fraction of the text for validation.
     """
 
     train: list[Document] = field(default_factory=list)
@@ -102,9 +102,9 @@ def collect_corpus(
     The source `stdlib` is the standard library of the running Python, and `installed` is the code of installed
     packages (`dunes.data.installed`) without near-duplicates. About `share` of the text (default
     `validation_share`) is for validation. A text file is entirely for training or for validation; files of records
-    are divided record by record. Of several files or records, at least one is for validation, and at least one for
-    training. Near-duplicates are on the same side. Links to files outside the sources are followed only with
-    `follow_links`. If `text_field` is given, only these fields of records are read; `names` are as for
+    are divided record by record. If there are several files or records, at least one is for validation and at
+    least one for training. Near-duplicates are on the same side. Links to files outside the sources are followed
+    only with `follow_links`. If `text_field` is given, only these fields of records are read; `names` are as for
     `read_records`. Raises ValueError if a source is missing, if a file of records that the user named cannot be
     read, or if there is no text.
     """
@@ -144,15 +144,16 @@ def collect_corpus(
 
 
 def validation_share(size: float) -> float:
-    """Validation fraction for `size` bytes of text: SHARE, or more if LEAST bytes need it, but at most MOST."""
+    """Validation fraction for `size` bytes of text: SHARE, raised to reach LEAST bytes, but at most MOST."""
     return min(MOST, max(SHARE, LEAST / max(1.0, size)))
 
 
 def hold_out_test(corpus: Corpus, share: float = TESTED) -> Corpus:
     """The corpus with about `share` of its text in the test split, taken from the training split.
 
-    Of three or more files, at least one is in the test split, but training data always remains. Near-duplicates
-    are in the same split. Records stay in their split. The documents of each split are sorted by path.
+    If there are three or more files, at least one is in the test split, but training data always remains.
+    Near-duplicates are in the same split. Records stay in their split. The documents of each split are sorted by
+    path.
     """
     groups, validated = _groups(corpus, corpus.documents), {d.digest for d in corpus.valid}
     groups = [group for group in groups if group.files[0].digest not in validated]

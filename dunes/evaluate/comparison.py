@@ -1,9 +1,8 @@
 """Compare a model before and after a change: loss, size, memory and speed.
 
 Each folder is measured in its own process, so that the measured memory is the memory of one model. A further
-process measures the speeds of both models in alternation, since a machine's speed varies by more than the effect
-of most changes to a model. Speed is measured in processor time on one thread, since waiting threads use processor
-time, too.
+process measures the speeds of both models in alternation, so that changes of the machine's speed affect both
+models. Speed is measured in processor time on one thread, since waiting threads use processor time, too.
 """
 
 import json
@@ -39,11 +38,11 @@ COMPARED = 8_192
 READ = 128
 """Maximum number of prompt tokens when speed is measured."""
 WRITTEN = 16
-"""Maximum number of tokens, after the first generated token, whose decoding is timed."""
+"""Maximum number of tokens whose decoding is timed; the first generated token is not timed."""
 ROUNDS = (6, 40)
 """Minimum and maximum number of rounds."""
 SECONDS = 5.0
-"""Processor time in seconds after which no further round begins, once the minimum is reached."""
+"""Processor time in seconds after which no round begins, except to reach the minimum number of rounds."""
 PHASES = {"prefill": "reading a prompt", "decode": "decoding"}
 
 

@@ -37,7 +37,7 @@ from dunes.text.lines import split_lines
 from dunes.units import plural
 
 SIMILAR = 0.8
-"""Two lines are near-duplicates if the Jaccard similarity of their token sets is above this."""
+"""Jaccard similarity of token sets above which two lines are near-duplicates."""
 FEWEST = 3
 """Minimum number of tokens of a near-duplicate; shorter lines such as `return None` are always scored."""
 _TOKEN = re.compile(r"\w+|[^\w\s]")
@@ -45,7 +45,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 COPY = "copy nearest"
 """Name of the baseline."""
 COPYING = 0.03
-"""Estimated fraction of an evaluation's time that the preparation takes; the baseline takes as much."""
+"""Estimated fraction of an evaluation's time for the preparation; scoring the baseline takes as long."""
 
 COLUMNS = (
     "completer", "exact match %", f"minus {COPY}", "first word %", "brackets open %", "closed by the editor %",
@@ -65,8 +65,9 @@ class ScoredFile:
 
 @dataclass(frozen=True)
 class ScoredFiles:
-    """The files to score, and the numbers of omitted training files, omitted near-duplicate lines, and omitted
-    files without other lines. `line_count` counts the nonblank lines of files outside the training text."""
+    """The files to score. `trained_files` counts omitted training files, `near_duplicates` omitted lines, and
+    `files_without_lines` omitted files without other lines. `line_count` counts the nonblank lines of files
+    outside the training text."""
 
     files: Sequence[ScoredFile]
     trained_files: int
@@ -162,7 +163,7 @@ class CompletionOptions:
 @dataclass(frozen=True)
 class Point:
     """The suggested text at a cursor of file number `file`. `exact` is 1.0 if the text is right except for
-    trailing white space, `word` is 1.0 if its first word is right; otherwise they are 0.0."""
+    trailing white space, otherwise 0.0. `word` is 1.0 if the first word is right, otherwise 0.0."""
 
     file: int
     cut: CutPoint
@@ -184,10 +185,10 @@ def is_inside(point: Point) -> bool:
 
 @dataclass
 class CompleterScore:
-    """The score of a completer. `points` contains the suggestion at each cursor. `typed` maps a threshold to the
-    totals of each file in simulated typing: with 0.0, all suggestions are shown, and with `threshold` (if not
-    NaN), only those that reach it. `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN if the
-    completer has no probabilities."""
+    """The score of a completer. `points` contains the suggestion at each cursor. `typed` maps 0.0 and, if not NaN,
+    `threshold` to the totals of each file in simulated typing. Suggestions below the threshold are not shown.
+    `cold` and `warm` are latencies in seconds; `bits_per_character` is NaN if the completer has no
+    probabilities."""
 
     name: str
     threshold: float = math.nan

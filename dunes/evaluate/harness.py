@@ -141,8 +141,8 @@ class Harness(TemplateLM):
 
     @torch.no_grad()
     def _states(self, batch: Sequence[tuple[int, ...]]) -> Tensor:
-        """The hidden states (B, T, dim) before the head. Rows are padded on the right, which causal attention
-        ignores."""
+        """The hidden states (B, T, dim) before the head. Rows are padded on the right; causal attention ignores
+        this padding."""
         width = max(map(len, batch))
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in batch], device=self._device)
         return self.model.hidden(ids)

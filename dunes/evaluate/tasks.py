@@ -24,7 +24,7 @@ def run_tasks(
     """The harness's results for the named tasks, groups or tags, with every sample; they are also written to
     `out`.
 
-    `task_folder` contains YAML files of additional tasks; `limit` is the maximum number of documents per task;
+    `task_folder` contains YAML files of additional tasks. `limit` is the maximum number of documents per task.
     `any_base` is as in `checkpoint.load`. Raises ValueError for an unknown task, and for an invalid model folder
     or setting.
     """

@@ -98,8 +98,8 @@ def evaluate(
 ) -> Score:
     """Score the tokens in windows of the context length.
 
-    Each token is predicted from the previous tokens of its window or, in `PackedText`, from those of the same
-    document. In a stream of files, headers are input to the model, but count neither in the loss nor in the size.
+    Each token is predicted from the previous tokens of its window; in `PackedText`, tokens of other documents are
+    not used. In a stream of files, headers are input to the model, but count neither in the loss nor in the size.
 
     With `limit`, only about `limit` tokens are scored, in windows spread evenly over the text. Raises ValueError
     for fewer than two tokens.
@@ -116,7 +116,7 @@ def evaluate(
 
 
 def score_batches(loaded: LoadedModel, batches: Iterable[tuple[Tensor, ...]], dtype: torch.dtype) -> Score:
-    """Score batches of ids, targets and perhaps positions (B, T), by `next_token_loss`."""
+    """Score batches of ids, targets and optional positions (B, T) by `next_token_loss`."""
     loss_sum, count, size, model = 0.0, 0, 0, loaded.model
     width = np.array([len(piece) for piece in loaded.require_tokenizer().token_bytes], np.int64)
     with evaluation(model, dtype) as device:
@@ -138,7 +138,7 @@ def evaluation(model: nn.Module, dtype: torch.dtype) -> Iterator[torch.device]:
 
 
 def own_rows(batch: tuple[torch.Tensor, ...], group: int = 1) -> tuple[torch.Tensor, ...]:
-    """The rows of this rank, in whole groups; if the rank has no rows, one group without targets."""
+    """The rows of this rank, in whole groups of `group` rows; without rows, one group with all targets IGNORE."""
     share = -(-len(batch[0]) // (group * ranks.count())) * group
     own = tuple(part[share * ranks.rank() :][:share] for part in batch)
     if len(own[0]):

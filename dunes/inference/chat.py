@@ -41,7 +41,7 @@ from dunes.units import plural
 NONE = "none"
 """Name of the chat model without an adapter folder. Adapters in a model folder are part of the model."""
 ROOM = 4
-"""Truncating a conversation leaves room for `max_tokens` tokens, but for at most 1/ROOM of the context."""
+"""A truncated conversation leaves `max_tokens` tokens free, but at most 1/ROOM of the context."""
 
 
 class NoTemplate(ValueError):
@@ -50,8 +50,8 @@ class NoTemplate(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class ChatModel:
-    """A model for chat: `loaded` is the model, `adapter` the name of the adapter to use (None for the base model
-    alone), and `place` the folder of the adapter or model."""
+    """A model for chat. `loaded` is the model. `adapter` is the name of the adapter to use (None for the base
+    model alone). `place` is the folder of the adapter or model."""
 
     place: Path
     adapter: str | None

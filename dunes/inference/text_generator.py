@@ -172,7 +172,7 @@ def sample_text(loaded: LoadedModel, seed: int = 0, max_tokens: int = 120, secon
 def describe_generation(
     generator: TextGenerator, prompt: int, times: Sequence[float], max_tokens: int | None
 ) -> Iterator[str]:
-    """Yield lines about the generation after `prompt` tokens; `times` (s) are the start and each token's time.
+    """Yield lines about the generation after `prompt` tokens; `times` (s) has the start, then each token's time.
 
     `max_tokens` is the limit of new tokens; None if the text was interrupted.
     """
@@ -189,7 +189,7 @@ def describe_generation(
 
 
 def describe_rates(prompt: int, times: Sequence[float]) -> str:
-    """Tokens/s of prefill (`prompt` tokens) and of decoding; `times` (s) are the start and each token's time."""
+    """Tokens/s of prefill (`prompt` tokens) and of decoding; `times` (s) has the start, then each token's time."""
     start, first, last = times[0], times[1], times[-1]
     text = f"prompt: {plural(prompt, 'token')}, {format_count(prompt / (first - start))} tokens/s"
     if len(times) == 2:

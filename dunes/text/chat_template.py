@@ -22,7 +22,7 @@ REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of reasoning in messages; templates read the first two."""
 
 OPEN, CLOSE = "\ud800", "\ud801"
-"""Lone surrogates around the body of each `{% generation %}` tag, if a text is rendered with marks."""
+"""Lone surrogates that `render` with `marks` writes around the body of each `{% generation %}` tag."""
 MARKS = re.compile(f"[{OPEN}{CLOSE}]")
 
 
@@ -69,8 +69,8 @@ def render(
     """The text of the messages, as transformers' `apply_chat_template` renders it.
 
     `variables` are additional variables for the template, such as `bos_token` or `tools`. With `marks`, OPEN and
-    CLOSE enclose the body of each `{% generation %}` tag, which transformers' `assistant_masks` cover. Raises
-    ValueError if the template refuses the messages or fails.
+    CLOSE enclose the body of each `{% generation %}` tag; transformers' `assistant_masks` cover the same text.
+    Raises ValueError if the template refuses the messages or fails.
     """
     fields = {"messages": [*map(_normalize_message, messages)], "add_generation_prompt": add_generation_prompt}
     fields = {"tools": None, "documents": None, **(variables or {}), **fields}

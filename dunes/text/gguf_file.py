@@ -62,8 +62,8 @@ def read_header(path: Path) -> Header:
     """The header of a file. If the file is the first of several parts, the header has the tensors of all parts.
 
     The most recent header is cached until its file changes, since loading a model reads the header several times.
-    Raises ValueError unless the file has a complete, little-endian GGUF header of version 2 or 3 and is not a
-    later part.
+    Raises ValueError for a later part, and for a file without a complete, little-endian GGUF header of version 2
+    or 3.
     """
     status = path.stat()
     header = _cached_header(path, status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
@@ -183,7 +183,7 @@ def has_tokenizer(path: Path) -> bool:
 def build_tokenizer(
     fields: Mapping[str, Any], parse: Callable[[bytes], tokenizers.Tokenizer]
 ) -> tokenizers.Tokenizer:
-    """The tokenizer in a header, from its tokenizer.json (read by `parse`), otherwise from its tokens and merges.
+    """The tokenizer in a header. `parse` reads its tokenizer.json; otherwise, tokens and merges are used.
 
     For damaged fields and unsupported kinds, raises ValueError that names the key and index, but not the file.
     """
@@ -299,7 +299,7 @@ _T = TypeVar("_T")
 
 
 def value(fields: Mapping[str, Any], name: str, value_type: type[_T], default: _T | None = None) -> _T:
-    """The value of `tokenizer.NAME`, or the default. Raises ValueError if both are missing or of another type."""
+    """The value of `tokenizer.NAME`, or the default. Raises ValueError unless it has the type `value_type`."""
     key = f"tokenizer.{name}"
     if type(given := fields.get(key, default)) is not value_type:
         raise ValueError(f"{key} is {hf_tokenizers.abbreviate(given)}; expected {value_type.__name__}")
@@ -327,7 +327,7 @@ def _id(fields: Mapping[str, Any], name: str, default: int | None, count: int) -
 
 
 def special_tokens(fields: Mapping[str, Any]) -> SpecialTokens:
-    """The special ids in a header. `add_bos_token` or, by default, the kind decides if texts start with BOS.
+    """The special ids in a header. Texts start with BOS if `add_bos_token` is true (default: by kind).
 
     As in llama.cpp, BOS is 1 and EOS 2 by default for the kind `llama`, and `gemma4` always adds BOS. Raises
     ValueError for a BOS or EOS that is added but has no id.

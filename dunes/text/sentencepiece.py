@@ -3,9 +3,9 @@
 The file is a protobuf message; only the fields that determine ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,
 https://protobuf.dev/programming-guides/encoding/). For BPE, sentencepiece merges the two neighbours whose merged
-piece has the highest score; of equal scores, the leftmost pair is merged first. Only the last merge in the
-encoding of a piece can produce the piece, so one merge per piece, ordered by score, gives the same ids. Unigram
-models and models that normalize characters, which LLaMA and Mistral do not use, raise ValueError.
+piece has the highest score; of equal scores, the leftmost pair is merged first. A piece can be produced only by
+the last merge of its own encoding, so one merge per piece, ordered by score, gives the same ids. Unigram models
+and models that normalize characters, which LLaMA and Mistral do not use, raise ValueError.
 """
 
 import math
@@ -194,7 +194,7 @@ def _bpe(model: Model) -> models.BPE:
 def _normalizer(model: Model) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if model.remove_extra_whitespaces:
-        # With a dummy prefix, one leading space is kept: "first" below depends on the start of the text.
+        # With a dummy prefix, one leading space is kept, since "first" in Metaspace depends on it.
         prefix = " " if model.add_dummy_prefix else ""
         steps += [
             normalizers.Replace(Regex(pattern), text)

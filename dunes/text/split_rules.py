@@ -93,7 +93,7 @@ RULES: Mapping[str, SplitRule] = {
     "gemma4": SplitRule((_LINES,), metaspace=True, bos=True),
     "default": SplitRule((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 }
-"""Rules by name. Of equal rules, the first is exported for a tokenizer that is not from a GGUF file."""
+"""Rules by name. If rules are equal, the first is exported for a tokenizer that is not from a GGUF file."""
 
 
 def split_rule(name: str) -> SplitRule:

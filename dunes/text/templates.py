@@ -29,7 +29,7 @@ SURROGATES = range(0xDC00, 0xE000)
 """Lone surrogates, which valid text never contains. Pairs of them replace special tokens in a user's text."""
 
 MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
-"""Other pairs of lone surrogates, which mark strings of a conversation to show where a template writes each."""
+"""Other pairs of lone surrogates. They mark strings of a conversation, to find where a template writes them."""
 MARKED_KEYS = ("content", "name", "arguments", *chat_template.REASONING_KEYS)
 
 CUT = "\ufdd0"
@@ -97,11 +97,11 @@ class Template(ABC):
     """A Jinja chat template, its special tokens, and `end`, the special token that ends an answer.
 
     If the template has `{% generation %}` tags, answers are exactly the bodies of these tags, as in transformers
-    (https://huggingface.co/docs/transformers/chat_templating); the end token is not trained on if it is outside a
-    tag. In other templates, an answer starts after its prompt (the rendered messages before it and the generation
-    prompt), and ends with `end`. If the prompt is rendered differently within a longer conversation, the answer
-    starts after the prompt's last message and as much of the generation prompt as the text contains. A prompt is
-    rendered even if the positions of earlier answers are unknown.
+    (https://huggingface.co/docs/transformers/chat_templating). An end token outside the tags is not trained on. In
+    other templates, an answer starts after its prompt (the rendered messages before it and the generation prompt),
+    and ends with `end`. If the prompt is rendered differently within a longer conversation, the answer starts
+    after the prompt's last message and as much of the generation prompt as the text contains. A prompt is rendered
+    even if the positions of earlier answers are unknown.
 
     ValueError is raised if the rendered text lacks a part of the record: a message, a tool call, or the name of a
     tool. An earlier answer may lack its reasoning if the template writes the reasoning of a last answer. To
@@ -263,7 +263,7 @@ class Template(ABC):
         return (marked_text, marked, variables) if is_same else (text, messages, values)
 
     def _check(self, subject: str, value: Any, text: str) -> None:
-        """Raise ValueError if the text lacks this value of a record; `subject` describes it in the message."""
+        """Raise ValueError if the text lacks this value of a record; `subject` names the value in the message."""
         if not _is_written(value, text):
             raise ValueError(
                 f"the chat template ({self.name}) leaves out or changes {subject}; leave it out, or use a "
@@ -447,8 +447,8 @@ class ModelTemplate(Template):
 
     The stop token is the first special token after a last answer or, if there is none, the first special token
     between an answer and the next question. Tokens that are also between the generation prompt and the answer,
-    such as the tags around an empty thought, do not count. If neither exists, EOS is the stop token, and records
-    cannot be trained on. Raises ValueError if the template fails on a question and an answer.
+    such as the tags around an empty thought, do not count. If there is no such token, EOS is the stop token, and
+    records cannot be trained on. Raises ValueError if the template fails on a question and an answer.
     """
 
     name = "the model's own"
@@ -605,8 +605,8 @@ def encode_prompt(
 ) -> list[int]:
     """The ids of a prompt, which are the same as the ids before its answer in training.
 
-    With `continues`, the last message is the beginning of the answer; raises ValueError unless it is a text of the
-    assistant.
+    With `continues`, the last message is the beginning of the answer. Raises ValueError unless that message is a
+    text of the assistant.
     """
     template.check_tokenizer(tokenizer)
     if continues and (not turns or turns[-1].role not in ANSWER_ROLES or "tool_calls" in turns[-1].fields):

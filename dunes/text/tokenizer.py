@@ -52,7 +52,7 @@ SPLIT_RULE = "gguf_pre"
 MAX_BYTES = 1 << 27
 """Maximum bytes of a tokenizer file."""
 MAX_IDS = 1 << 22
-"""Upper bound of token ids; each id is below it."""
+"""Upper bound of token ids, exclusive."""
 
 EXTRA_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -261,7 +261,7 @@ class Tokenizer:
         return {f"{name}_token": token for name, token in tokens.items() if token is not None}
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of a prompt: `bos` and the text. For an empty text: `document_start` or, if empty, EOS.
+        """The ids of a prompt: `bos` and the text. An empty text becomes `document_start` or, without one, EOS.
 
         For a tokenizer trained here, no EOS is put before a text, since a prompt rarely starts a document.
         """
@@ -372,7 +372,7 @@ def _drop_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def original_files(folder: Path, *first: str) -> Iterator[Path]:
-    """The folder's files named in `first`, and other libraries' tokenizers. Raises ValueError like `find_file`."""
+    """The folder's files `first`, tokenizer.model* and tekken.json. Raises ValueError like `find_file`."""
     models = sorted(path.name for path in folder.glob("tokenizer.model*") if _MODEL_NAME.fullmatch(path.name))
     return (path for name in (*first, *models, "tekken.json") if (path := find_file(folder, name)))
 
@@ -399,7 +399,7 @@ def _parse_json(data: bytes) -> tokenizers.Tokenizer:
 
 
 def _config_for_json(config: dict[str, Any]) -> bytes:
-    """The tokenizer_config.json for a converted tokenizer.json; `tokenizer_class` reads every tokenizer.json."""
+    """The tokenizer_config.json for a converted tokenizer.json, with a class that reads every tokenizer.json."""
     settings = {k: v for k, v in config.items() if k not in ("legacy", "sp_model_kwargs", "tokenizer_class")}
     return json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2).encode()
 
