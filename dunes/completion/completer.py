@@ -119,7 +119,7 @@ class CopyCompleter:
         return [_copy_line(far, opened, before, after, options, shorten)]
 
     def with_texts(self, texts: Mapping[str, str | None]) -> Mapping[str, str | None]:
-        """The texts unchanged, to pass to `use`."""
+        """Return the texts unchanged, to pass to `use`."""
         return texts
 
     def use(self, files: Mapping[str, str | None]) -> None:

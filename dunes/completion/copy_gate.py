@@ -35,7 +35,7 @@ STEPS = (200, 1600)
 """Minimum and maximum number of Adam steps. 800 steps on 500 positions overfitted, so that the mixture was worse
 than the model alone."""
 PLACES_PER_STEP = 5
-"""Number of positions per Adam step, before the number of steps is clamped to the range STEPS."""
+"""Number of positions per Adam step; the number of steps is then clamped to the range STEPS."""
 FACTORS = 20
 """Number of positive factors that `best_factor` tries."""
 RENEWED = 100
@@ -53,7 +53,7 @@ CHUNK = 64
 """Approximate number of positions in a contiguous chunk."""
 FEWEST = 8
 """Minimum positions per text. With a lower minimum, most positions came from many small files and had little text
-above them, and the gate was 0.17 nats worse at other positions (docs/log/completion.md, "Completion of lines:
+above them. The gate was then 0.17 nats worse at other positions (docs/log/completion.md, "Completion of lines:
 probabilities given what is typed, a gate of whole files")."""
 FORMAT = 2
 REMEDY = "remove gate.json there to complete by copying alone, or train again"
@@ -145,8 +145,8 @@ def places_of(
     most: int,
     seconds: float = math.inf,
 ) -> Places | None:
-    """About `most` positions, equally many per text, in chunks spread over each text; None for texts without
-    ids. After `seconds`, no further chunk is evaluated."""
+    """Evaluate about `most` positions, the same number per text, in chunks spread over each text. Returns None for
+    texts without ids. After `seconds`, no further chunk is evaluated."""
     random = np.random.default_rng(0)
     texts = [texts[i] for i in random.permutation(len(texts))[: max(1, most // FEWEST)]]
     per_text = even_share([len(text.ids) - text.starts[0] for text in texts], most)

@@ -59,7 +59,8 @@ MERGED = 3
 @dataclass(frozen=True, eq=False)
 class OpenFiles:
     """Files that changed since the index was built. `texts` maps names to texts (None: deleted). `parts` are
-    indexes of these texts, larger ones first, each with the names of the files whose newest text it contains."""
+    indexes of these texts, larger ones first. Each index comes with the names of the files whose newest text it
+    contains."""
 
     texts: Mapping[str, str | None] = field(default_factory=dict)
     parts: Sequence[tuple[frozenset[str], TextIndex]] = ()
@@ -205,7 +206,7 @@ class CompletionEngine:
         """For each token of the first suggestion: its text, its probability, the model's probability, and likely
         tokens.
 
-        Probabilities are conditional on the text around the cursor, including the typed part of a token; their
+        Probabilities are conditional on the text around the cursor, including the typed part of a token. Their
         product is the line's probability. The last tokens returned, such as a line end, may not be part of the
         suggestion. An empty suggestion gives an empty list. Raises Cancelled once `options.cancelled()` is true.
         """
@@ -265,7 +266,7 @@ class CompletionEngine:
         return sources
 
     def far(self, name: str, texts: Collection[NamedText] = ()) -> list[TextSource]:
-        """The sources in `texts` and, without the file `name`, in open files and unchanged files of the index."""
+        """The sources in open files and unchanged files of the index, without the file `name`, and in `texts`."""
         sources = self._open.far(name)
         if self.index:
             hidden = self.index.names & {name, *self._open.texts}

@@ -48,13 +48,13 @@ TOKENS = 10, 250
 SHARES = 0.09, 0.06
 """Maximum fractions of the run's time for gate positions and for cursors."""
 ALONE = 0.15, 0.35
-"""SHARES for a run that trains no weights."""
+"""Like SHARES, for a run that trains no weights."""
 FITTED = 0.2
 """At least this fraction of the time for gate positions is reserved for fitting the gate."""
 BYTE_SECONDS = 1.5e-6
 """Seconds per indexed byte."""
 LEAST = 4
-"""Minimum number of cursors in a file with enough lines; the number of files is limited accordingly."""
+"""Minimum number of cursors in a file with enough lines; this limits the number of files."""
 FEWEST = 3
 """With fewer files than this, the comparison of model and copying never disables the model."""
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -67,8 +67,8 @@ Text = TypeVar("Text")
 
 @dataclass(frozen=True)
 class CompletionFiles:
-    """A run's texts for completion. `index` contains the training files, `gate` the (name, text) pairs on which
-    the gate is fitted, and `all_texts` the pairs of all files, which are indexed at the end of the run."""
+    """A run's texts for completion. `index` contains the training files. `gate` has the (name, text) pairs on
+    which the gate is fitted. `all_texts` has the pairs of all files, to be indexed at the end of the run."""
 
     index: TextIndex
     gate: Sequence[NamedText]
@@ -202,8 +202,7 @@ class Answer(NamedTuple):
 def ask_cursors(
     completers: Sequence[LineCompleter], texts: Sequence[NamedText], count: int, seconds: float = math.inf
 ) -> list[Answer]:
-    """The suggestions at about `count` cursors inside lines of these files; the fewer files, the more cursors per
-    file.
+    """The suggestions at about `count` cursors inside lines of these files; fewer files have more cursors each.
 
     After `seconds`, no further cursor is evaluated. Files are visited in rounds, with up to LEAST cursors per file
     and round.

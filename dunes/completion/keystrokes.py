@@ -2,9 +2,9 @@
 suggestion.
 
 Cursors and lines depend only on the seed, the file's name and its text. All completers thus get the same requests,
-and a new file changes no cursor in other files. The simulated user knows the line and accepts the first word of a
-suggestion as soon as that saves a key, so the number of keys saved is an upper bound. Indentation costs no keys,
-and Enter is not counted.
+and a new file changes no cursor in other files. The simulated user knows the line, and accepts the first word of a
+suggestion as soon as this saves a key. The number of keys saved is therefore an upper bound. Indentation costs no
+keys, and Enter is not counted.
 """
 
 import math

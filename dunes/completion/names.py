@@ -145,7 +145,7 @@ def newest(texts: Mapping[str, str | None], name: str, options: CompleteOptions)
 def repeated(place: Place, best: Suggestion) -> Suggestion | None:
     """The rest of the line above with other names, if the typed line differs from the line above only in names.
 
-    The half-typed name may be the only difference if the rest contains this name again.
+    The half-typed name may differ, too, if the rest of the line contains this name again.
     """
     if best.line >= REPEATED[1] or first_line(best.text) != best.text:
         return None
@@ -166,7 +166,7 @@ def renamed_copy(place: Place, best: Suggestion) -> Suggestion | None:
     """A suggestion that is a copied line, with its names replaced by names near the cursor.
 
     The lines above the cursor are compared with the lines above the copied line. If two of these lines differ only
-    in names, the suggestion gets the names above the cursor; names that occur in the function at the cursor are
+    in names, the suggestion gets the names above the cursor. Names that occur in the function at the cursor are
     not replaced.
     """
     line = place.typed + first_line(best.text).rstrip()
@@ -209,7 +209,8 @@ def without_header(place: Place, best: Suggestion) -> Suggestion | None:
 
 
 def half_typed(place: Place, best: Suggestion) -> Suggestion | None:
-    """The rest of the half-typed word if exactly one name continues it, unless another word is more probable."""
+    """The rest of the half-typed word, if exactly one name continues the word and no other word is more
+    probable."""
     part = re.split(r"\W", place.typed)[-1]
     if len(part) < LEAST or not part.isidentifier() or re.match(r"\w", place.after) or _COMMENT.match(place.typed):
         return None

@@ -248,7 +248,7 @@ def without_overlap(suggestion: str, after: str, typed: str = "") -> str:
     lines.
 
     `typed` is the part of the line before the cursor; it precedes the suggestion in the comparison with the next
-    lines. If the line continues behind the cursor, the suggestion is cut to a single line, which ends before a
+    lines. If the line continues behind the cursor, the suggestion is cut to a single line. This line ends before a
     closing bracket or quote that already follows the cursor.
     """
     if (rest := first_line(after).rstrip()).strip():

@@ -58,8 +58,8 @@ class PackedText:
     of the previous document and the first input of the next.
 
     `Windows` applies `transform`, if any, to each complete document, including its first id. `transform` may
-    reorder and replace ids. Its random generator is seeded by (seed, epoch, document), so all windows that contain
-    parts of the same document see the same transformed document.
+    reorder and replace ids. The generator that `transform` gets is seeded by (seed, epoch, document), so all
+    windows with parts of a document see the same transformed document.
     """
 
     tokens: TokenIds
@@ -74,7 +74,7 @@ class PackedText:
         return self.tokens[index]
 
     def transformed(self, index: NDArray[np.int64], key: tuple[int, int]) -> NDArray[np.int64]:
-        """The ids of transformed documents at `index` (N,), consecutive indices; `key` is (seed, epoch)."""
+        """The ids of transformed documents at the consecutive indices `index` (N,); `key` is (seed, epoch)."""
         assert self.transform is not None
         first, last = np.searchsorted(self.starts, index[[0, -1]], "right") - 1
         bounds = np.append(self.starts, len(self))[first : last + 2]
@@ -131,7 +131,7 @@ class Windows:
     def starts(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The first token index of each window.
 
-        `positions` number the windows consecutively across epochs (they do not restart at 0).
+        `positions` count windows from the first epoch on; they do not restart at 0 in later epochs.
         """
         epochs, within = np.divmod(positions, self.windows_per_epoch)
         starts = np.empty_like(positions)
@@ -145,7 +145,7 @@ class Windows:
         return starts
 
     def batch(self, number: int) -> Tensor | tuple[Tensor, ...]:
-        """Batch `number` (0, 1, ...), int64: ids (B, T + 1); for `PackedText`, ids, targets, positions (B, T).
+        """Batch `number` (0, 1, ...), int64: ids (B, T + 1). `PackedText` gives ids, targets, positions (B, T).
 
         With `arrange`, a batch of plain ids becomes ids and targets (B, T). With several ranks, the batch has only
         the rows of this rank.
@@ -228,7 +228,7 @@ def join_texts(texts: Sequence[NDArray[Any]]) -> Side:
 
 
 def tail_start(start: int, stop: int, share: float) -> int:
-    """Index that divides a text with ids `start` to `stop` (with EOS): the last `share` of them is the tail."""
+    """Start index of a text's tail, its last `share` of tokens; the text spans `start` to `stop` (with EOS)."""
     return stop - round((stop - start) * share)
 
 

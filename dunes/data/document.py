@@ -60,7 +60,7 @@ class Document:
 
 @dataclass(frozen=True)
 class RecordDocument(Document):
-    """The validation texts (those with hashes below `limit`) or the training texts of a file of records.
+    """The validation texts (with hashes below `limit`) or the training texts of a file of records.
 
     `names` has a pair (our name, the file's name) for each renamed field. `count` is the number of texts in the
     document. `content` describes the fields that are read as text. `blank` is the number of records without text

@@ -135,7 +135,7 @@ class Records:
 class RecordFormat:
     """A record format: description, keys that identify it, the function that reads a row, and optional keys.
 
-    `refused` are keys of text that the format cannot read; a row with such text is refused.
+    A row with text under a key in `refused` raises ValueError, since the format cannot read this text.
     """
 
     description: str
@@ -178,8 +178,8 @@ class Example:
     def targets(self, context_length: int) -> int:
         """Number of targets that remain if the example is truncated to `context_length` + 1 ids.
 
-        For a preference, the sum over both sides. If one side has no target, or the truncated sides are equal, the
-        result is 0 and the pair is skipped.
+        For a preference, the targets of both sides are added. If one side has no target, or the truncated sides
+        are equal, the result is 0 and the pair is skipped.
         """
         counts = [int(side.loss_mask[1 : context_length + 1].sum()) for side in self.sides]
         equal = len({side.ids[: context_length + 1].tobytes() for side in self.sides}) < len(self.sides)
@@ -190,7 +190,7 @@ def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[st
     """The records of a JSON list, a JSON lines or CSV file (all may be gzipped), or a parquet file.
 
     With `fields`, only these fields are read, as plain text. `names` maps fields of RECORD_FORMATS to the file's
-    field names; only formats with all fields in `names` are tried. Raises ValueError that names the file, the line
+    field names; only formats that have all these fields are tried. Raises ValueError that names the file, the line
     or row, the expected value and the actual value.
     """
     path, names = Path(path), names or {}
@@ -239,7 +239,7 @@ def text_reader(
 ) -> tuple[str, Callable[[Any], str]]:
     """A description of the text in a file with the first row `first`, and a function that extracts a row's text.
 
-    Several fields, or the turns of a conversation, are joined by blank lines. Only formats with all fields in
+    Several fields, or the turns of a conversation, are joined by blank lines. Only formats that have all fields in
     `names` are tried. Raises ValueError for a row of an unknown format.
     """
     if not fields:

@@ -131,7 +131,7 @@ class FillInMiddle:
         return None
 
     def _join(self, parts: tuple[str, str, str], prefix_first: bool, size: int) -> list[int] | None:
-        """Encode parts and sentinels as `size` ids, with as much suffix as fits; None if they do not fit."""
+        """Encode parts and sentinels as `size` ids; the suffix is cut to fit. None if that is impossible."""
         encode, marks = self.tokenizer.encode_continuation, self.sentinels
         prefix, middle, suffix = parts
         first, last = (encode(prefix), encode(middle)) if prefix_first else ([], encode(prefix + middle))

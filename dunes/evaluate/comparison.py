@@ -205,8 +205,8 @@ def _id_array(ids: TokenIds) -> Any:
 
 
 def measure_speeds(folders: Sequence[Path], file: Path) -> dict[str, list[tuple[float, ...]]]:
-    """Tokens per second of processor time on one thread. Each phase has a list with one tuple per round, which
-    contains one value per folder.
+    """Tokens per second of processor time on one thread. Each phase has a list with one tuple per round; a tuple
+    has one value per folder.
 
     The folders alternate in the order A B, B A. `file` is as in `measure_folder`.
     """

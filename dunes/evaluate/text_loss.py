@@ -198,9 +198,10 @@ def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str] = (), **option
 def calibration_ids(loaded: LoadedModel, sources: Sequence[str] = (), tokens: int | None = None) -> Tensor:
     """Calibration ids (sequences, tokens); the sequences are spread evenly over the documents.
 
-    The result has SEQUENCES sequences (or about `tokens` ids in total if given), or fewer if the text is short.
-    Tails of documents are left out if they may be scored. Without sources, the text is the training split recorded
-    in the card. Raises ValueError if this text is not recorded, is gone, or is shorter than one sequence.
+    The result has SEQUENCES sequences or, if `tokens` is given, about `tokens` ids. A short text gives fewer
+    sequences. Tails of documents are left out if they may be scored. Without sources, the text is the training
+    split recorded in the card. Raises ValueError if this text is not recorded, is gone, or is shorter than one
+    sequence.
     """
     trained = trained_text(loaded.card)
     width = min(CALIBRATION_TOKENS, loaded.context_length)

@@ -125,7 +125,7 @@ class ChatEngine:
     def answer(
         self, talk: Conversation, sample: Sampler, max_tokens: int, name: str | None = None
     ) -> Iterator[str]:
-        """Stream the model's answer: at most `max_tokens` tokens, and no more than still fit into the context.
+        """Stream the model's answer, up to `max_tokens` tokens or the end of the context.
 
         Answers of several adapters may be streamed alternately. Raises ValueError for a conversation that the
         template does not support, or that is too long.
@@ -171,7 +171,7 @@ def load_chat_engine(
 ) -> ChatEngine:
     """Load a model once, from a folder or the Hub, with these adapters on it; the first adapter is the default.
 
-    With `compiles` and without `adapters`, a step for decoding is compiled in the background; with a cache
+    With `compiles` and without `adapters`, a step for decoding is compiled in the background. With a cache
     `format`, no step is used. Before anything is loaded, raises ValueError for a folder that is not an adapter,
     for two adapters of the same name, and for adapters trained on differently quantized bases. Without `any_base`,
     also raises ValueError for adapters of another base.

@@ -102,7 +102,7 @@ class TextGenerator:
     def tokens(
         self, requests: Sequence[Request | None], until: Sequence[str] = ()
     ) -> Iterator[list[Token | None]]:
-        """Yield the rows of `generate_all` for these requests; a cache of as many rows is reused.
+        """Yield the rows of `generate_all` for these requests; a cache with the same number of rows is reused.
 
         Each text also ends with the token that completes one of the strings in `until`; empty strings are ignored.
         """
@@ -126,7 +126,7 @@ class TextGenerator:
             cache.step = step if verifies or not proposes else None
 
     def proposer(self, lookup: bool, draft: LoadedModel | None) -> Proposer | None:
-        """A proposer for one text at a time: prompt lookup first, then the draft model; None without both.
+        """A proposer for one text at a time: prompt lookup, then the draft model. None without both.
 
         Raises ValueError for a draft with another vocabulary.
         """

@@ -39,7 +39,7 @@ def bpe(
 
 
 def parse(text: str) -> tokenizers.Tokenizer:
-    """The tokenizer in a text written by `Tokenizer.json`. Raises ValueError if the text is damaged."""
+    """Parse a tokenizer from the text that `Tokenizer.json` returns. Raises ValueError if the text is damaged."""
     return call("tokenizer.json", lambda: tokenizers.Tokenizer.from_str(text))
 
 

@@ -3,8 +3,8 @@
 The file is a protobuf message; only the fields that determine ids are read here
 (https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto,
 https://protobuf.dev/programming-guides/encoding/). For BPE, sentencepiece merges the two neighbours whose merged
-piece has the highest score; of equal scores, the leftmost pair is merged first. A piece can be produced only by
-the last merge of its own encoding, so one merge per piece, ordered by score, gives the same ids. Unigram models
+piece has the highest score; if scores are equal, the leftmost pair is merged first. A piece can be produced only
+by the last merge of its own encoding, so one merge per piece, ordered by score, gives the same ids. Unigram models
 and models that normalize characters, which LLaMA and Mistral do not use, raise ValueError.
 """
 

@@ -1,7 +1,7 @@
 """Chat templates in Jinja: built-in named templates, and templates that come with a model.
 
-A template turns a conversation into segments. Each segment is tokenized separately and the ids are concatenated,
-so that a prompt has the same ids in training and in generation, whatever the answer starts with. Special tokens
+A template turns a conversation into segments. Each segment is tokenized separately, and the ids are concatenated.
+A prompt therefore has the same ids in training and in generation, whatever the answer starts with. Special tokens
 are separate segments that are inserted as ids and never parsed from a user's text.
 
 Sources of the templates: alpaca (both prompts) https://github.com/tatsu-lab/stanford_alpaca/blob/main/train.py;
@@ -71,7 +71,7 @@ Messages = Sequence[Mapping[str, Any]]
 ANSWER_ROLES = ("assistant", "text")
 """Roles of turns that a model generates."""
 EQUAL_ROLES = {"developer": "system"}
-"""Maps a role to the role that replaces it in templates without a format for it."""
+"""Maps a role to its replacement in templates that lack a format for the role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,7 +420,7 @@ class NamedTemplate(Template):
         return self._spell_out(begin, str(tokenizer.inner.id_to_token(tokenizer.eos)))
 
     def _render_text(self, messages: Messages, is_open: bool, variables: Mapping[str, Any]) -> str:
-        from jinja2 import TemplateError  # late: importing it takes as long as loading a small model
+        from jinja2 import TemplateError  # late, since the import takes as long as loading a small model
 
         template = chat_template.compile_template(self._spell_out(BEGIN.text, END.text))
         try:  # a named template reads no further variables
@@ -491,7 +491,7 @@ class ModelTemplate(Template):
 def map_strings(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     """Nested data with `change` applied to all strings and keys.
 
-    Raises ValueError for too many levels, and for numbers that JSON lacks.
+    Raises ValueError for more than MAX_DEPTH levels, and for infinity and NaN, which JSON lacks.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} levels of nested data")
@@ -658,7 +658,7 @@ def find_template(tokenizer: Tokenizer, card: Mapping[str, Any]) -> Template | N
 
 
 def _pair(name: str, *roles: str) -> str:
-    """Jinja that raises unless the roles are "user", "user, assistant" or one of `roles`."""
+    """Jinja that raises unless the roles are "user", "user, assistant" or one of `roles`, and opens the loop."""
     return (
         "{% set roles = messages | map(attribute='role') | join(', ') %}"
         f"{{% if roles not in {('user', 'user, assistant', *roles)} %}}"
