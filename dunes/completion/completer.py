@@ -72,7 +72,7 @@ class FolderCompleter(CompletionEngine):
         """Minimum first-word probability at which users accept about the share `acceptance` of shown suggestions.
 
         The result is the lowest threshold fitted for at least this share. Without fitted thresholds, the result is
-        0; if all were fitted for lower shares, it is 2 (show nothing).
+        0. If all thresholds were fitted for lower shares, the result is 2 (show nothing).
         """
         pairs = self.facts.get("thresholds", {}).get("word", ())
         return min((threshold for share, threshold in pairs if share >= acceptance), default=2.0 if pairs else 0.0)

@@ -22,7 +22,7 @@ from dunes.generate.prefix_cache import PADDED, PieceReader, PrefixCache, common
 PROPOSED = 16
 """Maximum number of ids of a copy that are evaluated in one forward."""
 ROOM = 128
-"""Cache capacities are multiples of this, since enlarging a cache copies all its keys and values."""
+"""Cache capacities are multiples of ROOM ids, since enlarging a cache copies all its keys and values."""
 PIECE = 256
 """Minimum number of prompt tokens evaluated between two checks for cancellation. With 135M parameters, a token
 took 1.5 times (float32) to 2.5 times (bfloat16) as long in pieces of 32 tokens as in longer pieces."""

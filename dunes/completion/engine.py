@@ -53,7 +53,7 @@ second."""
 LIKELY = 4
 """Number of likely tokens that `explain` returns per token."""
 MERGED = 3
-"""If there are more indexes of changed files than this, the smaller ones are merged."""
+"""If there are more indexes of changed files than MERGED, the smaller indexes are merged."""
 
 
 @dataclass(frozen=True, eq=False)

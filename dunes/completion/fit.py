@@ -1,4 +1,4 @@
-"""Completion data that a training run writes: the index at its start, the gate and thresholds at its end.
+"""Completion data that a training run writes: first the index, at the end the gate and thresholds.
 
 Confidence intervals treat files as samples, since cursors in one file are similar and large files must not
 dominate.
@@ -289,7 +289,7 @@ def fit_mixture(
 
     The first gate is fitted without every third text, so that thresholds fitted on these unseen texts are not
     overconfident. The second gate, which is used for completion, is fitted on all texts. The changes of both gates
-    are scaled by the factor that is best for the first gate on the unseen texts, since an unscaled gate fitted on
+    are scaled by the factor that is best for the first gate on the unseen texts. Without scaling, a gate fitted on
     few or dissimilar texts makes unseen text less probable. The facts contain this factor, and the loss in
     nats/token on the unseen texts, without a gate and with the first gate. At most `most` positions are collected,
     and none after `seconds`.

@@ -234,7 +234,7 @@ def _cut_point(text: str, line: Line, column: int, kind: Literal["character", "l
 
 
 def _inside_brackets(text: str, cut: CutPoint) -> CutPoint | None:
-    """The cursor with all open brackets closed behind it; None if the line does not close the innermost one."""
+    """The cursor with all open brackets closed behind it; None if the line leaves the innermost bracket open."""
     typed = split_lines(text[: cut.offset])[-1]
     behind, (_, place) = unmatched(typed)[0], unmatched(cut.rest)
     if not behind or not place or cut.rest[place] != behind[0] or not cut.rest[:place].strip():

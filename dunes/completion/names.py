@@ -25,9 +25,9 @@ SAME = 0.98
 OTHER = 0.55
 """Probability of the only name that continues a half-typed word, if the name replaces a less probable word."""
 REPEATED = 0.75, 0.4
-"""Probabilities of the first word and of the full rest for a suggestion of the line above with other names."""
+"""Probabilities (first word, full rest) of a suggestion that repeats the line above with other names."""
 RENAMED = 0.65, 0.2
-"""Probabilities of the first word and of the full rest for a suggestion of a copied line with other names."""
+"""Probabilities (first word, full rest) of a suggestion that is a copied line with other names."""
 REACH = 20_000
 """Number of characters above and below the cursor that are searched for lines."""
 SCOPE = 80

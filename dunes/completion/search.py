@@ -23,11 +23,11 @@ WIDTH = 3
 BEAMED = 5
 """Number of tokens after which beam search ends and beams continue by greedy decoding."""
 LEAD = 1.5
-"""Beam search ends once the best beam leads the second one by this many nats."""
+"""Lead (nats) of the best beam over the second beam at which beam search ends."""
 HOPELESS = -2.3
 """If a line's log-probability (nats) is below this, decoding stops, and the line is replaced by a copied line."""
 NEGLIGIBLE = -4.6
-"""Once the log-probability (nats) of a copied line falls below this, its remaining ids are not evaluated."""
+"""Log-probability (nats) of a copied line below which the remaining ids of the line are not evaluated."""
 LIKELY = -1.9
 """If a beam's first word has at least this log-probability (nats), a copy with another first word is rejected."""
 
@@ -237,7 +237,7 @@ def beam_search(
 
     `logprobs` returns the next-id log-probabilities (V,) after each of several texts, -inf for forbidden ids.
     `ends` returns True for a finished beam. The search stops when no unfinished beam is more probable than the
-    best finished one, or when `decided` returns True for the beams, sorted by probability.
+    best finished beam, or when `decided` returns True for the beams (the most probable first).
     """
     beams, finished, ranked = [Beam()], list[Beam](), list[Beam]()
     for _ in range(max_tokens):

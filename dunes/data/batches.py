@@ -350,7 +350,7 @@ class Batches:
         return self._cache[epoch]
 
     def batch(self, number: int) -> Batch:
-        """Batch `number` (0, 1, 2, ...), which may span epochs; packed rows are padded to `context_length`.
+        """Batch `number` (0, 1, 2, ...); it may span epochs. Packed rows are padded to `context_length`.
 
         With several ranks, the batch has only the rows of this rank.
         """

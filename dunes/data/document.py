@@ -190,7 +190,7 @@ _MARK = re.compile(
     re.VERBOSE | re.DOTALL | re.MULTILINE,
 )
 _CODE_MARK = re.compile(rb"DO NOT (EDIT|MODIFY)(?! (BELOW|ABOVE|BEYOND|THIS (LINE|SECTION|BLOCK)))")
-"""A notice in generated code. Other files are not searched for it, since it may address their readers."""
+"""A notice in generated code. Other files are not searched, since these words may address their readers."""
 _NUMBERS = re.compile(rb"[-+]?\b(0x[0-9a-f]+|\d[\d.]*(e[-+]?\d+)?)[ulf]*\b[,;]?", re.I)
 _ENCODED = re.compile(rb"^[\s\"',]*(?=[^\n]*\d)[A-Za-z0-9+/=_-]{40,}[\s\"',]*$", re.MULTILINE)
 """A line of base64 or hexadecimal digits."""
@@ -252,8 +252,8 @@ def holds_records(file: SourceFile, asked: bool = False) -> bool:
     """True if a file contains records, by its name or, if the name is ambiguous, by its first row.
 
     A CSV file contains records if the user named it and `asked` for records. A .json file in a folder must be a
-    list that starts with an object. A file that the user named must start with an object; if it is a .json file,
-    any row is accepted.
+    list that starts with an object. A file that the user named must start with an object; a named .json file may
+    start with any row.
     """
     name = file.path.name.lower()
     if name.endswith(DELIMITED):

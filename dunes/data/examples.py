@@ -212,7 +212,7 @@ def read_records(path: Path | str, fields: Sequence[str] = (), names: Mapping[st
 def record_texts(
     path: Path, fields: Sequence[str] = (), names: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield (place, text) of each record: its file and line, and its text, which may be empty.
+    """Yield (place, text) of each record: the file and line, and the text, which may be empty.
 
     Arguments are as for `read_records`. Raises ValueError like `read_records`, and if no record has text.
     """
@@ -469,9 +469,9 @@ def _pair(row: dict[str, Any]) -> Conversation:
 def _preference(row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """The prompt with the chosen answer, and the prompt with the rejected answer.
 
-    `chosen` and `rejected` are answers (text, a message, or messages) to a prompt, or complete conversations.
-    Complete conversations have their common beginning as prompt, which must contain any text of the field
-    `prompt`. Answers inside the prompt are not trained on.
+    `chosen` and `rejected` are answers (text, a message, or messages) to a prompt, or complete conversations. The
+    prompt of complete conversations is their common beginning. If there is a field `prompt`, the common beginning
+    must contain its text. Answers inside the prompt are not trained on.
     """
     prompt, chosen, rejected = _prompt(row), _answer(row, "chosen"), _answer(row, "rejected")
     size = _shared(chosen, rejected)
@@ -655,7 +655,7 @@ def split_records(rows: Sequence[Record], share: float = 0.1) -> tuple[list[Reco
 
 
 def record_hashes(rows: Sequence[Record]) -> list[float]:
-    """Hashes of the records' words, in [0, 1), which decide the split.
+    """Hashes of the records' words, in [0, 1); `split_records` splits by these hashes.
 
     Near-duplicate texts share a hash, as do preferences with equal prompts, and records whose examples have equal
     words (`seen`). If a group has more than the fraction LARGE of the records, 1 is added to its hash, so it is
@@ -684,7 +684,7 @@ def _split_by(row: Record) -> Conversation:
 
 
 def count_leaked(train: Sequence[Record], valid: Sequence[Record]) -> int:
-    """Number of validation records that are equal to a training record or near-duplicates of one."""
+    """Number of validation records that are equal to a training record or nearly duplicate a training record."""
     hashes = record_hashes([*train, *valid]) if valid else []
     train_hashes = {*hashes[: len(train)]}
     return sum(value in train_hashes for value in hashes[len(train) :])

@@ -1,7 +1,7 @@
 """List the plain files in sources (files and folders), except files that .gitignore excludes.
 
-Links are not followed by default. If a link's target is inside the sources, it is listed without the link, or
-excluded on purpose. A target outside the sources may be a device, a password file, or an entire disk.
+Links are not followed by default. If a link's target is inside the sources, the target is listed without the link,
+or excluded on purpose. A target outside the sources may be a device, a password file, or an entire disk.
 
 By git's rules (https://git-scm.com/docs/gitignore), the last matching line in the deepest .gitignore decides. A
 line that matches a folder does not match the files below it, but excluded folders are never walked.
@@ -63,7 +63,7 @@ _REGEX = {
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file: `name` is its path within its source, `named` is True if the user named the file itself.
+    """A file. `name` is its path within its source; `named` is True if the user named the file itself.
 
     `package` is the folder of its package in the source `installed`, and empty for other sources.
     """

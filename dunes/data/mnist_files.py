@@ -91,7 +91,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def _shape(path: Path, header: bytes) -> list[int]:
-    """The shape in an IDX header. Raises ValueError for any other header."""
+    """The shape in an IDX header. Raises ValueError for an invalid header."""
     dimensions = header[3] if header.startswith(UINT8) and len(header) > 3 else 0
     if not dimensions or len(header) < 4 + 4 * dimensions:
         raise ValueError(f"{path}: begins with {header[:4].hex() or 'nothing'}; expected 000008 and a shape (IDX)")

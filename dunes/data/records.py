@@ -56,7 +56,7 @@ def rows(
     """Yield each row with its place (file and line or row). With `fields`, only these columns of tables are read.
 
     `names` maps new names to the file's field names; another field with a new name gets a suffix. Raises
-    ValueError that names the file, the line or row, the expected value and the actual one.
+    ValueError that names the file, the line or row, the expected value and the actual value.
     """
     if not names:
         yield from _rows(path, fields)

@@ -5,7 +5,7 @@ A shard is a folder with `tokens.bin` (little-endian ids; each text has its star
 contents, the tokenizer and the settings, so a changed corpus or tokenizer gets a new shard.
 
 A shard is written in batches. `batches.bin` has each batch's sizes and digest, so that a new writer can continue
-the work of a killed one.
+the work of a killed writer.
 """
 
 import json
@@ -94,7 +94,7 @@ class TokenFile:
         return self.length
 
     def __getitem__(self, index: NDArray[np.int64]) -> NDArray[Any]:
-        """The ids (N, T) at an index (N, T). Each row is one read, from its smallest to its largest index."""
+        """The ids (N, T) at an index (N, T). Each row is one read, from the smallest to the largest index."""
         if self._stat() != self._initial_stat:
             raise ValueError(f"{self.path}: the tokens changed while they were in use; start again")
         return np.stack([self._span(int(i.min()), int(i.max()) + 1)[i - i.min()] for i in index])

@@ -1,8 +1,8 @@
 """Collect a corpus: the text in files and folders.
 
 Links, binaries, generated files, third-party code, tables of numbers, duplicates, and files that .gitignore
-excludes are skipped, and counted by reason. Among files of similar kind and size, validation files are selected by
-a hash of their path, so that the split is the same on every machine. Near-duplicates are on the same side of the
+excludes are skipped, and counted by reason. Validation files are selected by a hash of their path among files of
+similar kind and size, so that the split is the same on every machine. Near-duplicates are on the same side of the
 split. Validation records are selected by a hash of their text.
 """
 
@@ -41,7 +41,7 @@ TESTED = 0.05
 COMMON = 20
 """Suffixes with at least this many files are split separately; rarer suffixes are split together."""
 SHOWN = 5
-"""Maximum number of unreadable files of records whose names are shown; the others are counted."""
+"""Maximum number of unreadable files of records whose names are shown; further files are counted."""
 
 
 NEAR_DUPLICATES = "near-duplicates:"

@@ -62,7 +62,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Speed:
-    """Median tokens/s on one thread; median of paired ratios (after / before) with a 95 % interval.
+    """Median tokens/s on one thread, and median of the paired ratios (after / before) with a 95 % interval.
 
     The interval from `low` to `high` follows from the sign test, which assumes no distribution.
     """

@@ -65,9 +65,9 @@ class ScoredFile:
 
 @dataclass(frozen=True)
 class ScoredFiles:
-    """The files to score. `trained_files` counts omitted training files, `near_duplicates` omitted lines, and
-    `files_without_lines` omitted files without other lines. `line_count` counts the nonblank lines of files
-    outside the training text."""
+    """The files to score. `trained_files` counts omitted training files, `near_duplicates` counts omitted lines,
+    and `files_without_lines` counts omitted files without other lines. `line_count` counts the nonblank lines of
+    files outside the training text."""
 
     files: Sequence[ScoredFile]
     trained_files: int

@@ -63,7 +63,7 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss in bits per byte of text, which is comparable across tokenizers."""
+        """The loss in bits per byte of text, comparable across tokenizers."""
         return self.loss_sum / math.log(2) / max(1, self.size)
 
     @property

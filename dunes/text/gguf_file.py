@@ -1,6 +1,6 @@
 """Read untrusted GGUF files (llama.cpp's format): the header and its tokenizer.
 
-The reader of the `gguf` package creates several objects for each element of an array, which takes seconds for a
+The reader of the `gguf` package creates several objects for each element of an array and needs seconds for a
 vocabulary. That reader also trusts the counts in a file, so a damaged file can take all memory. Here, each count
 is compared with the file's size before it is used. https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -299,7 +299,7 @@ _T = TypeVar("_T")
 
 
 def value(fields: Mapping[str, Any], name: str, value_type: type[_T], default: _T | None = None) -> _T:
-    """The value of `tokenizer.NAME`, or the default. Raises ValueError unless it has the type `value_type`."""
+    """The value of `tokenizer.NAME`, or the default. Raises ValueError for another type."""
     key = f"tokenizer.{name}"
     if type(given := fields.get(key, default)) is not value_type:
         raise ValueError(f"{key} is {hf_tokenizers.abbreviate(given)}; expected {value_type.__name__}")

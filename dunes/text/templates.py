@@ -26,10 +26,10 @@ from dunes.text.special_tokens import token_text
 from dunes.text.tokenizer import Tokenizer
 
 SURROGATES = range(0xDC00, 0xE000)
-"""Lone surrogates, which valid text never contains. Pairs of them replace special tokens in a user's text."""
+"""Lone surrogates, which valid text never contains. Pairs replace special tokens in a user's text."""
 
 MARKS = re.compile("[\ud810-\ud9ff][\uda00-\udbff]")
-"""Other pairs of lone surrogates. They mark strings of a conversation, to find where a template writes them."""
+"""Other pairs of lone surrogates; a pair in a string marks where a template writes this string."""
 MARKED_KEYS = ("content", "name", "arguments", *chat_template.REASONING_KEYS)
 
 CUT = "\ufdd0"
@@ -106,7 +106,8 @@ class Template(ABC):
     ValueError is raised if the rendered text lacks a part of the record: a message, a tool call, or the name of a
     tool. An earlier answer may lack its reasoning if the template writes the reasoning of a last answer. To
     distinguish equal strings, the text is rendered again with a mark in each string. If the marks change the rest
-    of the text, they are not used, and a missing string is overlooked if the text contains an equal string.
+    of the text, the text is checked without marks. A missing string is then overlooked if the text contains an
+    equal string.
 
     `special_tokens` maps each token to two flags, which are True if spaces to the left and to the right of the
     token are stripped. A `complete` template writes everything in a conversation, and needs no marks.

@@ -2,8 +2,8 @@
 
 Three kinds can be trained: `bytes` (nothing to train), `chars` (the characters of the corpus) and `bpe`
 (byte-level BPE, https://arxiv.org/abs/1508.07909). BPE never merges pairs across a line end (\\n, \\r\\n or \\r),
-so no token extends into the next line, and encoding line by line gives the same ids. Within a line, pairs merge
-across spaces, which saves a fifth of the tokens of Python code.
+so no token extends into the next line. Encoding line by line therefore gives the same ids. Within a line, pairs
+merge across spaces; this saves a fifth of the tokens of Python code.
 """
 
 import json
@@ -111,8 +111,9 @@ class Tokenizer:
     def load(cls, folder: Path | str) -> "Tokenizer":
         """Load the folder's tokenizer.json, tokenizer.model (of sentencepiece or Llama 3) or tekken.json.
 
-        If several exist, the first of these is read. `folder` may also be a GGUF file. Raises ValueError if none
-        exists, if the file is not a tokenizer, and for invalid special tokens in the config files.
+        If the folder has several of these files, the first in this order is read. `folder` may also be a GGUF
+        file. Raises ValueError if none exists, if the file is not a tokenizer, and for invalid special tokens in
+        the config files.
         """
         folder = Path(folder)
         path = cls.find_file(folder)
