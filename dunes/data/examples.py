@@ -88,7 +88,7 @@ UNUSABLE_IN_MESSAGES: tuple[_Unusable, ...] = (
     (("refusal",), lambda value: value is not False, "write a refusal into the content"),
 )
 """Fields that training does not support: keys, a predicate of the values that are refused, and the error message.
-`Records.ignored` lists these fields if they have other values."""
+Other values are ignored; `Records.ignored` lists these fields, except `weight` and `mask`."""
 
 
 @dataclass(frozen=True, slots=True)
