@@ -30,7 +30,7 @@ from dunes.units import plural
 TOKENS = 4096
 """Maximum number of calibration tokens in one forward of a block."""
 SMALL = 20_000_000
-"""Models with up to this many parameters are calibrated on four times as many tokens, which takes little time and
+"""Models with up to this many parameters are calibrated on four times as many tokens. This takes little time and
 improves 2:4 pruning (docs/log/quantization.md, "Pruning: SparseGPT, Wanda, magnitude")."""
 
 
@@ -91,7 +91,7 @@ def calibrate_blocks(
     Yields after each block that contains places, and after the head. At a yield, the generator has no reference to
     the block's layers, so the caller may replace these layers.
 
-    Memory: the hidden states of all tokens, and the Gram matrices of one block. Raises ValueError, before any
+    Memory holds the hidden states of all tokens and the Gram matrices of one block. Raises ValueError, before any
     change, for invalid ids, and for a place that is neither a plain linear layer of a block nor the head.
     """
     require_ids(model, ids)
@@ -140,8 +140,8 @@ class _EnoughError(Exception):
 def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict[str, Gram]:
     """Run the hidden states (S, T, D) through `run`; return the `Gram` of the inputs of each linear layer called.
 
-    The result is a dict keyed by layer name, in execution order. The first forward counts the calls of each layer;
-    later forwards stop after equally many calls (at least one). Layers that read the same tensor share a `Gram`.
+    The result is a dict keyed by layer name, in execution order. The first forward counts the calls of each layer.
+    Later forwards stop once each layer has had as many calls. Layers that read the same tensor share a `Gram`.
     """
     grams: dict[str, Gram] = {}
     calls, awaited = Counter[str](), Counter[str]()

@@ -83,7 +83,7 @@ def _indices(change: Change) -> list[int]:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Zero the weights and biases of the new blocks' output projections, or the norms after the projections.
+    """Zero the output projections of the new blocks; if a norm follows a projection, zero the norm instead.
 
     If the model's logits do not stay equal bit for bit, the new blocks are removed and ValueError is raised.
     """

@@ -7,7 +7,7 @@ later columns change in proportion to row j of the upper Cholesky factor of G's 
 error of the outputs, |(W - Q) X|^2.
 """
 
-# Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, which makes columns contiguous.
+# Shapes: I inputs, O outputs, G groups of a row. Weights are transposed inside, so that columns are contiguous.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -54,7 +54,7 @@ def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
     h = gram.matrix * (2 / max(1, gram.tokens))
     dead = h.diagonal() == 0
     mean = h.new_ones(()) if dead.all() else h.diagonal().mean()
-    h.diagonal()[dead] = mean  # a larger value would dominate the damping
+    h.diagonal()[dead] = mean  # keeps the diagonal positive, and changes no other input
     while True:
         damped, added = h.clone(), damp * mean
         damped.diagonal().add_(added)
@@ -71,7 +71,7 @@ def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
 
 
 Column = Callable[[int, Tensor], Tensor]
-"""A function (j, columns) that returns the new column j (O,); `columns` (I, O) include all updates so far."""
+"""A function (j, columns) that returns the new column j, (O,); `columns` (I, O) contain all updates so far."""
 
 
 def sweep(columns: Tensor, factor: Tensor, blocks: Mapping[int, int], replace: Column) -> None:

@@ -33,7 +33,7 @@ HALF = 0.5
 REFITS = 10
 """Maximum iterations of `refit`."""
 REFIT_TOLERANCE = 1e-4
-"""Relative squared gradient at which `refit` stops."""
+"""`refit` stops when the squared gradient has fallen to this fraction of its initial value."""
 TINY = 1e-30
 
 
@@ -208,7 +208,7 @@ class Sparsity(NamedTuple):
 
     @classmethod
     def of(cls, fraction: float | None, pattern: str | None) -> "Sparsity":
-        """Parse a pattern like "2:4". The fraction defaults to the pattern's, or to 0.5 without a pattern.
+        """Parse a pattern like "2:4". The default fraction follows from the pattern, or is 0.5 without a pattern.
 
         Raises ValueError for other text, and if the fraction contradicts the pattern.
         """
@@ -237,8 +237,8 @@ class Sparsity(NamedTuple):
     def choose_all(self, scores: Tensor, by_output: bool = False) -> Tensor:
         """Bool mask of the weights to prune in a matrix: the weights with the lowest scores (O, I).
 
-        Scores are compared within each group of the pattern; without a pattern, within each output if `by_output`,
-        else within the complete matrix.
+        With a pattern, scores are compared within each group. Without a pattern, scores are compared within the
+        complete matrix, or within each output if `by_output`.
         """
         if self.pattern is not None:
             groups = scores.view(len(scores), -1, self.pattern.group)
@@ -254,9 +254,9 @@ def prune_columns(
     """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns it in float32.
 
     In each block, the weights with the lowest error are pruned. The error is w² divided by the squared diagonal of
-    the Cholesky factor (the square roots are compared, since squares may underflow). With a pattern, weights are
-    selected per output and group, when the sweep reaches the group's first column. Weights where `zeros` (O, I)
-    bool is True are pruned first.
+    the Cholesky factor; the square roots are compared, since squares may underflow. With a pattern, weights are
+    selected per output and group, when the sweep reaches the group's first column. Weights at which the bool
+    tensor `zeros` (O, I) is True are pruned first.
     """
     columns = weight.detach().float().T.clone(memory_format=torch.contiguous_format)
     columns[h.dead] = 0
@@ -285,8 +285,8 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
 
     SparseGPT's sweep compensates a zero only in later columns; this function changes earlier columns, too.
     Conjugate gradients, preconditioned by the diagonal, solve the least-squares problems of all rows at once. A
-    row is returned unchanged if refitting does not reduce its error (measured with the Hessian without damping),
-    or if the change of the error is not finite.
+    row is returned unchanged unless refitting reduces the row's error by a finite amount. This error is measured
+    with the Hessian without damping.
     """
     fitted, nonzero, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     missing = weight.float() - pruned
@@ -303,7 +303,7 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
         scaled = residual / diagonal
         size, before = (residual * scaled).sum(1, keepdim=True), size
         direction = scaled + size / before.clamp(min=TINY) * direction
-    # The error falls by m H m - (m - c) H (m - c), with m `missing` and c `change`, which is 0 at pruned weights.
+    # With m = `missing` and c = `change` (0 at pruned weights), the error falls by m H m - (m - c) H (m - c).
     change = fitted - pruned
     fall = change * (before_fit + residual) - h.added * change * (2 * missing - change)
     fall = fall.sum(1, keepdim=True)  # products may overflow, or underflow to zero

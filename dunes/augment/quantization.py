@@ -42,7 +42,7 @@ METHODS = dict.fromkeys(BITS, (RTN, *SOLVERS)) | {"nf4": (RTN,)}
 BY_GROUP = ("int4", "int3")
 GROUP = 64
 DENSE = "dense"
-"""The kind, in an override, of places that stay unquantized."""
+"""In an override, the kind that leaves layers unquantized."""
 
 
 def decide(model: nn.Module, options: Quantize, ids: Tensor | None = None) -> Change:
@@ -124,8 +124,8 @@ def _dense_layers(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The linear layers to quantize, and their kinds, both keyed by layer name.
 
-    Layers that are quantized already are skipped if a wildcard selects them; if their exact name is given, or if
-    no other layer is selected, ValueError is raised. Raises ValueError also for a glob that selects nothing.
+    Wildcards skip layers that are already quantized. Raises ValueError for the exact name of a quantized layer, if
+    only quantized layers are selected, and for a glob that selects nothing.
     """
     rules: list[tuple[list[str], str]] = [(globs, kind), *(([glob], other) for glob, other in overrides)]
     tied = getattr(model, "head", True) is None
@@ -223,7 +223,7 @@ def _require_finite(model: nn.Module, change: Change) -> None:
 def fill(
     model: nn.Module, change: Change, weights: MutableMapping[str, Tensor], solved: Mapping[str, QuantParams]
 ) -> None:
-    """Quantize the weights, with the scales and zero points in `solved` where given.
+    """Quantize the weights, with the scales and zero points in `solved` for the layers that it names.
 
     Each weight is removed from `weights` before it is quantized.
     """
