@@ -24,9 +24,9 @@ EVERY = 10.0
 BAR = 20
 """Width of the bar, in characters."""
 KNOWN = 0.01
-"""Minimum fraction of the work that is done when the remaining time is estimated."""
+"""The remaining time is shown only after this fraction of the work."""
 UNKNOWN_SECONDS = 2.0
-"""Minimum time in seconds that has passed when the remaining time is estimated."""
+"""The remaining time is shown only after this many seconds."""
 T = TypeVar("T")
 Line = Callable[[str], object]
 """A function that is called with a line of text for the user."""
@@ -207,7 +207,7 @@ def is_shown() -> bool:
 
 
 def advance(total: float, start: float = 0.0, end: float = 1.0) -> Callable[[float], None]:
-    """Return a function of an amount, to call after each piece of work; the amounts add up to `total`.
+    """Return a function to call with the amount of each finished piece of work; the amounts add up to `total`.
 
     The function reports progress from fraction `start` to fraction `end` of the current phase.
     """

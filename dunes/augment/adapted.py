@@ -85,7 +85,7 @@ class Adapter(nn.Module):
         return y + update
 
     def base_input(self, x: Tensor) -> Tensor:
-        """The input that the base layer gets for the adapted layer's input x."""
+        """Convert the adapted layer's input x to the input of the base layer."""
         return x
 
     def update(self, x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Adapted(nn.Module):
 
     @property
     def active_adapter(self) -> Adapter | None:
-        """The active adapter; None if no adapter is active, or if this module does not have it."""
+        """The active adapter; None if no adapter is active, or if the active adapter is not in this module."""
         return self[self.active] if self.active is not None and self.active in self.adapters else None
 
     @property
@@ -205,7 +205,7 @@ class AdaptedEmbedding(Adapted):
 
 
 def _fusable(adapter: Adapter, base: Any, x: Tensor) -> bool:
-    """True if `low_rank.fused` can compute this forward: plain LoRA, a frozen base, and one dtype for all."""
+    """True if `low_rank.fused` can compute this forward, which needs plain LoRA, a frozen base and one dtype."""
     if type(adapter) is not Adapter or torch.compiler.is_compiling():
         return False
     if adapter.config.dropout and adapter.training:

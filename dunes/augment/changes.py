@@ -27,7 +27,7 @@ CHANGES: dict[str, Any] = {
 }
 """The kinds of change, by name. The value is a Python module that defines:
 
-- `VERSION`: a number to increase when an existing record would give another model.
+- `VERSION`: a number, to be increased when existing records would give another model.
 - `decide(model, options) -> Change`: decides every setting and changes nothing; `options` is an instance of the
   class in OPTIONS. This function may read weights and, if it takes calibration text `ids`, run the model.
 - `solve(model, change, ids) -> Iterator[Part]`, for a change that is made block by block. For each of

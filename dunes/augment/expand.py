@@ -64,7 +64,7 @@ def _decoder(model: nn.Module) -> Decoder:
 
 
 def describe(change: Change) -> str:
-    """One sentence that tells users how many blocks are new, and which block each of them copies."""
+    """One sentence that tells users the number of new blocks, and which block each new block copies."""
     copies = ", ".join(f"{place} copies the former blocks.{s['of']}" for place, s in change.places.items())
     return f"{plural(len(change.places), 'new block')} without effect until trained: {copies}"
 

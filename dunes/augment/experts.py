@@ -1,7 +1,7 @@
 """Split dense MLPs into experts, each with a part of the hidden neurons (LLaMA-MoE).
 
 https://arxiv.org/abs/2406.16554. The number of parameters stays the same (plus routers), but each token uses fewer
-of them. The loss is much higher until the model is trained. This module is registered in the table `CHANGES` in
+parameters. The loss is much higher until the model is trained. This module is registered in the table `CHANGES` in
 `changes.py`.
 """
 
@@ -90,7 +90,7 @@ def _choose_neurons(
 
 
 def describe(change: Change) -> str:
-    """One sentence that tells users the number and width of the experts, and how they are chosen."""
+    """One sentence that tells users the number and width of the experts, and how neurons are split."""
     experts, top_k, shared, split = (change.request[k] for k in ("experts", "top_k", "shared", "split"))
     always = f", {shared} of them for every token and" if shared else ","
     width = len(next(iter(change.places.values()))["neurons"][0])
@@ -112,7 +112,7 @@ def shape(model: nn.Module, change: Change) -> None:
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
     """Copy the neurons into the experts and initialise the routers.
 
-    If each neuron is in exactly one expert, the joined experts are compared with the original MLPs. If they
+    If each neuron is in exactly one expert, the joined experts are compared with the original MLPs. If outputs
     differ, the MLPs are restored and ValueError is raised.
     """
     mlps = upcycle.dense_mlps(model, change.places, weights)
@@ -122,7 +122,7 @@ def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> Non
             upcycle.copy_neurons(expert, mlps[place], rows, scale)
         for expert in moe.shared or ():
             if expert.down.bias is not None:
-                expert.down.bias.zero_()  # routed experts add the bias once, since their weights sum to one
+                expert.down.bias.zero_()  # the routed experts add the bias, once, since routing weights sum to 1
         draw = generator(change.request["seed"], "experts router", place)
         for name, matrix in moe.router.named_parameters():
             std = stds.get(name, matrix.shape[1] ** -0.5)
@@ -143,7 +143,7 @@ def _factor(change: Change) -> float:
 
 
 def _experts(moe: Any, change: Change, place: str) -> list[tuple[Any, float, Tensor]]:
-    """Each expert of a mixture, with the factor of its outputs and its neuron indices (W,)."""
+    """The experts of a mixture: tuples of (expert, factor of the outputs, neuron indices (W,))."""
     neurons, factor = torch.tensor(change.places[place]["neurons"]), _factor(change)
     experts = [*((e, 1.0) for e in moe.shared or ()), *((e, factor) for e in moe.experts)]
     return [(expert, scale, rows) for (expert, scale), rows in zip(experts, neurons, strict=True)]
@@ -151,7 +151,7 @@ def _experts(moe: Any, change: Change, place: str) -> list[tuple[Any, float, Ten
 
 @torch.no_grad()
 def undo(model: nn.Module, change: Change) -> None:
-    """Join the experts into dense MLPs, which equal the original MLPs bit for bit if they were not trained.
+    """Join the experts into dense MLPs, which equal the original MLPs bit for bit if the experts were not trained.
 
     Raises ValueError if a neuron may be in several experts or in none. Also raises ValueError if the factor of the
     outputs is no power of two, since such a factor rounded the weights.

@@ -30,7 +30,7 @@ MOST_DAMPING = 1e4
 
 
 class Hessian(NamedTuple):
-    """The damped Hessian `matrix` (I, I): 2/n times the sum of x xT, plus `added` on the diagonal.
+    """The damped Hessian `matrix` (I, I): 2/n times the sum of x xT over n tokens, plus `added` on the diagonal.
 
     `factor` (I, I) is the upper Cholesky factor of the inverse of `matrix`. `dead` (I,), bool, is True for inputs
     that are always zero. `damp` is `added` as a fraction of the mean diagonal.
@@ -44,10 +44,10 @@ class Hessian(NamedTuple):
 
 
 def hessian(gram: Gram, damp: float, place: str = "a layer") -> Hessian:
-    """Compute the Hessian from a Gram matrix; the damping is raised tenfold until the Hessian can be inverted.
+    """Compute the Hessian from a Gram matrix; the damping is multiplied by 10 until the Hessian can be inverted.
 
-    Raises ValueError with the name of the place if the Gram matrix has values that are not finite, or if the
-    Hessian cannot be inverted with a damping up to MOST_DAMPING.
+    Raises ValueError with the name of the place if the Gram matrix is not finite, or if the Hessian cannot be
+    inverted even with a damping of MOST_DAMPING.
     """
     if not gram.matrix.isfinite().all():
         raise ValueError(f"{place}: the inputs of the calibration text are not finite; check the model's weights")
@@ -140,8 +140,8 @@ def round_columns(
 ) -> tuple[Tensor, QuantParams]:
     """Round a float32 weight (O, I); returns it with its scales and zero points (O, G).
 
-    The scale and zero point of a group are fitted when the sweep reaches the group's first column; with an `order`
-    (I,), they are fitted to the original weight ("static groups"). Where `zeros` (O, I) is True, the result is 0.
+    A group's scale and zero point are fitted when the sweep reaches the group's first column, or with an `order`
+    (I,) to the original weight ("static groups"). Where `zeros` (O, I) is True, the result is 0.
     """
     inputs, width = weight.shape[1], grid.width(weight.shape[1])
     columns, parts = weight.T.clone(memory_format=torch.contiguous_format), list[QuantParams]()

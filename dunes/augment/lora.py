@@ -46,7 +46,7 @@ TINY = 1e-30
 
 
 class DoRA(Adapter):
-    """LoRA with trained row norms of the updated matrix, `magnitude`. https://arxiv.org/abs/2402.09353"""
+    """LoRA with a parameter `magnitude`: trained row norms of the updated matrix. https://arxiv.org/abs/2402.09353"""
 
     PARAMETERS: ClassVar = {"magnitude": ("O", "lora_magnitude_vector")}
     PEFT_SETTING = "use_dora"
@@ -122,7 +122,7 @@ VARIANTS: dict[str, type[Adapter]] = {"dora": DoRA, "pissa": PiSSA}
 
 
 def adapter_class(request: Mapping[str, Any]) -> type[Adapter]:
-    """The adapter class for these options; for several variants, a class that combines their classes."""
+    """The adapter class for these options; for several variants, a subclass of all their classes."""
     classes = tuple(cls for name, cls in VARIANTS.items() if OPTIONS_OF[name].items() <= request.items())
     if len(classes) < 2:
         return next(iter(classes), Adapter)
@@ -214,7 +214,7 @@ def shape(model: nn.Module, change: Change) -> None:
 def add_adapters(
     model: nn.Module, change: Change, class_at: Callable[[tree.Place], Callable[..., Adapter]]
 ) -> None:
-    """Wrap the modules at the change's places, add an adapter of class `class_at(place)` to each, activate all."""
+    """Wrap the modules at the change's places, and add an active adapter of class `class_at(place)` to each."""
     request, dtype = change.request, float_dtype(change.request["dtype"])
     options = {key: request[key] for key in ("rslora", "dropout") if key in request}
     for place in [p for p in tree.places(model) if p.name in change.places]:
@@ -247,7 +247,7 @@ def undo(model: nn.Module, change: Change) -> None:
 def adapted_modules(model: nn.Module, adapter: str | None = None) -> dict[str, Adapted]:
     """The adapted modules by name; with `adapter`, only those that have this adapter.
 
-    If the model has no such module, raises ValueError with the names of its adapters.
+    If the model has no such module, raises ValueError with the names of the model's adapters.
     """
     modules = {p.name: p.module for p in tree.places(model) if isinstance(p.module, Adapted)}
     selected = {k: m for k, m in modules.items() if adapter is None or adapter in m.adapters}
@@ -327,7 +327,7 @@ def detach(model: nn.Module, adapter: str | None = None) -> list[str]:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model without its adapters: new modules that share the weights."""
+    """A copy of the model without adapters; the copy shares the weights with the model."""
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     base = deepcopy(model, shared)
     if any(isinstance(m, Adapted) for m in base.modules()):

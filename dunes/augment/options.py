@@ -1,4 +1,4 @@
-"""The options of each change: arguments of its `decide`, fields of its record, and flags of the command line.
+"""The options of each change. They are arguments of `decide`, fields of records, and flags of the command line.
 
 Importing this module does not import torch. `NotOffered` fields have no flag and are set from Python only.
 """
@@ -190,7 +190,7 @@ class Quantize(Options):
     act_order: bool = True
     """With gptq, round the columns with the largest inputs first."""
     override: Annotated[tuple[str, ...], flag("GLOB=KIND", "none")] = ()
-    """Another kind for the modules that match GLOB, or dense to leave them as they are; the last match wins."""
+    """Another kind for the modules that match GLOB, or dense to quantize none of them; the last match wins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +268,7 @@ class Lora(Options):
     alpha: float = 32.0
     """Scaling: the adapter's output is multiplied by alpha / rank."""
     ranks: Mapping[str, int] | Sequence[tuple[str, int]] = ()
-    """Ranks other than `rank`, by glob; of several globs that match a place, the last one wins."""
+    """Maps globs of places to ranks other than `rank`; the last glob that matches a place wins."""
     rslora: bool = False
     dora: bool = False
     init: Literal["lora", "pissa"] = "lora"

@@ -82,8 +82,8 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
     """Prune the layers, block by block; the record gets the numbers of weights and of nonzero weights per layer.
 
-    A layer that gets fewer calibration tokens than it has inputs, such as a rarely used expert, is pruned by
-    magnitude and recorded with the method "magnitude".
+    A layer with fewer calibration tokens than inputs, such as a rarely used expert, is pruned by magnitude. Its
+    record then has the method "magnitude".
     """
     linears = modules_at(model, change.places)
     places: dict[str, dict[str, Any]] = {}
@@ -142,7 +142,7 @@ def shape(model: nn.Module, change: Change) -> None:
 
 
 class MaskedLinear(nn.Linear):
-    """A pruned linear layer: weights that are zero before an optimizer step are zero after it.
+    """A pruned linear layer: weights that are zero before an optimizer step are zero after the step.
 
     The trainer calls `before_step` and `after_step`; a training loop of your own must call both. The layer's
     forward and its state dict are the same as in `nn.Linear`.
@@ -319,7 +319,7 @@ def smallest(scores: Tensor, sparsity: float) -> Tensor:
     """Bool mask of the `int(n * sparsity) + 1` lowest of n scores, as in the published code.
 
     If several scores equal the threshold, only as many as needed are in the mask, since a layer with few distinct
-    values would otherwise lose too many weights. But if the threshold is zero, all zeros are in the mask.
+    values would otherwise lose too many weights. If the threshold is zero, all zeros are in the mask.
     """
     count = int(scores.numel() * sparsity) + 1
     threshold = scores.flatten().kthvalue(count).values

@@ -24,7 +24,7 @@ VERSION = 5
 
 @torch.no_grad()
 def dequantize(model: nn.Module) -> list[str]:
-    """Replace quantized layers, also inside wrappers, by dense layers with the rounded weights; return places."""
+    """Replace quantized layers (also in wrappers) by dense layers with the rounded weights; return the places."""
     places = {*_quantized(model)}
 
     def make(base: nn.Module) -> nn.Module:
@@ -98,7 +98,7 @@ def _override(text: str) -> tuple[str, str]:
 
 
 def _request(options: Quantize, kinds: Collection[str], method: str) -> dict[str, Any]:
-    """The settings that apply to these kinds and this method. Raises ValueError if other settings are given."""
+    """The settings that apply to these kinds and this method. Raises ValueError if others are set."""
     request: dict[str, Any] = {"kind": options.kind, "double": options.double}
     by_group = {*BY_GROUP} & {*kinds}
     unused = {
@@ -192,7 +192,7 @@ def _layer(base: Any, change: Change, place: str) -> Quantized:
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
     """Let the method change the weights, block by block, and yield each part with its scales and zero points.
 
-    A place that got too few tokens is rounded to nearest and recorded with the method "rtn". Raises ValueError,
+    A layer with too few tokens is rounded to nearest; its record then has the method "rtn". Raises ValueError,
     before anything is changed, for weights that are not finite.
     """
     _require_finite(model, change)
@@ -206,7 +206,7 @@ def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part
         part = parts.pop(part_name(next(iter(qparams))))
         to_nearest = {name: {**part.places[name], "method": "rtn"} for name in short}
         yield Part(replace(part, places={**part.places, **to_nearest}), qparams)
-    yield from map(Part, parts.values())  # parts that the method does not support
+    yield from map(Part, parts.values())  # parts whose kind does not support the method
 
 
 def _require_finite(model: nn.Module, change: Change) -> None:

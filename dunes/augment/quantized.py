@@ -29,7 +29,7 @@ BLOCK = 64
 OUTER = 256
 """Number of blocks whose scales share one second-level scale in double quantization."""
 PAIR_OFFSET = 128
-"""Offset of the codes that `_pairs` returns: the last bits of 128 in bfloat16 are zero and can be set to a code."""
+"""Offset of the codes that `_pairs` returns: the last bits of 128 in bfloat16 are zero, to be set to a code."""
 DENSE_ROWS = 128  # fit the CPU's cache
 
 
@@ -121,8 +121,8 @@ class Grid:
 def _truncated(scale: Tensor) -> Tensor:
     """Round a scale towards zero to bfloat16; return it as float32.
 
-    With a smaller scale, the outermost codes are used, so quantizing the rounded weights again gives the same
-    codes.
+    Rounding towards zero keeps the outermost codes in use, so that quantizing the rounded weights again gives the
+    same codes.
     """
     return (scale.float().contiguous().view(torch.int32) & -65536).view(torch.float32)
 
@@ -192,7 +192,7 @@ def row_sums(x: Tensor, weights: Sequence[Tensor], inputs: Inputs, sums: Sums) -
     """Multiply a few rows x (..., T, I) by a matrix, in a loop that reads the tensors `weights` (O, ...) once.
 
     Returns (..., T, O). `sums(inputs(row), *parts)` computes the outputs for one row (..., 1, I) and a part of
-    each tensor in `weights`. Each iteration reads up to `ROWS` rows of `weights`, so that more reads are in flight.
+    each tensor in `weights`. Each iteration reads up to `ROWS` rows of `weights`, to have more reads in flight.
     """
     tokens = [inputs(x[..., i : i + 1, :].float()) for i in range(x.shape[-2])]
     rows = ROWS // min(len(tokens), 2)
@@ -278,7 +278,7 @@ class NF4(Quantized):
         if self.outer is None or self.middle is None:
             self.scale.copy_(scale)
             return
-        # In float32, the mean would depend on the number of threads.
+        # A float32 mean would depend on the number of threads.
         self.middle.copy_(scale.double().mean())
         rows = _rows(scale - self.middle, OUTER)
         self.outer.copy_(rows.abs().amax(1, keepdim=True) / 127)
@@ -426,7 +426,7 @@ class GroupInt(Quantized):
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
     def _packed(self) -> int_linear.PackedInt4:
-        """The matrix in the layout of the kernel for a few rows, cached as long as the codes exist.
+        """The matrix in the layout of the kernel `int4_linear`, cached as long as the codes exist.
 
         The packed matrix takes as much memory as the codes, in addition to them.
         """
@@ -471,7 +471,7 @@ class GroupInt(Quantized):
             layer = GroupInt(nn.Linear(self.in_features, self.out_features, False), replace(self.grid, bits=4))
         layer.bias, layer.dtype, layer.scale, layer.codes = self.bias, self.dtype, self.scale, self.codes
         if self.grid.bits == 3:
-            middle = 4 if self.zero is None else 0  # the middle code is 4 in 3 bits, 8 in 4 bits
+            middle = 4 if self.zero is None else 0  # moves the middle code from 4 (3 bits) to 8 (4 bits)
             layer.codes = pack(unpack(self.codes, 3, self.in_features) + middle, 4)
         if self.zero is not None:  # unpacking takes a tenth of a product's time
             layer.zero = unpack(self.zero, self.grid.bits, len(self.scale[0]))

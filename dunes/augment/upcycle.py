@@ -58,7 +58,7 @@ def decide(model: nn.Module, options: Upcycle) -> Change:
 
 
 def describe(change: Change) -> str:
-    """One sentence that tells users the number of experts and how they are made."""
+    """One sentence that tells users the number of experts, and how experts are made."""
     experts, top_k, pieces, drop = (change.request[k] for k in ("experts", "top_k", "granularity", "drop"))
     kind = "copies of the MLP" if pieces == 1 else f"{experts // pieces} copies of each {pieces}th of the MLP"
     anew = f", with {drop:.0%} of neurons reinitialized" if drop else ""

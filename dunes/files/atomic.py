@@ -188,7 +188,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], T]) -> T:
-    """Replace a file atomically by one that `write` creates at a temporary path; returns the result of `write`."""
+    """Replace a file atomically: `write` creates the new file at a temporary path. Returns `write`'s result."""
     with add_path_to_errors(path), staging_folder(path) as staged:
         result = write(staged / "data")
         fsync_path(staged / "data")

@@ -87,7 +87,7 @@ def refuse_mixed_windows(hf: dict[str, Any]) -> None:
 
 
 def layer_count(hf: Json) -> int:
-    """The number of layers of a config with settings for each layer. Raises ValueError if it is above 2^16."""
+    """The number of layers, for a config with settings for each layer. Raises ValueError above 2^16 layers."""
     return size(hf, "num_hidden_layers", largest=1 << 16)
 
 
@@ -185,7 +185,7 @@ def _rope(hf: Json) -> dict[str, Any]:
 
 
 def rope_to_hf(base: float, scaling: Scaling) -> dict[str, Any]:
-    """The rotary settings of a config.json, in both forms: `rope_theta` and `rope_scaling`; `rope_parameters`."""
+    """Rotary settings for a config.json, in two forms: `rope_theta` with `rope_scaling`, and `rope_parameters`."""
     rope = scaling_to_hf(scaling)
     legacy = {} if rope["rope_type"] == "default" else {"rope_scaling": {"type": rope["rope_type"], **rope}}
     return {"rope_theta": base, **legacy, "rope_parameters": {**rope, "rope_theta": base}}

@@ -18,7 +18,7 @@ from dunes.parts import Decoder, MoE
 __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 MAX_EXPERTS = 4096
-"""Maximum number of experts. No known model has as many, and building more would take long even on meta."""
+"""Maximum number of experts. Known models have fewer, and more would take long even on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True)

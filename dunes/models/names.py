@@ -22,9 +22,9 @@ def identity(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Name:
-    """One entry of a table: their tensor is one of ours, or several of ours joined along the first dimension.
+    """One entry of a table: the tensor `theirs` contains one of our tensors, or several joined along dimension 0.
 
-    `load` converts their tensor to our layout before it is split; `save` is the inverse. By default, joined
+    `load` converts their tensor to our layout, before splitting; `save` is the inverse. By default, joined
     tensors have equally many rows. `like` names one of their matrices: the first joined tensor has as many rows as
     this matrix has columns, and the other tensors share the remaining rows. With `beside`, the entry is used for
     saving only in blocks that have our tensor `beside`, since different modules may use the same name.
@@ -172,7 +172,7 @@ def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Conversion], list
 
 
 def parts_by_target(rule: Name, ours: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
-    """Maps names of their tensors to rows of our names. A stacked tensor has one row per expert, others one row.
+    """Maps names of their tensors to rows of our names: one row per expert for a stacked tensor, otherwise one.
 
     `ours` must contain the first name of each row.
     """
@@ -192,7 +192,7 @@ def _join(rule: Name, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
-    """`torch.cat`, which on meta tensors would make torch import its compiler (1.7 s)."""
+    """Like `torch.cat`, but fast for meta tensors, for which `torch.cat` imports the compiler (1.7 s)."""
     if parts[0].is_meta:
         return parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     return torch.cat([*parts])

@@ -1,7 +1,7 @@
 """Find, replace, insert, remove, freeze, move and count the modules of any `nn.Module`.
 
 A *place* is a module's dotted name without wrappers. A wrapper is a module with a child `.base` (such as LoRA), or
-the result of `torch.compile`; so `blocks.3.attn.q` is the same place with and without a wrapper. A module used at
+the result of `torch.compile`. So `blocks.3.attn.q` is the same place with and without a wrapper. A module used at
 several places has several names. Places are selected by globs, since globs can be saved to a file, unlike
 functions. `*` matches within one segment, `**` across segments, `!` excludes, and the last matching glob decides.
 """
@@ -185,7 +185,7 @@ def _entries(model: nn.Module, where: Where) -> list[Place]:
 
 
 def freeze(model: nn.Module, where: Where = "**") -> list[str]:
-    """Set requires_grad=False on the parameters whose dotted names are selected, and return those names.
+    """Set requires_grad=False on the parameters whose dotted names are selected, and return the names.
 
     A tied parameter is selected by its first name.
     """

@@ -23,9 +23,9 @@ from dunes.measure.allocations import in_backward
 from dunes.tree.places import Where, find
 
 Forward = Callable[[str, Any], object]
-"""Called with the name of a module and its output."""
+"""A function that is called with the name of a module and the module's output."""
 Backward = Callable[[str, str, Tensor], object]
-"""Called with a module's name, the path of a tensor in its output ("" for a plain tensor), and its gradient."""
+"""A function of a module's name, the path of a tensor in the output ("" for a plain tensor), and its gradient."""
 
 
 @contextmanager
