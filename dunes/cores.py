@@ -3,10 +3,10 @@
 A waiting libgomp thread (PyTorch's OpenMP on Linux) spins 300,000 times before it sleeps. While other programs
 run, a spinning thread may occupy the core that the awaited thread needs; this made a training step 25 times as
 long. On an idle machine, always sleeping early costs 17 % (docs/log/training.md, "Waiting threads by need;
-measured once, kept for ever"). At each wait, libgomp checks whether it manages more threads than the machine has
-processors, and then spins less (`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). A watcher
-thread measures the time that this process's threads wait for a core. While threads wait long for a core, another
-thread keeps an idle OpenMP team, so that libgomp manages more threads than processors and spins less.
+measured once, kept for ever"). At each wait, libgomp spins less if it manages more threads than the machine has
+processors (`do_spin` in config/linux/wait.h, `gomp_managed_threads` in team.c). A watcher thread measures the time
+that this process's threads wait for a core. While threads wait long, another thread keeps an idle OpenMP team, so
+that libgomp manages more threads than processors and spins less.
 """
 
 import ctypes
@@ -70,7 +70,7 @@ def reports_waits() -> bool:
 
 
 def wait_times() -> dict[str, float]:
-    """Seconds that each thread of this process has waited for a core; empty if the system does not report it."""
+    """Seconds that each thread of this process has waited for a core; empty if the system reports no times."""
     seconds = {}
     with suppress(OSError):  # too many open files
         for file in _TASKS.glob("*/schedstat"):

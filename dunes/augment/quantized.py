@@ -213,7 +213,7 @@ def contiguous(*tensors: Tensor) -> Sequence[Tensor]:
 
 
 class Int8(Quantized):
-    """Symmetric int8: `codes` (O, I) int8 times `scale` (O, 1) float32, the row's largest absolute value / 127."""
+    """Symmetric int8: `codes` (O, I) int8 times `scale` (O, 1) float32 (a row's largest absolute value / 127)."""
 
     codes: Tensor
     scale: Tensor

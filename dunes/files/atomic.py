@@ -28,7 +28,7 @@ T = TypeVar("T")
 STAGED = ".dunes-{}.new"
 KEPT, KEPT_SECONDS = ".dunes-kept-", 7 * 86_400
 LARGE = 1e9
-"""Files and tensors above this size, in bytes, get a progress bar, since hashing takes seconds."""
+"""Size in bytes above which hashing shows a progress bar, since hashing more takes seconds."""
 DIGEST_BLOCK = 1 << 18
 """Number of tensor elements that are hashed at a time; they fit into the CPU's cache."""
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

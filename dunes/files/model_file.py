@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 HEAD = 512
-"""Size of a file's beginning in bytes; it is checked before the file is read."""
+"""Number of bytes at the start of a file that are checked before the file is read."""
 
 _AGAIN = "fetch the file again"
 _STAND_INS = (
