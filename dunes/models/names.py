@@ -1,7 +1,7 @@
 """Tables that map our weight names to the names in another format ("theirs"), and back.
 
-`{i}` in a name stands for a number, such as a layer's index, which is the same on both sides. A number in our name
-only, such as `{e}` for an expert, is an index into the first dimension of their tensor, which stacks ours.
+`{i}` in a name stands for a number, such as a layer's index, which is the same on both sides. If only our name
+has a number, such as `{e}` for an expert, their tensor stacks our tensors, with this index in the first dimension.
 """
 
 import re

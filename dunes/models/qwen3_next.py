@@ -49,7 +49,7 @@ class Config(qwen3_moe.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch, like Qwen3-MoE's. An even number of heads shares keys in pairs.
+        """A config for training from scratch, like Qwen3-MoE's. If the number of heads is even, two share keys.
 
         Every fourth layer and the last layer have attention.
         """
