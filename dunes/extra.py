@@ -9,7 +9,7 @@ from typing import Any
 
 
 def extra(module: str, name: str) -> Any:
-    """Import a module of an optional package. If that fails, raises ValueError with the name of the extra to
+    """Import a module of an optional package. If the import fails, raises ValueError with the name of the extra to
     install."""
     try:
         return import_module(module)

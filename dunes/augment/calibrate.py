@@ -30,7 +30,7 @@ from dunes.units import plural
 TOKENS = 4096
 """Maximum number of calibration tokens in one forward of a block."""
 SMALL = 20_000_000
-"""Models with up to this many parameters are calibrated on four times as many tokens, which takes little time and
+"""Models with up to this many parameters are calibrated on four times as many tokens. This takes little time and
 improves 2:4 pruning (docs/log/quantization.md, "Pruning: SparseGPT, Wanda, magnitude")."""
 
 
@@ -61,7 +61,7 @@ Forward = Callable[[Tensor], Tensor]
 Linears = Mapping[str, nn.Linear]
 Rows = Sequence[Tensor]
 Solve = Callable[[Mapping[str, Gram]], None]
-"""A function that changes the weights of linear layers; its argument maps a layer's name to its Gram matrix."""
+"""A function that changes the weights of linear layers; its argument maps layer names to Gram matrices."""
 
 
 def require_ids(model: nn.Module, ids: Any) -> None:
@@ -83,15 +83,15 @@ def calibrate_blocks(
 ) -> Iterator[None]:
     """Change the linear layers at `places` by `solve`, block by block, given their inputs for ids (S, T) int64.
 
-    For each block, `solve` is called with the `Gram` of every place in it. Layers that read the same tensor share
-    a `Gram`. The `Gram` of an expert counts only tokens routed to it. The next block reads the changed block's
+    For each block, `solve` is called with the `Gram` of every place. Layers that read the same tensor share a
+    `Gram`. The `Gram` of an expert counts only tokens routed to it. The next block reads the changed block's
     outputs. With `sequential`, the layers of a block are solved in execution order; the inputs of a layer then
-    reflect the changes of the layers before it. If the head is one of the places, it comes last.
+    reflect the changes of the layers before it. The head, if among the places, comes last.
 
     Yields after each block that contains places, and after the head. At a yield, the generator has no reference to
     the block's layers, so the caller may replace these layers.
 
-    Memory: the hidden states of all tokens, and the Gram matrices of one block. Raises ValueError, before any
+    Memory holds the hidden states of all tokens and the Gram matrices of one block. Raises ValueError, before any
     change, for invalid ids, and for a place that is neither a plain linear layer of a block nor the head.
     """
     require_ids(model, ids)
@@ -140,8 +140,8 @@ class _EnoughError(Exception):
 def _collect(run: Forward, states: Tensor, rows: Rows, linears: Linears) -> dict[str, Gram]:
     """Run the hidden states (S, T, D) through `run`; return the `Gram` of the inputs of each linear layer called.
 
-    The result is a dict keyed by layer name, in execution order. The first forward counts the calls of each layer;
-    later forwards stop after equally many calls (at least one). Layers that read the same tensor share a `Gram`.
+    The result is a dict keyed by layer name, in execution order. The first forward counts the calls of each layer.
+    Later forwards stop after as many calls of each layer. Layers that read the same tensor share a `Gram`.
     """
     grams: dict[str, Gram] = {}
     calls, awaited = Counter[str](), Counter[str]()

@@ -27,7 +27,7 @@ CHANGES: dict[str, Any] = {
 }
 """The kinds of change, by name. The value is a Python module that defines:
 
-- `VERSION`: a number to increase when an existing record would give another model.
+- `VERSION`: a number, to be increased when existing records would give another model.
 - `decide(model, options) -> Change`: decides every setting and changes nothing; `options` is an instance of the
   class in OPTIONS. This function may read weights and, if it takes calibration text `ids`, run the model.
 - `solve(model, change, ids) -> Iterator[Part]`, for a change that is made block by block. For each of
@@ -49,7 +49,7 @@ Spill: TypeAlias = Callable[[Tensors], Tensors]
 def apply_change(model: nn.Module, name: str, *, spill: Spill | None = None, **request: Any) -> Change:
     """Change the model in place, and return the record of the change.
 
-    `request` are the options of the change; `ids` (S, T) int64 is the calibration text, if the change reads any.
+    `request` contains the options of the change; `ids` (S, T) int64 is the calibration text, if it is needed.
     In a change that is made block by block, `spill` is called with the tensors of each finished block. Raises
     ValueError for invalid options, before anything is changed. If a change fails midway (for example because
     inputs are not finite), earlier blocks stay changed, so load the model again.
@@ -141,7 +141,7 @@ def _entry(change: Change) -> Any:
 def attach(model: nn.Module, **request: Any) -> Change:
     """Add an untrained LoRA adapter to linear layers of the model and activate it; return the record.
 
-    `request` are fields of `options.Lora`. No parameter is frozen. `change.new` contains globs of the new
+    `request` contains fields of `options.Lora`. No parameter is frozen. `change.new` contains globs of the new
     parameters; `tree.freeze(model, ["**", *(f"!{new}" for new in change.new)])` freezes all others. Raises
     ValueError for invalid options, before anything is changed.
     """
@@ -151,7 +151,7 @@ def attach(model: nn.Module, **request: Any) -> Change:
 def quantize(model: nn.Module, **request: Any) -> Change:
     """Quantize linear layers, also inside wrappers such as adapters; return the record.
 
-    `request` are fields of `options.Quantize`, and `ids` (S, T) int64, the text for a method that calibrates.
+    `request` contains fields of `options.Quantize`. A method that calibrates needs the text `ids` (S, T) int64.
     Raises ValueError for invalid options, before anything is changed.
     """
     return apply_change(model, "quantize", **request)

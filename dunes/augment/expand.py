@@ -64,7 +64,7 @@ def _decoder(model: nn.Module) -> Decoder:
 
 
 def describe(change: Change) -> str:
-    """One sentence that tells users how many blocks are new, and which block each of them copies."""
+    """One sentence that tells users the number of new blocks, and which block each new block copies."""
     copies = ", ".join(f"{place} copies the former blocks.{s['of']}" for place, s in change.places.items())
     return f"{plural(len(change.places), 'new block')} without effect until trained: {copies}"
 
@@ -83,7 +83,7 @@ def _indices(change: Change) -> list[int]:
 
 @torch.no_grad()
 def fill(model: nn.Module, change: Change, weights: Mapping[str, Tensor]) -> None:
-    """Zero the weights and biases of the new blocks' output projections, or the norms after the projections.
+    """Zero the output projections of the new blocks; if a norm follows a projection, zero the norm instead.
 
     If the model's logits do not stay equal bit for bit, the new blocks are removed and ValueError is raised.
     """

@@ -38,7 +38,7 @@ class Choice:
     value: tuple[Tensor, Tensor] | None = None
 
     def __deepcopy__(self, memo: object) -> "Choice":
-        return Choice()  # a forward that failed may have left a value
+        return Choice()  # not copied: a value that a failed forward left
 
 
 class ExpertAdapter(Adapter):
@@ -53,7 +53,7 @@ class ExpertAdapter(Adapter):
     """
 
     depends_on_input = True
-    for_each_choice = False, False  # True if each token is multiplied by A (B) `top_k` times, else once
+    for_each_choice = False, False  # for A and B: True if a token is multiplied `top_k` times, not once
     router: nn.Parameter | None
 
     def __init__(
@@ -128,7 +128,7 @@ class ExpertAdapter(Adapter):
 
 
 class HiddenExperts(ExpertAdapter):
-    """LoRA experts of an MLP's gate or up projection, if experts are MLPs (MixLoRA).
+    """LoRA experts of an MLP's gate or up projection in MixLoRA, where each expert is an MLP.
 
     The forward returns the frozen output and one output per selected expert, so that the MLP computes an
     activation for each output.
@@ -146,7 +146,7 @@ class HiddenExperts(ExpertAdapter):
 
 
 class OutputExperts(ExpertAdapter):
-    """LoRA experts of an MLP's down projection, if experts are MLPs. The forward returns their weighted sum.
+    """LoRA experts of an MLP's down projection in MixLoRA. The forward returns the weighted sum of the experts.
 
     Let h be the activation of the frozen MLP, h_e the activation of expert e, and W the frozen projection. The
     output is W(h + sum of w_e (h_e - h)) + sum of w_e * scale * B_e(A_e(h_e)). If the weights sum to one, the
@@ -173,8 +173,8 @@ class OutputExperts(ExpertAdapter):
 def decide(model: nn.Module, options: LoraExperts) -> Change:
     """The record of the change: every setting, and the rank and alpha of each place.
 
-    Raises ValueError with the name of the place if an option is invalid, if the place is an embedding, or if
-    `balance` is above 0 inside the experts of a mixture, since experts cannot tell which of their tokens are
+    Raises ValueError with the name of the place if an option is invalid or if the place is an embedding. Inside
+    the experts of a mixture, `balance` above 0 is invalid, since experts cannot tell which of their tokens are
     padding.
     """
     change = lora.adapter_change("lora-experts", VERSION, model, options)

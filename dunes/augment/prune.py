@@ -33,7 +33,7 @@ HALF = 0.5
 REFITS = 10
 """Maximum iterations of `refit`."""
 REFIT_TOLERANCE = 1e-4
-"""Relative squared gradient at which `refit` stops."""
+"""`refit` stops when the squared gradient has fallen to this fraction of its initial value."""
 TINY = 1e-30
 
 
@@ -82,8 +82,8 @@ def _find_linears(model: nn.Module, globs: list[str]) -> dict[str, nn.Linear]:
 def solve(model: nn.Module, change: Change, ids: Tensor | None) -> Iterator[Part]:
     """Prune the layers, block by block; the record gets the numbers of weights and of nonzero weights per layer.
 
-    A layer that gets fewer calibration tokens than it has inputs, such as a rarely used expert, is pruned by
-    magnitude and recorded with the method "magnitude".
+    A layer with fewer calibration tokens than inputs, such as a rarely used expert, is pruned by magnitude. Its
+    record then has the method "magnitude".
     """
     linears = modules_at(model, change.places)
     places: dict[str, dict[str, Any]] = {}
@@ -142,7 +142,7 @@ def shape(model: nn.Module, change: Change) -> None:
 
 
 class MaskedLinear(nn.Linear):
-    """A pruned linear layer: weights that are zero before an optimizer step are zero after it.
+    """A pruned linear layer: weights that are zero before an optimizer step are zero after the step.
 
     The trainer calls `before_step` and `after_step`; a training loop of your own must call both. The layer's
     forward and its state dict are the same as in `nn.Linear`.
@@ -208,7 +208,7 @@ class Sparsity(NamedTuple):
 
     @classmethod
     def of(cls, fraction: float | None, pattern: str | None) -> "Sparsity":
-        """Parse a pattern like "2:4". The fraction defaults to the pattern's, or to 0.5 without a pattern.
+        """Parse a pattern like "2:4". The default fraction follows from the pattern, or is 0.5 without a pattern.
 
         Raises ValueError for other text, and if the fraction contradicts the pattern.
         """
@@ -237,8 +237,8 @@ class Sparsity(NamedTuple):
     def choose_all(self, scores: Tensor, by_output: bool = False) -> Tensor:
         """Bool mask of the weights to prune in a matrix: the weights with the lowest scores (O, I).
 
-        Scores are compared within each group of the pattern; without a pattern, within each output if `by_output`,
-        else within the complete matrix.
+        With a pattern, scores are compared within each group. Without a pattern, scores are compared within the
+        complete matrix, or within each output if `by_output`.
         """
         if self.pattern is not None:
             groups = scores.view(len(scores), -1, self.pattern.group)
@@ -254,9 +254,9 @@ def prune_columns(
     """Prune a weight (O, I) by SparseGPT, in blocks of `block` columns; returns it in float32.
 
     In each block, the weights with the lowest error are pruned. The error is w² divided by the squared diagonal of
-    the Cholesky factor (the square roots are compared, since squares may underflow). With a pattern, weights are
-    selected per output and group, when the sweep reaches the group's first column. Weights where `zeros` (O, I)
-    bool is True are pruned first.
+    the Cholesky factor; the square roots are compared, since squares may underflow. With a pattern, weights are
+    selected per output and group, when the sweep reaches the group's first column. Weights at which the bool
+    tensor `zeros` (O, I) is True are pruned first.
     """
     columns = weight.detach().float().T.clone(memory_format=torch.contiguous_format)
     columns[h.dead] = 0
@@ -285,8 +285,8 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
 
     SparseGPT's sweep compensates a zero only in later columns; this function changes earlier columns, too.
     Conjugate gradients, preconditioned by the diagonal, solve the least-squares problems of all rows at once. A
-    row is returned unchanged if refitting does not reduce its error (measured with the Hessian without damping),
-    or if the change of the error is not finite.
+    row is returned unchanged unless refitting reduces the row's error by a finite amount. This error is measured
+    with the Hessian without damping.
     """
     fitted, nonzero, diagonal = pruned, pruned != 0, h.matrix.diagonal()
     missing = weight.float() - pruned
@@ -303,7 +303,7 @@ def refit(pruned: Tensor, weight: Tensor, h: Hessian) -> Tensor:
         scaled = residual / diagonal
         size, before = (residual * scaled).sum(1, keepdim=True), size
         direction = scaled + size / before.clamp(min=TINY) * direction
-    # The error falls by m H m - (m - c) H (m - c), with m `missing` and c `change`, which is 0 at pruned weights.
+    # With m = `missing` and c = `change` (0 at pruned weights), the error falls by m H m - (m - c) H (m - c).
     change = fitted - pruned
     fall = change * (before_fit + residual) - h.added * change * (2 * missing - change)
     fall = fall.sum(1, keepdim=True)  # products may overflow, or underflow to zero
@@ -319,7 +319,7 @@ def smallest(scores: Tensor, sparsity: float) -> Tensor:
     """Bool mask of the `int(n * sparsity) + 1` lowest of n scores, as in the published code.
 
     If several scores equal the threshold, only as many as needed are in the mask, since a layer with few distinct
-    values would otherwise lose too many weights. But if the threshold is zero, all zeros are in the mask.
+    values would otherwise lose too many weights. If the threshold is zero, all zeros are in the mask.
     """
     count = int(scores.numel() * sparsity) + 1
     threshold = scores.flatten().kthvalue(count).values

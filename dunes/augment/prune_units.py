@@ -123,7 +123,7 @@ def _sides(name: str, linear: Any) -> tuple[int, int]:
 
 
 def importances(model: nn.Module, ids: Tensor, units: Mapping[str, int]) -> dict[str, Tensor]:
-    """The importances (U,) float32 of the units, by the name of the linear layer that reads the units.
+    """The importances (U,) float32 of units, keyed by the name of the linear layer with these units as inputs.
 
     The importance of a unit is the sum over tokens of |outputs of the unit · gradient of the loss|, a first-order
     estimate of how much the loss would change without the unit. `units` maps a layer's name to its number of

@@ -19,8 +19,8 @@ MAX_BYTES = 64 << 20
 MAX_CONFIG_BYTES = 8 << 20
 """Size limit of a tokenizer's config file in bytes; most config files have about a kilobyte."""
 MAX_ITEMS = 2_000_000
-"""Maximum number of commas and opening brackets in a JSON file. Each of these may begin a Python object, which
-takes about twenty times as much memory as its text."""
+"""Maximum number of commas and opening brackets in a JSON file. Each may begin a Python object, and objects
+take about twenty times as much memory as their text."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def read_records(
 ) -> list[dict[str, Any]]:
     """The objects in a file of JSON lines for which `fits` is True; empty if the file does not exist.
 
-    Other lines are skipped, and `warn` (by default, printing on stderr) is called with a message about them.
+    Other lines are skipped; `warn` (by default `print_warning`) is called with a message about skipped lines.
     """
     records, damaged = list[dict[str, Any]](), list[str]()
     for number, text in enumerate(read_lines(path), 1):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 HEAD = 512
-"""Size of a file's beginning in bytes; it is checked before the file is read."""
+"""Number of bytes at the start of a file that are checked before the file is read."""
 
 _AGAIN = "fetch the file again"
 _STAND_INS = (
@@ -54,16 +54,16 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def require_inside(folder: Path, path: Path, index: str = "") -> Path:
-    """The path unchanged, if it is a regular file below the folder and completely downloaded.
+    """Return the path unchanged if it is a regular file below the folder and completely downloaded.
 
     The file may be a link within its own folder. In the Hub's cache, the file may also be a link into the folder
-    `blobs` beside all snapshots. `index` is the name of a file that lists this one, for the error message. Raises
-    ValueError for any other path, such as a link to another folder.
+    `blobs` beside all snapshots. Raises ValueError for any other path, such as a link to another folder. For a
+    missing file, the error says that the file `index` lists it.
     """
     try:
         real, home = path.resolve(), folder.resolve()
         mode = real.stat().st_mode if real.exists() else None
-    except (OSError, RuntimeError) as error:  # a name that is too long, a loop of links
+    except (OSError, RuntimeError) as error:  # for a name that is too long, or a loop of links
         raise ValueError(f"{str(path)[:400]}: cannot be opened: {str(error)[:80]}") from None
     allowed = [home / path.relative_to(folder).parent]
     allowed += [p.parent / "blobs" for p in home.parents if p.name == "snapshots"]
@@ -128,12 +128,12 @@ def require_content(path: Path, file: BinaryIO) -> None:
 
 
 def stand_in(head: bytes) -> str:
-    """Message with a remedy if a file with these first bytes is only a placeholder; otherwise empty."""
+    """An error message with a remedy if a file with these first bytes is a placeholder; otherwise empty."""
     matches = ((name, remedy) for start, name, remedy in _STAND_INS if re.match(start, head))
     return next((f"{name}, not the file itself; {remedy}" for name, remedy in matches), "")
 
 
 def unfinished_downloads(folder: Path) -> str:
-    """The end of a message, naming an unfinished download in the folder; empty if the folder has none."""
+    """The end of an error message: names an unfinished download in the folder; empty if there is none."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(UNFINISHED)) if folder.is_dir() else []
     return f"; {names[0]} is an unfinished download: {_AGAIN}" if names else ""

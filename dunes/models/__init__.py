@@ -19,7 +19,7 @@ from dunes.models.names import Names, for_heads
 from dunes.parts import Decoder
 
 FAMILIES: dict[str, ModuleType] = {name: import_module(f"{__name__}.{name}") for name in get_args(Family)}
-"""Maps a family's name in `flags.Family`, which is also its model_type in Hugging Face, to its Python module."""
+"""Maps a family's name (in `flags.Family`, and the model_type in Hugging Face) to its Python module."""
 
 
 def family_of(hf: Mapping[str, Any]) -> str:
@@ -31,10 +31,10 @@ def family_of(hf: Mapping[str, Any]) -> str:
 
 
 def refusal(family: str, config: Any) -> str:
-    """The reason why transformers refuses this config, or computes other logits; "" if there is none."""
+    """The reason why transformers refuses this config or computes other logits; "" if there is no reason."""
     reason: str = getattr(FAMILIES[family], "refusal", lambda config: "")(config)
     if 1 in (getattr(config, "window", None), *getattr(config, "windows", ())):
-        reason = reason or "a cache with a sliding window of 1 keeps all tokens"  # it keeps [-window + 1:]
+        reason = reason or "a cache with a sliding window of 1 keeps all tokens"  # since [-window + 1:] is [0:]
     return reason and f"transformers does not run it: {reason}"
 
 
@@ -44,7 +44,7 @@ def weight_names(family: str) -> Names:
 
 
 def written_names(family: str, config: Any) -> Names:
-    """The weight names with which a model of this config is written."""
+    """The weight names in the files of a model with this config."""
     return for_heads(FAMILIES[family].NAMES, config.heads)
 
 
@@ -65,7 +65,7 @@ class _SkipInitial(TorchFunctionMode):
 
 
 def build_on_meta(family: str, config: Any) -> Decoder:
-    """Build the model on the meta device: in milliseconds, with structure and shapes, but without values."""
+    """Build the model on the meta device, in milliseconds: with structure and shapes, but without values."""
     with torch.device("meta"), _SkipInitial():
         model: Decoder = FAMILIES[family].build(config)
     return model

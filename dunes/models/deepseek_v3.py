@@ -48,7 +48,7 @@ class Config(llama.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch: a dense layer, then layers of 8 narrow and one shared expert."""
+        """A config for training from scratch: a dense layer, then layers of 8 narrow experts and a shared one."""
         base = llama.Config.from_size(vocab, dim, depth, context_length)
         return cls(
             **vars(base) | {"hidden": expert_width(dim, cls.experts), "dense_hidden": base.hidden},
@@ -160,7 +160,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why transformers cannot run a forward with this config; "" if it does not."""
+    """The reason why transformers cannot run a forward with this config; "" if it can."""
     single = config.experts == 1 and config.dense < config.depth
     return "it has 1 expert, but groups of experts are chosen by their 2 best" if single else ""
 
@@ -185,4 +185,4 @@ NAMES: Names = [
 ALIASES: Names = EXPERTS
 
 IGNORED_NAMES = (*llama.IGNORED_NAMES, "model.layers.{depth}.**")
-"""The last pattern matches the published layer that predicts the token after the next."""
+"""The last pattern matches the published layer for multi-token prediction."""

@@ -96,7 +96,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 
 def config_fields(hf: dict[str, Any], windowed: Sequence[bool]) -> dict[str, Any]:
-    """The fields of a Config. If the file has no `layer_types`, `windowed` is True for layers with a window."""
+    """The fields of a Config. In a file without `layer_types`, layers have a window where `windowed` is True."""
     hf = {"tie_word_embeddings": True, "sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256} | hf
     hf = {**hf, "use_bidirectional_attention": hf.get("use_bidirectional_attention") or False}
     check_supported(hf, {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False})

@@ -67,7 +67,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
 
 
 def _rope(hf: dict[str, Any], kind: str, base: float) -> dict[str, Any]:
-    """The rotary settings of one kind of layer, which transformers 5 writes as an object in `rope_parameters`.
+    """The rotary settings of one kind of layer; transformers 5 writes them as an object in `rope_parameters`.
 
     Settings missing in this object are read from the top level, as in older files: `rope_local_base_freq` is the
     base of layers with a window, and `rope_theta` and `rope_scaling` apply to the other layers.

@@ -57,7 +57,7 @@ def from_hf(hf: dict[str, Any]) -> Config:
     base, share = number(hf, "rotary_emb_base", 10_000.0, above=1.0), number(hf, "rotary_pct", 0.25)
     tanh_gelu = hf.get("hidden_act") in TANH_GELU_NAMES
     act = TANH_GELU_NAMES[0] if tanh_gelu else "gelu"
-    # Each head has keys of its own; no setting removes the MLP's biases.
+    # No setting groups key/value heads, and none removes the MLP's biases.
     own = {"num_key_value_heads": None, "mlp_bias": True, "attention_bias": flag(hf, "attention_bias", True)}
     fields = stablelm.config_fields(hf | own | ({"hidden_act": act} if tanh_gelu else {}), act, base, share)
     return Config(**fields, parallel=flag(hf, "use_parallel_residual", True), tanh_gelu=tanh_gelu)
@@ -94,7 +94,7 @@ NAMES: Names = [
 ]
 
 ALIASES: Names = [name("lm_head.weight", "head.weight")]
-"""The head's name in modules of transformers 5; its files keep the old name."""
+"""The head's name in modules of transformers 5. (Files of transformers 5 keep the old name.)"""
 
 IGNORED_NAMES = tuple(f"{_LAYER}.attention.{n}" for n in ("bias", "masked_bias", "rotary_emb.inv_freq"))
 """Names of causal masks and rotary frequencies, which older versions of transformers stored with the weights."""

@@ -109,4 +109,4 @@ NAMES: Names = [
     name(f"{_MOE}.experts.down_proj_bias", f"{_OURS}.down.bias"),
 ]
 ALIASES: Names = _experts(f"{_MOE}.experts.{{e}}")
-"""Names of the experts in published files, which are in MXFP4 (`checkpoint/formats/quantized_weights.py`)."""
+"""Names of the experts in published files, in MXFP4 (read by `checkpoint/formats/quantized_weights.py`)."""

@@ -17,8 +17,8 @@ def initialise(model: Decoder, seed: int = 0, empty: bool = False) -> Decoder:
     Biases are zero. The projections that add to the residual stream (attention's `out`, each MLP's `down`) are
     zero, so that every block starts as the identity (https://arxiv.org/abs/2203.03466). Projections before a norm
     are not zero, since the norm's gradient at zero would be huge. With `empty`, for a model built on the meta
-    device, all other parameters are also set: those in a part's `initial_values` to these values, weights of norms
-    to 1, and the rest to 0.
+    device, all other tensors are set, too. Tensors in a module's `initial_values` get these values; of the rest,
+    weights of norms are 1, and others are 0.
     """
     generator = torch.Generator().manual_seed(seed % 2**64)
 

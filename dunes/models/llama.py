@@ -114,7 +114,7 @@ def read(model: Any, context_length: int) -> Config:
 def read_fields(model: Any, context_length: int, mlp: Any, attns: Sequence[Any] | None = None) -> dict[str, Any]:
     """The fields of the Config of a built model; `mlp` is the MLP, or one expert, of its first block.
 
-    `attns` are the attention parts, by default of all blocks; if there are none, their fields are left out.
+    `attns` are the attention modules, by default of all blocks; if empty, the fields of attention are left out.
     """
     attns = [block.attn for block in model.blocks] if attns is None else attns
     return {
@@ -158,9 +158,9 @@ def config_fields(
     """The fields of a Config, read from a config.json.
 
     `act` is the only supported activation, `base` is the default rotary base, and `eps` the key of the norms'
-    epsilon. With `partial`, the default share of each head that is rotated, the fields include `rotary_dim`;
-    without it, heads must be rotated completely. Raises ValueError for unsupported or out-of-range values, and
-    KeyError for missing values.
+    epsilon. If `partial` is a number, the fields include `rotary_dim`, and `partial` is the default share of
+    rotated dimensions. If `partial` is None, heads must be rotated completely. Raises ValueError for unsupported
+    or out-of-range values, and KeyError for missing values.
     """
     check_supported(hf, required={"hidden_act": act})
     heads = size(hf, "num_attention_heads")
@@ -218,7 +218,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why transformers, which checks some families' widths, refuses this config; "" if it does not."""
+    """The reason why transformers refuses this config, or "". In some families, heads must divide the width."""
     width, heads = config.dim, config.heads
     reason = f"hidden_size is {width}, which is not divisible by num_attention_heads, {heads}"
     return reason if width % heads else ""
@@ -254,7 +254,7 @@ JOINED: Names = [
     ),
     name(f"{_THEIRS}.mlp.gate_up_proj.weight", f"{_OURS}.mlp.gate.weight", f"{_OURS}.mlp.up.weight"),
 ]
-"""Weight names of Phi-3, whose files join these matrices."""
+"""Weight names of Phi-3; its files join q, k and v, and gate and up."""
 
 ALIASES = JOINED
 

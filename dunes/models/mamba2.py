@@ -99,7 +99,7 @@ DEFAULTS = {"state_size": 128, "n_groups": 8, "conv_kernel": 4, "expand": 2, "ma
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings.
 
-    `residual_in_fp32` is ignored, and sums have the dtype of the weights, or float32 under autocast.
+    `residual_in_fp32` is ignored: hidden states have the dtype of the weights, or float32 under autocast.
     """
     check_supported(hf, required={"hidden_act": "silu", "rms_norm": True})
     hf = DEFAULTS | {key: value for key, value in hf.items() if value is not None}

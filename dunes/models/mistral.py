@@ -1,6 +1,6 @@
 """Mistral 7B: LLaMA with a sliding window. https://arxiv.org/abs/2310.06825
 
-Without a window (as in version 0.2 and later) a Mistral is a LLaMA, and is saved as one.
+A Mistral without a window (as in version 0.2 and later) is a LLaMA, and is saved as a LLaMA.
 """
 
 from dataclasses import dataclass, replace

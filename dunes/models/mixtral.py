@@ -18,7 +18,7 @@ from dunes.parts import Decoder, MoE
 __all__ = ["ALIASES", "IGNORED_NAMES", "NAMES", "Config", "build", "from_hf", "read", "to_hf"]
 
 MAX_EXPERTS = 4096
-"""Maximum number of experts, more than any known model has. More would take long even on the meta device."""
+"""Maximum number of experts. Known models have fewer, and more would take long even on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def moe_fields(hf: dict[str, Any], balance: float) -> dict[str, Any]:
 
 
 def experts_to_hf(config: Any) -> dict[str, Any]:
-    """The setting in config.json that transformers needs to run experts of this width; empty if it needs none.
+    """The setting in config.json that transformers needs to run experts of this width; empty if none is needed.
 
     By default, transformers uses `F.grouped_mm`, which needs rows whose size is a multiple of 16 bytes.
     """
@@ -137,6 +137,6 @@ EXPERTS: Names = [
     name("model.layers.{i}.mlp.experts.gate_up_proj", f"{_EXPERTS}.gate.weight", f"{_EXPERTS}.up.weight"),
     name("model.layers.{i}.mlp.experts.down_proj", f"{_EXPERTS}.down.weight"),
 ]
-"""Names in transformers 5, where one tensor stacks a weight of all experts."""
+"""Names in transformers 5, which stacks the weights of all experts in one tensor."""
 
 ALIASES: Names = [name("model.layers.{i}.mlp.gate.weight", "blocks.{i}.mlp.router.weight"), *EXPERTS]

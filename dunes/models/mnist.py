@@ -9,9 +9,9 @@ https://arxiv.org/abs/1411.4280 (dropout of entire channels).
 from torch import Tensor, nn
 
 MEAN = 33.3
-"""Mean of the pixels of MNIST's training set, in 0 to 255."""
+"""Mean of the pixels of MNIST's training set, on a scale from 0 to 255."""
 STD = 78.6
-"""Standard deviation of the pixels of MNIST's training set, in 0 to 255."""
+"""Standard deviation of the pixels of MNIST's training set, on a scale from 0 to 255."""
 
 
 class Normalize(nn.Module):

@@ -100,8 +100,8 @@ def _mixer(size: Config, chosen: dict[str, str], layer: int) -> nn.Module:
 def _attention(size: Config, chosen: dict[str, str], layer: int) -> Attention:
     """The attention of a layer. The number of key/value heads divides the number of heads.
 
-    In latent attention, the latent has a quarter of the model's width, and half of each head has positions. Raises
-    ValueError for a choice of key/value heads together with latent attention, which has no such heads.
+    In latent attention, the latent has a quarter of the model's width, and half of each head encodes positions.
+    Raises ValueError for a choice of `kv` with latent attention, which has no key/value heads.
     """
     if chosen["attention"] == "latent":
         return _latent_attention(size, chosen, layer)

@@ -1,8 +1,7 @@
 """Tables that map our weight names to the names in another format ("theirs"), and back.
 
-`{i}` in a name stands for a number, which is the same on both sides. If only our name has a number (`{e}`, an
-expert), their tensor stacks several of our tensors, and the number is an index into the first dimension of the
-stack.
+`{i}` in a name stands for a number, such as a layer's index, which is the same on both sides. If only our name
+has a number, such as `{e}` for an expert, their tensor stacks our tensors, with this index in the first dimension.
 """
 
 import re
@@ -23,12 +22,12 @@ def identity(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Name:
-    """One entry of a table: their tensor is one of ours, or several of ours joined along the first dimension.
+    """One entry of a table: the tensor `theirs` contains one of our tensors, or several joined along dimension 0.
 
-    `load` converts their tensor to our layout before it is split; `save` is the inverse. Joined tensors have
-    equally many rows by default. With `like`, the first has as many rows as their matrix `like` has columns, and
-    the others share the remaining rows. With `beside`, this entry applies only to blocks that have our tensor
-    `beside`, since different parts may use the same name.
+    `load` converts their tensor to our layout, before splitting; `save` is the inverse. By default, joined
+    tensors have equally many rows. `like` names one of their matrices: the first joined tensor has as many rows as
+    this matrix has columns, and the other tensors share the remaining rows. With `beside`, the entry is used for
+    saving only in blocks that have our tensor `beside`, since different modules may use the same name.
     """
 
     theirs: str
@@ -86,7 +85,7 @@ def convolution(theirs: str, ours: str) -> list[Name]:
 
 
 def per_head(names: Names) -> Names:
-    """Names of a tensor that stores the rows of all parts head by head; `for_heads` completes these names."""
+    """Names of tensors that store the rows of all joined tensors head by head. `for_heads` sets their layouts."""
     return [replace(n, load=_unknown_heads, save=_unknown_heads) for n in names]
 
 
@@ -95,7 +94,7 @@ def _unknown_heads(weight: Tensor) -> Tensor:
 
 
 def for_heads(names: Names, heads: int) -> Names:
-    """The names for a model with this number of heads, on which the layouts of `per_head` depend."""
+    """The names for a model with this number of heads: sets the layouts of names made by `per_head`."""
 
     def complete(n: Name) -> Name:
         sizes = heads, len(n.ours)
@@ -173,7 +172,7 @@ def to_theirs(names: Names, ours: Iterable[str]) -> tuple[list[Conversion], list
 
 
 def parts_by_target(rule: Name, ours: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
-    """Maps names of their tensors to rows of our names: one row, or for a stacked tensor, a row for each expert.
+    """Maps names of their tensors to rows of our names: one row per expert for a stacked tensor, otherwise one.
 
     `ours` must contain the first name of each row.
     """
@@ -193,7 +192,7 @@ def _join(rule: Name, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _cat(parts: Sequence[Tensor]) -> Tensor:
-    """`torch.cat`, which on meta tensors would make torch import its compiler (1.7 s)."""
+    """Like `torch.cat`, but fast for meta tensors, for which `torch.cat` imports the compiler (1.7 s)."""
     if parts[0].is_meta:
         return parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])
     return torch.cat([*parts])

@@ -49,9 +49,9 @@ class Config(qwen3_moe.Config):
 
     @classmethod
     def from_size(cls, vocab: int, dim: int, depth: int, context_length: int) -> Self:
-        """A config for training from scratch, like Qwen3-MoE's; two heads share keys if their number is even.
+        """A config for training from scratch, like Qwen3-MoE's. If the number of heads is even, two share keys.
 
-        Every fourth layer, and the last, has attention.
+        Every fourth layer and the last layer have attention.
         """
         base = vars(qwen3_moe.Config.from_size(vocab, dim, depth, context_length))
         heads, width, recurrent = base["heads"], base["head_dim"], (*_three_of(4, depth)[:-1], False)
@@ -99,7 +99,7 @@ def build(config: Config) -> Decoder:
 
 
 def read(model: Any, context_length: int) -> Config:
-    """The Config of a built model; `from_size` gives the sizes of a part that no layer has.
+    """The Config of a built model; sizes of a kind of layer that the model lacks are from `from_size`.
 
     Raises AttributeError if the model lacks an expected part.
     """
@@ -149,7 +149,7 @@ def to_hf(config: Config) -> dict[str, Any]:
 
 
 def refusal(config: Config) -> str:
-    """The reason why transformers cannot run a forward with this config; "" if it does not."""
+    """The reason why transformers cannot run a forward with this config; "" if it can."""
     return "no layer has attention, which the cache of transformers needs" if all(config.recurrent) else ""
 
 

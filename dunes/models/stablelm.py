@@ -63,7 +63,7 @@ def read_fields(model: Any, context_length: int) -> dict[str, Any]:
 
 def from_hf(hf: dict[str, Any]) -> Config:
     """Convert a Hugging Face config.json to a Config. Raises ValueError for unsupported settings."""
-    # Unsupported: parallel blocks with one norm for both parts; norms of queries and keys with weights per head.
+    # Parallel blocks with a shared norm, and norms of queries and keys with weights per head, are not supported.
     check_supported(hf, required={"use_parallel_residual": False, "qk_layernorm": False})
     return Config(**config_fields(hf | {"mlp_bias": False, "attention_bias": flag(hf, "use_qkv_bias")}))
 
