@@ -1,4 +1,4 @@
-"""`dunes augment ...`: one command per modification, which reads a model folder and writes another."""
+"""`dunes augment ...`: one command per modification. A command reads a model folder and writes another one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

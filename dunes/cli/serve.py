@@ -138,7 +138,7 @@ def lsp(
 
         return Worker([folder], acceptance, (), partial(print, file=sys.stderr), not no_follow)
 
-    die_by_signals()  # cleanup would wait for the thread that reads standard input
+    die_by_signals()  # a cleanup would wait for the thread that reads standard input
     # The loading thread inherits the trust settings.
     start(partial(copy_context().run, load), stdin, stdout, *first)
     return 0

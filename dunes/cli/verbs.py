@@ -37,7 +37,7 @@ CHAT = SamplingOptions(temperature=0.7, max_tokens=400)
 def _quick_imports() -> Iterator[None]:
     """Inside the `with` block, turn off garbage collection, which takes a quarter of the start-up time.
 
-    Later collections skip the objects created in the block.
+    Later garbage collections skip the objects created in the block.
     """
     gc.disable()
     try:
@@ -241,7 +241,7 @@ def complete(
     completer = find_completer(folder, lambda line: print(line, file=sys.stderr), any_base)
     name = name_in_sources(path, folder) if path else ""
     suggestion = asdict(completer.complete(before, after, name))
-    del suggestion["ends_line"]  # the server's suggestion lacks this field
+    del suggestion["ends_line"]  # the server's suggestion has no such field
     print(dumps(suggestion) if json else suggestion["text"])
 
 

@@ -58,8 +58,8 @@ def augment_folder(
     exists or an option is invalid. Raises ValueError and writes nothing if the comparison fails, or if files in
     `folder` change during the call.
 
-    To save memory, a change that proceeds block by block stores its finished blocks in `out` until the end. If the
-    process is killed, the next call starts from the beginning.
+    To save memory, a change that proceeds block by block stores its finished blocks in `out` until the change is
+    complete. If the process is killed, the next call starts from the beginning.
     """
     folder = readable_folder(folder)
     edit = partial(_changed, folder, out, name, calibration, validation, request)

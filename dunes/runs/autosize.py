@@ -383,7 +383,7 @@ def learning_rate(config: TrainConfig, model: Decoder) -> float:
 def build_optimizer(model: Decoder, config: TrainConfig) -> Optimizer:
     """The optimizer of a run; an unset learning rate or weight decay gets the optimizer's default.
 
-    Muon computes in the run's dtype, so that a run resumed on another machine computes the same.
+    Muon computes in the run's dtype, so that a run resumed on another machine gives the same results.
     """
     dtype = getattr(torch, config.dtype or "float32")
     return named_optimizer(config.optimizer).build(model, learning_rate(config, model), config.weight_decay, dtype)

@@ -48,7 +48,7 @@ LITTLE = 20_000
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenizer, training token ids and validation token ids; `fingerprints` has a digest of each.
+    """A tokenizer, training token ids and validation token ids; `fingerprints` has digests of tokenizer and texts.
 
     `packages` are the installed packages whose code is in the text.
     """

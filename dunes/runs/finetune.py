@@ -95,8 +95,10 @@ def finetune(config: FinetuneConfig, folder: Path, display: Display, *, examples
 
 
 def plan_finetuning(config: FinetuneConfig, start: Start, examples: int) -> Callable[[], Run] | None:
-    """Read the examples, print the first of them, choose all unset options, and return a function that builds the
-    run; None in a dry run."""
+    """Read the examples, choose all unset options, and return a function that builds the run.
+
+    Prints the first `examples` training examples. Returns None in a dry run.
+    """
     display = start.display
     check_names(config.field_names)
     with start.timings("reading data"):

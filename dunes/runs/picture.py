@@ -57,7 +57,8 @@ def loss_picture(records: Sequence[dict[str, Any]], score: Score, step: int, pat
 
 
 def comparison_picture(comparison: Comparison, path: Path) -> None:
-    """Draw a bar chart, as a PNG, of a model's size, memory and speed after a change relative to before it."""
+    """Draw a bar chart (PNG) of a model's size, memory and speed after a change, relative to the original
+    model."""
     a, b = comparison.before, comparison.after
     ratios = {"size on disk": b.size / max(1, a.size), "peak memory": b.memory / max(1, a.memory)}
     labels = [f"{ratio:.2f}" for ratio in ratios.values()] + [str(speed) for speed in comparison.speeds.values()]

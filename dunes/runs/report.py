@@ -41,7 +41,8 @@ def report_step(
     display: Display,
     fit: Callable[[float], float] = lambda per_token: 0.0,
 ) -> None:
-    """Measure a step whose micro-batches are like `batch`, and show the run's tokens/s, steps, time and disk.
+    """Measure a step whose micro-batches are like `batch`, and show the run's tokens/s, steps, time and disk
+    space.
 
     `fit(per_token)` estimates the seconds to fit the completion gate, given the seconds to evaluate a token.
     """

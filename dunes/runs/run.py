@@ -230,7 +230,7 @@ def _execute(run: Run, start: Start) -> int:
 
 
 def restore_run(run: Run, line: Line, override: Collection[str] = (), strict: bool = False) -> None:
-    """Restore the newest undamaged state of the run, or start from step 0 if there is no such state.
+    """Restore the newest undamaged state of the run; without a saved state, start from step 0.
 
     Raises ValueError, before any change, if the saved config, data or model differs in an option that is not in
     `override`. With `strict`, raises ValueError if the newest state is damaged.

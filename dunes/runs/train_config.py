@@ -42,8 +42,8 @@ Balancing = Literal["loss", "bias"]
 @dataclass(frozen=True, kw_only=True)
 class TextData:
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, flag("SOURCE", REQUIRED)] = ()
-    """Files and folders of text, JSON Lines or Parquet; "stdlib" is the running Python's standard library, and
-    "installed" or "installed:python,go" the code of installed packages."""
+    """Files and folders of text, JSON Lines or Parquet; "stdlib" is the running Python's standard library;
+    "installed" or "installed:python,go" is the code of installed packages."""
     text_field: Annotated[tuple[str, ...], flag("FIELD", "text, or the messages of a conversation")] = ()
     """Fields of each record to train on; several are joined by a blank line."""
     split: Annotated[Literal["files", "tails"] | None, flag("files|tails", "files; tails of a single file")] = None

@@ -125,10 +125,10 @@ def dpo_loss(
 def orpo_loss(model: nn.Module, batch: Sequence[Tensor], beta: float = 0.1) -> LossSums:
     """The summed ORPO loss of pairs of answers, and the number of pairs. https://arxiv.org/abs/2403.07691
 
-    The batch is as in `dpo_loss`, without the reference model's log-probabilities. The odds of an answer are p /
-    (1 - p), where p is the exponential of its mean log-probability. The loss is the cross entropy of the chosen
-    answer in nats/token, minus `beta` times log sigmoid of the log odds ratio. Metrics, dropout and pairs without
-    a target are as in `dpo_loss`; the reward of an answer is `beta` times its mean log-probability.
+    The batch is as in `dpo_loss`, without the reference's log-probabilities. The odds of an answer are p / (1 -
+    p), where p is the exponential of its mean log-probability. The loss is the cross entropy of the chosen answer
+    in nats/token, minus `beta` times log sigmoid of the log odds ratio. Metrics, dropout and pairs without a
+    target are as in `dpo_loss`; the reward of an answer is `beta` times its mean log-probability.
     """
     losses, counts, *_ = rows = _row_losses(model, batch)
     loss = losses / counts.clamp(min=1)

@@ -378,7 +378,7 @@ class NamedOptimizer(NamedTuple):
     build: Callable[[nn.Module, float, float | None, torch.dtype], Optimizer]
     """Arguments: model, learning rate, weight decay (None for the default), dtype of matrix products."""
     lr: tuple[float, float] | float = 1.0
-    """Default learning rates (for a new model, for continued training), or a factor of `adamw_rate`."""
+    """Default learning rates (new model, continued training), or a factor that multiplies `adamw_rate`."""
     flops: Callable[[nn.Module], float] = lambda model: 0.0
     """FLOPs per step of the optimizer's matrix products."""
 
