@@ -72,7 +72,7 @@ def augment_folder(
 
 
 def _spill_into(folder: Path) -> Spill:
-    """A function that writes tensors to a new file in the folder and returns memory-mapped tensors from it."""
+    """Build a function that writes tensors to a new file in the folder and returns them memory-mapped."""
     numbers = count()
 
     def spill(tensors: Tensors) -> Tensors:
@@ -155,7 +155,7 @@ def _changed(
 
 
 def _scored(loaded: LoadedModel, sources: Sequence[str]) -> TokenIds | None:
-    """Token ids to score in the report.
+    """The token ids on which the report scores the model.
 
     Returns None if the model has no tokenizer. Without `sources`, also returns None if the card's validation text
     is not available.

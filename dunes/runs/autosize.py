@@ -40,16 +40,16 @@ from dunes.train.optim import named_optimizer
 from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
-"""Bytes of code per BPE token, with a vocabulary of a few thousand tokens (1 byte for `bytes` and `chars`)."""
+"""Bytes of source code per token of a BPE tokenizer with a few thousand tokens."""
 
 OVERHEAD_SECONDS = 15.0
 """Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""
 
 TOKENS_PER_PARAMETER = 3.0
-"""Ratio of training tokens to parameters of the best models in the sweep."""
+"""Training tokens per parameter in the best models of the sweep."""
 
 MAX_PARAMETERS_PER_TOKEN = 2.0
-"""Number of parameters per unique token above which a model memorises the text."""
+"""Maximum number of parameters per unique training token; a larger model memorises the text."""
 
 FLOOR = 0.086
 """Irreducible loss (bits/byte) in the loss formula; the formula was fitted to the sweep."""
@@ -80,7 +80,7 @@ BATCH = 16
 BIAS_RATE = 1e-3
 """Update rate of the selection bias, as in https://arxiv.org/abs/2408.15664."""
 CONTEXT = 256
-COMPLETION_CONTEXT, COMPLETION_BATCH = 512, 8  # a longer context improves completion enough to pay for its time
+COMPLETION_CONTEXT, COMPLETION_BATCH = 512, 8  # in the same time, a longer context gives better completion
 DROPOUT, WEIGHT_DECAY = 0.2, 0.15  # repeated text needs more weight decay: https://arxiv.org/abs/2509.14786
 FEW_EPOCHS = 3.0
 """Number of epochs above which a completion model gets DROPOUT and WEIGHT_DECAY."""
@@ -327,7 +327,8 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
 
 
 def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> float:
-    """Seconds per training token with all ranks, including the optimizer, estimated by the fitted formula."""
+    """Estimated seconds per training token over all ranks, including the optimizer; by the formula fitted to
+    timings."""
     tokens = config.batch * config.context_length
     optimizer = named_optimizer(config.optimizer).flops(model)
     work = flops(model, config.context_length) + optimizer / tokens
@@ -390,7 +391,7 @@ def build_optimizer(model: Decoder, config: TrainConfig) -> Optimizer:
 
 
 def memory_advice(config: TrainConfig, build: Build | None = None, **trained: Any) -> str:
-    """A sentence with the estimated memory of a run, its largest parts, and the options that reduce it.
+    """A sentence with the estimated memory of a run, its largest parts, and the options that reduce the memory.
 
     With --from, `build` builds the model. `trained` is passed to `estimate_memory`.
     """

@@ -61,8 +61,7 @@ def compile_loss(run: Run, line: Line) -> None:
 def pays(run: Run) -> bool:
     """True if a compiled loss saves more than WORTH times the time to compile it.
 
-    For a run with fixed steps, the NOMINAL speed is assumed, so that the result depends only on the config and
-    runs are reproducible.
+    For a run with fixed steps, the NOMINAL speed is assumed, so that the result depends only on the config.
     """
     config = run.config
     tokens = (config.steps or 0) * config.batch * config.context_length

@@ -22,7 +22,7 @@ T = TypeVar("T", bound="RunConfig")
 
 
 def adamw_rate(width: int) -> float:
-    """Default learning rate of AdamW for all weights of a trained model of this width.
+    """Default learning rate of AdamW for training all weights of a model of this width.
 
     The rate is a power law through two points: Alpaca's 2e-5 at width 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best rate of our sweep, 1e-3 at width 192
@@ -48,7 +48,7 @@ class Optimization:  # options set to None or 0 are chosen at the start of the r
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     # Options that are None are chosen for this machine. `float32_products` is true if products of bfloat16 weights
-    # are computed in float32. `matmul` is the FLOP/s of matrix products, and `rate` the estimated tokens/s.
+    # are computed in float32. `matmul` is the FLOP/s of matrix products, and `rate` is the estimated tokens/s.
     device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
     """Device to train on."""
     compile: Annotated[Compile, flag("auto|on|off")] = "auto"

@@ -40,7 +40,7 @@ LONG = 4_000
 ENOUGH_CODE = 50_000
 """If at most half of the text is source code, a run completes lines only with at least this many bytes of code."""
 LEAST_CODE = 0.05
-"""The same runs also need more code than this ratio times the text that is neither code nor documentation."""
+"""In this case, the ratio of code to text that is neither code nor documentation must also exceed this number."""
 NO_LINES = "the model's tokenizer drops spaces or line ends, so it cannot write lines"
 LITTLE = 20_000
 """Bytes of validation text below which a warning says that the validation loss is uncertain."""

@@ -304,8 +304,8 @@ def _stored(path: Path, read: Callable[[Path], T], display: Display) -> T | None
 def apply_method(model: Decoder, config: FinetuneConfig, fill: bool = True) -> list[Change]:
     """Make the method's changes to the model, freeze all other weights, and return the changes.
 
-    Full finetuning trains in float32, because updates are smaller than bfloat16's precision. With `fill=False`,
-    for a model on fake tensors, values are not read, cast or initialised. Raises ValueError if the method does not
+    Full finetuning trains in float32, because updates are smaller than bfloat16's precision. `fill=False` is for
+    models on fake tensors: values are not read, cast or initialised. Raises ValueError if the method does not
     apply to the model.
     """
     spec, changes = config.spec, list[Change]()
@@ -386,9 +386,10 @@ def forgetting_text(data: FinetuneData, display: Display) -> TokenIds | None:
 class FinetuneTask:
     """The task of a finetuning run. Forgetting is measured on `forgetting_ids`.
 
-    `stored` is the dtype of the base model, `base` is its `base_identity`, and `changes` are the method's changes
-    to the base model. With several ranks, `outline` is the unsharded model without weight values. `reference`
-    contains the base's log-probabilities of training and validation answers, if the objective needs them.
+    `stored` is the dtype of the base model. `base` is the base model's `base_identity`. `changes` are the method's
+    changes to the base model. With several ranks, `outline` is the unsharded model without weight values.
+    `reference` contains the base's log-probabilities of training and validation answers, if the objective needs
+    them.
     """
 
     data: FinetuneData
@@ -572,7 +573,7 @@ def _digest(ids: TokenIds | None) -> str:
 
 
 def round_weights(model: Decoder, dtype: torch.dtype) -> None:
-    """Round the weights to a dtype. Sharded weights are rounded but stay float32, which fully_shard requires."""
+    """Round the weights to a dtype. Sharded weights are rounded but stay float32, as fully_shard requires."""
     if ranks.count() == 1:
         model.to(dtype)
         return

@@ -66,7 +66,7 @@ class ExampleData:
     text_field: Annotated[tuple[str, ...], flag("FIELD", "detected")] = ()
     """Fields of each record to train on as plain text; several are joined by a blank line."""
     fields: Annotated[tuple[str, ...], flag("OURS=THEIRS,...", "named as in the formats of --data")] = ()
-    """Field names of --data's formats and the data's own names for them, like
+    """Pairs of a field's name in the formats of --data and its name in the data, like
     prompt=question,completion=answer."""
     follow_links: bool = False
     """Follow symbolic links that lead outside the data folder."""
@@ -106,7 +106,7 @@ class Adapter:
     alpha: Annotated[float, flag("ALPHA")] = 32.0
     """Scaling: the adapter's output is multiplied by alpha / rank (rslora: alpha / sqrt(rank))."""
     ranks: Annotated[tuple[str, ...], flag("GLOB=RANK", "none")] = ()
-    """Ranks of some modules that differ from --rank."""
+    """Ranks of modules that differ from --rank, by glob."""
     dropout: Annotated[float, flag("P")] = 0.0
     """Dropout probability of the adapter's input."""
     experts: Annotated[int, flag("EXPERTS")] = 8
@@ -114,8 +114,8 @@ class Adapter:
     experts_per_token: Annotated[int, flag("EXPERTS")] = 2
     """With lora-experts: number of experts that compute each token."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
-    """With lora-experts, linear: a router for each linear layer; shared: one for each attention and MLP; mlp:
-    experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
+    """With lora-experts: a router for each linear layer (linear), or for each attention and each MLP (shared); or
+    experts that are MLPs, with plain LoRA on the other layers (mlp, as in MixLoRA)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +217,7 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
 
     For full finetuning, the default is `adamw_rate`. For adapters, the default is 0.7 times the power law of
     https://thinkingmachines.ai/blog/lora/, but at most MAX_ADAPTER_LR: at higher rates, the validation loss rises
-    during training. The adapter's default is then divided by its scale relative to LoRA with alpha 32, since the
+    during training. This default is then divided by the adapter's scale relative to LoRA with alpha 32, since the
     scale multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives results for 100
     to 5,000 steps, and the limits of these defaults. Both defaults are multiplied by the objective's `lr_scale`.
     Full finetuning with dpo thus gets 1e-6 at a width of 4,096, as in https://arxiv.org/abs/2305.18290.

@@ -46,11 +46,11 @@ MIN_CONTEXT = 128
 """Minimum default context length."""
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
-"""Default template by format. For conversations, the default is chatml if the tokenizer has its special tokens,
-else mistral."""
+"""Default template by format. For conversations, the default is chatml if the tokenizer has the special tokens of
+chatml, else mistral."""
 
 PLAIN_KINDS = ("completion", "text")
-"""Formats whose records are plain text, to which no chat template is applied."""
+"""Formats of plain text; no chat template is applied to their records."""
 
 LEAST_TAIL = 16
 """Minimum length in tokens of the tail of a text."""
@@ -222,7 +222,7 @@ def _split_examples(
     config = replace(config, context_length=choose_context_length(config, [*examples, *heads, *tails], base))
     usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
     val_records: list[Record] = []
-    for candidates in (usable, rest):  # too few targets are reported later
+    for candidates in (usable, rest):  # `check_report` rejects too few targets
         val_records = val_records or split_records(candidates, share)[1]
     valid_rows = {id(row) for row in val_records}
     pairs = [(id(row) in valid_rows, e) for row, e in zip(rest, examples, strict=True)]

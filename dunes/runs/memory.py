@@ -28,7 +28,8 @@ FRAGMENTATION = 0.45
 Training an adapter loses hardly any memory, since it allocates little except activations."""
 
 MOST_LOST = 0.3e9
-"""Maximum memory in bytes lost to fragmentation. A 135M model with 2 GB in the heap loses hardly more."""
+"""Maximum memory in bytes lost to fragmentation. A model with 135M parameters and 2 GB in the heap loses hardly
+more."""
 
 MEASURED_TOKENS = 1024
 """Maximum number of tokens in the timed micro-batch; at least two rows are timed."""
@@ -128,7 +129,8 @@ def process_memory(
 
 
 class StepCost(NamedTuple):
-    """Measured seconds of a step and of its gradients, its tokens, and the bytes of a saved training state."""
+    """Measured cost of a step: seconds in total, seconds of the gradients, tokens, bytes of a saved training
+    state."""
 
     seconds: float
     gradients: float

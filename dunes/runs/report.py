@@ -21,9 +21,9 @@ from dunes.train import Step, Trainer
 from dunes.units import format_bytes, format_count, format_seconds, plural
 
 PATIENCE = 3
-"""Minimum number of validations without improvement before a warning."""
+"""A rising loss causes a warning after at least this many validations without improvement."""
 WORSE = 1.01
-"""Minimum ratio of the validation loss to its best before a warning."""
+"""A rising loss causes a warning if it is at least this many times the best validation loss."""
 SLOW = 0.5
 """Fraction of the estimated rate below which a run is slow. Without an estimate, a run is slow if its processor
 time is below this fraction of (wall-clock time x usable threads)."""
@@ -89,7 +89,8 @@ def step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
 
 
 class PaceCheck:
-    """Detects a slow run. Call `check.warning(step)` after each step; it returns at most one warning, else ""."""
+    """Detects a slow run. Call `check.warning(step)` after each step; the result is a warning at most once,
+    otherwise ""."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.warned = run, False
@@ -98,7 +99,10 @@ class PaceCheck:
 
     def warning(self, step: Step) -> str:
         run, config = self.run, self.run.config
-        self._start = self._start or (perf_counter(), process_time())  # not in the first step, which may compile
+        self._start = self._start or (
+            perf_counter(),
+            process_time(),
+        )  # starts after the first step, which may compile
         self.tokens.append(step.count)
         if self.warned or len(run.pace) < WATCHED or run.trainer.device.type != "cpu":
             return ""

@@ -68,7 +68,7 @@ class Timings:
         self.seconds[phase] += seconds  # type: ignore[assignment]
 
     def each(self, phase: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items; the time spent fetching each one is added to the phase's total."""
+        """Yield the items, and add the time to fetch each item to the phase."""
         stream, end = iter(items), object()
         while True:
             with self(phase):
@@ -239,8 +239,8 @@ class Run:
 def check_tokens(config: RunConfig) -> int:
     """Approximate number of tokens to score in each validation during a run.
 
-    With a time limit, the number depends on `config.rate`. Scoring a token takes a third of the time to train on
-    it.
+    With a time limit, the number depends on `config.rate`. Scoring a token takes a third of the time of training
+    on a token.
     """
     if config.steps or not config.rate:
         return CHECK_TOKENS
@@ -267,7 +267,7 @@ def load_trainable_state(model: nn.Module, weights: Mapping[str, Tensor]) -> Non
 
 
 def set_trainable(model: nn.Module, globs: Sequence[str]) -> None:
-    """Make a parameter trainable if its name or its module's name matches the globs, and freeze all others.
+    """Make a parameter trainable if its name or its module's name matches the globs; freeze all other parameters.
 
     Raises ValueError if no parameter matches, and for "**" if some weights are quantized.
     """

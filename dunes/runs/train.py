@@ -127,7 +127,7 @@ def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Ca
             run = prepare(config, folder, tokens, base, completion)
         if base and not resumed:
             _report(config, run.trainer, base, display)
-            score = run.validate()  # if training makes the weights worse, the base's weights are saved
+            score = run.validate()  # so that the base's weights are saved if training is worse
             append_metrics(folder, {"step": 0} | score.record)
             values = f"{score.loss:.4f} nats/token, {score.bits_per_byte:.3f} bits/byte"
             display.detail(f"validation loss before training: {values}")
@@ -337,7 +337,7 @@ def _choose_base(
 
 
 def select_trainable(model: nn.Module, trainable: Sequence[str], base: LoadedModel) -> None:
-    """Make the parameters that match the globs trainable, and freeze the others.
+    """Make the parameters that match the globs trainable, and freeze all other parameters.
 
     The glob `new` stands for the parameters added by the base's last change. Raises ValueError if no parameter
     matches, or for `new` if the last change added no parameters.
@@ -607,7 +607,7 @@ class TrainTask:
 
 
 def dropouts(model: nn.Module) -> list[nn.Dropout]:
-    """The dropout modules for the outputs of all blocks."""
+    """The dropout modules of all blocks, one per block."""
     return [block.dropout for block in model.modules() if isinstance(block, Block)]
 
 

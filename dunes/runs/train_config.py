@@ -16,7 +16,7 @@ SMALLEST = 10_000
 """Smallest valid --size; a user who gives a smaller value has probably forgotten the unit."""
 
 WIDTH_STEP = 32
-"""All widths are multiples of this number, which is the smallest head dimension."""
+"""The smallest head dimension; all widths are multiples of this number."""
 
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
 """Model families that have experts."""
@@ -98,7 +98,7 @@ class TrainOptimization(Optimization):
     ] = None
     """Optimizer (an unknown name lists all); muon trains embeddings, head and norms with AdamW."""
     lr: Annotated[float | None, flag("RATE", "muon 0.02, with --from 0.006; adamw by the model's width")] = None
-    """Peak learning rate; with muon, half of it for embeddings, head and norms."""
+    """Peak learning rate; with muon, embeddings, head and norms get half of this rate."""
     lr_factors: Annotated[tuple[str, ...], flag("GLOB=FACTOR", "none")] = ()
     """Factors of the learning rate for parameters that match globs (as in --trainable), like all=0.1 new=1."""
 
@@ -108,7 +108,7 @@ class Completion:  # `file_headers`: each file's path precedes its text
     complete: tyro.conf.DisallowNone[
         Annotated[bool | None, flag("", "where most of the text is source code; --no-complete: off")]
     ] = None
-    """Train to complete lines from the text before and after them, in a stream of files with their paths."""
+    """Train to complete lines from the text before and after the cursor; each file is preceded by its path."""
     fim_rate: Annotated[float, flag("RATE")] = 0.25
     """With --complete, the fraction of windows that are cut into prefix, suffix and middle."""
     copies: Annotated[Copies, flag("auto|never|only")] = "auto"
@@ -126,7 +126,7 @@ class Completion:  # `file_headers`: each file's path precedes its text
             "0.15 for new models with --complete, if text is repeated often; else 0.01, for embeddings and head 0",
         ),
     ] = None
-    """Weight decay of all matrices, as a fraction of the learning rate."""
+    """Weight decay of all matrices: each step shrinks the matrices by this fraction of the learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; omit it")
 
     def refuse_unused(self, names: Collection[str], reason: str) -> None:
-        """Raise ValueError with this reason if one of these options is set."""
+        """Raise ValueError with `reason` if one of the options `names` is set."""
         for name in names:
             if name in self.changed():
                 raise ValueError(f"--{option(name)} is {getattr(self, name)}, but {reason}")
