@@ -58,7 +58,7 @@ def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
 
     The keys name the settings in which the groups differ.
     """
-    along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # a subject differs for each size
+    along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size is another subject
     columns = [n for n in SETTING if n not in along]
     groups = group_rows(results, columns)
     varying = [i for i, _ in enumerate(columns) if len({k[i] for k in groups}) > 1]

@@ -69,8 +69,8 @@ class Request(Shapes):  # all combinations of the fields' values are measured
 class Case:
     """A case to time: a model with a setting.
 
-    All sizes are in bytes: `bytes` of the model's weights, `resident` memory between runs, and estimated `peak`
-    memory (None if unknown).
+    Sizes are in bytes: `bytes` is the size of the weights, `resident` is the memory between runs, and `peak` is
+    the estimated peak memory (None if unknown).
     """
 
     subject: Subject
@@ -103,7 +103,7 @@ def subjects_with_settings(name: str, request: Request) -> list[tuple[Subject, S
         raise ValueError("nothing to measure; pass a model folder, or a shape such as --size 3m")
     if invalid := [d for d in request.dtypes if d not in DTYPES]:
         raise ValueError(f"--dtype is {invalid[0]!r}; it must be one of {', '.join(DTYPES)}")
-    subjects, results = [*_subjects(request)], []  # before slow measurements, since it may raise
+    subjects, results = [*_subjects(request)], []  # first, since it may raise and measurements are slow
     dtypes_and_threads = _dtypes_and_threads(name, request)
     for subject in subjects:
         contexts = request.contexts or (subject.context,)

@@ -89,8 +89,8 @@ def step_reporter(run: Run, display: Display) -> Callable[[Step], None]:
 
 
 class PaceCheck:
-    """Detects a slow run. Call `check.warning(step)` after each step; the result is a warning at most once,
-    otherwise ""."""
+    """Detects a slow run. Call `check.warning(step)` after each step: it returns a warning at most once, else
+    ""."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.warned = run, False
@@ -99,10 +99,7 @@ class PaceCheck:
 
     def warning(self, step: Step) -> str:
         run, config = self.run, self.run.config
-        self._start = self._start or (
-            perf_counter(),
-            process_time(),
-        )  # starts after the first step, which may compile
+        self._start = self._start or (perf_counter(), process_time())  # without the first step, which may compile
         self.tokens.append(step.count)
         if self.warned or len(run.pace) < WATCHED or run.trainer.device.type != "cpu":
             return ""

@@ -1,4 +1,4 @@
-"""A training loop for small networks, with data in memory, that compiles several steps into one unit.
+"""A training loop for small networks with data in memory; it compiles several steps into one unit.
 
 In a small network, the operations of a step take less time than their dispatch by Python and autograd. Here the
 forward pass, backward pass and update of a few mini-batches are one graph. The rows of these mini-batches are
@@ -157,7 +157,7 @@ class Unit:
             squares = [g.float().square().sum() for g in grads if g is not None]
             norm = torch.stack(squares).sum().sqrt() / count
             finite = (count > 0) & total.isfinite() & norm.isfinite()
-            # In one tensor, since Inductor would otherwise repeat the root and divisions throughout the update.
+            # One tensor, since Inductor would otherwise repeat the root and the divisions throughout the update.
             row = torch.stack([total.double() / count, count, norm, finite.double(), self._scale(norm, count)])
             finite = row[3] > 0
             self._update(grads, row[4].float(), lrs, finite)
@@ -216,8 +216,10 @@ def _run_units(
             steps = unit(gather(torch.cat(group)))
         except (Diverged, ValueError):
             raise
-        except Exception as error:  # the compiler may raise any type, before the unit runs
-            if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # also raised before the unit runs
+        except Exception as error:  # an error of the compiler; the unit has not run
+            if (
+                seconds and type(error).__name__ != "FailOnRecompileLimitHit"
+            ):  # a limit reached before the unit runs
                 raise
             line(f"plain loop: torch.compile cannot compile this step: {one_line(error)}")
             return chain(group, stream)

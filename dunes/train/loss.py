@@ -1,8 +1,8 @@
 """Losses for a Trainer: `loss(model, batch) -> (sum, count)`, never a mean.
 
 Sums and counts of unequal micro-batches can be added, but means cannot; with sums, gradient accumulation over
-several micro-batches equals one large batch. A third element may contain metrics: named pairs (sum, count) of
-scalars or vectors, which are added in the same way.
+several micro-batches equals one large batch. The result may have a third element with metrics: pairs (sum, count)
+of scalars or vectors, by name. They are added in the same way.
 """
 
 # Shapes: B batch, T tokens, V vocabulary.

@@ -69,13 +69,13 @@ def muon(
     Hidden matrices are the matrices in blocks. A block is a module with children that is in a ModuleList, or in a
     Sequential together with other modules of its class. If the model has no blocks, all matrices except output
     heads are hidden. An output head is a linear layer whose output width is no other linear layer's input width.
-    If no linear layer qualifies, the last one is the head. Embeddings, and heads tied to them, are never hidden.
-    The split does not depend on names, so a wrapped or compiled model is split in the same way. `muon_split` shows
-    the split.
+    If no linear layer qualifies, the last linear layer is the head. Embeddings, and heads tied to them, are never
+    hidden. The split does not depend on names, so a wrapped or compiled model is split in the same way.
+    `muon_split` shows the split.
 
-    `where`, globs over parameter names (`["**layers.**", "!**.router.*"]`), selects the hidden matrices instead.
-    `products` is passed to `Muon`. Raises ValueError for rates that are negative or not finite, and if `where`
-    selects no matrix.
+    Instead, `where` can select the hidden matrices by globs over parameter names (`["**layers.**",
+    "!**.router.*"]`). `products` is passed to `Muon`. Raises ValueError for rates that are negative or not finite,
+    and if `where` selects no matrix.
     """
     _check("muon", lr=lr, adam_lr=adam_lr, momentum=momentum, decay=decay, adam_decay=adam_decay)
     matrices = _hidden_matrices(model, where)
@@ -162,7 +162,8 @@ def _by_factor(group: Group, factors: Mapping[Tensor, float]) -> list[Group]:
 
 
 class Muon(Optimizer):
-    """`torch.optim.Muon` that orthogonalises matrices of equal shape together. https://arxiv.org/abs/2502.16982
+    """Like `torch.optim.Muon`, but orthogonalises matrices of equal shape together.
+    https://arxiv.org/abs/2502.16982
 
     Tall matrices are transposed and batched with wide ones. The update equals PyTorch's up to bfloat16 rounding.
     For small matrices, the update takes a third of PyTorch's time. `products` is the dtype of Muon's matrix

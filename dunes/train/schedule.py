@@ -28,7 +28,7 @@ class Record:
 
 @dataclass
 class Schedule:
-    """A factor on the learning rate for each step (0, 1, 2, ...), and the end of the run.
+    """The factor on the learning rate at each step (0, 1, 2, ...), and the end of the run.
 
     The factor rises linearly for `warmup` steps to 1, and at the end decays linearly to 0.
     """
@@ -38,7 +38,7 @@ class Schedule:
 
     @classmethod
     def steps(cls, total: int, warmup: int = 0, decay: float = 0.5) -> "Schedule":
-        """A schedule of `total` steps; the factor decays during the last fraction `decay` of them."""
+        """A schedule of `total` steps; the factor decays during the last `decay` * `total` steps."""
         return cls(warmup, [Record(total - round(total * decay), total)])
 
     def lr_scale(self, step: int) -> float:

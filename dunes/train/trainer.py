@@ -126,7 +126,7 @@ class Trainer:
     def _modules(self) -> dict[str, nn.Module]:
         loss: Any = self.loss
         while not isinstance(loss, nn.Module) and (part := getattr(loss, "func", getattr(loss, "__self__", None))):
-            loss = part  # of a partial, its function; of a method, its module
+            loss = part  # the function of a partial, the module of a method
         modules = {"": self.model, "loss": loss}
         return {name: m for name, m in modules.items() if isinstance(m, nn.Module)}
 
@@ -153,7 +153,7 @@ class Trainer:
             self.raise_if_diverged(step)
 
     def raise_if_diverged(self, step: Step) -> None:
-        """Raise Diverged if this step and the steps before it, `patience` or more in a row, were skipped."""
+        """Raise Diverged if at least `patience` steps in a row were skipped; `step` is the last of these steps."""
         if self.bad_steps >= self.patience:
             why = "loss or gradient was not finite" if step.count else "the count of targets was 0 or not finite"
             raise Diverged(
