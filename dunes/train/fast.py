@@ -217,9 +217,7 @@ def _run_units(
         except (Diverged, ValueError):
             raise
         except Exception as error:  # an error of the compiler; the unit has not run
-            if (
-                seconds and type(error).__name__ != "FailOnRecompileLimitHit"
-            ):  # a limit reached before the unit runs
+            if seconds and type(error).__name__ != "FailOnRecompileLimitHit":  # raised before the unit runs
                 raise
             line(f"plain loop: torch.compile cannot compile this step: {one_line(error)}")
             return chain(group, stream)
