@@ -109,7 +109,7 @@ def scratch() -> Path:
 
 
 def of_folder(folder: Path) -> Subject:
-    """The model in a folder. Raises ValueError if this is no model folder."""
+    """The model in a folder. Raises ValueError if the folder contains no model."""
     # Loading an adapter applies its changes to the base.
     model = checkpoint.load(folder) if is_adapter(folder) else checkpoint.describe(folder)
     return Subject(str(folder), model.architecture.family, model.context_length, model.architecture.build, folder)

@@ -38,7 +38,7 @@ def serve(
 ) -> int:
     """Serve a model to editors and programs: completion of lines, texts and chats, over HTTP.
 
-    The server speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and has a web page for trying it.
+    The server speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and has a web page for tests.
     When a training source file is saved, completion can copy from the new text within two seconds.
 
     Example: dunes serve runs/project

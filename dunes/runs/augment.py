@@ -100,7 +100,7 @@ def _changed(
     validation: Sequence[str] | None,
     request: dict[str, Any],
 ) -> Edit[list[str]]:
-    """Load and change the model in a folder; returns a function that saves it and one that checks the files.
+    """Load and change the model in a folder; returns a function to save it and a function to check the files.
 
     The change stores its finished blocks in `out`.
     """
@@ -220,7 +220,7 @@ def undo_folder(folder: Path, out: Path, name: str) -> str:
 
 
 def _restored(folder: Path, out: Path, name: str) -> Edit[str]:
-    """Undo the last change of a model; returns a function that saves it and one that checks the files."""
+    """Undo the last change of a model; returns a function to save it and a function to check the files."""
     with phase("reading", 0.0, 0.1):
         loaded = checkpoint.load(folder)
     recorded = records(loaded)

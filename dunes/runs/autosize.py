@@ -327,7 +327,7 @@ def expected_bits(parameters: int, tokens: float, unique: float) -> float:
 
 
 def seconds_per_token(model: Decoder, config: TrainConfig, machine: Machine) -> float:
-    """Estimated seconds per training token over all ranks, including the optimizer; by the formula fitted to
+    """Seconds per training token over all ranks, including the optimizer; estimated by the formula fitted to
     timings."""
     tokens = config.batch * config.context_length
     optimizer = named_optimizer(config.optimizer).flops(model)

@@ -105,7 +105,7 @@ def choose_completion(
     If `base` lacks the fill-in-the-middle tokens, `fim_rate` becomes 0, and files get no headers.
 
     Raises ValueError for --complete with a `base` that cannot write lines. Also raises ValueError if completion is
-    off and one of its options is set, and if --fim-rate is set for a `base` without these tokens.
+    off and one of its options is set, and if --fim-rate is set for a `base` without fill-in-the-middle tokens.
     """
     asked = config.complete is not None
     chosen, reason = (bool(config.complete), "as asked") if asked else _suits_completion(config, corpus, base)

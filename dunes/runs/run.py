@@ -39,8 +39,8 @@ FALL = 0.5
 LOAD_PICTURE = "expert_load.png"
 SAMPLES = (5, 50, 200, 500, 2_500, 8_500)
 # A time-limited run ends early if it memorises a small text (docs/log/training.md, "A small text is learned by
-# heart"). The signs are: LONG_AGO times as many steps as its best weights had, a validation loss above RISEN times
-# the best one, and a training loss below MEMORISED times the validation loss.
+# heart"): it has made LONG_AGO times the steps of its best weights, the validation loss is above RISEN times the
+# best loss, and the training loss is below MEMORISED times the validation loss.
 LONG_AGO, RISEN, MEMORISED = 3, 1.03, 0.6
 NOT_SAVED = 3
 DIVERGED = 4
@@ -305,7 +305,8 @@ class NonFatal:
 
 
 def _train(session: Session) -> int:
-    """Train and finish; returns the exit status. After most failures, the last state is saved."""
+    """Train and finish; returns the exit status. Saves the last state if training diverges or the data is
+    invalid."""
     run, saver, display = session.run, session.saver, session.display
     compile_loss(run, display.line)
     with saving.stop_signals() as session.request:

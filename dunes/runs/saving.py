@@ -316,7 +316,7 @@ class StopRequest:
 @contextmanager
 def stop_signals() -> Iterator[StopRequest]:
     """Handle signals inside the `with` block: SIGINT, SIGTERM and SIGHUP request a stop after the current step,
-    and a second one exits at once. SIGUSR1 requests a save. An ignored SIGHUP (nohup) stays ignored."""
+    and a second signal exits at once. SIGUSR1 requests a save. An ignored SIGHUP (nohup) stays ignored."""
     request = StopRequest()
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -92,8 +92,8 @@ def train(config: TrainConfig, folder: Path, display: Display, **options: Any) -
 def plan_training(config: TrainConfig, start: Start, parts: Sequence[str]) -> Callable[[], Run] | None:
     """Read the text, choose all unset options, and return a function that builds the run.
 
-    `parts` are the --parts of this command. In a dry run, returns None. If nothing is trained, fits the completion
-    gate of the base and returns None.
+    `parts` are the --parts on this command line. In a dry run, returns None. If nothing is trained, fits the
+    completion gate of the base and returns None.
     """
     folder, display, resumed, timings = start.folder, start.display, start.options.resume, start.timings
     if resumed and isinstance(config.chosen_parts, str) and not (config.parts == parts or cards_trusted()):

@@ -2,7 +2,7 @@
 
 Sums and counts of unequal micro-batches can be added, but means cannot; with sums, gradient accumulation over
 several micro-batches equals one large batch. The result may have a third element with metrics: pairs (sum, count)
-of scalars or vectors, by name. They are added in the same way.
+of scalars or vectors, by name. Metrics are added in the same way.
 """
 
 # Shapes: B batch, T tokens, V vocabulary.

@@ -135,7 +135,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 def _heads(model: nn.Module) -> list[nn.Module]:
     """The output heads: linear layers whose output width is not the input width of another linear layer.
 
-    If no linear layer qualifies, the last one is the head.
+    If no linear layer qualifies, the last linear layer is the head.
     """
     linears = list(tree.linears(model))
     widths = Counter(m.in_features for m in linears)
