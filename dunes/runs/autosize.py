@@ -40,7 +40,8 @@ from dunes.train.optim import named_optimizer
 from dunes.units import format_count, plural
 
 BYTES_PER_TOKEN = 3.9
-"""Bytes of source code per token of a BPE tokenizer with a few thousand tokens."""
+"""Bytes of source code per token of a BPE tokenizer with a few thousand tokens. A token of `bytes` or `chars` has
+1 byte."""
 
 OVERHEAD_SECONDS = 15.0
 """Seconds that a run spends outside its steps: reading, tokenizing, validation, saving."""

@@ -263,7 +263,7 @@ def prepare(data: FinetuneData, text: TokenIds | None, folder: Path, display: Di
 
 
 def _reference(task: "FinetuneTask", path: Path, display: Display) -> Reference:
-    """Log-probabilities of training and validation answers, computed by the model at step 0.
+    """Log-probabilities of training and validation answers, computed by the model at step 0 (equal to the base).
 
     The log-probabilities are stored in `path`; a resumed run reads the stored values.
     """

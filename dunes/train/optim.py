@@ -30,8 +30,8 @@ Settings = Mapping[str, Any]
 Rule = Callable[[Tensor, Tensor, State, Settings], tuple[Tensor, State]]
 
 STACKED = 1 << 26
-"""Maximum number of elements in a batch of matrices that Muon updates at once. A batch has at least one matrix per
-rank, even if this exceeds the maximum."""
+"""Maximum number of elements in a batch of matrices that Muon gathers from all ranks and updates at once. A batch
+has at least one matrix per rank, even if this exceeds the maximum."""
 
 
 def adamw(
