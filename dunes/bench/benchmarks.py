@@ -7,9 +7,9 @@
         "Token embeddings alone."
         ...
 
-`Work.bytes` counts each weight once per batch, and also the keys and values of earlier tokens, like the inference
-benchmarks of gpt-fast and nanochat. An expert counts with the probability that uniform routing selects it for any
-of the tokens.
+As in the inference benchmarks of gpt-fast and nanochat, `Work.bytes` counts each weight once per batch, and also
+the keys and values of earlier tokens. An expert's bytes are multiplied by the probability that uniform routing
+selects the expert for at least one token.
 """
 
 import warnings
@@ -43,10 +43,10 @@ Make = Callable[[Subject, Setting], Work]
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark: a function that makes the workload, the default batch size, the memory estimate, and the
-    settings that the function reads.
+    """A benchmark: `make` builds the workload and reads the settings in `reads`; `batch` is the default batch
+    size.
 
-    `memory` is None if the memory is not estimated.
+    `memory` estimates the memory of the workload; None if the benchmark has no estimate.
     """
 
     make: Make
@@ -111,8 +111,8 @@ def prefill(subject: Subject, setting: Setting) -> Work:
 def decode(subject: Subject, setting: Setting) -> Work:
     """Decoding token by token: the first half of a context is the prompt, the second half is generated.
 
-    A single row on a CPU is decoded as by `dunes generate`: by native code if `dunes compile` or --compile has
-    created this code (one to five minutes per shape), otherwise by the modules.
+    A single row on a CPU is decoded as by `dunes generate`: by native code if it exists, otherwise by the modules.
+    `dunes compile` and --compile create the native code (one to five minutes per shape).
     """
     model, half = subject.model(setting.dtype), setting.context // 2
     if half < 2:
@@ -153,7 +153,7 @@ def _compiled_step(model: Decoder, anew: bool) -> CompiledStep | None:
 
 @benchmark(batch=16)
 def score(subject: Subject, setting: Setting) -> Work:
-    """Loss on random ids in nats/token, as computed by `dunes eval`."""
+    """The loss on random ids (nats/token), computed as by `dunes eval`."""
     model, tokenizer = subject.model(), Tokenizer.train("bytes", ())
     ids = _random_ids(model, 1, setting.batch * setting.context + 1)[0].numpy() % 256
     run = lambda _: evaluate(LoadedModel(model, tokenizer, setting.context), ids, getattr(torch, setting.dtype))
@@ -202,9 +202,9 @@ def _stored_bytes(module: nn.Module) -> int:
 def weight_bytes(model: Decoder, tokens: int = 1) -> float:
     """Bytes of weights, codes and scales that a forward pass over `tokens` tokens reads.
 
-    Embedding tables are left out, since only a few rows are read; a table that the head shares is counted. Only
-    active adapters are counted. An expert counts with the probability that uniform routing selects it for any of
-    the tokens.
+    Embedding tables are not counted, since only a few of their rows are read. A table that the head shares is
+    counted. Only active adapters are counted. An expert's bytes are multiplied by the probability that uniform
+    routing selects the expert for at least one token.
     """
     tied = _table(model).nbytes if model.head is None else 0
     all_weights, embeddings = _active_bytes(model.trunk), _active_bytes(model.embed)

@@ -54,11 +54,11 @@ def exponent(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def scaling_lines(results: Sequence[Row], axis: str) -> dict[str, list[Row]]:
-    """Groups of two or more summaries that differ only in the axis; each group becomes a line of a plot.
+    """Groups of two or more summaries that differ only in `axis`; each group is a line of a plot.
 
-    The keys describe the settings that distinguish the groups.
+    The keys name the settings in which the groups differ.
     """
-    along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size has its own subject
+    along = {"parameters": ("parameters", "subject")}.get(axis, (axis,))  # each size is another subject
     columns = [n for n in SETTING if n not in along]
     groups = group_rows(results, columns)
     varying = [i for i, _ in enumerate(columns) if len({k[i] for k in groups}) > 1]
@@ -98,9 +98,9 @@ def rounded(values: Sequence[float]) -> list[str]:
 
 
 def bars(results: Sequence[Mapping[str, Any]], title: str, interval: str = "p25 to p75") -> Any:
-    """A bar chart of rates, labelled with their values; intervals are shown unless `interval` is empty.
+    """A bar chart of rates, labelled with their values. `interval` describes the intervals shown; "" shows none.
 
-    `results` are records with `name`, `rate`, `low` and `high` (the ends of the interval) and `unit`.
+    `results` are records with keys `name`, `rate`, `low` and `high` (the ends of the interval), and `unit`.
     """
     p = extra("plotnine", "plot")
     frame = _frame([f | {"label": f"  {format_count(f['rate'])}"} for f in map(dict, results)])
@@ -177,7 +177,8 @@ def run_points(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def module_bars(report: Report) -> Any:
-    """Bar chart of the time of each module, including its submodules, by phase; equal blocks are summed."""
+    """Bar chart of each module's time by phase, including submodules. Modules whose names differ only in a number
+    are summed."""
     p = extra("plotnine", "plot")
     modules = report.inside() | {"(Python, waiting)": {"waiting": report.between}}
     records = [
@@ -222,7 +223,8 @@ def memory(log: Allocations, resolution: int = 400) -> Any:
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write all plots of these measurements, and return their paths.
 
-    The plots are: scaling over each axis that varies, a bar chart of rates, and rates over limits if known.
+    There is a scaling plot for each axis that varies, a bar chart of rates, and a plot of rates over limits if the
+    limits are known.
     """
     results, paths = summaries(rows), []
     for axis in AXES:

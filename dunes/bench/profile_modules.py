@@ -34,7 +34,7 @@ KINDS: Mapping[str, str] = {
     "views": r"view|reshape|transpose|permute|expand|^t$|empty|squeeze|flatten|detach|strided|select|slice|split",
     "autograd": r"Backward|AccumulateGrad|evaluate_function",
 }
-"""Regular expressions for operation names, by kind. The first match decides; operations without a match are
+"""Regular expressions for operation names, by kind. The first match applies; an operation without a match is
 elementwise."""
 
 
@@ -65,8 +65,8 @@ class Report:
     def inside(self) -> dict[str, dict[str, float]]:
         """Seconds of each module, including its submodules, by phase.
 
-        Modules whose names differ only in a number, such as blocks, are summed. The key "" is the total, and the
-        key OUTSIDE is for operations outside of modules (the loss, the optimizer).
+        Modules whose names differ only in a number, such as blocks, are summed. The key "" has the total; the key
+        OUTSIDE has operations outside of modules (the loss, the optimizer).
         """
         sums: dict[str, Counter[str]] = {"": Counter()}
         for entry in self.entries:
@@ -125,7 +125,7 @@ def _mark_modules(model: nn.Module) -> Iterator[None]:
 
 
 def _entries(events: list[FunctionEvent], cuda: bool) -> list[Entry]:
-    """Entries of the operations, each with the module in whose forward or backward pass it ran."""
+    """An entry for each operation, with the module in whose forward or backward pass the operation ran."""
     makers: dict[int, str] = {}
     for event in events:
         if event.sequence_nr >= 0 and not _is_autograd_engine(event) and (name := _module(event)) is not None:

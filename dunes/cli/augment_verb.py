@@ -1,4 +1,4 @@
-"""`dunes augment ...`: one command per modification, which reads a model folder and writes another."""
+"""`dunes augment ...`: one command per modification. A command reads a model folder and writes another one."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ def merge(
     Example: dunes augment merge runs/chat ~/models/chat
 
     Args:
-        into: Weights to merge into if the adapter was trained on a quantized base: dequantized or original.
+        into: If the adapter was trained on a quantized base, merge it into dequantized or original weights.
     """
     import torch
 

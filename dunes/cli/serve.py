@@ -38,7 +38,7 @@ def serve(
 ) -> int:
     """Serve a model to editors and programs: completion of lines, texts and chats, over HTTP.
 
-    The server speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and has a web page for trying it.
+    The server speaks the protocols of llama-server, OpenAI, Mistral and Ollama, and has a web page for tests.
     When a training source file is saved, completion can copy from the new text within two seconds.
 
     Example: dunes serve runs/project
@@ -48,7 +48,7 @@ def serve(
         port: Port to listen on; llama.vim connects to 8012.
         allow_host: Another host name of this server; may be repeated.
         adapter: Adapter folder to load; requests select it by the folder's name. May be repeated.
-        acceptance: Desired share of accepted suggestions, reached by thresholds fitted in training; 0 shows all.
+        acceptance: Desired share of shown suggestions that are accepted, by fitted thresholds; 0 shows all.
         ollama: Also listen on Ollama's own port, 11434.
         no_follow: Do not watch the files of the training sources.
         config: Print the settings for this editor, and exit.
@@ -116,7 +116,7 @@ def lsp(
     Example: dunes lsp runs/project
 
     Args:
-        acceptance: Desired share of accepted suggestions, reached by thresholds fitted in training; 0 shows all.
+        acceptance: Desired share of shown suggestions that are accepted, by fitted thresholds; 0 shows all.
         no_follow: Do not watch the files of the training sources.
     """
     if not 0 <= acceptance <= 1:
@@ -138,7 +138,7 @@ def lsp(
 
         return Worker([folder], acceptance, (), partial(print, file=sys.stderr), not no_follow)
 
-    die_by_signals()  # cleanup would wait for the thread that reads standard input
+    die_by_signals()  # a cleanup would wait for the thread that reads standard input
     # The loading thread inherits the trust settings.
     start(partial(copy_context().run, load), stdin, stdout, *first)
     return 0

@@ -88,7 +88,8 @@ def finetune(
 def _run(
     work: Callable[..., int], config: RunConfig, out: Path | None, quiet: bool, options: RunOptions, **more: int
 ) -> int:
-    """Start a run, and pass it the names of the options on the command line, even if set to their defaults."""
+    """Call `work` for the run; `asked` names all options on the command line, including options set to their
+    defaults."""
     if not options.dry_run:
         drop_lost_output()
     if out is None and not options.dry_run:

@@ -15,14 +15,14 @@ from dunes.flags import Device, Dtype, flag, is_path, option
 from dunes.units import plural
 
 RECORDED = ("float32_products", "matmul", "rate")
-"""Fields that only record measurements of the machine at the start of the run."""
+"""Config fields that record measurements of the machine at the start of the run."""
 
 Compile = Literal["auto", "on", "off"]
 T = TypeVar("T", bound="RunConfig")
 
 
 def adamw_rate(width: int) -> float:
-    """Default learning rate of AdamW for all weights of a trained model of this width.
+    """Default learning rate of AdamW for training all weights of a model of this width.
 
     The rate is a power law through two points: Alpaca's 2e-5 at width 4,096
     (https://github.com/tatsu-lab/stanford_alpaca) and the best rate of our sweep, 1e-3 at width 192
@@ -33,11 +33,11 @@ def adamw_rate(width: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimization:  # options that are None or 0 are chosen at the start of the run
+class Optimization:  # options set to None or 0 are chosen at the start of the run
     minutes: Annotated[float, flag("MINUTES")] = 15.0
     """Stop after this many minutes."""
     steps: Annotated[int | None, flag("STEPS", "by --minutes")] = None
-    """Stop after this many optimizer steps instead."""
+    """Stop after this many optimizer steps instead of --minutes."""
     batch: int = 0  # the subclasses describe this field and the next two
     context_length: int = 0
     lr: float | None = None
@@ -48,7 +48,7 @@ class Optimization:  # options that are None or 0 are chosen at the start of the
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     # Options that are None are chosen for this machine. `float32_products` is true if products of bfloat16 weights
-    # are computed in float32. `matmul` is the FLOP/s of matrix products, and `rate` the estimated tokens/s.
+    # are computed in float32. `matmul` is the FLOP/s of matrix products, and `rate` is the estimated tokens/s.
     device: Annotated[Device | None, flag("cpu|cuda|mps", "the fastest available")] = None
     """Device to train on."""
     compile: Annotated[Compile, flag("auto|on|off")] = "auto"
@@ -63,13 +63,13 @@ class Hardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:  # `asked` are the config fields set by the user, the only ones that resuming compares
+class RunOptions:  # `asked` are the config fields set by the user; resuming compares only these
     resume: bool = False
-    """Resume the run in --out from its last state, with the options it was started with."""
+    """Resume the run in --out from its last state, with the options stored there."""
     override: Annotated[tuple[str, ...], flag("FIELD", "none")] = ()
-    """Fields other than length and hardware that may change on resuming: corpus, sources, ..."""
+    """Further fields that may change on resuming, besides length and hardware: corpus, sources, ..."""
     dry_run: bool = False
-    """Report what would be done and the memory it would take, then exit."""
+    """Report the planned run and its memory, then exit."""
     strict: bool = False
     """Stop when saving the training state fails, and refuse to resume past a damaged state."""
     profile: bool = False
@@ -133,7 +133,7 @@ class RunConfig(Optimization, Hardware):
 
     @property
     def counted(self) -> str:
-        """The unit of a step's count, by which its loss is divided."""
+        """Unit of the count by which a step's summed loss is divided."""
         return "tokens"
 
     @property
@@ -153,7 +153,7 @@ class RunConfig(Optimization, Hardware):
         return {f.name for f in fields(self) if getattr(self, f.name) != f.default}
 
     def differences(self, earlier: "RunConfig", asked: Collection[str] | None = None) -> dict[str, str]:
-        """Descriptions of differences from an earlier config, by field; with `asked`, only of these fields."""
+        """Differences from an earlier config, described by field; `asked` limits the comparison to some fields."""
         values = {f.name: (getattr(earlier, f.name), getattr(self, f.name)) for f in fields(self)}
         return {
             name: f"{name} was {_describe(was)}, now {_describe(now)}"
@@ -181,7 +181,7 @@ def _describe(value: Any) -> str:
 
 
 def _absolute(name: Any) -> Any:
-    """The absolute path of an existing file or folder; other names, such as a Hub name, are unchanged."""
+    """The absolute path of an existing file or folder; any other name, such as a Hub name, stays unchanged."""
     if isinstance(name, tuple):
         return (*map(_absolute, name),)
     path = Path(name).expanduser()

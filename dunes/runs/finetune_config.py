@@ -16,7 +16,7 @@ TemplateName = Literal["plain", "alpaca", "alpaca-newline", "mistral", "llama2",
 TrainOn = Literal["answers", "all"]
 
 EXPERTS = {"router": "router", "experts": "experts", "experts_per_token": "top_k"}
-"""Names of the options of --method lora-experts, and of the same options in the change `lora-experts`."""
+"""Options of --method lora-experts, mapped to their names in the change `lora-experts`."""
 
 TOKENS = 4096
 """Tokens per step with the default batch size."""
@@ -29,9 +29,10 @@ MAX_ADAPTER_LR = 0.005
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """Specification of a method: options of `change`, which adds an adapter, and options to quantize the base.
+    """Specification of a finetuning method: how it adds an adapter to the base, and how it quantizes the base.
 
-    `adapter` or `quantize` is None if the method has no such step.
+    `adapter` has the options of the change named `change`; None if the method trains the base itself. `quantize`
+    has the options of quantization; None if the base is not quantized.
     """
 
     adapter: Mapping[str, Any] | None = None
@@ -65,7 +66,7 @@ class ExampleData:
     text_field: Annotated[tuple[str, ...], flag("FIELD", "detected")] = ()
     """Fields of each record to train on as plain text; several are joined by a blank line."""
     fields: Annotated[tuple[str, ...], flag("OURS=THEIRS,...", "named as in the formats of --data")] = ()
-    """Field names of --data's formats and the data's own names for them, like
+    """Pairs of a field's name in the formats of --data and its name in the data, like
     prompt=question,completion=answer."""
     follow_links: bool = False
     """Follow symbolic links that lead outside the data folder."""
@@ -98,14 +99,14 @@ class Adapter:
     target_modules: Annotated[
         tuple[str, ...], flag("GLOB", "all linear layers of the blocks but routers; full: all weights")
     ] = ()
-    """Globs of modules that get an adapter or, with full, are trained; new: those of the last change; ! excludes.
-    The last match wins."""
+    """Globs of modules that get an adapter or, with full, are trained. new: modules of the last change; !GLOB
+    excludes. The last match wins."""
     rank: Annotated[int, flag("RANK")] = 16
     """Rank of the adapter (r)."""
     alpha: Annotated[float, flag("ALPHA")] = 32.0
     """Scaling: the adapter's output is multiplied by alpha / rank (rslora: alpha / sqrt(rank))."""
     ranks: Annotated[tuple[str, ...], flag("GLOB=RANK", "none")] = ()
-    """Ranks of some modules that differ from --rank."""
+    """Ranks of modules that differ from --rank, by glob."""
     dropout: Annotated[float, flag("P")] = 0.0
     """Dropout probability of the adapter's input."""
     experts: Annotated[int, flag("EXPERTS")] = 8
@@ -113,8 +114,8 @@ class Adapter:
     experts_per_token: Annotated[int, flag("EXPERTS")] = 2
     """With lora-experts: number of experts that compute each token."""
     router: Annotated[Router, flag("|".join(get_args(Router)))] = "linear"
-    """With lora-experts, linear: a router for each linear layer; shared: one for each attention and MLP; mlp:
-    experts that are MLPs (MixLoRA), with plain LoRA on the other layers."""
+    """With lora-experts: a router for each linear layer (linear), or for each attention and each MLP (shared); or
+    experts that are MLPs, with plain LoRA on the other layers (mlp, as in MixLoRA)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     AUTO = (*RunConfig.AUTO, "minutes")
     PATHS = ("model", "data", "val_data", "forgetting_data")
-    # Paths may change, since the contents of base and examples are compared.
+    # Paths may change, since a resumed run compares the contents of base and examples.
     OVERRIDABLE = PATHS
     VERB = "finetune"
 
@@ -157,8 +158,8 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
     @property
     def field_names(self) -> dict[str, str]:
-        """`fields` as a dict from our field names to those of the data. Raises ValueError if an entry is not
-        OURS=THEIRS."""
+        """`fields` as a dict from the names of dunes to the names in the data. Raises ValueError if an entry is
+        not OURS=THEIRS."""
         return parse_fields(self.fields)
 
     @property
@@ -202,7 +203,8 @@ class FinetuneConfig(ExampleData, Adapter, Preference, FinetuneOptimization, Run
 
 
 def unused_options(config: FinetuneConfig, asked: Collection[str]) -> dict[str, str]:
-    """Options in `asked` without effect, each with the flag of the method or objective that ignores the option."""
+    """Options in `asked` that have no effect, mapped to the method or objective (a flag) that ignores the
+    option."""
     others = () if config.spec.adapter is not None else ("rank", "alpha", "ranks", "dropout")
     others = (*others, *(EXPERTS if config.spec.change != "lora-experts" else ()))
     unused = dict.fromkeys(others, f"--method {config.method}")
@@ -214,12 +216,11 @@ def learning_rate(config: FinetuneConfig, width: int) -> float:
     """The configured learning rate, or the default for a model of this width.
 
     For full finetuning, the default is `adamw_rate`. For adapters, the default is 0.7 times the power law of
-    https://thinkingmachines.ai/blog/lora/, but at most MAX_ADAPTER_LR, since the validation loss rises during
-    training at higher rates. The result is divided by the adapter's scale relative to LoRA with alpha 32, since
-    the scale multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives results for
-    100 to 5,000 steps, and the limits of these defaults. Both defaults are multiplied by the objective's
-    `lr_scale`. Full finetuning with dpo thus gets 1e-6 at a width of 4,096, as in
-    https://arxiv.org/abs/2305.18290.
+    https://thinkingmachines.ai/blog/lora/, but at most MAX_ADAPTER_LR: at higher rates, the validation loss rises
+    during training. This default is then divided by the adapter's scale relative to LoRA with alpha 32, since the
+    scale multiplies updates of `B`. "Learning rates of finetuning" in docs/log/finetuning.md gives results for 100
+    to 5,000 steps, and the limits of these defaults. Both defaults are multiplied by the objective's `lr_scale`.
+    Full finetuning with dpo thus gets 1e-6 at a width of 4,096, as in https://arxiv.org/abs/2305.18290.
     """
     if config.lr is not None:
         return config.lr

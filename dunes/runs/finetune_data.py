@@ -46,14 +46,14 @@ MIN_CONTEXT = 128
 """Minimum default context length."""
 
 DEFAULT_TEMPLATES = {"alpaca": "alpaca", "completion": "plain", "text": "plain"}
-"""Default template by format. For conversations, the default is chatml if the tokenizer has its special tokens,
-else mistral."""
+"""Default template by format. For conversations, the default is chatml if the tokenizer has the special tokens of
+chatml, else mistral."""
 
 PLAIN_KINDS = ("completion", "text")
-"""Formats whose records are plain text, to which no chat template is applied."""
+"""Formats of plain text; no chat template is applied to their records."""
 
 LEAST_TAIL = 16
-"""Minimum length of a tail, in tokens."""
+"""Minimum length in tokens of the tail of a text."""
 
 FORGETTING_TOKENS = 65_536
 """Maximum number of tokens of the forgetting data to score before and after finetuning."""
@@ -64,7 +64,7 @@ PROBED = 2_048
 LINES = 5
 """Maximum number of lines of an answer in the report."""
 LINE = 200
-"""Maximum number of characters of each of these lines."""
+"""Maximum number of characters per line of an answer in the report."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class FinetuneData:
 
     @property
     def template_name(self) -> str | None:
-        """Name of the finetuned model's chat template, or None. With an unchanged tokenizer, it is the base
-        model's template."""
+        """Name of the finetuned model's chat template, or None. If the tokenizer is unchanged, the template is the
+        base model's."""
         if self.tokenizer is self.base.tokenizer:
             return self.base.card.get("template")
         return self.template.name if isinstance(self.template, templates.NamedTemplate) else None
@@ -163,14 +163,14 @@ def check_formats(config: FinetuneConfig, files: Sequence[Records]) -> None:
 
 
 def _single_tasks(records: Records) -> bool:
-    """True if Alpaca's template can express the records: Alpaca records without system prompt or history."""
+    """True if all records are Alpaca records without system prompt or history, as Alpaca's template requires."""
     return records.format == "alpaca" and all(len(row.turns) == 2 for row in records.rows)
 
 
 def choose_template(
     config: FinetuneConfig, records: Records, tokenizer: Tokenizer, card: Mapping[str, Any]
 ) -> templates.Template:
-    """The configured template, or the model's own, or else the default for these records."""
+    """The configured template; else the model's own, for conversations; else the default for these records."""
     if config.template:
         return templates.get_template(config.template)
     template = None if records.format in PLAIN_KINDS else templates.find_template(tokenizer, card)
@@ -185,9 +185,9 @@ def choose_template(
 def _tokenize(
     config: FinetuneConfig, template: Template, conversations: bool, tokenizer: Tokenizer, rows: Sequence[Record]
 ) -> tuple[list[Record], list[Example]]:
-    """(rows with `seen` set from their examples, examples).
+    """Tokenize the rows; returns the rows, with `seen` set, and their examples.
 
-    If `conversations` is true, the template is not applied to plain text among the rows.
+    If `conversations` is true, plain text among the rows is tokenized without the template.
     """
     examples: list[Example] = []
     for plain, group in groupby(rows, key=lambda row: conversations and row.format in PLAIN_KINDS):
@@ -199,10 +199,12 @@ def _tokenize(
 def _split_examples(
     rows: Sequence[Record], written: Sequence[Example], config: FinetuneConfig, base: LoadedModel
 ) -> tuple[FinetuneConfig, list[Example], list[Example], list[Record]]:
-    """Divide the rows; returns (config with context length, training examples, validation examples, val. records).
+    """Split the rows; returns the config with context length, training and validation examples, validation
+    records.
 
-    `written` has an example for each row. Records are split by hash, and the end of each large text is used for
-    validation. Examples without a target within the context are used for validation only if no others remain.
+    `written` has an example for each row. Records are split by hash; the end of each large text is used for
+    validation. An example without a target within the context is used for validation only if no example with a
+    target remains.
     """
     by_row = {id(row): example for row, example in zip(rows, written, strict=True)}
     share = config.val_fraction
@@ -220,7 +222,7 @@ def _split_examples(
     config = replace(config, context_length=choose_context_length(config, [*examples, *heads, *tails], base))
     usable = [r for r, e in zip(rest, examples, strict=True) if e.targets(config.context_length)]
     val_records: list[Record] = []
-    for candidates in (usable, rest):  # too few targets are reported later
+    for candidates in (usable, rest):  # `check_report` rejects too few targets
         val_records = val_records or split_records(candidates, share)[1]
     valid_rows = {id(row) for row in val_records}
     pairs = [(id(row) in valid_rows, e) for row, e in zip(rest, examples, strict=True)]
@@ -229,7 +231,7 @@ def _split_examples(
 
 
 def _without_copies(rows: Sequence[Record], large: Sequence[Record]) -> list[Record]:
-    """The rows without near-duplicates of large texts. Such a duplicate would contain the validation tail of its
+    """The rows without near-duplicates of large texts. A near-duplicate would contain the validation tail of the
     text."""
     hashes = dict(zip(map(id, rows), record_hashes(rows), strict=True))
     firsts = {hashes[id(row)]: row for row in reversed(large)}
@@ -318,7 +320,7 @@ def split_windows(example: Example, context_length: int) -> Iterator[Example]:
 
 
 def large_texts(rows: Sequence[Record], share: float) -> list[Record]:
-    """The plain texts longer than the fraction `share` of the total length of all plain texts."""
+    """Plain texts that are longer than `share` (a fraction) of the total length of all plain texts."""
     texts = [row for row in rows if row.format == "text"]
     limit = share * sum(len(row.turns[-1].text) for row in texts)
     return [row for row in texts if len(row.turns[-1].text) > limit]
@@ -358,7 +360,8 @@ class Baseline:
 
     @classmethod
     def read(cls, path: Path) -> "Baseline":
-        """Read a baseline from a file written by `write`. Raises ValueError for other contents."""
+        """Read a baseline from a file written by `write`. Raises ValueError if the file contains something
+        else."""
         stored = json_file.read(path)
         try:
             scores = {name: read_score(stored[name]) for name in ("score", "forgetting")}

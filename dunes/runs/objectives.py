@@ -1,4 +1,4 @@
-"""The objectives of finetuning, and their options. Only its methods import torch."""
+"""The objectives of finetuning, and their options. Importing this module does not import torch."""
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -33,12 +33,13 @@ class Preference:
 
 @dataclass(frozen=True)
 class Objective:
-    """An objective on examples: the name of its loss in `dunes.train.loss`, and the options that the loss takes.
+    """A finetuning objective: the name of a loss in `dunes.train.loss`, and the options that the loss takes.
 
-    `lr_scale` multiplies the default learning rate. With `has_reference`, batches have log-probabilities of the
-    base model. `row_format` is the only format that the objective reads, a key of RECORD_FORMATS. If empty, the
-    objective reads all formats except the `row_format` of other objectives. `ignored` are options of the run
-    without effect. `counted` is the unit of a step's count, and `noun` the unit of `--batch`.
+    `lr_scale` multiplies the default learning rate. If `has_reference` is true, batches contain the base model's
+    log-probabilities. `row_format` (a key of RECORD_FORMATS) is the only format that the objective reads. If
+    `row_format` is empty, the objective reads all formats except the `row_format` of other objectives. `ignored`
+    lists options of the run that have no effect. `counted` is the unit of a step's count; `noun` is the unit of
+    `--batch`.
     """
 
     loss_name: str
@@ -52,7 +53,7 @@ class Objective:
 
     @property
     def unused(self) -> list[str]:
-        """Names of options without effect: `ignored`, and options that only other objectives have."""
+        """Names of options that have no effect: `ignored`, and options of other objectives."""
         used = {"objective", *self.options}
         return [*self.ignored, *(f.name for f in fields(Preference) if f.name not in used)]
 
@@ -82,7 +83,7 @@ class Objective:
 
 
 class PairObjective(Objective):
-    """An objective on pairs of a chosen and a rejected answer. Each pair takes two rows, which are not packed."""
+    """An objective on pairs of a chosen and a rejected answer. A pair takes two rows; rows are not packed."""
 
     row_format, counted, noun = "preference", "pairs", "pair"
     ignored = ("text_field", "train_on", "packing")

@@ -1,7 +1,7 @@
 """Write a run's metrics and samples for TensorBoard, to RUN/tensorboard.
 
-The file is written directly in TensorBoard's record format. PyTorch's SummaryWriter is not used, because its
-thread dies with a traceback when the disk is full, and because its purge_step purges scalars but not text.
+The file is written directly in TensorBoard's record format. PyTorch's SummaryWriter is not used: its thread dies
+with a traceback when the disk is full, and its purge_step purges scalars but not text.
 """
 
 import os
@@ -24,10 +24,10 @@ SAMPLES = "samples.md"
 class TensorBoard:
     """Writes metrics and samples: `with TensorBoard(run, non_fatal) as board: board.step(...)`.
 
-    At the start, the old event files are emptied and all earlier metrics and samples are written to a new file, so
-    that a resumed run has no gaps or duplicates. After an OSError, `non_fatal` reports the error, nothing more is
-    written, and the run continues. If `run` is None, nothing is written. Raises ValueError if tensorboard is
-    needed but not installed.
+    At the start, the old event files are emptied, and all earlier metrics and samples are written to a new file.
+    So a resumed run has no gaps and no duplicates. After an OSError, `non_fatal` reports the error, and the run
+    continues without TensorBoard. If `run` is None, nothing is written. Raises ValueError if tensorboard is needed
+    but not installed.
     """
 
     def __init__(self, run: Path | None, non_fatal: Callable[[str], AbstractContextManager[None]]) -> None:
@@ -63,7 +63,7 @@ class TensorBoard:
     def _begin(self, run: Path) -> None:
         (run / FOLDER).mkdir(exist_ok=True)
         for old in (run / FOLDER).glob("events.out.tfevents.*"):
-            os.truncate(old, 0)  # an open TensorBoard would keep reading a deleted file
+            os.truncate(old, 0)  # not deleted: an open TensorBoard would keep reading it
         self._file = (run / FOLDER / f"events.out.tfevents.{time_ns()}.dunes").open("wb")
         self._put(file_version="brain.Event:2")
         # This record lets an open TensorBoard discard earlier records.
@@ -120,7 +120,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_samples(path: Path) -> dict[int, str]:
-    """Samples in a samples.md, by step; if a step has several samples, only its last one is returned."""
+    """Samples in a samples.md, by step; if a step has several samples, only the last is returned."""
     text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
     parts = re.split(r"^## After (\d{1,15}) steps?[^\n]*\n\n```\n", text, flags=re.MULTILINE)[1:]
     return {int(n): sample.removesuffix("\n```\n\n") for n, sample in zip(parts[::2], parts[1::2], strict=True)}

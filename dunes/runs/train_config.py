@@ -16,7 +16,7 @@ SMALLEST = 10_000
 """Smallest valid --size; a user who gives a smaller value has probably forgotten the unit."""
 
 WIDTH_STEP = 32
-"""All widths are multiples of this number, which is the smallest head dimension."""
+"""The smallest head dimension; all widths are multiples of this number."""
 
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss")
 """Model families that have experts."""
@@ -28,9 +28,9 @@ Tokenization = Literal["bpe", "bytes", "chars"]
 
 EXPERT_OPTIONS = ("experts", "experts_per_token", "shared_experts", "balancing")
 NONE = ("none",)
-"""`trainable` of a run that trains nothing."""
+"""The value of `trainable` in a run that trains nothing."""
 OF_COMPLETION = "fim_rate", "copies"
-"""Options that only completion uses."""
+"""Options that only line completion uses."""
 OF_TRAINING = (
     *("separate_documents", "fim_rate", "dropout", "weight_decay", "steps", "batch", "context_length", "lr"),
     *("lr_factors", "optimizer", "compile", "dtype", "seed"),
@@ -42,8 +42,8 @@ Balancing = Literal["loss", "bias"]
 @dataclass(frozen=True, kw_only=True)
 class TextData:
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, flag("SOURCE", REQUIRED)] = ()
-    """Files and folders of text, JSON Lines or Parquet; "stdlib" is the running Python's standard library, and
-    "installed" or "installed:python,go" the code of installed packages."""
+    """Files and folders of text, JSON Lines or Parquet; "stdlib" is the running Python's standard library;
+    "installed" or "installed:python,go" is the code of installed packages."""
     text_field: Annotated[tuple[str, ...], flag("FIELD", "text, or the messages of a conversation")] = ()
     """Fields of each record to train on; several are joined by a blank line."""
     split: Annotated[Literal["files", "tails"] | None, flag("files|tails", "files; tails of a single file")] = None
@@ -61,8 +61,8 @@ class ModelShape:
     trainable: Annotated[
         tuple[str, ...], flag("none|all|new|GLOB", "all; none with --complete and a model not trained by dunes")
     ] = ()
-    """With --from, what to train: none (lines are completed with this model, copies and a gate), all parameters,
-    new ones from the last change, or globs of names."""
+    """With --from, the parameters to train: all, new (added by the last change), globs of names, or none (lines
+    are then completed with this model, copies and a gate)."""
     family: Annotated[Family, flag("|".join(get_args(Family)))] = "arcee"
     """Model architecture."""
     parts: Annotated[tuple[str, ...], flag("PART=CHOICE|FILE.py:FUNCTION", "those of the family")] = ()
@@ -72,7 +72,7 @@ class ModelShape:
     experts_per_token: Annotated[int, flag("EXPERTS", "2")] = 0
     """Number of experts that compute each token."""
     shared_experts: Annotated[int, flag("EXPERTS", "none")] = 0
-    """Number of further experts that compute every token."""
+    """Number of additional experts that compute every token."""
     balancing: Annotated[Balancing, flag("loss|bias")] = "loss"
     """Balance the load of experts by a loss, or by a selection bias of the router (loss-free)."""
     size: Annotated[
@@ -98,22 +98,22 @@ class TrainOptimization(Optimization):
     ] = None
     """Optimizer (an unknown name lists all); muon trains embeddings, head and norms with AdamW."""
     lr: Annotated[float | None, flag("RATE", "muon 0.02, with --from 0.006; adamw by the model's width")] = None
-    """Peak learning rate; with muon, half of it for embeddings, head and norms."""
+    """Peak learning rate; with muon, embeddings, head and norms get half of this rate."""
     lr_factors: Annotated[tuple[str, ...], flag("GLOB=FACTOR", "none")] = ()
     """Factors of the learning rate for parameters that match globs (as in --trainable), like all=0.1 new=1."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:  # if `file_headers` is False, files do not begin with their paths
+class Completion:  # `file_headers`: each file's path precedes its text
     complete: tyro.conf.DisallowNone[
         Annotated[bool | None, flag("", "where most of the text is source code; --no-complete: off")]
     ] = None
-    """Train to complete lines from the text before and after them, in a stream of files with their paths."""
+    """Train to complete lines from the text before and after the cursor; each file is preceded by its path."""
     fim_rate: Annotated[float, flag("RATE")] = 0.25
     """With --complete, the fraction of windows that are cut into prefix, suffix and middle."""
     copies: Annotated[Copies, flag("auto|never|only")] = "auto"
-    """When to complete lines by copying alone, without the model. auto: if copies get significantly more line ends
-    right than the model in unseen files; never; only: always."""
+    """When to complete lines by copying alone, without the model: never, always (only), or if copies get
+    significantly more line ends right than the model in unseen files (auto)."""
     file_headers: Annotated[bool, tyro.conf.Suppress] = True
     dropout: Annotated[
         float | None, flag("P", "0.2 with --complete, if text is repeated often; with --from its own; else 0")
@@ -126,7 +126,7 @@ class Completion:  # if `file_headers` is False, files do not begin with their p
             "0.15 for new models with --complete, if text is repeated often; else 0.01, for embeddings and head 0",
         ),
     ] = None
-    """Weight decay of all matrices, as a fraction of the learning rate."""
+    """Weight decay of all matrices: each step shrinks the matrices by this fraction of the learning rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,14 +166,14 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
             raise ValueError(f"--{option(shape[0])} describes a new model, and --from continues another; omit it")
 
     def refuse_unused(self, names: Collection[str], reason: str) -> None:
-        """Raise ValueError with this reason if one of these options is set."""
+        """Raise ValueError with `reason` if one of the options `names` is set."""
         for name in names:
             if name in self.changed():
                 raise ValueError(f"--{option(name)} is {getattr(self, name)}, but {reason}")
 
     @property
     def trains(self) -> bool:
-        """False if the run only completes lines, with `base`."""
+        """True if the run trains parameters; False if it only completes lines with `base`."""
         return self.trainable != NONE
 
     @property
@@ -183,7 +183,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """(number of layers, width) if --size has the form LAYERSxWIDTH, else None.
+        """Number of layers and width if --size has the form LAYERSxWIDTH, else None.
 
         Raises ValueError for 0 layers, and for a width that is not a positive multiple of WIDTH_STEP.
         """
@@ -202,7 +202,7 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
 
     @property
     def chosen_parts(self) -> dict[str, str] | str:
-        """`parts` as choices by name, or as the name of the function that builds the model.
+        """`parts` as a dict of choices by part, or as the name of the function that builds the model.
 
         Raises ValueError for an unknown part or choice, and for a function together with parts.
         """
@@ -236,9 +236,9 @@ class TrainConfig(TextData, ModelShape, Completion, TrainOptimization, RunConfig
         return bool(self.shared_experts or self.parts) or self.balancing == "bias"
 
     def normalized(self, asked: Collection[str] | None = None) -> "TrainConfig":
-        """As in `RunConfig`. The family also becomes mixtral if options of experts are set, but no family.
+        """As in `RunConfig`. If an option of experts is set and --family is not, the family becomes mixtral.
 
-        Raises ValueError if options of experts are set together with a family that has no experts.
+        Raises ValueError if an option of experts is set for a --family without experts.
         """
         config = super().normalized(asked)
         options = [option(name) for name in EXPERT_OPTIONS if name in self.changed()]
