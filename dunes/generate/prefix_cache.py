@@ -1,4 +1,4 @@
-"""A KV cache that records its ids; of a new text, only the ids after the common prefix are evaluated.
+"""A KV cache that records its ids, so that only the ids after the common prefix of a new text are evaluated.
 
 Long texts are prefilled in pieces; between two pieces, other work can run, or the request can be cancelled.
 """
@@ -26,7 +26,7 @@ from dunes.parts import Cache, CacheFormat, cache_for, vocabulary_size
 CHUNK = 2048
 """Maximum tokens of a prompt per forward. Shorter chunks are not faster, and longer chunks take more memory."""
 MAX_STEPPED = 16
-"""Maximum number of new ids for which compiled code for FEW tokens runs instead of a forward. Code and forward
+"""Maximum number of new ids that compiled code for FEW tokens evaluates; more ids take a forward. Code and forward
 take equally long at 16 to 28 ids with 10M parameters, 13 to 16 with 124M, 15 with 1B."""
 IN_FLOAT32 = 8
 """`MAX_STEPPED` for float32 matrices. Code and forward take equally long at 16 ids with 10M parameters, 9 with
@@ -139,9 +139,9 @@ class PrefixCache:
         return scores[-last:]
 
     def row_scores(self, texts: Mapping[int, Sequence[int]]) -> dict[int, Scores] | None:
-        """The compiled step's scores of the next token after these rows' texts.
+        """The compiled step's scores of the next token after each text, by row.
 
-        None if more than the last id of a text is not cached, or if the step cannot be used here.
+        None if an id before a text's last id is not cached, or if the step cannot be used here.
         """
         step, cache = self.step, self.cache
         if step is None or not step.reads_rows or cache is None or torch.is_autocast_enabled("cpu"):
@@ -254,7 +254,7 @@ def check_ids(vocab: int | None, texts: Iterable[Sequence[int]]) -> None:
 
 
 def common_length(cached: Sequence[int], ids: Sequence[int], last: int) -> int:
-    """Length of the common prefix of `cached` and `ids`, without the last `last` ids, whose logits are needed."""
+    """Length of the common prefix of `cached` and `ids`; excludes the last `last` ids, whose logits are needed."""
     equal, most = 0, min(len(cached), len(ids) - last)
     if (cached if most == len(cached) else cached[:most]) == ids[:most]:  # the usual case
         return max(most, 0)
