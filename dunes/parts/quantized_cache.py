@@ -3,9 +3,9 @@
 Some channels of keys are large in all tokens (KIVI, https://arxiv.org/abs/2402.02750). So keys are quantized per
 channel, over a group of tokens. Values have no such channels and are quantized per token. A group of G tokens is
 stored as codes as soon as it is complete. A query reads the codes if the entire group is older than the last R
-tokens (the query's own token included); otherwise it reads the group in full precision. So the keys and values
-that a query reads depend only on the query's position, not on how a text was split into forwards, nor on other
-rows.
+tokens (the query's own token included); otherwise the query reads the group in full precision. So the keys and
+values that a query reads depend only on the query's position, not on how a text was split into forwards, nor on
+other rows.
 
 A ring buffer of a few groups stores tokens in full precision for longer than queries read them, so that a short
 rollback is exact.
@@ -26,7 +26,7 @@ BITS = 8, 4, 2
 SLACK = 16
 """Number of tokens that `truncate` can always drop exactly; speculative decoding proposes at most as many."""
 LARGEST = 65504.0
-"""Largest float16 number, since scales and minima are float16. Larger keys and values are clipped to it."""
+"""Largest float16 number. Keys and values are clipped to this range, since scales and minima are float16."""
 SMALLEST = 2.0**-24
 
 
@@ -130,8 +130,8 @@ class QuantizedCache(Cache):
 
     `keys` and `values` contain each layer's ring of full-precision tokens (B, K, W + 1, D). `codes` (B, K, N + 1,
     P), `scales` and `minima` contain two tensors per layer, for keys and for values; incomplete groups are written
-    to their last group, which is never read. Layers may have windows, but tokens outside all windows still stay in
-    the cache.
+    to the last group, N, which is never read. Layers may have windows, but tokens outside all windows still stay
+    in the cache.
     """
 
     row_state = ("length", "first_whole")
@@ -143,7 +143,7 @@ class QuantizedCache(Cache):
     ) -> None:
         super().__init__(batch, capacity, device)
         self.format = format
-        # Tokens from this position on, a multiple of G, are in full precision in the ring.
+        # The ring has the tokens from this position on, a multiple of G, in full precision.
         self.first_whole = torch.zeros_like(self.length)
         self.codes: list[Tensor] = []
         self.scales: list[Tensor] = []
@@ -196,7 +196,7 @@ class QuantizedCache(Cache):
     def put(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values (B, K, T, D); return all readable keys and values (B, K, S, D).
 
-        Their order is: dequantized groups, tokens in the ring, new tokens.
+        The order of keys and values is: dequantized groups, tokens in the ring, new tokens.
         """
         if layer == len(self.keys):
             for rings, x in ((self.keys, k), (self.values, v)):
@@ -281,7 +281,8 @@ class QuantizedCache(Cache):
         self.first_whole = torch.maximum(self.first_whole, self._ring_start(self.length - 1))
 
     def truncate(self, n: Tensor) -> Tensor:
-        """Keep only the first `n` (B,) tokens of each row, or up to G - 1 fewer. Returns the numbers (B,) kept.
+        """Keep only the first `n` (B,) tokens of each row, or up to G - 1 fewer. Returns the number of tokens (B,)
+        that remain.
 
         Dropping up to SLACK tokens is exact. After dropping more, some of the last tokens may exist only as codes;
         queries then read the codes, with an error of at most half the scale. If the cut falls inside a group that

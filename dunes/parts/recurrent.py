@@ -1,4 +1,4 @@
-"""Parts with a recurrent state, which replace attention and whose memory does not grow with the text."""
+"""Parts that replace attention by a recurrent state, whose size does not grow with the text."""
 
 # Shapes: B batch, T new tokens, C channels, W width of the convolution, H heads, K and V width of keys and values.
 
@@ -16,7 +16,8 @@ from dunes.parts.context import ForwardContext
 from dunes.parts.layers import at_least_float32
 
 LEAST_DECAY = -30.0
-"""Smallest logarithm of a decay (1e-13). In a sum, a much smaller one would round away other tokens' decays."""
+"""Minimum log-decay (a decay of 1e-13). In cumulative sums, a much smaller log-decay would round away the
+log-decays of other tokens."""
 
 
 def _start(module: Any) -> None:
@@ -29,7 +30,7 @@ def _start(module: Any) -> None:
 
 
 class ShortConvolution(nn.Module):
-    """A causal convolution of each channel with its own `width` weights; it starts as the identity."""
+    """A causal depthwise convolution: each channel has its own `width` weights, initialised to the identity."""
 
     supports_packing = recurrent = True
 
@@ -71,7 +72,7 @@ class ShortConvolution(nn.Module):
 
 
 class GatedConvolution(nn.Module):
-    """A short convolution of a gated input, with a gated output, in place of attention, as in LFM2.
+    """LFM2's layer in place of attention: a short convolution with a gated input and a gated output.
 
     The result is out(gate * convolution(input * value)); `join` returns input, gate and value concatenated.
     https://arxiv.org/abs/2511.23404
