@@ -197,8 +197,8 @@ class Copies:
         return Candidates(torch.from_numpy(union), torch.from_numpy(features))
 
     def propose(self, ids: Sequence[int], limit: int) -> Sequence[int]:
-        """Up to `limit` ids of the rest of the line after the longest match. Of equally long matches, the last
-        match in the first source is used."""
+        """Up to `limit` ids of the rest of the line after the longest match. If several matches are equally long,
+        the last match in the first source is used."""
         sources, rest = self.sources, self.uncovered(ids)
         context = self._context(ids, rest)
         length, positions, text = longest_match((*sources.near, *sources.far), context)
@@ -330,10 +330,10 @@ def mixture_loss(
 ) -> Tensor:
     """Negative log-likelihood (N,) of the targets under the mixture, in nats.
 
-    For each candidate, `change` (N, C) is the gate's change, `logprobs` (N, C) the log-probability under the
-    model; `mask` (N, C) is False for padding. `target` (N,) is the target's index among the candidates, or -1;
+    For each candidate, `change` (N, C) is the gate's change, and `logprobs` (N, C) is the log-probability under
+    the model. `mask` (N, C) is False for padding. `target` (N,) is the target's index among the candidates, or -1;
     `target_logprob` (N,) is the target's log-probability under the model. `rest_logprob` (N,) is the log of the
-    total probability of all other ids; 1 minus the candidates' total would be inexact.
+    total probability of the ids that are no candidates; 1 minus the candidates' total would be inexact.
     """
     # Not -inf, so that gradients stay finite in rows without a candidate.
     mixed = (logprobs + change).masked_fill(~mask, -1e30)

@@ -57,7 +57,7 @@ class Request:
 
     @property
     def unfinished(self) -> bool:
-        """True if another token may follow."""
+        """True until the text has `max_tokens` new tokens or ends with an id in `stop`."""
         return len(self.ids) < self.end
 
     def window(self, context_length: int) -> list[int]:

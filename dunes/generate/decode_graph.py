@@ -1,7 +1,7 @@
 """Decode graphs: forward passes that can be compiled ahead of time. A graph computes one or a few new tokens in
 one row, or one new token in each of several rows.
 
-The model's own parts are traced. Some operations in them are replaced by functions that Inductor fuses into few
+The model's own parts are traced. Some of their operations are replaced by functions that Inductor fuses into few
 loops. A matrix product becomes a multiplication and a sum, with weights of any dtype. Attention reads the cache's
 readable slots, whose number is dynamic. A single token without a window needs no mask. New keys and values are
 written into the cache in place.
@@ -81,7 +81,7 @@ class DecodeGraph(nn.Module):
 
 
 class LayerGraph(nn.Module):
-    """One block of a `DecodeGraph`. Blocks of the same form share its code and have their own weights."""
+    """One block of a `DecodeGraph`. Blocks of equal structure share native code and have their own weights."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class _StepContext(ForwardContext):
         self.keys, self.values, self.slots, self.slot_positions = keys, values, slots, slot_positions
 
     def put(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        readable = self.slot_positions.shape[0]  # with `len`, the graph would contain a constant
+        readable = self.slot_positions.shape[0]  # `len` would put a constant into the graph
         for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
             cache.index_copy_(2, self.slots, x.to(cache.dtype))
         return self.keys[layer].narrow(2, 0, readable), self.values[layer].narrow(2, 0, readable)
@@ -220,12 +220,12 @@ class _StepContext(ForwardContext):
 def export_decode_graph(
     graph: DecodeGraph | LayerGraph, cache: Cache, tokens: int = 1, x: Tensor | None = None
 ) -> torch.export.ExportedProgram:
-    """Export the graph for caches of any capacity. The example `cache` (8 slots, some filled) sets their dtypes.
+    """Export the graph for caches of any capacity. The example `cache` (8 slots, some filled) sets the dtypes.
 
     A `LayerGraph` or `HeadGraph` needs an example `x` of its inputs (1, tokens, dim).
 
     The graph of a `TextGraph` accepts any number of tokens above FEW. In any other graph, operations are replaced
-    by functions that Inductor fuses. If torch.export cannot trace a part, its error is raised.
+    by functions that Inductor fuses. Raises the error of torch.export if a part cannot be traced.
     """
     args: tuple[Any, ...]
     shapes: dict[str, Any] = {}
@@ -273,8 +273,8 @@ class Scores(NamedTuple):
 
 
 class _Numbers(threading.local):
-    """Tensors for the ids and slots of 1 and of FEW tokens. Writing into their NumPy views takes a tenth of the
-    time of making new tensors.
+    """Tensors for the ids and slots of 1 and of FEW tokens. Writing into NumPy views of these tensors takes a
+    tenth of the time of making new tensors.
 
     Each thread has its own tensors, since native code reads them while other threads run Python.
     """
@@ -308,7 +308,7 @@ class CompiledStep:
         return f"CompiledStep({dtype} matrices, tokens at once: {', '.join(map(str, self._run))})"
 
     def read_rows(self, ids: Mapping[int, int], cache: Cache) -> dict[int, Scores]:
-        """Scores after one new token per row, by row; `ids` maps rows of the cache to new ids."""
+        """Scores after one new token in each row of `ids`, which maps rows of the cache to new ids."""
         new = torch.tensor([[i in ids] for i in range(cache.batch)])
         positions = cache.start(1 if len(ids) == cache.batch else new).expand(cache.batch, 1)
         slot_positions = cache.slot_positions(positions.amax(1)).expand(cache.batch, -1)[:, : cache.max_length]
@@ -326,7 +326,7 @@ class CompiledStep:
         return FEW if takes_few else 1
 
     def __call__(self, ids: Sequence[int], cache: Cache) -> list[Scores]:
-        """Scores after each of these new tokens, at most `most` of them; the cache has one row.
+        """Scores after each of up to `most` new tokens; the cache has one row.
 
         The first token of a text needs the code for FEW tokens.
         """
@@ -438,7 +438,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _OneRow(TorchFunctionMode):
-    """A torch function mode that replaces each operation that is a key in `forms` by its value in `forms`."""
+    """A torch function mode that replaces operations; `forms` maps an operation to its replacement."""
 
     def __init__(self, forms: Mapping[Function, Function]) -> None:
         super().__init__()

@@ -160,7 +160,7 @@ def compile_step(
     """Compile the package that `load_step` loads, unless it exists; returns the package's folder and dtype.
 
     By default, `dtype` is the dtype recorded for these weights. Without a record, float32 matrices are rounded to
-    the faster of bfloat16 and float16 for which greedy decoding gives the same ids. The chosen dtype is recorded.
+    bfloat16 or float16: the fastest with the same ids in greedy decoding, if any. The chosen dtype is recorded.
     Steps for FEW tokens, for the start of a text and for several rows are added if the model supports them. If
     many large blocks have the same form, only one block per form and the head are compiled, for one token and for
     FEW. With `whole`, the complete model is compiled, so that the files run without the model's modules. Raises
@@ -422,7 +422,7 @@ def bind_step(
         used.truncate(torch.tensor(lengths))
         for tensor in used.keys + used.values:
             for row, length in zip(tensor, lengths, strict=True):
-                row[:, length : length + len(ids) // len(lengths)] = torch.nan  # the step must overwrite NaN
+                row[:, length : length + len(ids) // len(lengths)] = torch.nan  # NaN that the step must overwrite
         with torch.autocast("cpu", enabled=False):
             scores = attempt("a compiled step cannot be run", partial(_run(step, n), ids, used))
         logits = torch.stack([s.logits for s in scores])
@@ -461,7 +461,7 @@ def require_close(subject: str, difference: Tensor, expected: Tensor, dtype: tor
 def _check_tokens(model: nn.Module) -> tuple[Cache, Tensor]:
     """A cache of 8 slots with the tokens CHECKED, ..., 2, 1, and the logits (FEW, V) after the last FEW tokens.
 
-    The tokens differ if the vocabulary is large enough.
+    The tokens are distinct if the vocabulary is large enough.
     """
     cache = cache_for(model, 1, 8)
     assert cache is not None, "check_step refuses others"

@@ -43,7 +43,7 @@ class PrefixCache:
 
     `activate(names)` returns a context manager in which row i of a forward uses the adapter `names[i]`; by default
     all rows use the model's active adapter. `step`, if set, computes a few new tokens of a single row, or one
-    token of each of several rows. `format` quantizes keys and values; with it, `step` is not used.
+    token of each of several rows. `format` quantizes keys and values; with a `format`, `step` is not used.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PrefixCache:
     def scores(self, text: Sequence[int], last: int = 1) -> list[Scores] | None:
         """The compiled step's scores of the next token after each of the text's final `last` ids.
 
-        None if the step cannot be used here, or if a forward over the new ids is faster.
+        None if no step can be used, or if a forward over the new ids is faster.
         """
         cached, step, cache = self.ids[0], self.step, self.cache
         if step is None or cache is None or len(self.ids) > 1 or torch.is_autocast_enabled("cpu"):
@@ -141,7 +141,7 @@ class PrefixCache:
     def row_scores(self, texts: Mapping[int, Sequence[int]]) -> dict[int, Scores] | None:
         """The compiled step's scores of the next token after each text, by row.
 
-        None if an id before a text's last id is not cached, or if the step cannot be used here.
+        None if no step can be used, or if an id before a text's last id is not cached.
         """
         step, cache = self.step, self.cache
         if step is None or not step.reads_rows or cache is None or torch.is_autocast_enabled("cpu"):
@@ -159,7 +159,7 @@ class PrefixCache:
         self.forwards += 1
         if any(math.isnan(s.log_sum) for s in scores.values()):
             for tensor in cache.keys + cache.values:
-                tensor.nan_to_num_()  # an attention weight of 0 does not hide NaN
+                tensor.nan_to_num_()  # masked attention weights are 0, but 0 * NaN is NaN
             return None
         for i, text in texts.items():
             self.ids[i], self.vocab = [*cached[i], text[-1]], len(scores[i].logits)

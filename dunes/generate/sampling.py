@@ -134,7 +134,7 @@ def keep_top_k(k: int, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def keep_top_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Keep the fewest most probable ids with a total probability of at least `p` (nucleus sampling)."""
+    """Keep the most probable ids, as few as reach a total probability of `p` (nucleus sampling)."""
     sorted_logits, order = logits.sort(descending=True, stable=True)
     probs = sorted_logits.softmax(-1)
     surplus = probs.cumsum(-1) - probs >= p  # more probable ids already reach p
@@ -149,8 +149,8 @@ def keep_min_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def keep_typical_p(p: float, logits: Tensor, ids: Sequence[int]) -> Tensor:
-    """Keep the fewest ids with a total probability of at least `p`, starting with negative log-probabilities
-    closest to the entropy (locally typical sampling): https://arxiv.org/abs/2202.00666
+    """Keep the ids whose negative log-probability is closest to the entropy, as few as reach a total probability
+    of `p` (locally typical sampling): https://arxiv.org/abs/2202.00666
     """
     logprobs = logits.log_softmax(-1)
     entropy = -(logprobs * logprobs.exp()).nansum(-1)
@@ -169,7 +169,8 @@ class Rule:
     """A sampling setting: its function on logits, its range, and its names in requests to servers."""
 
     process: Callable[..., Tensor] | None
-    """A function of this setting, `further` settings, logits and ids; None for an argument of another rule."""
+    """A function of this setting, the `further` settings, logits and ids; None if another rule has the
+    function."""
     neutral: float
     """The value that leaves the logits unchanged."""
     bounds: tuple[float, float]
@@ -236,13 +237,14 @@ RULES = {
     for rule in getattr(hint, "__metadata__", ())
     if isinstance(rule, Rule)
 }
-"""The rules by setting. Raw rules are applied first, then the others in this order."""
+"""The rules by setting. Raw rules are applied first, then the other rules in this order."""
 
 
 def sampler(temperature: float = 1.0, *, seed: int = 0, **settings: float | None) -> Sampler:
     """A sampler with these settings, named as in `SamplingOptions`. Missing settings and None have no effect.
 
-    Temperature 0 means greedy decoding. Raises KeyError for an unknown setting, ValueError for one out of range.
+    Temperature 0 means greedy decoding. Raises KeyError for an unknown setting, ValueError for a value out of
+    range.
     """
     given = {name: value for name, value in settings.items() if value is not None}
     values = {name: rule.neutral for name, rule in RULES.items()} | {"temperature": temperature, **given}

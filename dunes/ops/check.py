@@ -146,7 +146,7 @@ class Case:
     may_refuse: bool = False
     wild: bool = False  # with inputs that are not finite, gradients may be inf instead of NaN, or NaN instead of 0
     seed: int = 0
-    graphs: tuple[bool, ...] = (False,)  # per backward: True if the next backward differentiates its gradients
+    graphs: tuple[bool, ...] = (False,)  # one per backward: True if the next backward differentiates the gradients
     after: Form | None = None  # a further check, called if the results are right
 
     @property
@@ -281,7 +281,7 @@ def _nearby(c: Case, name: str, exact: Any) -> float:
 def _errors(own: Any, reference: Any, exact: Any, c: Case) -> Iterator[tuple[str, float, float, str]]:
     """For each tensor: its name, the largest errors of operation and reference, and the worst value as text.
 
-    Only finite numbers have an error. Raises ValueError for a wrong inf or NaN.
+    Errors are measured over finite numbers. Raises ValueError for a wrong inf or NaN.
     """
     exact = {name: y.detach() for name, y in exact.items()}
     sizes = {name: float(y.where(y.isfinite(), 0).abs().max()) if y.numel() else 0.0 for name, y in exact.items()}
@@ -339,7 +339,8 @@ def _variants(vary: Form, c: Case) -> Iterator[Case]:
 
 
 def _layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Variants of x: slices of buffers filled with NaN, permuted dimensions, and expanded first elements."""
+    """Variants of x: slices of buffers filled with NaN, permuted dimensions, and first elements expanded to x's
+    shape."""
     nan = torch.full_like(x, math.nan if x.is_floating_point() else 0)
     yield "one number behind the start of memory,", torch.cat([nan.flatten()[:1], x.flatten()])[1:].view(x.shape)
     yield "one number repeated in", x.flatten()[0].expand(x.shape)

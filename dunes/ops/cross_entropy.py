@@ -71,7 +71,7 @@ def _chunk_size(x: Tensor, weight: Tensor) -> int:
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, states: bool, head: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss, its gradient for the hidden states if `states`, and for the head if `head` (all float32).
+    """The summed loss, and float32 gradients for the hidden states (if `states`) and for the head (if `head`).
 
     A gradient that is not requested is an empty tensor.
     """
@@ -133,7 +133,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _chunk(x: Tensor, head: Tensor, targets: Tensor, mask: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """Summed loss of the tokens in `mask`, and with `needs_grad` the loss's gradient for the logits (chunk, V)."""
+    """Summed loss of the tokens in `mask`, and with `needs_grad` the gradient for the logits (chunk, V)."""
     logits = (x @ head.T).float()
     probs = logits.softmax(-1)
     index = targets.where(mask, 0)[:, None]

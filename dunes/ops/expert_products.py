@@ -14,10 +14,10 @@ Milliseconds, plain / grouped, on one thread with AMX (`benchmarks/experts.py`):
                        training  float32      10 / 7.6    14 / 12    28 / 24    65 / 58
                                  bfloat16     22 / 21     36 / 28    57 / 45   101 / 89
 
-Without gradients the grouped version is faster from about two tokens per expert on. In training it is faster with
-many narrow experts; with a few wide experts, the plain version is up to a third faster. A training step of a
-Mixtral (5 layers of 8 experts, 384 x 512, 2 chosen; bfloat16, EPYC) takes 1.2 to 1.4 times as long with the
-grouped version.
+Without gradients the grouped version is faster from about two tokens per expert on. In training, the grouped
+version is faster with many narrow experts; with a few wide experts, the plain version is up to a third faster. A
+training step of a Mixtral (5 layers of 8 experts, 384 x 512, 2 chosen; bfloat16, EPYC) takes 1.2 to 1.4 times as
+long with the grouped version.
 """
 
 # Shapes: N tokens, k experts per token, E experts, D width, H an expert's hidden width, S rows (N * k).
@@ -107,7 +107,7 @@ def grouped(x: Tensor, stacks: Stacks, expert_ids: Tensor, weights: Tensor) -> T
     def multiply(rows: Tensor, weight: Stack) -> Tensor:
         if not isinstance(weight, Tensor):
             return cast(Tensor, products(rows.to(dtype), weight, ends, False))
-        weight = weight.to(dtype)  # autocast does not cast for grouped_mm and custom operators
+        weight = weight.to(dtype)  # autocast ignores grouped_mm and custom operators
         if not torch.is_grad_enabled() and not isinstance(rows, FakeTensor):
             return F.grouped_mm(rows, weight.mT, offs=ends)  # a custom operator's first call takes a second
         y: Tensor = product(rows, weight, ends)
@@ -191,7 +191,7 @@ def aligned(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def stack_view(weights: Sequence[Tensor]) -> Tensor:
-    """One view (E, ...) of weights that are `adjacent`; its gradient is passed on to each weight."""
+    """One view (E, ...) of weights that are `adjacent`; the view's gradient is passed on to each weight."""
     if torch.is_grad_enabled():
         view: Tensor = _Stacked.apply(*weights)  # type: ignore[no-untyped-call]
         return view

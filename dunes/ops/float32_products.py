@@ -1,4 +1,4 @@
-"""Matrix products and attention of bfloat16 tensors, computed in float32 on CPUs where this is faster.
+"""Matrix products and attention of bfloat16 tensors, computed in float32 on CPUs where float32 is faster.
 
 Without AMX, oneDNN multiplies bfloat16 at half the rate of float32 (Xeon with AVX512_BF16, 256 tokens, 384 x 1,024
 weights, one thread: 84 and 154 GFLOP/s). Converting a matrix to float32 takes less time than the float32 products
@@ -55,7 +55,8 @@ def repeat_choice(faster: bool | None) -> None:
 def float32_is_faster() -> bool:
     """True if float32 products are clearly faster than bfloat16 products on this machine.
 
-    Results depend on this choice. It depends only on the processor's type, so it is the same in all runs.
+    Since results depend on this choice, the choice depends only on the processor's type and is the same in all
+    runs.
     """
     return _recorded[0] if _recorded else measure.choose_dtype(torch.device("cpu")) == torch.float32
 
@@ -101,7 +102,7 @@ def add_gram(matrix: Tensor, x: Tensor) -> None:
 
 
 def mirror(matrix: Tensor) -> None:
-    """Copy the upper triangle of a matrix (I, I) to the lower one."""
+    """Copy the upper triangle of a matrix (I, I) to the lower triangle."""
     for start, stop in _panels(len(matrix)):
         matrix[stop:, start:stop] = matrix[start:stop, stop:].T
         square = matrix[start:stop, start:stop]  # some products of float32 are not exactly symmetric

@@ -3,13 +3,13 @@
 int8 codes have one scale per output. The plain implementation casts the codes to x's dtype (bfloat16 represents
 them exactly) and scales the outputs. This takes 0.3 to 0.6 of the time of scaling the matrix. The packed product
 reads the codes directly and is faster than a bfloat16 product for a few rows. From 16 rows on, the packed product
-is slower than the plain implementation. It is not vectorized in float32.
+is slower than the plain implementation. In float32, the packed product is not vectorized.
 
 int4 codes have one scale and zero point per group of inputs. The packed product reads half a byte per weight. For
-2048 x 2048 weights and 1 / 4 / 16 rows, it takes 0.20 / 0.37 / 1.6 ms on one thread; a bfloat16 product takes 0.56
-ms, and dequantizing into a dense matrix 3 ms. The packed product sums in float32, with offsets in bfloat16.
-Rounding the outputs causes an error of about 0.2 %, as in a bfloat16 product. The packed layout is private to
-torch and specific to the CPU. It is made from the codes on first use and never saved.
+2048 x 2048 weights and 1 / 4 / 16 rows, the packed product takes 0.20 / 0.37 / 1.6 ms on one thread; a bfloat16
+product takes 0.56 ms, and dequantizing into a dense matrix 3 ms. The packed product sums in float32, with offsets
+in bfloat16. Rounding the outputs causes an error of about 0.2 %, as in a bfloat16 product. The packed layout is
+private to torch and specific to the CPU. The layout is made from the codes on first use and never saved.
 """
 
 # Shapes: I inputs, O outputs, G groups of a row.
@@ -24,7 +24,7 @@ INT8_ROWS = 4
 """Maximum rows of the int8 packed product. The packed product takes 0.3 to 0.7 of a bfloat16 product's time with 1
 row, 0.5 to 0.9 with 4 rows."""
 INT8_WIDTH = 32
-"""The int8 packed product needs a number of inputs that is a multiple of this."""
+"""The number of inputs of the int8 packed product must be a multiple of INT8_WIDTH."""
 ALIGNED = 64
 """Alignment, in bytes, of the memory that the int8 packed product reads."""
 

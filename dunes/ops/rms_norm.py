@@ -4,7 +4,7 @@ The mean is computed in float32. The result has the dtype of the next matrix pro
 result need no cast. For the backward pass, the fused version stores its inputs and one number per row.
 """
 
-# Shapes: ... any, D width.
+# Shapes: D width; ... stands for any dimensions.
 
 from functools import partial
 from typing import Any

@@ -1,7 +1,7 @@
 """Scaled dot-product attention, grouped (GQA) if k and v have fewer heads than q.
 
 `fused` and `plain` compute the same. `fused` is PyTorch's kernel. `plain` is two matrix products and a softmax;
-without a mask it is causal and computed in blocks of queries. On a CPU the fused kernel is slow in bfloat16,
+without a mask, `plain` is causal and computed in blocks of queries. On a CPU the fused kernel is slow in bfloat16,
 especially in the backward pass. Forward and backward with 4 heads of 64 take, `fused` / `plain`, 21 / 9 ms on two
 threads of a Xeon (B=16, T=256). On one thread of an AMD EPYC with B=8, they take 101 / 45 ms for T=512 (71 without
 blocks) and 260 / 169 ms for T=1,024. On the Xeon with T=1,024 and two key heads, `plain` was slower (28 / 61 ms,
@@ -41,7 +41,7 @@ PLAIN_BLOCK, LONGEST_PLAIN = 256, 512  # of `plain`: queries per block; maximum 
 
 BLOCKS_PER_PRODUCT = 4
 LONG_KEYS = 512
-"""A block with more keys than this is computed alone, since it has many scores."""
+"""A block with more than LONG_KEYS keys is computed alone, since it has many scores."""
 
 Form = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
 

@@ -63,7 +63,7 @@ class Cache:
 
     @property
     def in_order(self) -> bool:
-        """True if the readable keys have positions 0..S-1 in every row, and the last T of them are new."""
+        """True if the readable keys have positions 0..S-1 in every row, and the last T keys are new."""
         return self._in_order and not torch.compiler.is_compiling()
 
     def start(self, new: int | Tensor) -> Tensor:

@@ -156,8 +156,9 @@ class Decoder(nn.Module):
     to each other. If a module's class does not declare `supports_packing`, training and generation are slower:
     each document is computed in its own row, and `cache_for` returns None. Each `MultiTokenPredictor` in `ahead`
     predicts one token further ahead than the previous one, in training only (multi-token prediction,
-    https://arxiv.org/abs/2404.19737). Positions without such a target do not count. `ahead_weight` times the mean
-    of the predictors' losses is added to the model's loss. Each predictor's loss is a metric (`ahead_1`, ...).
+    https://arxiv.org/abs/2404.19737). Positions without a target that far ahead do not count. `ahead_weight` times
+    the mean of the predictors' losses is added to the model's loss. Each predictor's loss is a metric (`ahead_1`,
+    ...).
     """
 
     supports_packing = True
@@ -214,7 +215,7 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         by_row: bool = False,
     ) -> Tensor | LossSums | RowLosses:
-        """Logits (B, T, V) for ids (B, T), or with `last` only for the last positions; with `targets`, the loss.
+        """Logits (B, T, V) for ids (B, T), or (B, last, V) for the last positions; with `targets`, the loss.
 
         `positions` (B, T) are -1 for padding. A position that is not the previous position plus one starts a new
         document. With a cache, positions come from `cache.start`, and new keys and values are added to the cache.

@@ -289,9 +289,9 @@ class NoisyGate(nn.Module):
     The logits are out(tanh(hidden(x))). In training, normal noise with standard deviation softplus(noise(x)) +
     0.01 is added. https://arxiv.org/abs/2406.16554, after https://arxiv.org/abs/1701.06538
 
-    The balance loss is `balance` times the sum of two squared coefficients of variation over experts: of the
-    importance (an expert's summed weights), and of the load (the summed probability of choosing the expert if the
-    noise were drawn again).
+    The balance loss is `balance` times the sum of two squared coefficients of variation over experts. The first is
+    of the importance, which is an expert's summed weights. The second is of the load, which is the summed
+    probability of choosing an expert if its noise were drawn again.
     """
 
     supports_packing = True

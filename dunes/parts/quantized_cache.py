@@ -24,9 +24,10 @@ from dunes.parts.cache import Cache, ring_positions
 
 BITS = 8, 4, 2
 SLACK = 16
-"""Number of tokens that `truncate` can always drop exactly; speculative decoding proposes at most as many."""
+"""Number of tokens that `truncate` can always drop exactly; speculative decoding proposes at most SLACK ids."""
 LARGEST = 65504.0
-"""Largest float16 number. Keys and values are clipped to this range, since scales and minima are float16."""
+"""Largest float16 number. Keys and values are clipped to [-LARGEST, LARGEST], since scales and minima are
+float16."""
 SMALLEST = 2.0**-24
 
 
@@ -73,8 +74,8 @@ def quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize float32 values with one grid along `dim`: returns codes, scales and minima.
 
     Codes are uint8 with the shape of x. Scales and minima are float16, with size 1 in `dim`. The minimum is
-    rounded down and the scale up, so that the grid covers all values, and `code * scale + minimum` is off by at
-    most half the scale. Values beyond the range of float16 are clipped first.
+    rounded down and the scale up, so that the grid covers all values. `code * scale + minimum` is off by at most
+    half the scale. Values beyond the range of float16 are clipped first.
     """
     x, levels = x.clamp(-LARGEST, LARGEST), 2**bits - 1
     zero = _round_outwards(x.amin(dim, True), -torch.inf)
@@ -120,7 +121,7 @@ class _Writes:
     groups: Tensor
     """Group indices (B, n) to write; groups still incomplete get the index of an unused extra slot."""
     index: Tensor
-    """Offset (B, T) of each token in the concatenated groups to write; n * G for a token outside them."""
+    """Offset (B, T) of each token in the concatenated groups to write; n * G for a token outside these groups."""
     open_slots: Tensor
     """Ring slots (B, G) of the first group to write, whose first tokens an earlier forward may have stored."""
 
@@ -129,9 +130,9 @@ class QuantizedCache(Cache):
     """A quantized KV cache for `capacity` positions in each of `batch` rows.
 
     `keys` and `values` contain each layer's ring of full-precision tokens (B, K, W + 1, D). `codes` (B, K, N + 1,
-    P), `scales` and `minima` contain two tensors per layer, for keys and for values; incomplete groups are written
-    to the last group, N, which is never read. Layers may have windows, but tokens outside all windows still stay
-    in the cache.
+    P), `scales` and `minima` contain two tensors per layer, for keys and for values. Incomplete groups are written
+    to group N, which is never read. Layers may have windows, but tokens outside all windows still stay in the
+    cache.
     """
 
     row_state = ("length", "first_whole")
@@ -143,7 +144,7 @@ class QuantizedCache(Cache):
     ) -> None:
         super().__init__(batch, capacity, device)
         self.format = format
-        # The ring has the tokens from this position on, a multiple of G, in full precision.
+        # First position, a multiple of G, from which the ring has all tokens in full precision.
         self.first_whole = torch.zeros_like(self.length)
         self.codes: list[Tensor] = []
         self.scales: list[Tensor] = []
@@ -286,8 +287,8 @@ class QuantizedCache(Cache):
 
         Dropping up to SLACK tokens is exact. After dropping more, some of the last tokens may exist only as codes;
         queries then read the codes, with an error of at most half the scale. If the cut falls inside a group that
-        exists only as codes, the group is dropped, and the caller evaluates the group's tokens again; no token is
-        quantized twice.
+        exists only as codes, the group is dropped, and the caller evaluates the group's tokens again. So no token
+        is quantized twice.
         """
         n = torch.minimum(self.length, n.to(self.length))
         whole_groups = n // self.format.group * self.format.group

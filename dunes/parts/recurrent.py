@@ -43,7 +43,7 @@ class ShortConvolution(nn.Module):
 
     @property
     def initial_values(self) -> Mapping[str, Any]:
-        """The weights of a new part: 1 for the token itself, 0 for earlier ones."""
+        """The weights of a new part: 1 for the token itself, 0 for earlier tokens."""
         return {"weight": F.one_hot(torch.tensor(self.weight.shape[1] - 1), self.weight.shape[1])}
 
     def forward(self, x: Tensor, ctx: ForwardContext, layer: int) -> Tensor:
