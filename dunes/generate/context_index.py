@@ -33,7 +33,7 @@ class Match(NamedTuple):
 
 
 class ContextIndex:
-    """Sorted index of the contexts of all positions in `items` (N,), which are unsigned integers below 2^32 - 1.
+    """Sorted index of the contexts of all positions in `items` (N,). Items are unsigned integers below 2^32 - 1.
 
     `order` (N,), int32, is the sorted order of the positions, computed if not given. The index takes 4 bytes per
     item, in addition to the items and a reversed copy of their bytes. During sorting, `progress` is called with
@@ -93,7 +93,8 @@ class ContextIndex:
         return self.order[match.first : match.last : step]
 
     def _reader(self, size: int) -> Callable[[int], bytes]:
-        """A function from a position to the `size` bytes before it, last item first; fewer near the start."""
+        """A function from a position to the `size` bytes before it, last item first; near the start, to fewer
+        bytes."""
         backwards, end, step = self._backwards, len(self._backwards), self.items.itemsize
 
         def before(position: int) -> bytes:

@@ -53,7 +53,7 @@ COLUMNS = ("prob", "share", "match", "length", "places")
 class Followers(NamedTuple):
     """Ids (C,), int64, that followed a context in one source.
 
-    `probs` (C,) are the blended probabilities of the ids; their sum is at most 1. `shares` (C,) are the relative
+    `probs` (C,) are the blended probabilities of the ids, with a sum of at most 1. `shares` (C,) are the relative
     frequencies of the ids after the longest match. The longest match has `length` items (ids or bytes) and occurs
     at `places` positions.
     """

@@ -122,7 +122,7 @@ class TextGraph(DecodeGraph):
 
 
 class RowGraph(DecodeGraph):
-    """A step for one new token in each of R rows; its matrix products are library calls."""
+    """A step for one new token in each of R rows; matrix products are library calls."""
 
     def forward(  # type: ignore[override]
         self,
@@ -183,7 +183,7 @@ class _RowContext(ForwardContext):
     def mask(self, window: int | None = None) -> Tensor:
         key, query = self.slot_positions[:, None], self.positions[:, :, None]
         readable = key >= 0 if window is None else (key >= 0) & (key > query - window)
-        # Padding attends to all slots: without any, it would store NaN in a slot that `grow` makes readable.
+        # Padding attends to all slots. Otherwise, NaN would be stored in a slot that `grow` makes readable.
         return readable | (query < 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, dropout: float = 0.0) -> Tensor:

@@ -63,7 +63,7 @@ from dunes.tree.summary import stable_repr
 PACKAGE, CARD, CHOSEN, FORMAT = "native.so", "package.json", "chosen-", 7
 FILES = {1: PACKAGE, FEW: "native-few.so", TEXT: "native-text.so", ROWS: "native-rows.so"}
 """File names of native code by number of tokens; TEXT is the start of a text, ROWS a token in each of several
-rows. Only the first file is required. HEADS replace the first two if one block per form is compiled."""
+rows. Only the first file is required. HEADS replace the first two files if one block per form is compiled."""
 HEADS = {1: "native-head.so", FEW: "native-few-head.so"}
 """File names of the head in packages where one block per form is compiled; see `_layer_file`."""
 LAYERS_OF_A_FORM = 8

@@ -179,7 +179,7 @@ class Rule:
     requests: tuple[float, float] = COUNT
     """Minimum and maximum in requests; a value below `bounds` is raised to the minimum of `bounds`."""
     names: tuple[str, ...] = ()
-    """Further names in requests; replies use the first of them."""
+    """Further names in requests; replies use the first name."""
     further: tuple[str, ...] = ()
     """Other settings that are arguments of `process`."""
     raw: bool = False
@@ -207,7 +207,7 @@ class SamplingOptions:  # temperature, filters and penalty of sampling, and the 
     top_p: Annotated[float | None, P, Rule(keep_top_p, 1.0, (ABOVE_0, 1), "a probability above 0", (0, 1))] = None
     """Sample from the most probable tokens whose probabilities add up to P."""
     min_p: Annotated[float | None, P, Rule(keep_min_p, 0.0, (0, 1), "a probability", (0, 1))] = None
-    """Sample from tokens with at least P times the probability of the most probable one."""
+    """Sample from tokens with at least P times the probability of the most probable token."""
     typical_p: Annotated[
         float | None, P, Rule(keep_typical_p, 1.0, (ABOVE_0, 1), "a probability above 0", (0, 1))
     ] = None

@@ -75,7 +75,7 @@ class DraftModel:
 
 
 def first_proposal(*proposers: Proposer) -> Proposer:
-    """A proposer that calls these proposers in order until one proposes an id."""
+    """A proposer that calls these proposers in order until a proposal has an id."""
 
     def propose(ids: Sequence[int], limit: int, sample: Sampler) -> Proposal:
         return next((p for proposer in proposers if (p := proposer(ids, limit, sample)).ids), Proposal())

@@ -68,9 +68,9 @@ def check(
 ) -> Report:
     """Compare an operation with its reference on these arguments, print a report and return it.
 
-    Gradients are checked for inputs that require one (`requires_grad_()`). `op` is an `Operation`, an operator of
-    `torch.library.custom_op`, or any function; operators and functions need a `reference`. `backend` is passed to
-    torch.compile. Each time is measured for `seconds`; with 0, no times are measured.
+    Gradients are checked for inputs that require a gradient (`requires_grad_()`). `op` is an `Operation`, an
+    operator of `torch.library.custom_op`, or any function; operators and functions need a `reference`. `backend`
+    is passed to torch.compile. Each time is measured for `seconds`; with 0, no times are measured.
 
     If a check fails, the report is printed, and a ValueError with the name of the first failed check is raised.
     """
@@ -312,7 +312,8 @@ def _with(get: Form, change: Form, value: Any) -> ExitStack:
 
 
 def _choices(c: Case) -> Iterator[Case]:
-    """Cases that vary which inputs require a gradient, which outputs receive one, or the context of the call."""
+    """Cases that vary which inputs require a gradient, which outputs get a gradient, or the context of the
+    call."""
     for outputs in OUTPUTS:
         yield replace(c, outputs=outputs, label=f"gradient{outputs}: " * bool(outputs))
     for names in chain.from_iterable(combinations(c.leaves, n) for n in range(len(c.leaves))):

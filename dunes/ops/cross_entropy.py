@@ -137,7 +137,7 @@ def _chunk(x: Tensor, head: Tensor, targets: Tensor, mask: Tensor, needs_grad: b
     logits = (x @ head.T).float()
     probs = logits.softmax(-1)
     index = targets.where(mask, 0)[:, None]
-    # The largest probability never underflows, so it gives an exact logsumexp.
+    # logsumexp is exact if computed from the largest probability, which never underflows.
     logsumexp = logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
     loss = (logsumexp - logits.gather(1, index))[:, 0].where(mask, 0.0).sum()
     if not needs_grad:

@@ -1,9 +1,9 @@
 """Linear layers with int8 or int4 codes. A few rows on a CPU are computed by torch's packed kernels.
 
 int8 codes have one scale per output. The plain implementation casts the codes to x's dtype (bfloat16 represents
-them exactly) and scales the outputs. This takes 0.3 to 0.6 of the time of scaling the matrix. The packed product
-reads the codes directly and is faster than a bfloat16 product for a few rows. From 16 rows on, the packed product
-is slower than the plain implementation. In float32, the packed product is not vectorized.
+them exactly) and scales the outputs. Scaling the outputs takes 0.3 to 0.6 of the time of scaling the matrix. The
+packed product reads the codes directly and is faster than a bfloat16 product for a few rows. From 16 rows on, the
+packed product is slower than the plain implementation. In float32, the packed product is not vectorized.
 
 int4 codes have one scale and zero point per group of inputs. The packed product reads half a byte per weight. For
 2048 x 2048 weights and 1 / 4 / 16 rows, the packed product takes 0.20 / 0.37 / 1.6 ms on one thread; a bfloat16
@@ -30,7 +30,7 @@ ALIGNED = 64
 
 INT4_ROWS = 16
 """Maximum rows of the int4 packed product; with 32 rows, the product takes as long as dequantizing."""
-WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # the int4 kernel's group sizes; OUTPUTS divides the number of outputs
+WIDTHS, OUTPUTS = (32, 64, 128, 256), 16  # the int4 kernel's group sizes; its outputs are a multiple of OUTPUTS
 MIDDLE = 8  # the kernel reads this code as zero
 
 

@@ -2,15 +2,15 @@
 
 `fused` and `plain` compute the same. `fused` is PyTorch's kernel. `plain` is two matrix products and a softmax;
 without a mask, `plain` is causal and computed in blocks of queries. On a CPU the fused kernel is slow in bfloat16,
-especially in the backward pass. Forward and backward with 4 heads of 64 take, `fused` / `plain`, 21 / 9 ms on two
-threads of a Xeon (B=16, T=256). On one thread of an AMD EPYC with B=8, they take 101 / 45 ms for T=512 (71 without
-blocks) and 260 / 169 ms for T=1,024. On the Xeon with T=1,024 and two key heads, `plain` was slower (28 / 61 ms,
-without blocks). Therefore, `plain` is used up to 512 keys.
+especially in the backward pass. Forward and backward with 4 heads of 64 take 21 / 9 ms (`fused` / `plain`) on two
+threads of a Xeon (B=16, T=256). On one thread of an AMD EPYC with B=8, the times are 101 / 45 ms for T=512 (71
+without blocks) and 260 / 169 ms for T=1,024. On the Xeon with T=1,024 and two key heads, `plain` was slower (28 /
+61 ms, without blocks). Therefore, `plain` is used up to 512 keys.
 
 `varlen_attention` is the attention of documents packed into one row. Queries are computed in blocks; a block reads
 the keys from the start of its first document on. So few masked scores are computed, and no scores are saved for
 the backward pass. Blocks start at multiples of QUERY_BLOCK, and each product computes BLOCKS_PER_PRODUCT blocks.
-This keeps the number of shapes low: oneDNN compiles and caches a kernel for each shape.
+So few shapes occur. (oneDNN compiles and caches a kernel for each shape.)
 """
 
 # Shapes: N tokens in a row, B batch, T queries, S keys, H heads, K key/value heads (H = K * G), D head dim,
@@ -159,7 +159,7 @@ def _causal_mask(t: int, s: int, window: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class QueryBlocks:
-    """Blocks of queries that are computed together in one batched product; all are padded to S keys."""
+    """Blocks of queries that are computed together in one batched product; all blocks are padded to S keys."""
 
     numbers: Tensor
     """Indices of the blocks (n,)."""

@@ -17,9 +17,9 @@ from dunes.parts.position import Position
 class Attention(nn.Module):
     """Causal multi-head attention: grouped if `kv_heads` < `heads`, sliding-window if `window` is set.
 
-    `position` encodes positions into queries and keys: a Rotary, or any callable with arguments (x, context). Such
-    a callable declares `supports_packing = True` if it uses only the context's positions. If `position` has a
-    method `bias` (see `parts.context.Bias`), the method's result is added to the scores. `q_norm` and `k_norm` are
+    `position` encodes positions into queries and keys: a Rotary, or any callable with arguments (x, context). A
+    callable declares `supports_packing = True` if it uses only the context's positions. If `position` has a method
+    `bias` (see `parts.context.Bias`), the method's result is added to the scores. `q_norm` and `k_norm` are
     applied to each head before `position`. `out_bias` defaults to `bias`. `dropout` acts on attention weights, in
     training only.
 

@@ -285,7 +285,8 @@ class RollingCache(Cache):
         """Keep only the first `n` (B,) tokens of each row. Returns the number of tokens (B,) that remain.
 
         A row that was ever longer than the capacity can drop at most `slack + 1` tokens, counted from its greatest
-        length. A row that has to drop more is emptied (0 tokens remain), and the caller must prefill it again.
+        length. A row that has to drop more tokens is emptied (0 tokens remain), and the caller must prefill it
+        again.
         """
         n = torch.minimum(self.length, n.to(self.length))
         possible = (self.high_water <= self.capacity) | (self.high_water - n <= self.slack + 1)

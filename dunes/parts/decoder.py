@@ -423,8 +423,8 @@ def _flatten_documents(ids: Tensor, targets: Tensor, positions: Tensor) -> tuple
 
 
 def _target_index(targets: Tensor) -> Tensor:
-    """Indices of the targets (N,) that are not IGNORE, followed by indices of IGNORE targets until their number is
-    a multiple of PAD_MULTIPLE."""
+    """Indices of the targets (N,) that are not IGNORE, then indices of IGNORE targets up to a multiple of
+    PAD_MULTIPLE."""
     has_target = targets != IGNORE
     count = int(has_target.sum())
     return torch.sort(~has_target, stable=True).indices[: count + -count % PAD_MULTIPLE]
@@ -476,7 +476,7 @@ def cache_for(
 def recurrent_part(model: nn.Module) -> str:
     """Class name of a model's first part with a recurrent state; "" if no part has a recurrent state.
 
-    The class of such a part sets `recurrent = True`.
+    Classes with a recurrent state set `recurrent = True`.
     """
     return next((type(m).__name__ for m in model.modules() if getattr(m, "recurrent", False)), "")
 
@@ -507,7 +507,7 @@ def auxiliary_losses(
     that each kind is balanced as if it were alone. Parts are of one kind if the same method computes their losses.
 
     The sums of a metric are stacked to (parts, ...); vectors of different lengths are padded with -1. `real` (N,)
-    is False for padding; if it is given, each call of a part must process exactly these N tokens.
+    is False for padding; if `real` is given, each call of a part must process exactly these N tokens.
     """
     values: dict[str, list[tuple[Any, Any]]] = {}
     for part, tensors in recorded.items():

@@ -160,7 +160,7 @@ class GatedMLP(nn.Module):
 class WeightedGatedMLP(GatedMLP):
     """A gated feed-forward layer whose output is multiplied by sigmoid(router(x)), one factor for each token.
 
-    Qwen's mixtures use such a layer as the shared expert. https://arxiv.org/abs/2407.10671
+    Qwen's mixtures of experts use this layer as the shared expert. https://arxiv.org/abs/2407.10671
     """
 
     supports_packing = True

@@ -175,7 +175,7 @@ class MoE(nn.Module):
     def pack(self) -> bool:
         """Store the experts' matrices one after another, as the function `grouped` reads them.
 
-        The gate weights of all experts become views of one storage; the up weights and the down weights, too. The
+        The gate weights of all experts become views of one storage; so do the up weights and the down weights. The
         parameters stay the same objects. The experts must be unmodified `GatedMLP`s with silu, of equal shape,
         dtype and device, without biases; otherwise returns False and changes nothing.
         """
@@ -289,9 +289,9 @@ class NoisyGate(nn.Module):
     The logits are out(tanh(hidden(x))). In training, normal noise with standard deviation softplus(noise(x)) +
     0.01 is added. https://arxiv.org/abs/2406.16554, after https://arxiv.org/abs/1701.06538
 
-    The balance loss is `balance` times the sum of two squared coefficients of variation over experts. The first is
-    of the importance, which is an expert's summed weights. The second is of the load, which is the summed
-    probability of choosing an expert if its noise were drawn again.
+    The balance loss is `balance` times the sum of two squared coefficients of variation over experts. The first
+    measures the importance, an expert's summed weights. The second measures the load, the summed probability of
+    choosing an expert if its noise were drawn again.
     """
 
     supports_packing = True

@@ -65,7 +65,7 @@ class Yarn:
     """YaRN: divides low frequencies by `factor`, keeps high frequencies, and blends both in between (linear ramp).
 
     A frequency is high if its pair of dimensions makes `beta_fast` or more rotations within the original context
-    of `length` tokens, and low if it makes `beta_slow` or fewer. https://arxiv.org/abs/2309.00071
+    of `length` tokens. With `beta_slow` or fewer rotations, the frequency is low. https://arxiv.org/abs/2309.00071
     """
 
     factor: float

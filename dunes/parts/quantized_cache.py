@@ -114,7 +114,7 @@ def _words(count: int, bits: int) -> int:
 
 @dataclass(frozen=True)
 class _Writes:
-    """The cache slots in which a forward stores its new tokens (B, T); they are the same in all layers."""
+    """The cache slots, equal in all layers, in which a forward stores its new tokens (B, T)."""
 
     ring: Tensor
     """Slot (B, T) of each token in the ring; W for a token that the ring does not store."""
@@ -249,7 +249,7 @@ class QuantizedCache(Cache):
             out.copy_(x)
 
     def _divide(self, i: int, x: Tensor) -> Tensor:
-        """x reshaped so that each grid covers one dimension: -2 of keys (even i), -1 of values."""
+        """x reshaped so that a grid covers one dimension: -2 for keys (even i), -1 for values (odd i)."""
         return torch.unflatten(x, -1, (self.format.parts(x.shape[-1]), -1)) if i % 2 else x
 
     def _complete_groups(self, ring: Tensor, x: Tensor, writes: _Writes) -> Tensor:
