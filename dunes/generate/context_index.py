@@ -93,8 +93,7 @@ class ContextIndex:
         return self.order[match.first : match.last : step]
 
     def _reader(self, size: int) -> Callable[[int], bytes]:
-        """A function from a position to the `size` bytes before it, last item first; near the start, to fewer
-        bytes."""
+        """A function that returns up to `size` bytes before a position, last item first."""
         backwards, end, step = self._backwards, len(self._backwards), self.items.itemsize
 
         def before(position: int) -> bytes:

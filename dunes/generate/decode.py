@@ -132,8 +132,8 @@ def generate_all(
 def _step_tokens(
     requests: Mapping[int, Request], texts: Mapping[int, list[int]], cache: PrefixCache
 ) -> dict[int, Token]:
-    """The next token of each text, computed with the compiled step; empty if a request has a proposer or asks for
-    alternatives, or if no compiled step fits."""
+    """The next token of each text, computed with the compiled step. Empty if no step fits, or if a request has a
+    proposer or asks for alternatives."""
     if any(r.proposer is not None or r.alternatives for r in requests.values()):
         return {}
     if len(cache.ids) == 1:

@@ -47,8 +47,8 @@ ROWS = -1
 class DecodeGraph(nn.Module):
     """Computes float32 logits (T, V) after each new token, and a summary; writes keys and values into the cache.
 
-    Each row of the summary (T, 3), float64, contains the most probable id, its logit `top`, and `logsumexp(logits
-    - top)`. Raises ValueError unless the model's class is `Decoder` itself.
+    Each row of the summary (T, 3), float64, contains the most probable id, its logit, and the logsumexp of the
+    logits after subtracting this logit. Raises ValueError unless the model's class is `Decoder` itself.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -422,7 +422,7 @@ def outline(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _step_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that replace a model's layers in a step, by name: new layers from `for_step()`."""
+    """New layers from `for_step()`, by name, that replace the model's layers in a step."""
     layers = {name: m.for_step() for name, m in model.named_modules() if hasattr(m, "for_step")}
     return {name: layer for name, layer in layers.items() if layer is not model.get_submodule(name)}
 

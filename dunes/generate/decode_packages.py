@@ -1,4 +1,5 @@
-"""Compiled decode steps in the user's cache: one package per model architecture, dtype, torch version and CPU.
+"""Compiled decode steps in the user's cache folder: one package per model architecture, dtype, torch version and
+CPU.
 
 A package contains native code, so it is read only from a folder that no other user can write to, never from a
 model folder. It contains no weights. AOTInductor compiles the code:

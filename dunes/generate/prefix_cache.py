@@ -35,7 +35,7 @@ PADDED = 8
 """Up to this many tokens of padding per row, batching rows is cheaper than copying a row's KV cache."""
 
 Activate = Callable[[Sequence[str | None]], AbstractContextManager[None]]
-"""A function of `names`; inside the context that it returns, row i of a forward uses the adapter `names[i]`."""
+"""Returns a context manager for adapter names; inside, row i of a forward uses the adapter `names[i]`."""
 
 
 class PrefixCache:

@@ -169,8 +169,8 @@ class Rule:
     """A sampling setting: its function on logits, its range, and its names in requests to servers."""
 
     process: Callable[..., Tensor] | None
-    """A function of this setting, the `further` settings, logits and ids; None if another rule has the
-    function."""
+    """Changes logits; called with this setting, the `further` settings, logits and ids. None for an argument of
+    another rule's `process`."""
     neutral: float
     """The value that leaves the logits unchanged."""
     bounds: tuple[float, float]

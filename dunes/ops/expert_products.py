@@ -186,7 +186,7 @@ products.register_autograd(_backward_each, setup_context=_setup_context_each)
 
 
 def aligned(weight: Tensor, dtype: torch.dtype) -> bool:
-    """True if both sides of the matrix are multiples of 16 bytes in this dtype, as grouped_mm requires."""
+    """True if both dimensions of the matrix are multiples of 16 bytes in this dtype, as grouped_mm requires."""
     return all(side * dtype.itemsize % 16 == 0 for side in weight.shape)
 
 

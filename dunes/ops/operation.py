@@ -141,7 +141,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Saved:
-    """The parameters of a backward, and which tensors and values the forward saves for them."""
+    """The parameters of a backward, and the tensors and values that the forward saves for these parameters."""
 
     parameters: list[str]
     inputs: list[str]

@@ -56,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout:
 
 
 def form(q: Tensor, k: Tensor, mask: Tensor | None = None) -> Form:
-    """`plain` or `fused`, whichever is faster for these arguments according to the times above."""
+    """`plain` or `fused`, whichever is faster for these arguments (times: see the module's docstring)."""
     longest = LONGEST_PLAIN if mask is None else PLAIN_BLOCK
     short_training = q.requires_grad and q.dtype == torch.bfloat16 and k.shape[2] <= longest
     return plain if q.device.type == "cpu" and short_training else fused
@@ -103,7 +103,7 @@ def attend_scored(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend` with changed scores: first softcap * tanh(scores / softcap), then + bias.
+    """`attend` with changed scores: softcap * tanh(scores / softcap), then `bias` is added.
 
     `bias` broadcasts to (B, H, T, S). `sinks` (H,) are the logits of one further key per head, whose value is 0.
     All scores (B, H, T, S) are in memory, in q's dtype.

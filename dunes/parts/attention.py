@@ -112,7 +112,7 @@ class Attention(nn.Module):
         return scored(q, k, v, self.window, dropout, bias=getattr(self.position, "bias", None))
 
     def project(self, y: Tensor, x: Tensor) -> Tensor:
-        """The output (B, T, dim) for the joined outputs of all heads (B, T, H * D) and the input (B, T, dim)."""
+        """The output (B, T, dim) for the joined heads y (B, T, H * D) and the layer's input x (B, T, dim)."""
         out: Tensor = self.out(y)
         return out
 
@@ -163,5 +163,5 @@ class GatedAttention(Attention):
         self.gate = nn.Linear(dim, self.out.in_features, bias=False)
 
     def project(self, y: Tensor, x: Tensor) -> Tensor:
-        """The output (B, T, dim) for the joined outputs of all heads (B, T, H * D) and the input (B, T, dim)."""
+        """The output (B, T, dim) for the joined heads y (B, T, H * D) and the layer's input x (B, T, dim)."""
         return super().project(y * self.gate(x).sigmoid(), x)

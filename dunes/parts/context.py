@@ -34,9 +34,9 @@ class ForwardContext:
     """The state of one forward, built once and passed to every block.
 
     `positions` is (B or 1, T), -1 for padding. Without a cache, positions separate packed documents: a position
-    that is not the previous position plus one starts a new document, and documents do not attend to each other.
-    For a single row, `document_starts` (T,) may give the index at which each token's document starts; in that case
-    T must be a multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
+    other than the previous position plus one starts a new document. Documents do not attend to each other. For a
+    single row, `document_starts` (T,) may give the index at which each token's document starts; in that case T
+    must be a multiple of `ops.scaled_dot_product.QUERY_BLOCK`.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ def supports_packing(model: nn.Module) -> bool:
     """True if all modules of the model declare that documents packed into one row stay separate.
 
     A class sets `supports_packing = True` if its forward processes each token separately, or mixes tokens only as
-    its context allows. A subclass that overrides forward has to set `supports_packing` again.
+    the context allows. A subclass that overrides forward has to set `supports_packing` again.
     """
     return all(getattr(m, "supports_packing", True) for m in model.modules()) and not undeclared_modules(model)
 

@@ -99,7 +99,7 @@ class Block(nn.Module):
 
 
 class SkipBlock(Block):
-    """A block that adds an earlier block's input, times a learned weight that starts at 0, to its own input.
+    """A block that adds an earlier block's input to its own input, scaled by a learned weight that starts at 0.
 
     `source` is the number of the earlier block, which must be a SkipBlock; None adds nothing. The input of block 0
     is the embedding, so a `source` of 0 adds the embedding. In a U-Net, the last blocks add the inputs of the
@@ -117,7 +117,7 @@ class SkipBlock(Block):
         self.register_parameter("skip", None if source is None else nn.Parameter(torch.zeros(())))
 
     def forward(self, x: Tensor, ctx: ForwardContext | None = None, layer: int = 0) -> Tensor:
-        """(B, T, dim) -> (B, T, dim). Raises KeyError if the source did not run before."""
+        """(B, T, dim) -> (B, T, dim). Raises KeyError if block `source` has not run in this forward."""
         ctx = ctx or ForwardContext.of(x)
         if self.skip is not None:
             x = x + self.skip.to(x.dtype) * ctx.carried[f"input {self.source}"]
@@ -486,7 +486,7 @@ def recurrent_part(model: nn.Module) -> str:
 
 @contextmanager
 def record_auxiliary(model: nn.Module) -> Iterator[Recorded]:
-    """A context that collects, by part, the tensors that parts record for auxiliary losses (in training only)."""
+    """Inside this context, parts in training record tensors for auxiliary losses; yields the tensors by part."""
     recorded: Recorded = {m: [] for m in model.modules() if hasattr(m, "auxiliary_losses") and model.training}
     for part, tensors in recorded.items():
         part.recorded = tensors

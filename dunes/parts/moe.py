@@ -254,7 +254,7 @@ def router_z(logits: Tensor, real: Tensor | None = None) -> Tensor:
 
 
 def _balance(load: Tensor, probs: Tensor, real: Tensor | None) -> Tensor:
-    """`load_balance`, computed from the choices `load` (N, E), 0 or 1, and the probabilities (N, E)."""
+    """`load_balance` from `load` (N, E), 1 for chosen experts and else 0, and the probabilities (N, E)."""
     tokens = _count(probs, real)
     if real is None:
         load, probs = load.mean(0), probs.mean(0)
@@ -286,7 +286,7 @@ def _count(x: Tensor, real: Tensor | None) -> Tensor:
 class NoisyGate(nn.Module):
     """A router of two linear layers, with noise in training and its own balance loss, as in LLaMA-MoE.
 
-    The logits are out(tanh(hidden(x))). In training, normal noise with standard deviation softplus(noise(x)) +
+    The logits are out(tanh(hidden(x))). In training, Gaussian noise with standard deviation softplus(noise(x)) +
     0.01 is added. https://arxiv.org/abs/2406.16554, after https://arxiv.org/abs/1701.06538
 
     The balance loss is `balance` times the sum of two squared coefficients of variation over experts. The first

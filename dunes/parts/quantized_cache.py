@@ -4,8 +4,8 @@ Some channels of keys are large in all tokens (KIVI, https://arxiv.org/abs/2402.
 channel, over a group of tokens. Values have no such channels and are quantized per token. A group of G tokens is
 stored as codes as soon as it is complete. A query reads the codes if the entire group is older than the last R
 tokens (the query's own token included); otherwise the query reads the group in full precision. So the keys and
-values that a query reads depend only on the query's position, not on how a text was split into forwards, nor on
-other rows.
+values that a query reads depend only on the query's position. Neither other rows nor the split of a text into
+forwards changes these keys and values.
 
 A ring buffer of a few groups stores tokens in full precision for longer than queries read them, so that a short
 rollback is exact.
@@ -180,7 +180,7 @@ class QuantizedCache(Cache):
         )
 
     def _completed_count(self, new: int) -> int:
-        """Maximum number of groups that become complete in a row; exact if all rows are equally long."""
+        """Upper bound of the groups that a forward completes per row; exact if all rows are equally long."""
         size = self.format.group
         if self._in_order:
             return self.max_length // size - (self.max_length - new) // size

@@ -182,7 +182,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x divided by its length, in float32 or wider."""
+    """x divided by its L2 norm, in float32 or wider."""
     x = at_least_float32(x)
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
