@@ -106,7 +106,7 @@ def attend_scored(
     """`attend` with changed scores: softcap * tanh(scores / softcap), then `bias` is added.
 
     `bias` broadcasts to (B, H, T, S). `sinks` (H,) are the logits of one further key per head, whose value is 0.
-    All scores (B, H, T, S) are in memory, in q's dtype.
+    With a softcap or sinks, all scores (B, H, T, S) are in memory, in q's dtype.
     """
     (b, h, t, d), kv = q.shape, k.shape[1]
     k, v = k.to(q.dtype), v.to(q.dtype)  # the cache of compiled decoding has another dtype

@@ -449,7 +449,8 @@ def cache_for(
     `RollingCache` if every layer has a window smaller than the capacity, and otherwise a `Cache`.
 
     Returns None, with a warning, if a module may mix tokens in ways that a KV cache cannot reproduce. The model
-    may be compiled or wrapped. Raises ValueError for a `format` with recurrent states or a `LatentAttention`.
+    may be compiled or wrapped, but then gets a `Cache` instead of a `RollingCache`. Raises ValueError for a
+    `format` with recurrent states or a `LatentAttention`.
     """
     inner = next((m.trunk for m in model.modules() if isinstance(m, Decoder)), None)
     if inner is not None and undeclared_modules(inner):
